@@ -22,6 +22,8 @@ FOLDER = Path(__file__).resolve().parent / "data"
 class Digits(rayps.Workload):
     """Which digit an image of 28 x 28 pixels shows."""
 
+    lr: float = 0.01  # a parameter: --set lr=0.02
+
     def __init__(self):
         self.folder = FOLDER  # kept with the workload, which travels to the workers without this file
 
@@ -59,7 +61,7 @@ class Digits(rayps.Workload):
 
     def optimizer(self, params):
         """Small steps with momentum, which stay stable when gradients are stale."""
-        return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+        return torch.optim.SGD(params, lr=self.lr, momentum=0.9)
 
     def evaluate(self, model, batch):
         """The share of images whose digit is found."""

@@ -14,15 +14,21 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from rayps.core.loading import without_collection
+
 __version__ = "0.1.0"
 
 _HOMES = {
     "ADMM": "rayps.strategies.admm",
     "AllReduce": "rayps.strategies.all_reduce",
+    "BestCheckpoint": "rayps.runtime.best_checkpoint",
+    "Callback": "rayps.workload.callback",
     "Client": "rayps.service.client",
     "DiLoCo": "rayps.strategies.diloco",
     "Ditto": "rayps.strategies.ditto",
     "Downpour": "rayps.strategies.downpour",
+    "EMA": "rayps.tensors.weight_average",
+    "EarlyStopping": "rayps.runtime.early_stopping",
     "Embedding": "rayps.ps.tables.embedding",
     "EmbeddingBag": "rayps.ps.tables.embedding",
     "FedAdagrad": "rayps.strategies.fedopt",
@@ -35,29 +41,41 @@ _HOMES = {
     "Hogwild": "rayps.strategies.hogwild",
     "Hybrid": "rayps.strategies.hybrid",
     "LocalSGD": "rayps.strategies.local_sgd",
+    "Max": "rayps.workload.metric_values",
+    "Mean": "rayps.workload.metric_values",
+    "Min": "rayps.workload.metric_values",
     "ParallelSGD": "rayps.strategies.parallel_sgd",
     "ParameterServer": "rayps.strategies.parameter_server",
     "Pipeline": "rayps.core.replica",
     "RaypsError": "rayps.core.errors",
     "Result": "rayps.runtime.training",
     "Ring": "rayps.comm.ring",
+    "SWA": "rayps.tensors.weight_average",
     "Scaffold": "rayps.strategies.scaffold",
     "ServerGroup": "rayps.ps.server_group",
     "Strategy": "rayps.strategies.base",
+    "Sum": "rayps.workload.metric_values",
     "TensorParallel": "rayps.core.replica",
     "Workload": "rayps.workload.base",
     "data": "rayps.data",
     "hash_ids": "rayps.ps.tables.ids",
-    "run": "rayps.runtime.loop",
+    "load_state": "rayps.runtime.saved_model",
+    "loggers": "rayps.loggers",
+    "log": "rayps.runtime.own_loop.world",
+    "params": "rayps.runtime.own_loop.world",
+    "restore": "rayps.runtime.own_loop.world",
+    "run": "rayps.runtime.own_loop.run",
+    "save": "rayps.runtime.own_loop.world",
     "train": "rayps.runtime.training",
-    "world": "rayps.runtime.loop",
-    "wrap": "rayps.runtime.loop",
+    "world": "rayps.runtime.own_loop.world",
+    "wrap": "rayps.runtime.own_loop.wrap",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])
 
 if TYPE_CHECKING:
     from rayps import data as data
+    from rayps import loggers as loggers
     from rayps.comm.ring import Ring as Ring
     from rayps.core.errors import RaypsError as RaypsError
     from rayps.core.replica import Pipeline as Pipeline
@@ -66,9 +84,16 @@ if TYPE_CHECKING:
     from rayps.ps.tables.embedding import Embedding as Embedding
     from rayps.ps.tables.embedding import EmbeddingBag as EmbeddingBag
     from rayps.ps.tables.ids import hash_ids as hash_ids
-    from rayps.runtime.loop import run as run
-    from rayps.runtime.loop import world as world
-    from rayps.runtime.loop import wrap as wrap
+    from rayps.runtime.best_checkpoint import BestCheckpoint as BestCheckpoint
+    from rayps.runtime.early_stopping import EarlyStopping as EarlyStopping
+    from rayps.runtime.own_loop.run import run as run
+    from rayps.runtime.own_loop.world import log as log
+    from rayps.runtime.own_loop.world import params as params
+    from rayps.runtime.own_loop.world import restore as restore
+    from rayps.runtime.own_loop.world import save as save
+    from rayps.runtime.own_loop.world import world as world
+    from rayps.runtime.own_loop.wrap import wrap as wrap
+    from rayps.runtime.saved_model import load_state as load_state
     from rayps.runtime.training import Result as Result
     from rayps.runtime.training import train as train
     from rayps.service.client import Client as Client
@@ -91,14 +116,22 @@ if TYPE_CHECKING:
     from rayps.strategies.parallel_sgd import ParallelSGD as ParallelSGD
     from rayps.strategies.parameter_server import ParameterServer as ParameterServer
     from rayps.strategies.scaffold import Scaffold as Scaffold
+    from rayps.tensors.weight_average import EMA as EMA
+    from rayps.tensors.weight_average import SWA as SWA
     from rayps.workload.base import Workload as Workload
+    from rayps.workload.callback import Callback as Callback
+    from rayps.workload.metric_values import Max as Max
+    from rayps.workload.metric_values import Mean as Mean
+    from rayps.workload.metric_values import Min as Min
+    from rayps.workload.metric_values import Sum as Sum
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'rayps' has no attribute {name!r}")
-    home = importlib.import_module(_HOMES[name])
-    found = home if name == "data" else getattr(home, name)
+    with without_collection():
+        home = importlib.import_module(_HOMES[name])
+    found = home if name in ("data", "loggers") else getattr(home, name)
     globals()[name] = found
     return found
 

@@ -41,6 +41,7 @@ class ProcessCluster:
         gang=None,
         index=None,
         restarts=0,
+        warm=False,
         **more,
     ):
         kind = target.partition(":")[2]

@@ -144,7 +144,7 @@ def drive(actors: Path, name: str, args: list[Any]) -> None:
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
-        if spec["workload"].startswith("line.py"):  # the real one, with workers of threads
+        if spec["workload"].partition(":")[0].endswith("line.py"):  # the real one, with workers of threads
             from rayps.runtime.driver_actor import DriverActor
 
             with (Path(folder) / "ledger.txt").open("a") as ledger:

@@ -61,6 +61,8 @@ def test_a_job_is_filed_shown_listed_and_stopped(site: Site) -> None:
         "metrics",
         "checkpoint",
         "stop_requested",
+        "params",
+        "sweep",
     }
     assert (job["name"], job["status"], job["spec"]["workers"]) == ("first", "QUEUED", 4)
     for _ in range(100):
@@ -105,7 +107,7 @@ def test_pages_of_jobs(site: Site) -> None:
 
 
 BAD = [
-    ({}, "/workload", "workload is missing"),
+    ({}, "/workload", "a job needs a workload"),
     ({"workload": "digits"}, "/workload", "digits:Digits"),
     ({"workload": "sweep.py:Sweep(lr=0.1)"}, "/workload", "write sweep.py:Sweep\nand give the arguments"),
     ({"workload": "a:B()"}, "/workload", "has arguments"),

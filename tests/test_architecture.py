@@ -18,6 +18,7 @@ ROOMS = [  # bottom up: a folder imports only those above it in this list
     "tensors",
     "data",
     "workload",
+    "loggers",
     "comm",
     "ps/protocol",
     "ps/client",
@@ -43,9 +44,12 @@ ROOMS = [  # bottom up: a folder imports only those above it in this list
 ]
 DEEP = {"ps", "federated", "parallel"}  # their subfolders are rooms of their own
 LAZY = {  # (module, what it imports within a function): why
+    ("data.ray_blocks", "rayps.cluster.ray_cluster"): "only data of Ray needs Ray",
     ("runtime.training", "rayps.cluster.ray_cluster"): "a run on a given cluster needs no Ray",
-    ("runtime.loop", "rayps.cluster.ray_cluster"): "a run on a given cluster needs no Ray",
+    ("runtime.own_loop.run", "rayps.cluster.ray_cluster"): "a run on a given cluster needs no Ray",
+    ("bench.start", "rayps.cluster.ray_cluster"): "only measurements on a running cluster need Ray here",
     ("federated.robust_rules", "rayps.federated.rule_arithmetic"): "the job service reads rules without numpy",
+    ("service.strategy_child", "rayps.workload.base"): "only the check of parameters needs torch",
     ("cli.doctor", "resource"): "not on every system",
 }
 
@@ -57,7 +61,7 @@ NAMED = {  # (module, what it names as "module:Name"): why
     ("ps.manager.launcher", "ps.server.server_actor:ServerActor"): ACTOR,
     ("ps.server_group", "ps.server.shard_actor:ShardActor"): ACTOR,
     ("runtime.job_servers", "ps.server.shard_actor:ShardActor"): ACTOR,
-    ("runtime.loop", "runtime.loop:LoopActor"): ACTOR,
+    ("runtime.own_loop.driver", "runtime.own_loop.actor:LoopActor"): ACTOR,
     ("runtime.worker_group", "runtime.worker_actor:WorkerActor"): ACTOR,
     ("service.drivers", "runtime.driver_actor:DriverActor"): ACTOR,
     ("service.groups", "ps.manager.manager:ManagerActor"): ACTOR,
@@ -233,6 +237,7 @@ PRIVATE = {  # names of torch's, Ray's and Python's own: why there is no public 
     "_internal_kv_del": "Ray: the map that all actors of a cluster share",
     "_internal_kv_get": "the same",
     "_internal_kv_put": "the same",
+    "_internal_kv_list": "the same",
     "_modules": "a module's own children, to put another in its place",
     "_optimizer_step_post_hooks": "torch: whether an optimizer has hooks, which it lists nowhere",
     "_optimizer_step_pre_hooks": "the same",
@@ -293,7 +298,7 @@ def test_what_is_public_is_what_is_exported():
 
 def test_no_module_hides_a_public_name():
     """The import of a module puts it into the package under its name, whatever was there."""
-    assert {f"rayps.{name}" for name in rayps.__all__} & set(FILES) == {"rayps.data"}
+    assert {f"rayps.{name}" for name in rayps.__all__} & set(FILES) == {"rayps.data", "rayps.loggers"}
 
 
 @pytest.mark.parametrize(

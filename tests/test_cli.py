@@ -292,14 +292,21 @@ def test_train_passes_everything_on(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
     def train(target: str, **options: Any) -> Any:
         given.update(options, target=target)
-        return SimpleNamespace(metrics={"accuracy": 0.97}, history=SimpleNamespace(num_rows=7), checkpoint=None)
+        rounds = SimpleNamespace(num_rows=7)
+        found = {"metrics": {"accuracy": 0.97}, "history": rounds, "checkpoint": None, "best": None}
+        return SimpleNamespace(**found, params={"lr": 0.3})
 
     monkeypatch.setattr(rayps, "train", train, raising=False)
-    options = "--workers 4 --epochs 3 --gpus-per-worker 1 -o json"
+    options = "--workers 4 --epochs 3 --gpus-per-worker 1 --set lr=0.3 --set flag=true -o json"
+    options += " --evaluate-every 50 --keep-checkpoints 3"
     code, out, _ = run(capsys, "train", "a:B", *options.split())
-    assert code == 0 and json.loads(out) == {"metrics": {"accuracy": 0.97}, "rounds": 7, "checkpoint": None}
+    shown = {"metrics": {"accuracy": 0.97}, "rounds": 7, "checkpoint": None, "best": None}
+    shown["params"] = {"lr": 0.3}
+    assert code == 0 and json.loads(out) == shown and given["params"] == {"lr": 0.3, "flag": True}
     assert (given["workers"], given["epochs"], given["resources"]) == (4, 3, {"cpu": 1.0, "gpu": 1.0})
+    assert (given["evaluate_every"], given["keep_checkpoints"]) == (50, 3)
     assert run(capsys, "train", "a:B")[1] == "accuracy 0.97\n"
+    assert (given["evaluate_every"], given["keep_checkpoints"]) == (None, 2)
 
 
 def test_version_and_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,7 +487,7 @@ def test_what_holds_a_job_back_is_in_the_list_and_events_are_in_order(
     events = [{"time": 5e9, "kind": "late", "message": ""}, {"time": 4e9, "kind": "early", "message": ""}]
     (home / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     assert f"batch loss 0.5, {said}" in run(capsys, "ls")[1]
-    assert "operations/s  3.9 (quota 4)" in run(capsys, "get", job)[1]
+    assert "operations/s     3.9 (quota 4)" in run(capsys, "get", job)[1]
     out = run(capsys, "events", job)[1]
     assert out.index("early") < out.index("late")
 

@@ -47,8 +47,12 @@ def test_submit_show_list_stop(client: Client, tmp_path: Path) -> None:
     job = client.submit(
         "w.py:W", strategy={"name": "all_reduce"}, workers=2, epochs=1, name="mine", working_dir=tmp_path
     )
-    assert job.status is Status.QUEUED and job.data["spec"]["working_dir"] == str(tmp_path)
-    assert client.job(job.id).data["name"] == "mine" and client.jobs()[0].id == job.id
+    assert job.status is Status.QUEUED and job.data["spec"]["working_dir"] is None and job.data["spec"]["code"]
+    there = client.submit("w.py:W", working_dir=tmp_path, upload=False)
+    assert there.data["spec"]["working_dir"] == str(tmp_path) and there.data["spec"]["code"] is None
+    there.stop()
+    assert client.job(job.id).data["name"] == "mine"
+    assert [each.id for each in client.jobs()[:2]] == [there.id, job.id]
     assert job.stop().data["stop_requested"]
     assert job.wait(timeout=60).status is Status.STOPPED and job.result == {}
     with pytest.raises(Conflict):

@@ -357,7 +357,7 @@ def test_large_files_may_keep_rows_too(written: Path) -> None:
 
 
 def _report(folder: str, temp: str, out: multiprocessing.SimpleQueue, both: Barrier) -> None:  # type: ignore[type-arg]
-    os.environ["TMPDIR"] = temp
+    os.environ["TMPDIR"] = tempfile.tempdir = temp  # torch imports dill, where it is installed, which asks for it early
     source = parquet(Path(folder), "writer", window_mb=0.001)
     clients = source.clients
     found = clients.batch(clients.rows(0)).x.sum().item()

@@ -278,7 +278,7 @@ def test_what_the_loss_calls_the_model_with_and_what_it_makes_of_the_output():
     (x,), kwargs = loss_proxy.inputs(Work(), one)
     assert x is one.x[0] and kwargs == {"scale": 2}
     assert loss_proxy.inputs(Work(), one, training=False)[0][0] is x
-    assert loss_proxy.loss(Work(), one, torch.ones(5, 2)).item() == 1
+    assert loss_proxy.loss(Work(), one, torch.ones(5, 2)).total.item() == 1
     assert loss_proxy.metrics(Work(), one, torch.ones(5, 2))["mean"].item() == 1
 
 

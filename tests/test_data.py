@@ -386,7 +386,7 @@ class RayData:
     ],
 )
 def test_ray_data_is_refused_at_once(make: Callable[[object], object]) -> None:
-    with pytest.raises(DataError, match=r"Ray Data RayData cannot be read: write it once with\nds.write_parquet"):
+    with pytest.raises(DataError, match=r"Ray Data RayData cannot be read: give rayps.data.ray\(ds,\nfeatures"):
         make(type("RayData", (RayData,), {"__module__": "tests"})())
 
 
@@ -396,7 +396,7 @@ def test_ray_data_as_a_workloads_data_is_refused_with_the_way_out() -> None:
             return RayData()
 
     with pytest.raises(
-        ConfigError, match=r"data\(\) returned a Ray Data RayData: write it once with\nds.write_parquet"
+        ConfigError, match=r"data\(\) returned a Ray Data RayData: give rayps.data.ray\(ds,\nfeatures=...\), or write"
     ):
         small_work.train(Work())
 

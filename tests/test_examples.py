@@ -1,6 +1,7 @@
 """Examples: they import, their data is there and small, and they learn what they say, in one process."""
 
 import ast
+import difflib
 import importlib.util
 import math
 import subprocess
@@ -11,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 import yaml
+from conftest import missing
 
 import rayps
 from rayps.cluster.local import LocalCluster
@@ -39,12 +41,16 @@ def module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 NAMES = [
     "admm",
     "characters",
+    "convnet",
     "digits",
     "downpour",
     "fedavg",
     "flights",
+    "gan",
     "hogwild",
+    "language_model",
     "local_sgd",
+    "lora",
     "own_loop",
     "recommender",
     "own_actors",
@@ -239,3 +245,115 @@ def test_ridge_and_lasso_are_solved_exactly(monkeypatch: pytest.MonkeyPatch) -> 
     slope, on = x.T @ (x @ found["l1"] - y) / 400, found["l1"] != 0
     assert on.sum() == 6 and (slope[on] + made.LASSO * found["l1"][on].sign()).abs().max() < 1e-8
     assert slope.abs().max() <= made.LASSO + 1e-8
+
+
+def test_porting_a_plain_script_takes_at_most_six_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lines(name: str) -> list[str]:
+        text = (EXAMPLES / name).read_text(encoding="utf-8").partition('"""\n')[2]  # without the docstring
+        return [line for line in text.splitlines() if line.strip()]
+
+    compared = list(difflib.ndiff(lines("plain.py"), lines("port_plain.py")))
+    assert 1 <= sum(line.startswith("+ ") for line in compared) <= 6
+    assert sum(line.startswith("- ") for line in compared) <= 2
+    alone = module("plain", monkeypatch).train_fn(epochs=8)
+    ported = module("port_plain", monkeypatch).train_fn
+    losses = rayps.run(ported, workers=2, params={"epochs": 8}, cluster=LocalCluster(), progress=False)
+    assert alone < 0.3
+    assert max(losses) < 0.6
+
+
+def trained(work: Workload, **options: object) -> rayps.Result:
+    cluster = LocalCluster()
+    try:
+        return rayps.train(work, cluster=cluster, progress=False, **options)
+    finally:
+        cluster.close()
+
+
+def needs(*packages: str) -> None:
+    for name in packages:
+        if importlib.util.find_spec(name) is None:
+            missing(name)
+
+
+def short(work: Workload) -> Workload:
+    """A language model's workload with four steps of two workers in an epoch, in the dtype of the model."""
+    work.precision = None
+    work.text = work.text[:9000]
+    return work
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "parameter_server:shards=2"])
+def test_a_language_model_equals_its_plain_loop(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("transformers")
+    made = module("language_model", monkeypatch)
+    alone = made.plain(short(made.LanguageModel()), epochs=1, workers=2)
+    found = trained(short(made.LanguageModel()), strategy=strategy, workers=2, epochs=1)
+    assert found.metrics["loss"] == pytest.approx(alone, rel=1e-5)
+    assert alone < 4.0  # the untrained model has 4.2
+
+
+def test_a_language_model_in_a_pipeline_equals_its_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("transformers")
+    made = module("language_model", monkeypatch)
+
+    class Pairs(made.InPipeline):  # the plain loop divides a sum by the number of characters
+        loss = made.LanguageModel.loss
+
+    alone = made.plain(short(Pairs()), epochs=1, workers=1)
+    way = "pipeline:stages=2,micro_batches=4"
+    found = trained(short(made.InPipeline()), strategy=way, workers=2, epochs=1)
+    assert found.metrics["loss"] == pytest.approx(alone, rel=1e-5)
+
+
+def test_lora_learns_the_same_under_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("transformers", "peft")
+    made, base = module("lora", monkeypatch), str(tmp_path / "base")
+    torch.manual_seed(0)
+    made.LanguageModel().model().save_pretrained(base)
+    model = made.Capitals(base).model()
+    share = sum(p.numel() for p in model.parameters() if p.requires_grad) / sum(p.numel() for p in model.parameters())
+    assert share < 1 / 12
+    losses = [
+        trained(short(made.Capitals(base)), strategy=strategy, workers=2, epochs=1).metrics["loss"]
+        for strategy in ("all_reduce", "parameter_server:shards=2")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0] < 4.15
+
+
+def test_a_convnet_learns_with_statistics_of_all_workers_and_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = module("convnet", monkeypatch)
+    for synchronized in (True, False):
+        work = made.NormedDigits()
+        work.sync_batchnorm = synchronized
+        assert trained(work, workers=2, steps=40).metrics["accuracy"] > 0.8
+
+
+def looped(made: ModuleType, strategy: str, steps: int) -> list[object]:
+    cluster = LocalCluster()
+    try:
+        return rayps.run(
+            made.train_fn, workers=2, strategy=strategy, params={"steps": steps}, cluster=cluster, progress=False
+        )
+    finally:
+        cluster.close()
+
+
+def test_a_gan_finds_all_centres(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = module("gan", monkeypatch)
+    assert made.quality(made.net(made.NOISE, 2)) == (0.0, 0)
+    first, second = looped(made, "all_reduce", 400)
+    assert first == second
+    good, centres = first
+    assert good > 0.1 and centres >= 6
+
+
+def test_a_gan_learns_the_same_from_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = module("gan", monkeypatch)
+    monkeypatch.setattr(made, "quality", lambda model: [p.detach().clone() for p in model.parameters()])
+    rings, servers = (looped(made, way, 20)[0] for way in ("all_reduce", "parameter_server:shards=2"))
+    torch.manual_seed(0)
+    begun = list(made.net(made.NOISE, 2).parameters())
+    for one, other, first in zip(rings, servers, begun, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+        assert (one - first).abs().max() > 1e-3

@@ -62,7 +62,7 @@ def test_actors_are_known_by_name(join: Callable[..., ClusterProcess], tmp_path:
     handle = first.spawn("module:Class", 1, {"two": 2}, name="a", detached=True, here=True, more=[3])
     assert (tmp_path / "a.json").read_text() == (
         '["module:Class", [1, {"two": 2}], {"cpus": 0.0, "gpus": 0.0, "detached": true, "here": true, "restarts": 0, '
-        '"more": [3]}]'
+        '"warm": false, "more": [3]}]'
     )
     assert handle.call("run", 1, 2).result(timeout=60) == ["run", [1, 2], {}]
     assert first.free() == first.total() == first.hosts()["here"] == {"cpu": 4.0, "gpu": 0.0}

@@ -19,6 +19,7 @@ import httpx2
 import pytest
 
 from rayps.core.failpoint import VARIABLE
+from rayps.core.job_status import Status
 from rayps.service import processes
 from rayps.service.client import Client
 from rayps.service.ray_daemon import read_record
@@ -397,3 +398,67 @@ def test_an_orderly_end_leaves_no_trace(serve: Serve) -> None:
     assert not Path(found.temp_dir).exists() and read_record(serve.state) is None
     assert shared_memory() <= serve.shared and "SIGTERM received" not in serve.log.read_text()
     assert not (serve.state / "service.json").exists()
+
+
+PARAMETERS = (
+    WORK
+    + """
+class Rated(Line):
+    lr: float = 0.05
+    def optimizer(self, params):
+        return torch.optim.SGD(params, lr=self.lr)
+"""
+)
+
+
+def test_a_sweep_trains_each_job_with_its_parameters(serve: Serve, work: Path) -> None:
+    (work / "line.py").write_text(PARAMETERS)
+    job = {"workload": "line.py:Rated", "working_dir": str(work), "steps": 20}
+    with serve.client() as client:
+        sweep = client.sweep(job, name="rates", lr=[0.0, 0.05]).wait(300)
+        assert [each.status for each in sweep.jobs] == [Status.SUCCEEDED] * 2, [each.data for each in sweep.jobs]
+        still, learns = sweep.jobs
+        assert still.params == {**still.params, "lr": 0.0, "pause": 0.0, "clip_norm": None}
+        assert sweep.best("error").id == learns.id
+        found = sweep.compare()
+        assert found["differing"] == ["lr"] and found["metrics"] == ["loss", "error", "batch loss"]
+        assert [row["rounds"] for row in found["rows"]] == [20, 20]
+        assert len(found["curves"][still.id]["batch loss"]["value"]) == 20
+        event = next(event for event in learns.events() if event["kind"] == "parameters")
+        assert event["params"] == learns.params and "lr = 0.05" in event["message"]
+        trained, best = (work / "trained.json"), learns.result["error"]
+        plain = subprocess.run(
+            [sys.executable, "-c", PLAIN, "line.py:Rated", str(trained)],
+            cwd=work,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            check=False,
+        )
+        assert plain.returncode == 0
+        assert json.loads(trained.read_text()) == pytest.approx([still.result["error"], best], rel=1e-5)
+
+
+PLAIN = """
+import json, sys
+import rayps
+from rayps.cluster.local import LocalCluster
+
+errors = []
+for lr in (0.0, 0.05):
+    cluster = LocalCluster()
+    result = rayps.train(sys.argv[1], params={"lr": lr}, steps=20, cluster=cluster, progress=False)
+    cluster.close()
+    assert result.params["lr"] == lr and json.loads(result.history.schema.metadata[b"rayps.params"])["lr"] == lr
+    errors.append(result.metrics["error"])
+open(sys.argv[2], "w").write(json.dumps(errors))
+"""
+
+
+def test_a_parameter_that_only_the_driver_can_check_ends_the_job_with_the_reason(serve: Serve, work: Path) -> None:
+    missing = (
+        "import sys\nif any('strategy_child' in each for each in sys.orig_argv):\n    import not_on_this_machine\n"
+    )
+    (work / "line.py").write_text(missing + PARAMETERS)
+    with serve.client() as client:
+        job = client.submit("line.py:Rated", working_dir=work, params={"lr": "fast"}).wait(300)
+        assert job.status is Status.FAILED
+        assert "params.lr is 'fast' (text), and Rated.lr is float" in job.data["reason"]

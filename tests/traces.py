@@ -1,5 +1,6 @@
 """What a Ray could leave behind."""
 
+import gc
 import os
 import tempfile
 import time
@@ -38,6 +39,7 @@ class Traces:
     def left(self, seconds=10.0):
         """What is there now and was not before, once `seconds` have passed for it to go away."""
         deadline = time.monotonic() + seconds
+        gc.collect()  # an object of this process that is only in a cycle still holds its files
         while True:
             now = self.look()
             found = {kind: sorted(now[kind] - self.before[kind]) for kind in now if now[kind] - self.before[kind]}

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from rayps.federated.remote.signed_orders import Key
 from rayps.service import adoption
 from rayps.service.client_tokens import ClientTokens
+from rayps.service.code_store import CodeStore
 from rayps.service.drivers import RayHome
 from rayps.service.groups import Groups
 from rayps.service.ray_place import place as choose
@@ -20,9 +21,21 @@ from rayps.service.scheduler import Scheduler
 from rayps.service.settings import Settings
 from rayps.service.store import Store
 from rayps.service.user_tokens import UserTokens
-from rayps_api import pages, problems, routes_clients, routes_jobs, routes_root, routes_servers, routes_tokens, stream
+from rayps_api import (
+    pages,
+    problems,
+    routes_clients,
+    routes_code,
+    routes_files,
+    routes_jobs,
+    routes_root,
+    routes_servers,
+    routes_sweeps,
+    routes_tokens,
+    stream,
+)
 from rayps_api.guard import Guard
-from rayps_api.schemas import FIELDS, GROUP_FIELDS
+from rayps_api.schemas import FIELDS, GROUP_FIELDS, SWEEP_FIELDS
 from rayps_api.schemas_clients import CLIENT_FIELDS
 from rayps_api.schemas_tokens import TOKEN_FIELDS
 from rayps_api.service import Service
@@ -50,12 +63,16 @@ def create_app(
         settings.prepare()
         store = await Store.open(settings.database)
         await adoption.adopt(store, settings.jobs_dir)
-        scheduler = Scheduler(store, place or choose(settings), settings.jobs_dir, stall=settings.stall)
+        scheduler = Scheduler(
+            store, place or choose(settings), settings.jobs_dir, stall=settings.stall, warm=settings.warm
+        )
         groups = Groups(scheduler, settings.servers_dir)
         scheduler.group_wait_reason, scheduler.group_end_reason = groups.wait_reason, groups.end_reason
+        code = CodeStore(settings.state_dir, settings.code_bytes)
+        code.remove_unused(await store.code_in_use())
         tokens = ClientTokens(store, Key.load_or_create(settings.client_key))
         users = UserTokens(store, settings.token_file)
-        app.state.service = Service(settings, store, scheduler, groups, tokens, users)
+        app.state.service = Service(settings, store, scheduler, groups, tokens, users, code)
         if started is not None:
             await started(app.state.service)
         ticking = [asyncio.create_task(scheduler.run()), asyncio.create_task(groups.run())]
@@ -88,6 +105,7 @@ def create_app(
         app,
         {
             "/api/v1/jobs": FIELDS,
+            "/api/v1/sweeps": SWEEP_FIELDS,
             "/api/v1/server-groups": GROUP_FIELDS,
             "/api/v1/client": CLIENT_FIELDS,
             "/api/v1/tokens": TOKEN_FIELDS,
@@ -95,6 +113,9 @@ def create_app(
     )
     for router in (
         routes_jobs.router,
+        routes_files.router,
+        routes_sweeps.router,
+        routes_code.router,
         routes_servers.router,
         routes_clients.router,
         routes_tokens.router,

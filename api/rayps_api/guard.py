@@ -54,6 +54,8 @@ class Guard:
         self._app = RequestBodyLimitMiddleware(app, BODY_LIMIT)
         # the limit for updates of federated clients; the route then checks the round's own limit
         self._updates = RequestBodyLimitMiddleware(app, UPDATE_LIMIT)
+        self._code_limit = settings.code_bytes + 64_000_000  # the files of an archive, and their headers
+        self._code = RequestBodyLimitMiddleware(app, self._code_limit)
         self._hosts = {*LOOPBACK, settings.host, *settings.allowed_hosts}
         self._failures = failures
 
@@ -88,6 +90,7 @@ class Guard:
                 await refused(scope, receive, with_headers)
             else:
                 app = self._updates if "rayps_grant" in scope and _is_update(request) else self._app
+                app = self._code if "rayps_user" in scope and _is_code(request) else app
                 await app(scope, receive, with_headers)
         except Exception:  # the answer must not contain a traceback
             log.exception("request %s %s %s failed", scope["request_id"], request.method, scope["path"])
@@ -106,7 +109,7 @@ class Guard:
                 detail=f"Host {host[:100]!r} is not accepted: allow this host with `rayps serve --allow-host`",
             )
         length = request.headers.get("content-length", "0")
-        limit = UPDATE_LIMIT if _is_update(request) else BODY_LIMIT
+        limit = UPDATE_LIMIT if _is_update(request) else self._code_limit if _is_code(request) else BODY_LIMIT
         if not length.isdigit() or int(length) > limit:
             return problem(request, 413, f"a body may have {limit} bytes at most")
         path = request.scope["path"]
@@ -180,6 +183,10 @@ class Guard:
 def _is_update(request: Request) -> bool:
     path = request.scope["path"]
     return request.method == "PUT" and path.startswith(f"{CLIENTS}rounds/") and path.endswith("/update")
+
+
+def _is_code(request: Request) -> bool:
+    return request.method == "PUT" and request.scope["path"].startswith("/api/v1/code/")
 
 
 def _host(header: str) -> str:

@@ -10,7 +10,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 
 import rayps
 
-PAGES = ("jobs", "servers")  # the paths below / that the dashboard shows
+PAGES = ("jobs", "servers", "sweeps", "compare")  # the paths below / that the dashboard shows
 _NOT_BUILT = """<!doctype html><html lang=en><meta charset=utf-8><title>rayps</title>
 <h1>The dashboard is not built</h1>
 <p>The service is running; this installation has no dashboard pages. In a source tree, run

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import logging
 import os
+import posixpath
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,13 +18,17 @@ from fastapi.responses import JSONResponse
 from rayps.core.errors import ConfigError, Conflict, NotFound
 from rayps.core.failpoint import passing
 from rayps.core.job_status import Status
+from rayps.core.warm_start import StartFrom
 from rayps.core.workload_name import misnamed
 from rayps.service import job_folders, strategy_check
-from rayps.service.strategy_check import PhaseFacts, checked
+from rayps.service.code_store import ORIGIN_FILE
+from rayps.service.settings import private_write
+from rayps.service.strategy_check import CheckedStrategy, PhaseFacts, checked
 from rayps.strategies.catalogue import own_names, parse
 from rayps.strategies.job import JobSpec
 from rayps_api import folder
-from rayps_api.schemas import Events, JobIn, JobOut, JobsOut, Lines, Points, Series, problems
+from rayps_api.job_code import JobCodes
+from rayps_api.schemas import Events, JobIn, JobOut, JobsOut, Lines, OriginIn, Points, Series, problems
 from rayps_api.service import RunningService, Service
 
 log = logging.getLogger(__name__)
@@ -40,7 +46,31 @@ async def submit(
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
 ) -> Any:
     """Submit a job. A repeated identical request with the same Idempotency-Key returns the first job, with 200."""
-    spec, name, phases = await _spec(body)
+    async with JobCodes(running.code) as codes:
+        spec, name = await accepted(body, running, codes)
+        await refuse_params([spec], codes)
+    passing("submit: checked, not stored")
+    async with running.code.lock:
+        if spec.code is not None:
+            running.code.path(spec.code)
+        record, created = await running.store.add(spec, name=name, key=idempotency_key)
+    if created:
+        passing("submit: stored, folder not written")
+        await write_row(record.id, running, body.origin)
+    passing("submit: stored, not acknowledged")
+    running.scheduler.wake()
+    place = {"Location": f"/api/v1/jobs/{record.id}"}
+    return JSONResponse(running.show(record), 201 if created else 200, place)
+
+
+async def accepted(body: JobIn, running: Service, codes: JobCodes) -> tuple[JobSpec, str]:
+    """Return the specification of a job that the service can store, and the job's name.
+
+    Raises:
+        ConfigError: the job can never run. The error names the field.
+        NotFound: the service does not have the job's code.
+    """
+    spec, name, phases = await _spec(body, codes)
     if spec.server_group is not None:
         running.groups.must_exist(spec.server_group)
         _refuse_without_servers(spec, phases)
@@ -50,16 +80,27 @@ async def submit(
         await _check_branch(spec, running)
     if spec.resume is not None:
         spec = replace(spec, resume=await _checkpoint(spec.resume, spec.working_dir, running))
+    if spec.start_from is not None:
+        spec = replace(spec, start_from=await _start(spec.start_from, spec.working_dir, running))
     running.scheduler.refuse_too_large(spec)
-    passing("submit: checked, not stored")
-    record, created = await running.store.add(spec, name=name, key=idempotency_key)
-    if created:
-        passing("submit: stored, folder not written")
-        await _write_row(record.id, running)
-    passing("submit: stored, not acknowledged")
-    running.scheduler.wake()
-    place = {"Location": f"/api/v1/jobs/{record.id}"}
-    return JSONResponse(running.show(record), 201 if created else 200, place)
+    return spec, name
+
+
+async def refuse_params(specs: list[JobSpec], codes: JobCodes, fields: Sequence[str] = ()) -> None:
+    """Check the parameters of jobs with one target and one folder or archive of code.
+
+    `fields` are names that no parameter may have. Nothing is checked if no job has parameters, and `fields` is empty.
+
+    Raises:
+        ConfigError: the workload or the function refuses a parameter, or has one with a name of `fields`.
+    """
+    first, params = specs[0], [spec.params for spec in specs]
+    if not any(params) and not fields:
+        return
+    folder = await codes.folder(first)
+    if folder is not None:
+        loop = first.run is not None
+        await strategy_check.refuse_params_in_child(first.target, folder, params, fields, loop=loop)
 
 
 @router.get("", response_model=JobsOut)
@@ -68,9 +109,10 @@ async def page(
     status: Annotated[list[Status] | None, Query()] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     cursor: Annotated[str | None, Query(pattern=r"^[0-9A-Z]{26}$")] = None,
+    sweep: Annotated[str | None, Query(max_length=64)] = None,
 ) -> Any:
-    """List jobs, newest first."""
-    records = await running.store.page(status=status or (), limit=limit + 1, before=cursor)
+    """List jobs, newest first; with `sweep`, only those of the sweep of this name."""
+    records = await running.store.page(status=status or (), limit=limit + 1, before=cursor, sweep=sweep)
     more = len(records) > limit
     jobs = [running.show(record) for record in records[:limit]]
     return JSONResponse({"jobs": jobs, "next_cursor": jobs[-1]["id"] if more else None})
@@ -113,7 +155,11 @@ async def delete(job_id: str, running: RunningService) -> Any:
     shown = running.show(record)
     # the folder is deleted before the row: this frees space on a full disk, and an ended job may lack its folder
     await asyncio.to_thread(job_folders.remove_folder, running.settings.jobs_dir, record.id)
-    await running.store.delete(record.id)
+    async with running.code.lock:
+        await running.store.delete(record.id)
+        code = record.spec.code
+        if code is not None and not await running.store.code_in_use(code):
+            await asyncio.to_thread(running.code.remove, code)
     return JSONResponse(shown)
 
 
@@ -163,9 +209,16 @@ async def events(
     return JSONResponse({"events": found, "cursor": after})
 
 
-async def _write_row(job_id: str, running: Service) -> None:
-    """Write the job's row into its folder, from which the job can be restored if the store is lost."""
+async def write_row(job_id: str, running: Service, origin: OriginIn | None = None) -> None:
+    """Write the job's row into its folder, from which the job can be restored if the store is lost.
+
+    The origin of its code is written into a file of its own.
+    """
     try:
+        if origin is not None:
+            text = origin.model_dump_json(exclude_none=True)
+            running.folder(job_id).mkdir(mode=0o700, parents=True, exist_ok=True)
+            await asyncio.to_thread(private_write, running.folder(job_id) / ORIGIN_FILE, text)
         await asyncio.to_thread(job_folders.write_row, running.folder(job_id), await running.store.json_row(job_id))
     except OSError as error:  # the job is in the store: the service's next start writes the file
         log.warning("job %s: %s cannot be written: %s", job_id, job_folders.ROW_FILE, error)
@@ -207,9 +260,21 @@ async def _check_branch(spec: JobSpec, running: Service) -> None:
 
 
 async def _checkpoint(resume: str, working_dir: str | None, running: Service) -> str:
-    """Return the folder of the checkpoint that `resume` names: an ended job's id, the beginning of an id, or a path."""
+    """Return the folder of the checkpoint that `resume` names.
+
+    This is an ended job's id or its beginning, the same with ":best" for the job's best checkpoint, or a path.
+    """
     with contextlib.suppress(NotFound):
-        job = await running.store.find(resume)
+        job_id, _, which = resume.partition(":")
+        job = await running.store.find(job_id)
+        if which == "best":
+            best = (running.progress(job.id) or {}).get("best")
+            if best is None:
+                raise ConfigError(
+                    f"resume is {resume!r}: job {job.id} has kept no best checkpoint (rayps.BestCheckpoint)",
+                    field="resume",
+                )
+            return str(best)
         if job.checkpoint is None:
             why = "has no checkpoint" if job.status.terminal else "has not ended: wait, or stop it"
             raise ConfigError(f"resume is {resume!r}: job {job.id} {why}", field="resume")
@@ -218,7 +283,7 @@ async def _checkpoint(resume: str, working_dir: str | None, running: Service) ->
     if not os.path.isdir(path):  # noqa: PTH112  Path.is_dir raises for a name that is too long
         raise ConfigError(
             f"resume is {resume!r}: there is no such job, and no folder {path} on the service's machine: "
-            "give the id of an ended job, or a checkpoint's folder, as `rayps get ID` shows it",
+            "give the id of an ended job, ID:best, or a checkpoint's folder, as `rayps get ID` shows it",
             field="resume",
         )
     if not (path / _MANIFEST).is_file():
@@ -230,9 +295,29 @@ async def _checkpoint(resume: str, working_dir: str | None, running: Service) ->
     return resume
 
 
-async def _spec(body: JobIn) -> tuple[JobSpec, str, list[PhaseFacts]]:
+async def _start(given: Any, working_dir: str | None, running: Service) -> Any:
+    """Return the option `start_from` of a job, in which an ended job's id is replaced by its newest checkpoint."""
+    start = StartFrom.parse(given)
+    path = Path(working_dir or "/") / start.path
+    if os.path.exists(path):  # noqa: PTH110  Path.exists raises for a name that is too long
+        return given
+    try:
+        job = await running.store.find(start.path)
+    except NotFound:
+        raise ConfigError(
+            f"start_from is {start.path!r}: there is no file or folder {path} on the service's machine, and no such "
+            "job: give a .safetensors file, a folder with one, a checkpoint, or the id of an ended job",
+            field="start_from",
+        ) from None
+    if job.checkpoint is None:
+        why = "has no checkpoint" if job.status.terminal else "has not ended: wait, or stop it"
+        raise ConfigError(f"start_from is {start.path!r}: job {job.id} {why}", field="start_from")
+    return job.checkpoint if isinstance(given, str) else given | {"path": job.checkpoint}
+
+
+async def _spec(body: JobIn, codes: JobCodes) -> tuple[JobSpec, str, list[PhaseFacts]]:
     """Return the job in the request's body, its name, and the facts of its strategy's phases."""
-    data = body.model_dump()
+    data = body.model_dump(exclude={"origin"})
     given = _finite_strategy(data["strategy"])
     own = own_names(given)
     found = None if own else checked(parse(given))
@@ -240,19 +325,22 @@ async def _spec(body: JobIn) -> tuple[JobSpec, str, list[PhaseFacts]]:
         data["strategy"] = found.strategy
     data["resources"] = {"cpu": 1.0} | data["resources"]
     spec = JobSpec.from_dict(data)
-    if (reason := misnamed(spec.workload)) is not None:
+    if spec.run is None and (reason := misnamed(spec.workload)) is not None:
         raise ConfigError(reason, field="workload")
-    _check_files(spec)
+    if spec.code is None:
+        _check_files(spec)
+    else:
+        await _check_code(spec, spec.code, codes)
     if found is None:
-        if spec.working_dir is None:
+        if spec.working_dir is None and spec.code is None:
             raise ConfigError(
                 f"strategy {own[0]!r} is a class of your own: give working_dir, the absolute path of the directory in "
                 "which its file is",
                 field="working_dir",
             )
-        found = await strategy_check.check_in_child(given, spec.working_dir, spec.workers)
+        found = await _own_strategy(given, spec, codes)
         spec = replace(spec, strategy=found.strategy)
-    return spec, spec.name or spec.workload.rpartition(":")[2][:64], found.phases
+    return spec, spec.name or spec.target.rpartition(":")[2][:64], found.phases
 
 
 def _finite_strategy(given: Any) -> Any:
@@ -264,20 +352,52 @@ def _finite_strategy(given: Any) -> Any:
     return given
 
 
+async def _own_strategy(given: Any, spec: JobSpec, codes: JobCodes) -> CheckedStrategy:
+    """Check a strategy whose class is in the job's code, in a child process."""
+    folder = await codes.folder(spec)
+    assert folder is not None, "checked before"
+    return await strategy_check.check_in_child(given, folder, spec.workers)
+
+
+async def _check_code(spec: JobSpec, code: str, codes: JobCodes) -> None:
+    """Raise ConfigError if the job names a folder beside its archive, or if the archive lacks the file of its target.
+
+    The target is the workload or the function.
+    """
+    if spec.working_dir is not None:
+        raise ConfigError(
+            f"working_dir is {spec.working_dir!r} and code is given: give code alone, which is the packed directory",
+            field="working_dir",
+        )
+    paths = await codes.paths(code)
+    what, file = _target_field(spec), spec.target.rpartition(":")[0]
+    if file.endswith(".py") and posixpath.normpath(file) not in paths:
+        raise ConfigError(
+            f"{what} {spec.target!r}: there is no file {file} in the packed working directory: give a path from "
+            "that directory, and check that no pattern of .gitignore or .raypsignore leaves it out",
+            field=what,
+        )
+
+
+def _target_field(spec: JobSpec) -> str:
+    """Return the name of the field that names the job's code."""
+    return "workload" if spec.run is None else "run"
+
+
 def _check_files(spec: JobSpec) -> None:
-    """Raise ConfigError if the workload's file or the working directory does not exist."""
+    """Raise ConfigError if the file of the workload or function, or the working directory does not exist."""
     home = None if spec.working_dir is None else Path(spec.working_dir)
     if home is not None and not (home.is_absolute() and home.is_dir()):
         raise ConfigError(
             f"working_dir {spec.working_dir!r} is not a directory on the service's machine: give an absolute path",
             field="working_dir",
         )
-    file = Path(spec.workload.rpartition(":")[0])
+    what, file = _target_field(spec), Path(spec.target.rpartition(":")[0])
     if file.suffix == ".py":
         if not file.is_absolute() and home is None:
             raise ConfigError(
-                f"workload {spec.workload!r} is a file: give working_dir, the absolute path of its directory",
+                f"{what} {spec.target!r} is a file: give working_dir, the absolute path of its directory",
                 field="working_dir",
             )
         if not ((home or Path("/")) / file).is_file():
-            raise ConfigError(f"workload {spec.workload!r}: there is no file {file} in {home or '/'}", field="workload")
+            raise ConfigError(f"{what} {spec.target!r}: there is no file {file} in {home or '/'}", field=what)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import http
 import math
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from rayps.core.code_archive import HASH
 from rayps.core.job_status import Status
+from rayps.core.requirements import LONGEST_LINE, MOST_LINES
+from rayps.service.code_origin import MOST_DIFF
 from rayps.service.groups import LEAST_SILENCE, MOST_REPLICAS, MOST_SERVERS, MOST_SILENCE, SILENCE
 from rayps.service.groups import NAME as GROUP_NAME
 from rayps.service.store import JobRecord
-from rayps.strategies.job import JobSpec
+from rayps.service.sweep import MOST_JOBS
+from rayps.service.sweep import NAME as SWEEP_NAME
+from rayps.strategies.job import MOST_PARAMS, JobSpec
 
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9 _.-]{0,62}[A-Za-z0-9])?$"
 
@@ -28,12 +33,51 @@ Line = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_prin
 Amount = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 
 
-class JobIn(BaseModel):
-    """A job to run. `strategy` is a name, a name with options, or a list of phases."""
+class StartIn(BaseModel):
+    """Files with a job's first parameters: see `rayps.core.warm_start.StartFrom`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    workload: Line = Field(examples=["examples/digits.py:Digits"])
+    path: Line
+    strict: bool = True
+    remove_prefix: str = Field("", max_length=1000)
+    add_prefix: str = Field("", max_length=1000)
+
+
+ParameterName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,99}$")]
+Scalar: TypeAlias = bool | int | Annotated[float, Field(allow_inf_nan=False)] | str | None
+ParameterValue: TypeAlias = Scalar | list[Scalar | list[Scalar]]
+Requirement = Annotated[str, Field(min_length=1, max_length=LONGEST_LINE), AfterValidator(_printable)]
+
+
+class OriginIn(BaseModel):
+    """Where a job's code comes from, as the client that packed it found out. It is shown and not interpreted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    files: int | None = Field(None, ge=0, lt=2**53)
+    bytes: int | None = Field(None, ge=0, lt=2**53)
+    folder: Line | None = None
+    commit: str | None = Field(None, pattern=r"^[0-9a-f]{40,64}$")
+    branch: Line | None = None
+    dirty: bool | None = None
+    untracked: int | None = Field(None, ge=0, lt=2**53)
+    diff: str | None = Field(None, max_length=MOST_DIFF)
+    diff_cut: bool | None = None
+
+
+class JobIn(BaseModel):
+    """A job to run: a `workload`, or `run`, a function with a loop of its own.
+
+    `strategy` is a name, a name with options, or a list of phases.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    workload: Line | None = Field(None, examples=["examples/digits.py:Digits"])
+    run: Line | None = Field(
+        None, examples=["examples/port_plain.py:train_fn"], description="A function, in place of a workload."
+    )
     strategy: Any = Field(default="all_reduce", examples=[{"name": "parameter_server", "staleness": 3}])
     workers: int = Field(1, ge=1, le=100_000)
     epochs: int | None = Field(None, ge=1, le=10**9)
@@ -42,16 +86,42 @@ class JobIn(BaseModel):
     resources: dict[Line, Amount] = Field(default_factory=lambda: {"cpu": 1.0})
     working_dir: Line | None = None
     checkpoint_every: int | None = Field(None, ge=1, le=10**12)
+    evaluate_every: int | None = Field(None, ge=1, le=10**12)
+    keep_checkpoints: int = Field(2, ge=1, le=10**6)
     max_failures: int = Field(3, ge=0, le=1000)
     timeout: float = Field(60.0, gt=0, le=86400.0, allow_inf_nan=False)
     resume: Line | None = None
     name: str | None = Field(None, pattern=NAME)
     server_group: str | None = Field(None, pattern=GROUP_NAME)
     branch: Line | None = None
+    start_from: Line | StartIn | None = Field(None, examples=["base.safetensors"])
+    profile: bool = False
     quota: dict[Line, Amount] | None = Field(None, examples=[{"bytes": 1e9, "operations": 500}])
+    params: dict[ParameterName, ParameterValue] = Field(
+        default_factory=dict,
+        max_length=MOST_PARAMS,
+        examples=[{"lr": 0.3, "layers": [64, 32]}],
+        description="Values by name: of the fields of the workload's class, or of the function's arguments.",
+    )
+    code: str | None = Field(None, pattern=HASH)
+    requirements: list[Requirement] | None = Field(None, max_length=MOST_LINES, examples=[["einops==0.8.1"]])
+    origin: OriginIn | None = None
 
 
 FIELDS = sorted(JobIn.model_fields)
+
+
+class StoredCode(BaseModel):
+    """An archive that the service has."""
+
+    code: str
+
+
+class CodeOut(BaseModel):
+    """A job's code: the SHA-256 of its archive (null: a folder of the service's machine), and its origin."""
+
+    code: str | None
+    origin: OriginIn | None
 
 
 class JobOut(BaseModel):
@@ -70,6 +140,46 @@ class JobOut(BaseModel):
     metrics: dict[str, float | None] | None
     checkpoint: str | None
     stop_requested: bool
+    params: dict[str, Any] = Field(
+        description="All parameters of the workload after the job has started; before, only those that were given."
+    )
+    sweep: str | None = Field(description="The name of the sweep to which the job belongs.")
+
+
+class SweepIn(BaseModel):
+    """A sweep to start: `job` once for each combination of the values in `over`.
+
+    A name of `over` is a field of the job, or else a parameter of its workload or function; "job.NAME" and
+    "params.NAME" are never ambiguous.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = Field(pattern=SWEEP_NAME, examples=["digits-lr"])
+    job: JobIn
+    over: dict[Line, Annotated[list[Any], Field(min_length=1, max_length=MOST_JOBS)]] = Field(
+        min_length=1, max_length=20, examples=[{"lr": [0.1, 0.3], "seed": [0, 1, 2]}]
+    )
+
+
+class SweepOut(BaseModel):
+    """A sweep and its jobs, in the order of their values."""
+
+    name: str
+    jobs: list[JobOut]
+
+
+class ComparisonOut(BaseModel):
+    """Jobs beside each other; the fields of `rayps.service.comparison.Comparison`."""
+
+    differing: list[str]
+    metrics: list[str]
+    lowest: dict[str, bool]
+    rows: list[dict[str, Any]]
+    curves: dict[str, dict[str, dict[str, Any]]]
+
+
+SWEEP_FIELDS = sorted({*SweepIn.model_fields, *JobIn.model_fields})
 
 
 class JobsOut(BaseModel):
@@ -105,6 +215,19 @@ class Events(BaseModel):
 
     events: list[dict[str, Any]]
     cursor: int
+
+
+class FileOut(BaseModel):
+    """A file of a job: its path in the job's folder, and its bytes."""
+
+    path: str
+    size: int
+
+
+class FilesOut(BaseModel):
+    """The files of a job that can be downloaded."""
+
+    files: list[FileOut]
 
 
 class ClusterOut(BaseModel):
@@ -283,12 +406,14 @@ def job_out(record: JobRecord, progress: dict[str, Any] | None) -> dict[str, Any
         "metrics": finite(record.metrics),
         "checkpoint": record.checkpoint,
         "stop_requested": record.stop_requested_at is not None,
+        "params": (progress or {}).get("params") or record.spec.params,
+        "sweep": record.sweep,
     }
 
 
 def spec_out(spec: JobSpec) -> dict[str, Any]:
-    """Return a job's specification as JSON data."""
-    return spec.to_dict()
+    """Return a job's specification as JSON data. `workload` is null if the job runs a function."""
+    return spec.to_dict() | {"workload": spec.workload or None}
 
 
 def group_out(group: dict[str, Any], live: list[JobRecord]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from rayps.core.errors import Unauthorized
 from rayps.core.records import read_json
 from rayps.federated.remote.mailbox import FOLDER, Mailbox
 from rayps.service.client_tokens import ClientTokens
+from rayps.service.code_store import CodeStore
 from rayps.service.groups import Groups
 from rayps.service.scheduler import Scheduler
 from rayps.service.settings import Settings
@@ -36,6 +37,7 @@ class Service:
     groups: Groups
     client_tokens: ClientTokens
     user_tokens: UserTokens
+    code: CodeStore
     rollups: Rollups = field(default_factory=Rollups)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     streams: int = 0

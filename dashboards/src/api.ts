@@ -1,6 +1,6 @@
 /* Calls of the service's REST interface. Addresses are relative to the page, so a path prefix needs no setting. */
 import { parse } from "./lib/json";
-import type { ClusterState, Group, GroupRow, Job, LogLine, Problem } from "./types";
+import type { ClusterState, Comparison, Group, GroupRow, Job, JobCode, LogLine, Problem } from "./types";
 
 const base = new URL("api/v1/", document.baseURI);
 
@@ -71,6 +71,10 @@ export async function job(id: string): Promise<Job> {
   return (await call("GET", address(`jobs/${encodeURIComponent(id)}`))) as Job;
 }
 
+export async function code(id: string): Promise<JobCode> {
+  return (await call("GET", address(`jobs/${encodeURIComponent(id)}/code`))) as JobCode;
+}
+
 export async function stop(id: string): Promise<Job> {
   return (await call("POST", address(`jobs/${encodeURIComponent(id)}/stop`))) as Job;
 }
@@ -82,6 +86,17 @@ export async function logTail(id: string, tail: number): Promise<{ lines: LogLin
 export async function logPage(id: string, cursor: number, limit = 1000): Promise<{ lines: LogLine[]; cursor: number }> {
   const url = address(`jobs/${encodeURIComponent(id)}/logs`, { cursor, limit });
   return (await call("GET", url)) as { lines: LogLine[]; cursor: number };
+}
+
+export async function comparison(query: { sweep: string } | { job: string[] }): Promise<Comparison> {
+  const url = new URL(address("comparison"));
+  if ("sweep" in query) url.searchParams.set("sweep", query.sweep);
+  else for (const id of query.job) url.searchParams.append("job", id);
+  return (await call("GET", url.href)) as Comparison;
+}
+
+export async function stopSweep(name: string): Promise<void> {
+  await call("POST", address(`sweeps/${encodeURIComponent(name)}/stop`));
 }
 
 const groupPath = (name: string) => `server-groups/${encodeURIComponent(name)}`;

@@ -6,6 +6,7 @@ import { now, theme, type Theme } from "./clock";
 import { count } from "./lib/format";
 import { Dialog, Empty } from "./parts/bits";
 import { Mark, MoonIcon, PlugIcon, SunIcon, SystemIcon } from "./parts/icons";
+import { ChosenPage, SweepPage } from "./pages/compare";
 import { GroupPage } from "./pages/group";
 import { JobPage } from "./pages/job";
 import { JobsPage } from "./pages/jobs";
@@ -39,6 +40,8 @@ export function App() {
 
 function shown(path: string[]) {
   const [page = "jobs", id] = path;
+  if (page === "sweeps" && id && path.length === 2) return <SweepPage key={id} name={id} />;
+  if (page === "compare" && path.length === 1) return <ChosenPage />;
   if (path.length > 2 || (page !== "jobs" && page !== "servers")) return <NoPage path={path} />;
   if (page === "servers") return id ? <GroupPage key={id} name={id} /> : <ServersPage />;
   return id ? <JobPage key={id} id={id} /> : <JobsPage />;
@@ -55,10 +58,12 @@ function NoPage({ path }: { path: string[] }) {
   );
 }
 
+const OF_JOBS = ["sweeps", "compare"]; // pages that are reached from the list of jobs
 const PAGES: [string, string][] = [["jobs", "Jobs"], ["servers", "Servers"]];
 
 function Header() {
-  const at = route.value.path[0] ?? "jobs";
+  const page = route.value.path[0] ?? "jobs";
+  const at = OF_JOBS.includes(page) ? "jobs" : page;
   return (
     <header class="top">
       <div class="top-in">
@@ -186,6 +191,7 @@ function keys(event: KeyboardEvent): void {
     field.focus();
     field.select();
   } else if (event.key === "j" || event.key === "k") walk(event.key === "j" ? 1 : -1);
+  else if (event.key === "u" && OF_JOBS.includes(route.value.path[0] ?? "")) go(["jobs"]);
   else if (event.key === "u" && route.value.path.length > 1) go(route.value.path.slice(0, 1));
   else if (event.key === "?") help.value = true;
 }

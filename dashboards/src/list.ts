@@ -10,6 +10,16 @@ const MOST = 2000;
 const byId = signal<ReadonlyMap<string, Job>>(new Map());
 
 export const jobs = computed(() => [...byId.value.values()].sort((a, b) => b.created_at.localeCompare(a.created_at) || b.id.localeCompare(a.id)));
+/** The ids of the jobs that are selected in the list, to be compared. */
+export const selected = signal<ReadonlySet<string>>(new Set());
+
+/** Select a job, or take it out of the selection. */
+export function toggle(id: string): void {
+  const next = new Set(selected.value);
+  if (!next.delete(id)) next.add(id);
+  selected.value = next;
+}
+
 export const state = signal<"loading" | "ready" | "error">("loading");
 export const failure = signal("");
 export const nextCursor = signal<string | null>(null);

@@ -19,7 +19,8 @@ export interface PhaseWire {
 export type StrategySpec = string | StrategyWire | PhaseWire[];
 
 export interface JobSpec {
-  workload: string;
+  workload: string | null; // null if the job runs a function
+  run?: string | null;
   strategy?: StrategySpec;
   workers?: number;
   epochs?: number | null;
@@ -39,6 +40,7 @@ export interface WorkerRow {
   round?: number;
   samples_per_second?: number | null;
   compute?: number | null;
+  data?: number | null; // share of its time in which it waited for batches
   wait?: number | null;
   move?: number | null;
 }
@@ -68,6 +70,7 @@ export interface Progress {
   eta_seconds?: number | null;
   generation?: number;
   failures?: number;
+  best?: string | null; // the checkpoint of the best evaluation
   strategy?: StrategySpec;
   staleness?: Record<string, number> | null;
   workers?: WorkerRow[];
@@ -107,6 +110,53 @@ export interface Job {
   metrics: Record<string, number | null> | null;
   checkpoint: string | null;
   stop_requested: boolean;
+  params?: Record<string, unknown>; // of the workload: all after the start, before only those that were given
+  sweep?: string | null;
+}
+
+/** A job's packed code: the SHA-256 of its archive, and where it comes from. */
+export interface JobCode {
+  code: string | null;
+  origin: CodeOrigin | null;
+}
+
+export interface CodeOrigin {
+  files?: number | null;
+  bytes?: number | null;
+  folder?: string | null;
+  commit?: string | null;
+  branch?: string | null;
+  dirty?: boolean | null;
+  untracked?: number | null; // packed files that Git does not track
+  diff?: string | null;
+  diff_cut?: boolean | null;
+}
+
+/** A metric of one job over the run. */
+export interface Curve {
+  value: (number | null)[];
+  round: number[];
+  epoch: number[] | null;
+  seconds: number[];
+}
+
+export interface ComparedRow {
+  id: string;
+  name: string;
+  status: Status;
+  values: Record<string, unknown>;
+  rounds: number | null;
+  seconds: number | null;
+  metrics: Record<string, { last: number | null; best: number | null }>;
+}
+
+/** Jobs beside each other. `lowest`: whether a metric's best value is the lowest. */
+export interface Comparison {
+  differing: string[];
+  metrics: string[];
+  lowest: Record<string, boolean>;
+  rows: ComparedRow[];
+  curves: Record<string, Record<string, Curve>>; // by job id and metric
 }
 
 export interface RoundPoint {
@@ -118,6 +168,7 @@ export interface RoundPoint {
   samples?: number;
   seconds?: number;
   compute?: number;
+  data?: number; // seconds until the batch was there
   wait?: number;
   move?: number;
   bytes?: number;

@@ -5,10 +5,10 @@ import { backoff, read, write } from "../src/lib/cursor";
 import { ema } from "../src/lib/ema";
 import * as format from "../src/lib/format";
 import { parse } from "../src/lib/json";
-import { csv, lossData, mainMetric, rateData, sampled } from "../src/lib/plot";
-import { mean, rate, Series } from "../src/lib/series";
+import { csv, lossData, mainMetric, metricData, metricNames, rateData, sampled } from "../src/lib/plot";
+import { dataShare, mean, rate, Series } from "../src/lib/series";
 import { matches, share } from "../src/lib/status";
-import { brief, current, describe as inWords, shardWords, staleBound, words } from "../src/lib/strategy";
+import { brief, current, describe as inWords, shardWords, staleBound, target, words } from "../src/lib/strategy";
 import { cost, judge } from "../src/lib/worker";
 import type { Job, MetricPoint, RoundPoint } from "../src/types";
 
@@ -244,5 +244,44 @@ describe("status", () => {
   it("finds every word", () => {
     expect(matches(job, "digits reduce")).toBe(true);
     expect(matches(job, "digits server")).toBe(false);
+  });
+});
+
+describe("metrics of the user's own", () => {
+  const told = (n: number, more: Record<string, number>): RoundPoint => round(n, 1, more as Partial<RoundPoint>);
+  it("are those of training and of evaluations, without what all jobs and strategies tell", () => {
+    const series = new Series();
+    series.add([told(0, { perplexity: 9, met: 1, data: 0.1, data_share: 0.2, compute: 0.2 }), { kind: "evaluation", round: 1, metrics: { loss: 1, perplexity: 8, personal_accuracy: 1 } }]);
+    expect(metricNames(series)).toEqual(["loss", "perplexity"]);
+    expect(metricData(series, "perplexity")).toEqual({ x: [0], training: [9], evaluation: [8] });
+  });
+  it("keep the newest value of a bucket of rounds", () => {
+    const series = new Series(4);
+    series.add(Array.from({ length: 8 }, (_, i) => told(i, { norm: i })));
+    const { x, training, evaluation } = metricData(series, "norm");
+    expect(training).toEqual(x);
+    expect(evaluation.every((value) => value === null)).toBe(true);
+  });
+});
+
+describe("the share of the time that waits for data", () => {
+  it("is that of all rounds of a bucket", () => {
+    const series = new Series(2);
+    series.add([round(0, 1, { data: 0.5 }), round(1, 1, { data: 0.25 }), round(2, 1), round(3, 1)]);
+    expect(series.buckets.map(dataShare)).toEqual([0.75, 0]);
+    expect(rateData(series).data).toEqual([0.75, 0]);
+  });
+});
+
+describe("a job of a function", () => {
+  const spec = { workload: null, run: "train.py:train_fn", params: { lr: 0.3 } };
+  it("is named, found and submitted again by its function", () => {
+    const job = { id: "1", name: "x", status: "QUEUED", reason: null, spec } as unknown as Job;
+    expect(target(spec)).toBe("train.py:train_fn");
+    expect(target({ workload: "a:B" })).toBe("a:B");
+    expect(matches(job, "train_fn")).toBe(true);
+    expect(matches(job, "null")).toBe(false);
+    expect(asCli(spec)).toContain("run: train.py:train_fn\nparams:");
+    expect(asCurl(spec, "http://x")).not.toContain("workload");
   });
 });

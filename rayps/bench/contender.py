@@ -12,6 +12,7 @@ from rayps.bench.mlp import Mlp
 from rayps.core.errors import ConfigError
 from rayps.data import Batch
 from rayps.workload.base import Workload
+from rayps.workload.loss_result import loss_result
 
 MODELS = {"mlp": (Mlp, 2048), "lm": (Gpt, 256)}  # workload, and its default width
 
@@ -43,7 +44,7 @@ def plain_steps(work: Workload, model: nn.Module) -> Callable[[int], dict[str, f
             batch = next(batches)
             data += time.perf_counter() - began
             optimizer.zero_grad()
-            loss = work.loss(model, batch)
+            loss = loss_result(work.loss(model, batch), batch.size).mean()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             loss.item()

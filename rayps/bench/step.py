@@ -9,6 +9,7 @@ in DDP). The functions return rows and print nothing.
 from __future__ import annotations
 
 import dataclasses
+import os
 import secrets
 import statistics
 import time
@@ -57,6 +58,7 @@ class StepRow:
     moving: float | None  # sending and receiving gradients, beyond `compute`
     times_ddp: float | None  # rate / rate of ddp (without ddp: of ddp_plain, else of ray_train)
     of_alone: float | None  # rate / rate of alone
+    load: float  # the system's load average over a minute, before the measurement
 
 
 class StepBench:
@@ -166,7 +168,7 @@ def bench_step(
     for contender in contenders:
         if contender not in CONTENDERS:
             raise ConfigError(f"no contender {contender!r}; use some of {', '.join(CONTENDERS)}", contender=contender)
-    name, names = f"step-{secrets.token_hex(4)}", list(contenders)
+    load, name, names = os.getloadavg()[0], f"step-{secrets.token_hex(4)}", list(contenders)
     actors: list[ActorHandle] = []
     plain: list[PlainActor] = []
     found: dict[str, list[dict[str, float]]] = {contender: [] for contender in names}
@@ -200,10 +202,12 @@ def bench_step(
             cluster.kill(actor)
         for process in plain:
             process.kill()
-    return _rows(found, workers, parameters, repeats)
+    return _rows(found, workers, parameters, repeats, load)
 
 
-def _rows(found: dict[str, list[dict[str, float]]], workers: int, parameters: int, repeats: int) -> list[StepRow]:
+def _rows(
+    found: dict[str, list[dict[str, float]]], workers: int, parameters: int, repeats: int, load: float
+) -> list[StepRow]:
     medians = {name: statistics.median(turn["step"] for turn in turns) for name, turns in found.items()}
     ddp = next((medians[name] for name in ("ddp", "ddp_plain", "ray_train") if name in medians), None)
     alone = medians.get("alone")
@@ -226,6 +230,7 @@ def _rows(found: dict[str, list[dict[str, float]]], workers: int, parameters: in
             part(name, "move"),
             ddp / step if ddp else None,
             alone / step if alone else None,
+            load,
         )
         for name, step in medians.items()
     ]

@@ -15,6 +15,7 @@ from rayps.core.errors import ConfigError
 from rayps.core.job_status import Status
 from rayps.federated.remote.signed_orders import NAME, ClientToken
 from rayps.service.client import Client
+from rayps.service.job_file import assignments
 from rayps.service.rest_answers import TokenAnswer
 from rayps.service.settings import Settings
 
@@ -60,6 +61,10 @@ def client(
         float, typer.Option(metavar="SECONDS", min=0.0, help="How long to wait for a service that does not answer.")
     ] = 3600.0,
     device: Annotated[str, typer.Option(help="The device to train on: cpu, cuda.")] = "cpu",
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Set a parameter of the workload, as the job has it."),
+    ] = None,
 ) -> None:
     """Train on this machine's data in a federated job. Only parameters, counts and the mean loss leave this machine.
 
@@ -92,7 +97,7 @@ def client(
         raise ConfigError(
             "this token is valid for any client: give this client's name with --name, e.g. hospital-a", field="name"
         )
-    workload = load(target)
+    workload = load(target, params=assignments(changes or []))
     rows = own_data(workload, data)
     folder = ClientFolder((state or settings.state_dir / "clients") / which / who)
     connection = ServiceConnection(settings.url, str(found), patience, show.note)

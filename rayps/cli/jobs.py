@@ -6,6 +6,7 @@ import itertools
 import json
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,11 +14,14 @@ import typer
 
 from rayps.cli import show
 from rayps.cli.show import Output
+from rayps.core.errors import ConfigError
 from rayps.core.job_status import Status
-from rayps.core.records import Event, GroupFacts
+from rayps.core.records import Event, GroupFacts, ProgressRecord
+from rayps.core.requirements import read_requirements
+from rayps.core.values import Keywords
 from rayps.service.client import Client, Job
-from rayps.service.job_file import read
-from rayps.service.rest_answers import JobAnswer
+from rayps.service.job_file import changed, of_function, read
+from rayps.service.rest_answers import CodeAnswer, JobAnswer
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="The job's id, as `rayps ls` shows it, or its beginning.")]
 Format = Annotated[Output, typer.Option("--output", "-o", help="table or json.")]
@@ -33,7 +37,14 @@ _OMITTED = (
 
 
 def submit(
-    file: Annotated[Path, typer.Argument(metavar="SPEC.yaml", help="The job: workload, strategy, workers, ...")],
+    file: Annotated[
+        Path | None, typer.Argument(metavar="SPEC.yaml", help="The job: workload or run, strategy, workers, ...")
+    ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(metavar="FILE:FUNCTION", help="In place of SPEC.yaml: a function with a loop of its own."),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="The number of workers.")] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Show the job's progress until it has ended; Ctrl-C detaches.")
     ] = False,
@@ -60,19 +71,67 @@ def submit(
             help="Resume from the newest checkpoint of the job with this id, or from a checkpoint's folder.",
         ),
     ] = None,
+    clone: Annotated[
+        str | None, typer.Option(metavar="JOB", help="Submit the job with this id again, with its code.")
+    ] = None,
+    requirements: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A requirements file, which pip installs for the job's processes."),
+    ] = None,
+    upload: Annotated[
+        bool,
+        typer.Option(help="Pack the working directory and send it; --no-upload: a folder of the service's machine."),
+    ] = True,
     output: Format = Output.table,
 ) -> None:
     """Submit a job to the service."""
-    spec = read(file, changes or [])
-    given = {"server_group": server_group, "branch": branch, "resume": resume}
-    spec |= {key: value for key, value in given.items() if value is not None}
+    if sum(each is not None for each in (file, run, clone)) != 1:
+        raise ConfigError("give one of a job file, --run FILE:FUNCTION, and --clone JOB", field="run")
+    given: Keywords = {"server_group": server_group, "branch": branch, "resume": resume, "workers": workers}
+    given = {key: value for key, value in given.items() if value is not None}
     with Client() as client:
-        job = client.submit(spec.pop("workload"), working_dir=spec.pop("working_dir", "."), **spec)
+        if requirements is not None:
+            given["requirements"] = read_requirements(requirements)
+        if clone is not None:
+            job = client.submit_again(clone, **cloned_fields(client.job(clone), changes or []) | given)
+        else:
+            spec = read(file, changes or []) if file is not None else of_function(str(run), changes or [])
+            spec |= given
+            place = spec.pop("working_dir", ".")
+            job = client.submit(spec.pop("workload", None), working_dir=place, upload=upload, **spec)
         if not follow:
             _submitted(job, output)
             return
         show.note(f"job {job.id} was submitted")
         raise typer.Exit(_follow(job, output))
+
+
+def cloned_fields(job: Job, changes: Sequence[str]) -> Keywords:
+    """Return the specification of a job as fields for the next one, with `key=value` changes."""
+    fields: Keywords = {key: value for key, value in job.data["spec"].items() if value is not None}
+    return changed(fields, changes)
+
+
+def clone(
+    job_id: Id,
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="FOLDER", help="A new folder for the job's code (default: its name).")
+    ] = None,
+    run: Annotated[bool, typer.Option("--submit/--no-submit", help="Submit the job again.")] = True,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the new job.")
+    ] = None,
+    output: Format = Output.table,
+) -> None:
+    """Write a job's code into a folder, and submit the job again."""
+    with Client() as client:
+        first = client.job(job_id)
+        target = first.write_code(folder or Path(f"{first.data['name'].replace(' ', '-')}-{first.id[-6:].lower()}"))
+        show.note(f"the code {str(first.data['spec']['code'])[:12]} of job {first.id} is in {target}")
+        if run:
+            _submitted(client.submit_again(first.id, **cloned_fields(first, changes or [])), output)
+        elif output is Output.json:
+            show.dump({"folder": str(target), "code": first.data["spec"]["code"], "spec": first.data["spec"]})
 
 
 def _submitted(job: Job, output: Output) -> None:
@@ -126,6 +185,10 @@ class _StatusLine:
                 return
             self._epoch, self._at = epoch, time.monotonic()
             self._print(f"RUNNING epoch {epoch[1] + 1} of {progress['epochs']}  batch loss {progress['loss']:.3g}")
+        elif data["status"] == Status.RUNNING and data["spec"].get("run") and progress.get("loss") is not None:
+            if time.monotonic() - self._at >= _PROGRESS_SECONDS:
+                self._at = time.monotonic()
+                self._print(f"RUNNING step {progress.get('round', 0)}  loss {progress['loss']:.3g}")
         elif data.get("reason") and not Status(data["status"]).terminal:  # `_follow` prints how the job ended
             self._print(f"{data['status']}: {data['reason']}")
 
@@ -138,11 +201,12 @@ class _StatusLine:
 def ls(
     status: Annotated[Status | None, typer.Option(help="Only jobs with this status.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="The largest number of jobs to list.")] = 20,
+    sweep: Annotated[str | None, typer.Option(metavar="NAME", help="Only jobs of this sweep.")] = None,
     output: Format = Output.table,
 ) -> None:
     """List jobs, newest first."""
     with Client() as client:
-        jobs = client.jobs(status=status, limit=limit)
+        jobs = client.jobs(status=status, limit=limit, sweep=sweep)
     if output is Output.json:
         show.dump([job.data for job in jobs])
         return
@@ -166,8 +230,11 @@ def get(job_id: Id, output: Format = Output.table) -> None:
     """Show one job."""
     with Client() as client:
         data = client.job(job_id).data
+        code: CodeAnswer | None = None
+        if data["spec"].get("code") is not None:
+            code = client.call("GET", f"/api/v1/jobs/{data['id']}/code")
     if output is Output.json:
-        show.dump(data)
+        show.dump({**data, "code": code})
         return
     spec, progress = data["spec"], data["progress"] or {}
     show.facts(
@@ -177,21 +244,51 @@ def get(job_id: Id, output: Format = Output.table) -> None:
             ("status", data["status"]),
             ("reason", data["reason"]),
             ("workload", spec["workload"]),
+            ("run", spec.get("run")),
             ("strategy", show.strategy_of(data)),
             ("workers", spec["workers"]),
+            ("sweep", data["sweep"]),
+            ("params", show.params(data["params"])),
+            ("code", None if code is None else code_text(code)),
+            ("requirements", ", ".join(spec.get("requirements") or [])),
             ("operations/s", _operations(progress.get("server_group"))),
             ("submitted", data["created_at"]),
             ("started", data["started_at"]),
             ("finished", data["finished_at"]),
             ("attempt", data["attempt"]),
             ("failures", progress.get("failures")),
-            ("round", f"{progress['round']} of {progress.get('rounds') or '?'}" if "round" in progress else None),
+            ("round", _round(progress)),
             ("batch loss", show.number(progress.get("loss"))),
             ("evaluation", None if data["metrics"] else show.measures(progress.get("metrics"))),
             ("metrics", show.measures(data["metrics"])),
             ("checkpoint", data["checkpoint"]),
+            ("best checkpoint", progress.get("best")),
         ]
     )
+
+
+def code_text(code: CodeAnswer) -> str:
+    """Return a job's code as text on one line: its archive, and the Git commit with what differs from it."""
+    origin = code["origin"] or {}
+    found = [str(code["code"])[:12]]
+    if origin.get("files") is not None:
+        found.append(f"{origin['files']} files")
+    if origin.get("commit"):
+        found.append(
+            f"commit {str(origin['commit'])[:12]}" + (f" ({origin['branch']})" if origin.get("branch") else "")
+        )
+    if origin.get("dirty"):
+        lines = str(origin.get("diff") or "").splitlines()
+        changed_lines = sum(line[:1] in "+-" and line[:3] not in ("+++", "---") for line in lines)
+        found.append(f"changed since: {changed_lines} lines, {origin.get('untracked') or 0} new files")
+    return ", ".join(found)
+
+
+def _round(progress: ProgressRecord) -> str | None:
+    if "round" not in progress:
+        return None
+    rounds = progress.get("rounds")
+    return str(progress["round"]) + (f" of {rounds}" if rounds else "")
 
 
 def logs(
@@ -270,9 +367,25 @@ def _shortened(events: list[Event]) -> list[tuple[Event, str]]:
     return found
 
 
-def stop(job_id: Id, output: Format = Output.table) -> None:
-    """Request a job to stop."""
+def stop(
+    job_id: Annotated[
+        str | None, typer.Argument(metavar="ID", help="The job's id, as `rayps ls` shows it, or its beginning.")
+    ] = None,
+    sweep: Annotated[str | None, typer.Option(metavar="NAME", help="Stop all jobs of this sweep.")] = None,
+    output: Format = Output.table,
+) -> None:
+    """Request a job, or all jobs of a sweep, to stop."""
+    if (job_id is None) == (sweep is None):
+        raise ConfigError("give the id of a job, or --sweep NAME", field="job_id")
     with Client() as client:
+        if sweep is not None:
+            found = client.open_sweep(sweep).stop()
+            if output is Output.json:
+                show.dump([job.data for job in found.jobs])
+            else:
+                show.line(f"{sweep}: stop requested for {sum(job.data['stop_requested'] for job in found.jobs)} jobs")
+            return
+        assert job_id is not None
         job = client.job(job_id).stop()
     if output is Output.json:
         show.dump(job.data)
@@ -327,6 +440,7 @@ def add(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     for name, command in (
         ("submit", submit),
+        ("clone", clone),
         ("ls", ls),
         ("get", get),
         ("logs", logs),

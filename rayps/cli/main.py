@@ -17,13 +17,18 @@ from rayps.cli import backup as cli_backup
 from rayps.cli import bench as cli_bench
 from rayps.cli import client as cli_client
 from rayps.cli import clients as cli_clients
+from rayps.cli import export as cli_export
 from rayps.cli import jobs as cli_jobs
 from rayps.cli import plan as cli_plan
+from rayps.cli import run as cli_run
 from rayps.cli import servers as cli_servers
 from rayps.cli import show
 from rayps.cli import strategies as cli_strategies
+from rayps.cli import sweeps as cli_sweeps
 from rayps.cli.show import Output
 from rayps.core.errors import RaypsError
+from rayps.core.values import JsonObject
+from rayps.service.job_file import load
 
 _EPILOG = (
     "Exit codes: 0 ok, 1 the job or run failed, 2 bad input, 3 no such job, 4 service or cluster "
@@ -79,6 +84,12 @@ def train(
     checkpoint_every: Annotated[
         int | None, typer.Option(metavar="ROUNDS", help="Rounds between two checkpoints.")
     ] = None,
+    evaluate_every: Annotated[
+        int | None, typer.Option(metavar="ROUNDS", help="Rounds between two evaluations (default: an epoch).")
+    ] = None,
+    keep_checkpoints: Annotated[
+        int, typer.Option(metavar="NUMBER", help="How many of the newest checkpoints are kept.")
+    ] = 2,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint in DIR.")] = False,
     address: Annotated[
         str | None,
@@ -100,9 +111,30 @@ def train(
         str | None,
         typer.Option(metavar="SPACE", help="Start with the parameters of another space of the server group."),
     ] = None,
+    start_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="Start with the parameters of a safetensors file, a model's folder or a checkpoint; with options: "
+            "'{path: PATH, strict: false}'.",
+        ),
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write a trace of a few rounds of each worker into this folder.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Try three rounds of everything, and show what the run would do.")
+    ] = False,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Set a parameter of the workload, e.g. --set lr=0.3."),
+    ] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
 ) -> None:
     """Train now, without a service; print the final metrics."""
+    from rayps.service.job_file import assignments
+
+    params = assignments(changes or [])
     resources = {"cpu": cpus_per_worker, **({"gpu": gpus_per_worker} if gpus_per_worker else {})}
     try:
         result = rayps.train(
@@ -114,6 +146,8 @@ def train(
             seed=seed,
             checkpoint=checkpoint,
             checkpoint_every=checkpoint_every,
+            evaluate_every=evaluate_every,
+            keep_checkpoints=keep_checkpoints,
             resume=resume,
             resources=resources,
             address=address,
@@ -121,18 +155,42 @@ def train(
             timeout=timeout,
             server_group=server_group,
             branch=branch,
+            params=params,
             progress=True,
+            start_from=_start(start_from),
+            profile=profile,
+            dry_run=dry_run,
         )
     except KeyboardInterrupt as error:  # typer would drop this error's message
         raise typer.Exit(_failed("rayps", str(error) or "interrupted before training began", 130)) from None
+    if dry_run:
+        report = result.events[-1]
+        if output is Output.json:
+            show.dump({"phases": report["phases"], "metrics": result.metrics})
+        else:
+            show.line(str(report["message"]))
+        return
     if output is Output.json:
         saved = None if result.checkpoint is None else str(result.checkpoint)
-        show.dump({"metrics": result.metrics, "rounds": result.history.num_rows, "checkpoint": saved})
+        best = None if result.best is None else str(result.best)
+        rounds = result.history.num_rows
+        found = {"metrics": result.metrics, "rounds": rounds, "checkpoint": saved, "best": best}
+        show.dump({**found, "params": result.params})
         return
     for name, value in result.metrics.items():
         show.line(f"{name} {show.number(value)}")
     if result.checkpoint is not None:
         show.note(f"checkpoint {result.checkpoint}")
+    if result.best is not None:
+        show.note(f"best checkpoint {result.best}")
+
+
+def _start(given: str | None) -> str | JsonObject | None:
+    """Return the option --start-from: a path, or a YAML mapping in braces."""
+    if given is None or not given.startswith("{"):
+        return given
+    found: JsonObject = load(given, "--start-from")
+    return found
 
 
 @app.command()
@@ -158,6 +216,14 @@ def serve(
             metavar="SECONDS", help="Stop the Ray that rayps started after this time without service and jobs (600)."
         ),
     ] = None,
+    warm: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Keep N processes ready, so that a job's driver and workers start in less than a second (0). Each "
+            "takes about 350 MB of memory.",
+        ),
+    ] = None,
     allow_host: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="A name to accept in a request's Host header, besides the loopback names."),
@@ -171,7 +237,14 @@ def serve(
     allowed = ",".join(allow_host) if allow_host else None
     run(
         Settings.read(
-            host=host, port=port, address=address, cpus=cpus, state_dir=state_dir, idle=idle, allowed_hosts=allowed
+            host=host,
+            port=port,
+            address=address,
+            cpus=cpus,
+            state_dir=state_dir,
+            idle=idle,
+            warm=warm,
+            allowed_hosts=allowed,
         ),
         keep=keep,
     )
@@ -207,9 +280,12 @@ def doctor(output: Annotated[Output, typer.Option("--output", "-o", help="table 
 
 
 cli_jobs.add(app)
+cli_export.add(app)
+cli_sweeps.add(app)
 cli_client.add(app)
 app.command()(cli_backup.backup)
 app.command()(cli_plan.plan)
+app.command()(cli_run.run)
 app.command()(cli_strategies.strategies)
 app.command()(cli_clients.clients)
 app.add_typer(cli_servers.app, name="servers")

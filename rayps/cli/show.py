@@ -193,6 +193,13 @@ def measures(found: Mapping[str, float] | None) -> str:
     return "  ".join(f"{name} {number(value)}" for name, value in (found or {}).items())
 
 
+def params(found: Mapping[str, Json]) -> str:
+    """Return a workload's parameters as text on one line."""
+    return "  ".join(
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in found.items()
+    )
+
+
 def strategy(spec: Json) -> str:
     """Return a strategy in its text form, without the options whose value is the default."""
     return written(_brief(spec))

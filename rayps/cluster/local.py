@@ -71,6 +71,7 @@ class Actors(Protocol):
         gang: Reservation | None = None,
         index: int | None = None,
         restarts: int = 0,
+        warm: bool = False,
         **kwargs: Any,
     ) -> ActorHandle:
         """Start an actor, an instance of `target` ("module:Class"), and return its handle.
@@ -78,6 +79,7 @@ class Actors(Protocol):
         `detached`: the actor outlives this process. `here`: the actor runs on this host. `gang` and `index`: the actor
         runs in the bundle `index` of the reservation `gang`. `restarts`: how often the cluster starts the actor again,
         with the same arguments, after its process died (-1: always). A cluster of threads ignores `restarts`.
+        `warm`: the actor may take a process that `keep_warm` has started.
         """
 
     def find(self, name: str) -> ActorHandle | None:
@@ -91,6 +93,9 @@ class Actors(Protocol):
 
     def hosts(self, free: bool = True) -> dict[str, Bundle]:
         """Return the resources of each host: the free ones, or all if `free` is False."""
+
+    def keep_warm(self, wanted: int) -> None:
+        """Keep `wanted` processes on this host that wait for an actor: see `rayps.cluster.warm`. Call it repeatedly."""
 
     def kill(self, handle: ActorHandle) -> None:
         """End an actor at once."""
@@ -259,6 +264,7 @@ class LocalCluster:
         gang: Reservation | None = None,
         index: int | None = None,
         restarts: int = 0,
+        warm: bool = False,
         **kwargs: Any,
     ) -> _LocalHandle:
         """Make the object `target(*args, **kwargs)`; the resources and the placement are ignored."""
@@ -267,6 +273,9 @@ class LocalCluster:
         handle = _LocalHandle(name, resolve(target)(*args, **kwargs))
         self._handles[name] = handle
         return handle
+
+    def keep_warm(self, wanted: int) -> None:
+        """Do nothing: an actor needs no process."""
 
     def find(self, name: str) -> _LocalHandle | None:
         """Return the running actor of this name, or None if there is none."""

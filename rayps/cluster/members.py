@@ -6,17 +6,16 @@ its deadline counts as dead.
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rayps.cluster.local import ActorHandle, ActorReply, until
 from rayps.core.errors import ClusterError
 from rayps.core.user_code import START_SECONDS, overdue
+
+_LEAVE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +37,7 @@ class GroupMember:
     facts: Any = None  # WorkerFacts or ShardFacts of the last poll
     dead: str | None = None  # why the member counts as dead; None if it is alive
     pending: ActorReply | None = None  # the reply of the pending call
+    frozen: str = ""  # hash of the frozen parameters that the member's process was sent; "" if there are none
     called_at: float = 0.0  # the `time.monotonic` at which the pending call began
 
     @property
@@ -94,8 +94,10 @@ class GroupMember:
             self.dead = str(error)
 
 
-def place(members: Sequence[GroupMember], check: Callable[[], None] = lambda: None) -> None:
-    """Set `place`, the host and address, of new members. A member that does not start in time counts as dead.
+def place(
+    members: Sequence[GroupMember], check: Callable[[], None] = lambda: None, *, seconds: float = START_SECONDS
+) -> None:
+    """Set `place`, the host and address, of new members. A member that does not start within `seconds` is dead.
 
     `check` is called repeatedly during the wait. If it raises an exception, the wait ends.
     """
@@ -105,13 +107,13 @@ def place(members: Sequence[GroupMember], check: Callable[[], None] = lambda: No
         check()
         return all(reply.done() for _, reply in asked)
 
-    until(ready, START_SECONDS)
+    until(ready, seconds)
     for member, reply in asked:
         try:
             member.place = reply.result(0)
         except TimeoutError:
             member.dead = (
-                f"it did not start within {START_SECONDS:g} s: is the cluster overloaded? "
+                f"it did not start within {seconds:g} s: is the cluster overloaded? "
                 "`rayps doctor` shows memory and cores"
             )
         except ClusterError as error:
@@ -125,8 +127,10 @@ def settle(replies: Sequence[ActorReply], members: Sequence[GroupMember]) -> Non
         member.await_reply(reply)
 
 
-def enter(working_dir: str | None) -> None:
-    """Change to the user's working directory, if this host has it, so that relative paths and imports work here."""
-    if working_dir and Path(working_dir).is_dir() and Path.cwd() != Path(working_dir):
-        os.chdir(working_dir)
-        sys.path.insert(0, working_dir)
+def leave(members: Sequence[GroupMember], method: str) -> None:
+    """Let members remove files from their hosts, by the method of this name, before their processes are ended.
+
+    A member that does not answer within 2 s is not waited for; a later process on its host removes the files.
+    """
+    replies = [member.handle.call(method) for member in members if member.dead is None]
+    until(lambda: all(reply.done() for reply in replies), _LEAVE_SECONDS)

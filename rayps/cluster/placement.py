@@ -115,6 +115,25 @@ def bundles(hosts: Sequence[str], grid: Grid, bundle: Bundle) -> tuple[list[dict
     return [together(bundle, count) for _, count in runs], index
 
 
+def within(held: Sequence[Bundle], wanted: Sequence[Bundle]) -> list[int] | None:
+    """Return, for each wanted bundle, the index of the bundle of an existing reservation that contains it.
+
+    Return None if they do not fit. The first bundle of `held` is used last, because its owner runs in it, such as the
+    trial of Ray Tune that starts these workers.
+    """
+    free = [dict(bundle) for bundle in held]
+    order = [*range(1, len(free)), *range(min(1, len(free)))]
+    found = []
+    for bundle in wanted:
+        fitting = [i for i in order if slots(free[i], bundle) >= 1]
+        if not fitting:
+            return None
+        for kind, amount in bundle.items():
+            free[fitting[0]][kind] = free[fitting[0]].get(kind, 0.0) - amount
+        found.append(fitting[0])
+    return found
+
+
 def describe(hosts: Sequence[str], grid: Grid, reasons: Mapping[int, str]) -> str:
     """Return a text that states how many replicas are on one host, and why others are on several hosts."""
     counts = [len({hosts[rank] for rank in grid.replica(data)}) for data in range(grid.data)]

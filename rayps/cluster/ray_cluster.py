@@ -6,21 +6,29 @@ earlier run.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import re
 import secrets
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import ray
 from ray._private import services
 from ray._private.state import available_resources_per_node as _available_resources_per_node
 from ray.experimental import internal_kv
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_current_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rayps.cluster.local import (
@@ -34,9 +42,12 @@ from rayps.cluster.local import (
     register_provider,
     resolve,
 )
+from rayps.cluster.placement import within
 from rayps.cluster.scratch import Scratch
+from rayps.cluster.warm import IDLE_SECONDS, MODULES, QUIET_SECONDS, WarmFacts, free_memory, own_memory, to_start
 from rayps.cluster.which_ray import AUTO, RAY_ADDRESS, Move, Owner, busy, foreign, head, move, token_refused
-from rayps.core.errors import ActorDied, ClusterError, RaypsError, first_line
+from rayps.core.errors import ActorDied, ClusterError, NoResources, RaypsError, first_line
+from rayps.core.loading import without_collection
 from rayps.core.values import JsonObject, Keywords
 
 log = logging.getLogger(__name__)
@@ -46,6 +57,9 @@ _raylet = ray._raylet  # Ray's token cache and head lookup have no public names
 NAMESPACE = "rayps"
 _ANSWER_SECONDS = 5.0  # seconds within which a head must accept a connection
 _MOVE_SECONDS = 180.0  # seconds to wait while another thread starts, joins or leaves a Ray
+_PING_SECONDS = 20.0  # seconds within which the owner of a process that was warm must answer
+_TAKE_SECONDS = 5.0  # seconds within which a warm process must answer
+_WARM, _ALIAS = "warm/", "warm-alias/"  # prefixes of keys: of warm processes by host, of actors that took one
 _QUIET: JsonObject = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
 
 
@@ -137,15 +151,128 @@ class _Shell:
     """The Ray actor that contains a rayps actor. It imports the actor's class in the actor's process only."""
 
     def __init__(self, target: str, *args: Any, **kwargs: Any) -> None:
-        self._actor = resolve(target)(*args, **kwargs)
+        with without_collection(freeze=True):
+            kind = resolve(target)
+        self._actor = kind(*args, **kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the actor's method."""
         return getattr(self._actor, method)(*args, **kwargs)
 
+    def ping(self) -> None:
+        """Do nothing: the answer shows that the process lives."""
+
+
+class WarmProcess:
+    """The Ray actor of a warm process (see `rayps.cluster.warm`). A job takes it, and it then contains a rayps actor.
+
+    It registers itself when its imports are done, and ends itself after `idle` seconds if no job takes it. Once taken,
+    it ends when the actor that took it has died.
+    """
+
+    def __init__(self, name: str, modules: Sequence[str], idle: float) -> None:
+        with without_collection(freeze=True):
+            for module in modules:
+                importlib.import_module(module)
+        self._key = f"{_WARM}{ray.get_runtime_context().get_node_id()}/{name}"
+        self._lock, self._taken = threading.Lock(), False
+        self._made = threading.Event()
+        self._actor: Any = None
+        self._error: Exception | None = None
+        _RayKeyValues().put(self._key, str(own_memory()).encode())
+        threading.Thread(target=self._end_if_idle, args=(idle,), daemon=True, name="rayps-warm").start()
+
+    def take(self) -> bool:
+        """Return True to the first caller, who has the process then, and False to all others."""
+        with self._lock:
+            first, self._taken = not self._taken, True
+        if first:
+            _RayKeyValues().delete(self._key)
+        return first
+
+    def start(self, target: str, args: tuple[Any, ...], kwargs: Keywords, owner: ray.actor.ActorHandle | None) -> None:
+        """Create the rayps actor. `owner` is the actor whose death ends this process; None if there is none."""
+        if owner is not None:
+            threading.Thread(target=self._end_with, args=(owner,), daemon=True, name="rayps-owner").start()
+        try:
+            self._actor = resolve(target)(*args, **kwargs)
+        except Exception as error:
+            self._error = error
+            raise
+        finally:
+            self._made.set()
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of the rayps actor's method."""
+        self._made.wait()
+        if self._error is not None:
+            raise self._error
+        return getattr(self._actor, method)(*args, **kwargs)
+
+    def ping(self) -> None:
+        """Do nothing: the answer shows that the process lives."""
+
+    def _end_if_idle(self, idle: float) -> None:
+        time.sleep(idle)
+        if self.take():
+            os._exit(0)
+
+    def _end_with(self, owner: ray.actor.ActorHandle) -> None:
+        while True:
+            try:
+                ray.get(owner.ping.remote(), timeout=_PING_SECONDS)
+            except ray.exceptions.GetTimeoutError:
+                continue  # the owner is busy
+            except ray.exceptions.RayError:
+                os._exit(1)
+            time.sleep(_PING_SECONDS / 10)
+
 
 def _shell(target: str) -> type:
     return type(target.rpartition(":")[2], (_Shell,), {})  # Ray shows the name of the class as the process title
+
+
+class HeldReservation:
+    """Bundles of a placement group that other code has reserved, such as a trial of Ray Tune; it is not released."""
+
+    def __init__(self, group: PlacementGroup, index: list[int]) -> None:
+        self.group, self.index = group, index  # for each of our bundles, the index of the group's bundle
+
+    def hosts(self) -> list[str]:
+        """Return the host (its Ray node id) of each bundle."""
+        found: dict[int, str] = placement_group_table(self.group)["bundles_to_node_id"]
+        return [found[i] for i in self.index]
+
+    def release(self) -> None:
+        """Do nothing: the code that reserved the group releases it."""
+
+
+def _held(bundles: list[Bundle]) -> HeldReservation | None:
+    """Return our bundles inside the placement group of this process's task or actor, if it captures its children.
+
+    Raises:
+        NoResources: the group is too small.
+    """
+    group = get_current_placement_group()
+    if group is None or not ray.get_runtime_context().should_capture_child_tasks_in_placement_group:
+        return None
+    names = {"CPU": "cpu", "GPU": "gpu", "memory": "memory"}
+    held = [{names[k]: v for k, v in bundle.items() if k in names} for bundle in group.bundle_specs]
+    used = ray.get_runtime_context().get_assigned_resources()  # by this process, in the first bundle
+    held[0] = {kind: amount - used.get(kind.upper(), 0.0) for kind, amount in held[0].items()}
+    index = within(held, bundles)
+    if index is None:
+        one = bundles[0]
+        cpu = one.get("cpu", 0.0)
+        raise NoResources(
+            f"the placement group of this task or trial has no room for {len(bundles)} workers of {cpu:g} CPU beside "
+            f"the task itself, which uses {used.get('CPU', 0.0):g}: its bundles are {group.bundle_specs}\n"
+            "give it one more bundle for each worker: "
+            f"tune.PlacementGroupFactory([{{'CPU': 1}}] + [{{'CPU': {cpu:g}}}] * {len(bundles)})",
+            needed=bundles,
+            free=group.bundle_specs,
+        )
+    return HeldReservation(group, index)
 
 
 class RayReservation:
@@ -350,6 +477,9 @@ class RayCluster:
         self._session = session
         self._gangs: set[RayReservation] = set() if session is None else session.gangs
         self._holds = holds and session is not None
+        self._starting: list[ray.ObjectRef] = []  # warm processes that import
+        self._warm_ready = 0  # warm processes at the last call of `keep_warm`
+        self._warm_taken = -QUIET_SECONDS  # the time at which a warm process was last seen to be gone
         if self._holds and session is not None:
             session.holders += 1
 
@@ -391,6 +521,12 @@ class RayCluster:
                 return cls(_process.session())
             return cls(_started(cpus, gpus))
 
+    @property
+    def address(self) -> str:
+        """The address "host:port" of the head of this Ray."""
+        self._check()
+        return str(_current())
+
     def _check(self) -> None:
         if self._session is not None and self._session.left:
             raise ClusterError(
@@ -410,10 +546,17 @@ class RayCluster:
         gang: Reservation | None = None,
         index: int | None = None,
         restarts: int = 0,
+        warm: bool = False,
         **kwargs: Any,
     ) -> RayHandle:
         """Start an actor in its own process. See `Actors.spawn`."""
         self._check()
+        if warm and not gpus and not restarts:
+            taken = self._take_warm(name, detached, _host_of(gang, index))
+            if taken is not None:
+                owner = None if detached else ray.get_runtime_context().current_actor
+                taken.start.remote(target, args, kwargs, owner)
+                return RayHandle(name or target, taken)
         options: Keywords = {
             "num_cpus": cpus,
             "num_gpus": gpus,
@@ -426,7 +569,11 @@ class RayCluster:
             options["name"] = name
         if detached:
             options["lifetime"] = "detached"
-        if isinstance(gang, RayReservation):
+        if isinstance(gang, HeldReservation):
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                gang.group, placement_group_bundle_index=-1 if index is None else gang.index[index]
+            )
+        elif isinstance(gang, RayReservation):
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 gang.group, placement_group_bundle_index=-1 if index is None else index
             )
@@ -443,10 +590,50 @@ class RayCluster:
     def find(self, name: str) -> RayHandle | None:
         """Return the running actor of this name, or None if there is none."""
         self._check()
-        try:
-            return RayHandle(name, ray.get_actor(name, namespace=NAMESPACE))
-        except ValueError:
-            return None
+        for known in (name, _alias(name)):
+            with suppress(ValueError):
+                if known is not None:
+                    return RayHandle(name, ray.get_actor(known, namespace=NAMESPACE))
+        return None
+
+    def keep_warm(self, wanted: int) -> None:
+        """Start a process that waits for a job if this host has fewer than `wanted` and `warm.to_start` allows it.
+
+        Processes that wait longer than `warm.IDLE_SECONDS` end. If this method is called no more, all of them end.
+        """
+        self._check()
+        ready = len(_warm_here(ray.get_runtime_context().get_node_id()))
+        self._starting = [ref for ref in self._starting if not ray.wait([ref], timeout=0)[0]]
+        if ready < self._warm_ready:
+            self._warm_taken = time.monotonic()
+        self._warm_ready = ready
+        facts = WarmFacts(wanted, ready, len(self._starting), time.monotonic() - self._warm_taken, free_memory())
+        for _ in range(to_start(facts)):
+            name = f"warm-{secrets.token_hex(8)}"
+            where = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            kind = ray.remote(WarmProcess)
+            options: Keywords = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
+            actor = kind.options(scheduling_strategy=where, max_concurrency=16, max_restarts=0, **options).remote(
+                name, MODULES, IDLE_SECONDS
+            )
+            self._starting.append(actor.ping.remote())
+
+    def _take_warm(self, name: str | None, detached: bool, host: str | None) -> ray.actor.ActorHandle | None:
+        """Return a warm process of a host, which this call has taken, or None if there is none."""
+        if not detached and ray.get_runtime_context().get_actor_id() is None:
+            return None  # this process is no actor: the taken process could not see that it has ended
+        for found in _warm_here(host or ray.get_runtime_context().get_node_id()):
+            try:
+                actor = ray.get_actor(found, namespace=NAMESPACE)
+                if not ray.get(actor.take.remote(), timeout=_TAKE_SECONDS):
+                    continue
+            except (ValueError, ray.exceptions.RayError):
+                _RayKeyValues().delete(f"{_WARM}{host}/{found}")  # it died without a word
+                continue
+            if name is not None:
+                _RayKeyValues().put(f"{_ALIAS}{name}", found.encode())
+            return actor
+        return None
 
     def share(self, value: _Shared) -> _Shared:
         """Store a value in Ray's object store; return a reference to pass to calls instead of the value."""
@@ -476,11 +663,17 @@ class RayCluster:
             alive = {name: now.get(name, {}) for name in alive}
         return {name: _bundle(has) | {"memory": has.get("memory", 0.0)} for name, has in alive.items()}
 
-    def reserve(self, bundles: list[Bundle], timeout: float) -> RayReservation | None:
+    def reserve(self, bundles: list[Bundle], timeout: float) -> RayReservation | HeldReservation | None:
         """Reserve all bundles or none; return None if no bundle needs anything.
+
+        In a task or actor whose placement group captures its children, such as a trial of Ray Tune, the bundles are
+        those of that group.
 
         Raises NoResources if the cluster is too small, or too few resources are free within `timeout` seconds.
         """
+        held = _held(bundles)
+        if held is not None:
+            return held
         refuse_if_too_large(bundles, self.total())
         wanted = [_ray_bundle(bundle) for bundle in bundles]
         if not any(wanted):
@@ -551,6 +744,37 @@ def _joined(address: str, namespace: str, *, auto: bool) -> _Session:
     return _process.record_session(Owner.JOINED, environment)
 
 
+def pack_objects(refs: Sequence[ray.ObjectRef]) -> bytes:
+    """Pickle references to objects, with their owner, so that any process of the cluster can use them.
+
+    The objects stay in the object store as long as the process that owns them lives.
+    """
+    return bytes(ray.cloudpickle.dumps(list(refs)))
+
+
+def fetch_objects(packed: bytes, timeout: float) -> Iterator[Any]:
+    """Yield the objects of `pack_objects` one by one. Each may take `timeout` seconds to arrive.
+
+    Raises:
+        ClusterError: this process is not connected to Ray, or an object is lost or late.
+    """
+    if not ray.is_initialized():
+        raise ClusterError("this process is not connected to the Ray that has the blocks of the Ray Data dataset")
+    try:
+        for ref in ray.cloudpickle.loads(packed):
+            yield ray.get(ref, timeout=timeout)
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        raise ClusterError(
+            f"a block of the Ray Data dataset did not arrive: {first_line(error)}\nthe process that called "
+            "rayps.data.ray must live until the run has ended"
+        ) from error
+
+
+def is_task_or_actor() -> bool:
+    """Return whether this process is a worker process of Ray, not a driver."""
+    return bool(ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE)
+
+
 def _bundle(resources: dict[str, float]) -> Bundle:
     return {"cpu": resources.get("CPU", 0.0), "gpu": resources.get("GPU", 0.0)}
 
@@ -566,6 +790,24 @@ def _private_token() -> None:
     if "RAY_AUTH_MODE" not in os.environ and "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+
+
+def _host_of(gang: Reservation | None, index: int | None) -> str | None:
+    """Return the Ray node id of a reservation's bundle, or None without a reservation."""
+    return None if gang is None or index is None else gang.hosts()[index]
+
+
+def _warm_here(host: str) -> list[str]:
+    """Return the names of the warm processes of a host."""
+    prefix = f"{_WARM}{host}/"
+    keys = internal_kv._internal_kv_list(prefix.encode(), namespace=NAMESPACE)
+    return sorted(key.decode().removeprefix(prefix) for key in keys)
+
+
+def _alias(name: str) -> str | None:
+    """Return the name of the warm process that became the actor `name`, or None if none did."""
+    found = _RayKeyValues().get(f"{_ALIAS}{name}")
+    return None if found is None else found.decode()
 
 
 class _RayKeyValues:

@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,6 +69,7 @@ class SharedScratch:
         except BaseException:
             self.close()
             raise
+        _open_here.add(self)
 
     def _enter(self, deadline: float, what: str) -> int:
         """Create the folder if it does not exist, and take a shared lock on it; return the lock file's descriptor."""
@@ -118,6 +120,15 @@ class SharedScratch:
                 shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
+
+
+_open_here: weakref.WeakSet[SharedScratch] = weakref.WeakSet()  # the shared folders that this process uses
+
+
+def close_shared() -> None:
+    """Release all shared folders of this process, which is about to be killed. Files that are mapped stay readable."""
+    for each in list(_open_here):
+        each.close()
 
 
 def sweep(parent: Path) -> list[Path]:

@@ -2,17 +2,58 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import pyarrow as pa
 
 from rayps.core.records import Point
+from rayps.core.values import JsonObject
 
-# a merged point has the mean over ranks of these values, in seconds. data: time to get the batch. pull: time of pulls
+# a merged point has the mean over ranks of these values, in seconds. data: time to get the batch, and data_share: the
+# part of the round's seconds that this is. pull: time of pulls
 # of the rows of sparse tables. pull_hidden: the part of pull during which the worker computed
 SECONDS = ("seconds", "compute", "data", "wait", "move", "pull", "pull_hidden")
+REDUCTIONS = ("mean", "sum", "max", "min")
 KEPT_ROUNDS = 5_000  # most incomplete rounds; if there are more, the oldest is merged without the missing ranks
+
+
+class Total(NamedTuple):
+    """A metric over a part of the rows, from which `plus` and `result` compute the metric over all rows.
+
+    `how` is one of `REDUCTIONS`. For a mean, `value` is the sum of the values times their weights, and `weight` is the
+    sum of the weights, such as a number of samples. Otherwise `value` is the sum, maximum or minimum.
+    """
+
+    value: float
+    weight: float
+    how: str = "mean"
+
+    def plus(self, other: Total) -> Total:
+        """Return the metric over the rows of both."""
+        weight = self.weight + other.weight
+        if self.how in ("max", "min"):
+            return Total((max if self.how == "max" else min)(self.value, other.value), weight, self.how)
+        return Total(self.value + other.value, weight, self.how)
+
+    @property
+    def result(self) -> float | None:
+        """The metric, or None if it is a mean without any weight."""
+        if self.how != "mean":
+            return self.value
+        return self.value / self.weight if self.weight else None
+
+
+Totals: TypeAlias = dict[str, Total]  # from a metric's name to its total
+
+
+def add_totals(totals: Totals, more: Totals) -> None:
+    """Add `more` to `totals`, in place."""
+    for name, total in more.items():
+        totals[name] = totals[name].plus(total) if name in totals else total
 
 
 class Rounds:
@@ -75,13 +116,17 @@ class Rounds:
     def _merge(self, number: int, ranks: dict[int, Point]) -> Point:
         points = list(ranks.values())
         samples = sum(p["samples"] for p in points)
-        losses = [(p["loss"], p["samples"]) for p in points if p["loss"] is not None]
-        with_loss = sum(n for _, n in losses)  # samples of the ranks that reported a loss
+        weights = [p["weight"] if "weight" in p else p["samples"] for p in points]
+        losses = [(p["loss"], n) for p, n in zip(points, weights, strict=True) if p["loss"] is not None]
+        with_loss = sum(n for _, n in losses)  # weight of the ranks that reported a loss
         leads = Counter(p["lead"] for p in points if p["lead"] is not None)  # empty without servers
         known = [key for key in SECONDS if all(key in p for p in points)]
         mean = {key: sum(p[key] for p in points) / len(points) for key in known}
-        # numbers that the strategy added, equal on all ranks
-        added: Point = next((p["said"] for p in points if p.get("said")), {})
+        if mean.get("seconds") and "data" in mean:
+            mean["data_share"] = mean["data"] / mean["seconds"]
+        # metrics beside the losses, and numbers that the strategy added, which are equal on all ranks
+        added: dict[str, float] = combined([p["metrics"] for p in points if "metrics" in p])
+        added |= next((p["said"] for p in points if p.get("said")), {})
         return added | {
             "kind": "round",
             "round": number,
@@ -98,20 +143,20 @@ class Rounds:
 
 
 def _evaluation(number: int, ranks: dict[int, Point], missing: list[int]) -> Point:
-    metrics = means([point["sums"] for point in ranks.values()])
+    metrics = combined([point["sums"] for point in ranks.values()])
     point = {"kind": "evaluation", "round": number, "time": time.time(), "metrics": metrics}
     return point | {"missing": missing} if missing else point
 
 
-def means(sums: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
-    """Return each metric's mean over samples, from a dict for each rank from metric to (sum, number of samples)."""
-    found = {}
-    for name in {name: None for part in sums for name in part}:
-        held = [part[name] for part in sums if name in part]
-        count = sum(n for _, n in held)
-        if count:
-            found[name] = sum(total for total, _ in held) / count
-    return found
+def combined(parts: Sequence[Mapping[str, Sequence[float | str]]]) -> dict[str, float]:
+    """Return each metric over all parts, which are a dict from metric to `Total` for each rank.
+
+    A pair (sum, samples) counts as the total of a mean. A mean without weight is left out.
+    """
+    totals: Totals = {}
+    for part in parts:
+        add_totals(totals, {name: Total(*given) for name, given in part.items()})  # type: ignore[arg-type]
+    return {name: result for name, total in totals.items() if (result := total.result) is not None}
 
 
 class Throughput:
@@ -136,6 +181,11 @@ class Throughput:
         return sum(n for _, n in list(self._seen)[1:]) / seconds if seconds > 0 else None
 
 
+def until(points: list[Point], end: int) -> list[Point]:
+    """Return the points of the first `end` rounds, without rounds that workers trained beyond the end of the run."""
+    return [point for point in points if point["round"] < end + (point["kind"] == "evaluation")]
+
+
 COLUMNS: list[tuple[str, pa.DataType]] = [
     ("round", pa.int64()),
     ("epoch", pa.int64()),
@@ -145,6 +195,7 @@ COLUMNS: list[tuple[str, pa.DataType]] = [
     ("seconds", pa.float64()),
     ("compute", pa.float64()),
     ("data", pa.float64()),
+    ("data_share", pa.float64()),
     ("wait", pa.float64()),
     ("move", pa.float64()),
     ("pull", pa.float64()),
@@ -156,12 +207,14 @@ COLUMNS: list[tuple[str, pa.DataType]] = [
 ]
 
 
-def history(points: list[Point]) -> pa.Table:
+def history(points: list[Point], params: JsonObject | None = None) -> pa.Table:
     """Return the rounds of a run as a table, one row per round. A repeated round has one row, with its last result.
 
+    `params`, the workload's parameters, are in the schema's metadata as JSON, under the key "rayps.params".
+
     `staleness` is the largest number of rounds that a rank was ahead of the slowest rank. An evaluation is in the row
-    of the last round before it, in columns named `evaluation_<metric>`. A number that a strategy added to its rounds
-    is in a column of the same name.
+    of the last round before it, in columns named `evaluation_<metric>`. A number that a strategy or a loss added to
+    its rounds is in a column of the same name.
     """
     rounds: dict[int, Point] = {}
     for point in points:
@@ -184,7 +237,7 @@ def history(points: list[Point]) -> pa.Table:
         values = [rounds[r].get(name) for r in order]
         columns[name] = pa.array(values, pa.int64() if all(_whole(v) for v in values) else pa.float64())
     columns |= {name: pa.array([by_round.get(r) for r in order], pa.float64()) for name, by_round in evaluated.items()}
-    return pa.table(columns)
+    return pa.table(columns, metadata=None if params is None else {"rayps.params": json.dumps(params)})
 
 
 def _whole(value: float | None) -> bool:

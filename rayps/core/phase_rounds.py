@@ -1,6 +1,9 @@
 """The rounds of each phase and epoch of a run, and the rounds after which a snapshot is taken. Pure.
 
 A round is one batch of every replica. An epoch's number of rounds depends on the number of replicas of its phase.
+
+If the data has no length, its end is known only when it happens. An epoch then has `OPEN` rounds in these plans, and
+the workers end it earlier, by agreement. A phase of open epochs ends as by a stop rule: see `Calendar.cut`.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from typing import Protocol
 
 from rayps.core.errors import ConfigError
 from rayps.core.grid import Grid
+
+OPEN = 1 << 40  # the planned rounds of an epoch whose length is not known: more than any run has
 
 
 class Planned(Protocol):
@@ -76,6 +81,13 @@ class Calendar:
         Raises:
             ConfigError: the phases' epochs and the job's epochs or rounds contradict each other.
         """
+        self.open = max(steps) >= OPEN  # whether the length of epochs is not known before they end
+        if self.open and rounds is not None and len(phases) > 1:
+            raise ConfigError(
+                f"steps is {rounds}, and the data has no length: the rounds of the phases before the last are not "
+                "known; give epochs instead of steps",
+                field="steps",
+            )
         if len(set(steps)) == 1:
             ends = phase_ends(phases, steps[0], epochs=epochs, steps=rounds)
         else:
@@ -86,15 +98,29 @@ class Calendar:
             grid = phase.grid(workers)
             self.spans.append(PhaseSpan(begin, end, epoch, count, grid.data, grid.columns))
             begin, epoch = end, epoch + (phase.epochs or 0)
+        self._planned_epochs, self._by_rounds = self._epochs(), self.open and rounds is not None
 
     @property
     def rounds(self) -> int:
-        """The total number of rounds."""
+        """The total number of rounds; at least `OPEN` if it is not known."""
         return self.spans[-1].end
+
+    @property
+    def known_rounds(self) -> int | None:
+        """The total number of rounds, or None if it is not known before the data ends."""
+        return None if self.rounds >= OPEN else self.rounds
 
     @property
     def epochs(self) -> int:
         """The total number of epochs; the last may be incomplete."""
+        return self._planned_epochs if self.open else self._epochs()
+
+    @property
+    def known_epochs(self) -> int | None:
+        """The total number of epochs, or None if the run has a number of rounds and its epochs have no known length."""
+        return None if self._by_rounds else self.epochs
+
+    def _epochs(self) -> int:
         last = self.spans[-1]
         return last.epoch - (last.begin - last.end) // last.steps
 
@@ -120,6 +146,10 @@ class Calendar:
             span = self.spans[i]
             self.spans[i] = replace(span, begin=span.begin - planned + at, end=span.end - planned + at)
         return True
+
+    def end_at(self, at: int) -> None:
+        """End the run after round `at`: later rounds are dropped from all phases."""
+        self.spans = [replace(span, begin=min(span.begin, at), end=min(span.end, at)) for span in self.spans]
 
     def after(self, epochs: int) -> int:
         """Return the number of rounds after which the run has completed `epochs` epochs."""

@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any, NotRequired, TypeAlias, TypedDict
 
+from rayps.core.values import JsonObject
+
 Point: TypeAlias = dict[str, Any]  # `kind`, `round`, metrics by name; `rank` if the point belongs to one rank
 Event: TypeAlias = dict[str, Any]  # `kind`, `message` and the facts of this kind; in the journal also `seq` and `time`
 RingTable: TypeAlias = dict[str, Any]  # the algorithms that a ring chose, so that a resumed run computes the same bits
@@ -32,6 +34,7 @@ class WorkerLine(ActorSite):
     compute: NotRequired[float]  # shares of the time: computing, waiting for peers, sending and receiving
     wait: NotRequired[float]
     move: NotRequired[float]
+    data: NotRequired[float]  # waiting for batches
     samples_per_second: NotRequired[float]
     part: NotRequired[str]  # the worker's coordinates on the grid as text, if a replica is several workers
 
@@ -56,6 +59,7 @@ class ProgressRecord(TypedDict, total=False):
     generation: int
     failures: int
     strategy: str
+    params: JsonObject  # all parameters of the workload, by name, those with default values too
     loss: float | None
     metrics: dict[str, float]  # metrics of the newest evaluation
     staleness: dict[str, int]
@@ -63,11 +67,12 @@ class ProgressRecord(TypedDict, total=False):
     shards: list[ShardLine]
     server_group: GroupFacts
     round: int
-    rounds: int
+    rounds: int | None  # None if the data has no length
     epoch: int
-    epochs: int
+    epochs: int | None  # None if the data has no length and the run ends with a number of rounds
     samples_per_second: float | None
     eta_seconds: float | None
+    best: str  # the checkpoint of the best evaluation, if a callback keeps one
 
 
 class OutcomeRecord(TypedDict, total=False):
@@ -78,6 +83,7 @@ class OutcomeRecord(TypedDict, total=False):
     metrics: dict[str, float] | None
     finished_at: float
     checkpoint: str | None
+    best: str | None  # the checkpoint of the best evaluation, if a callback kept one
     error: str | None  # the name of the error's class
 
 

@@ -152,7 +152,8 @@ class WorkerView(Protocol):
     def mean(self, vector: Vector, samples: float = 1.0, *, exact: bool = False) -> Vector:
         """Return the mean of a vector over workers, weighted by `samples`, as a new tensor.
 
-        The mean is zero if no worker has samples. The vector is sent with the strategy's `compression`, unless `exact`.
+        If no worker has samples, all vectors have the same weight. The vector is sent with the strategy's
+        `compression`, unless `exact`. A compressed mean is zero if no worker has samples.
         """
 
     def mean_later(self, vector: Vector, samples: float = 1.0, *, slot: int = 0) -> Vector:
@@ -240,6 +241,10 @@ class StrategyView(ServerHalf, Protocol):
     @property
     def evaluate_every(self) -> int:
         """Epochs between evaluations."""
+
+    @property
+    def needs_end(self) -> bool:
+        """Whether the rounds depend on the number of rounds of the phase."""
 
     @property
     def tables(self) -> StrategyView | None:

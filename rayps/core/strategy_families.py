@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeVar
 
+from rayps.core.phase_rounds import OPEN
 from rayps.core.topology import Peers, Servers, Topology
 
 _Source = TypeVar("_Source", covariant=True)
@@ -55,13 +56,15 @@ class _ByWorker:
         """Whether the clients are processes outside of the cluster, which hold the data."""
         return False
 
-    def rounds(self, data: RowSource, replicas: int) -> int:
+    def rounds(self, data: RowSource, replicas: int, accumulate: int = 1) -> int:
         """Tell the data whether workers keep their rows in every epoch, and return the number of rounds of an epoch.
 
-        Raises DataError or ConfigError if the rows cannot be counted or divided.
+        A round takes `accumulate` batches; the last round of an epoch takes those that are left. The number is `OPEN`
+        if the data has no length. Raises DataError or ConfigError if the rows cannot be counted or divided.
         """
         data.keeps_rows = self._keeps_rows
-        return data.steps(replicas)
+        steps = data.steps(replicas)
+        return steps if steps >= OPEN else -(-steps // accumulate)
 
     def source(self, workload: DataMethods[_Source]) -> _Source:
         """Return the training data, which workers read."""
@@ -93,7 +96,7 @@ class ByClient:
         """True: an epoch is one round of clients."""
         return True
 
-    def rounds(self, data: RowSource, replicas: int) -> int:
+    def rounds(self, data: RowSource, replicas: int, accumulate: int = 1) -> int:
         """Return 1: an epoch is one round of clients."""
         data.keeps_rows = False
         return 1
@@ -124,6 +127,14 @@ def has_remote_clients(strategy: HasRows) -> bool:
     """Return whether a strategy's clients are processes outside of the cluster."""
     rows = strategy.rows
     return rows.remote
+
+
+def ends_together(topology: Topology) -> bool:
+    """Return whether the workers agree on the end of data without a length: those that meet on a ring.
+
+    Under other topologies each worker starts its next pass by itself.
+    """
+    return isinstance(topology, Peers)
 
 
 # ---- recovery

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from rayps.core.error_hints import hint
 from rayps.core.errors import RaypsError, WorkloadError
 
 _PACKAGE = str(Path(__file__).parents[1])
@@ -118,9 +119,9 @@ def _raised(method: str, error: BaseException) -> WorkloadError:
         return too_large(f"{method}(){where}", error)
     reason = (str(error).strip().splitlines() or [""])[0]
     ends = isinstance(error, (SystemExit, KeyboardInterrupt))
-    hint = "\ndo not end the process of a worker: return, or raise an error with the reason" if ends else ""
+    way_out = "do not end the process of a worker: return, or raise an error with the reason" if ends else hint(error)
     return WorkloadError(
-        f"{method}() raised {type(error).__name__}: {reason}{where}{hint}",
+        f"{method}() raised {type(error).__name__}: {reason}{where}" + (f"\n{way_out}" if way_out else ""),
         traceback="".join(traceback.format_exception(error)),
         raised=type(error).__name__,
     )

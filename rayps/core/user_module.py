@@ -20,9 +20,10 @@ import sysconfig
 import threading
 import traceback
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import Any, cast
 
 import cloudpickle
 
@@ -53,18 +54,34 @@ class Finder:
         Raises:
             WorkloadError: the class cannot be found or imported; the text names the line of user code that failed.
         """
-        place, _, name = target.rpartition(":")
+        module, name = self._module(target, working_dir), target.rpartition(":")[2]
+        found = self._class(module, name, target, base)
+        self._found[found] = target
+        return found
+
+    def find_function(self, target: str, working_dir: str | Path | None) -> Callable[..., Any]:
+        """Return the function that `target` names. Raises WorkloadError as `find` does."""
+        module, name = self._module(target, working_dir), target.rpartition(":")[2]
+        found = getattr(module, name, None)
+        if callable(found) and not isinstance(found, type):
+            return cast(Callable[..., Any], found)
+        known = [key for key, value in vars(module).items() if isinstance(value, FunctionType)]
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or known[:3]
+        what = f"has no function {name!r}" if found is None else f"has {name!r}, which is not a function"
+        hint = f"did you mean {', '.join(near)}?" if near else "define it as `def train_fn(): ...`"
+        raise WorkloadError(f"{module.__file__} {what}: {hint}", target=target)
+
+    def _module(self, target: str, working_dir: str | Path | None) -> ModuleType:
+        """Import the module or file that `target` names."""
+        place = target.rpartition(":")[0]
         root = Path(working_dir or ".").absolute()
         if not root.is_dir():
             raise WorkloadError(f"the working directory {root} does not exist: give --working-dir", target=target)
         before = set(sys.modules)
         try:
-            module = self._from_file(root, place) if place.endswith(".py") else self._from_name(root, place)
+            return self._from_file(root, place) if place.endswith(".py") else self._from_name(root, place)
         finally:
             self._modules += [key for key in set(sys.modules) - before if is_users(sys.modules[key])]
-        found = self._class(module, name, target, base)
-        self._found[found] = target
-        return found
 
     def target_of(self, kind: type) -> str:
         """Return a name by which `find` finds class `kind`: the name given to `find` before, or else "module:Class"."""

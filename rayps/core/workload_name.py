@@ -1,4 +1,4 @@
-"""The text form of a workload's name: `module:Class` or `file.py:Class`. Pure."""
+"""The text form of the name of a workload (`file.py:Class`) or of a loop (`file.py:train_fn`). Pure."""
 
 from __future__ import annotations
 
@@ -23,4 +23,16 @@ def misnamed(workload: str) -> str | None:
         f"workload {workload!r} has arguments, and a workload is named by its class alone: write {place}:{name}\n"
         f"and give the arguments of {name}.__init__ defaults, or derive a class that sets them; in Python, rayps.train "
         f"takes an instance such as {name}(...)"
+    )
+
+
+def misnamed_function(target: str) -> str | None:
+    """Return why `target` cannot name a function, `module:train_fn` or `file.py:train_fn`, or None if it can."""
+    place, colon, name = target.rpartition(":")
+    module = all(part.isidentifier() for part in place.split("."))
+    if colon and name.isidentifier() and (module or place.endswith(".py")):
+        return None
+    return (
+        f"run {target!r} should name a module or file and a function: 'train:train_fn' or 'train.py:train_fn'; its "
+        "arguments are given as params"
     )

@@ -1,4 +1,4 @@
-"""The base class of data sets, which provide batches for each rank without loader processes or threads.
+"""The base class of data sets, which provide batches for each rank.
 
 For n rows, N ranks and batches of B rows: in an epoch each row goes to exactly one rank, and a rank has n // N rows or
 one more. Every rank has the same number of batches, ceil(ceil(n / N) / B). Only a rank's last batch may be smaller, and
@@ -9,6 +9,7 @@ computes exactly the mean over all rows of its batches, and an empty batch has w
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,11 +33,15 @@ Nested: TypeAlias = (
 
 @dataclass(slots=True)
 class Batch:
-    """Rows of data: their features `x`, their labels `y` (None if they have no labels), and their number `size`."""
+    """Rows of data: their features `x`, their labels `y` (None if they have no labels), and their number `size`.
+
+    A step of several micro-batches (`accumulate`) is a batch whose rows are in `parts`, and whose `x` and `y` are None.
+    """
 
     x: Any
     y: Any
     size: int
+    parts: tuple[Batch, ...] = ()
 
     def __len__(self) -> int:
         return self.size
@@ -47,7 +52,8 @@ class Batch:
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device, non_blocking=True)
 
-        return Batch(map_tensors(self.x, move), map_tensors(self.y, move), self.size)
+        parts = tuple(part.to(device) for part in self.parts)
+        return Batch(map_tensors(self.x, move), map_tensors(self.y, move), self.size, parts)
 
 
 def map_tensors(value: Nested, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Nested:
@@ -64,6 +70,29 @@ def map_tensors(value: Nested, change: Callable[[torch.Tensor], torch.Tensor | N
     return value
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The part of an epoch that one reader reads: of `rank`, or of loader process `process` of `processes` of it."""
+
+    rank: int
+    size: int
+    seed: int
+    epoch: int
+    process: int = 0
+    processes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """How batches are read ahead: by `workers` loader processes, or by a thread if 0; `prefetch` batches by each."""
+
+    workers: int
+    prefetch: int
+
+
+Position = Mapping[str, Any]  # JSON data: from where the rest of a part can be read, without reading what is before it
+
+
 class Data(ABC):
     """Training data in batches of `batch_size` rows for each rank.
 
@@ -77,6 +106,8 @@ class Data(ABC):
     batch_size: int
     client: GivenClients = None
     keeps_rows: bool = False
+    ahead: Ahead | None = None  # None: the worker itself reads each batch when it needs it
+    ends: str = "first"  # if workers have unequal numbers of batches: the epoch ends with the "first" or the "last"
     _clients: Clients | None = None
 
     @abstractmethod
@@ -94,6 +125,52 @@ class Data(ABC):
     @abstractmethod
     def batches(self, *, rank: int, size: int, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of `rank` in an epoch, from batch number `start` on. They depend on the arguments only."""
+
+    @property
+    def independent(self) -> bool:
+        """Whether each loader process reads rows of its own, so that the batches depend on their number."""
+        return False
+
+    def parts(self, processes: int) -> int:
+        """Return among how many of `processes` loader processes the batches of a rank can be divided: 1 to `processes`.
+
+        It is 1 if the batches can only be read in sequence.
+        """
+        return 1
+
+    def part(
+        self, place: Place, start: int = 0, position: Position | None = None
+    ) -> Iterator[tuple[Batch, Position | None]]:
+        """Yield the batches of one reader, from its batch number `start` on, each with the position after it.
+
+        Of a rank's batches, process p of P reads the numbers p, p + P, p + 2P... `position` is one that was yielded
+        before, of a batch at or before `start`; None if there is none.
+        """
+        first = place.process + start * place.processes
+        found = self.batches(rank=place.rank, size=place.size, seed=place.seed, epoch=place.epoch, start=first)
+        for batch in itertools.islice(found, 0, None, place.processes):
+            yield batch, None
+
+    def loaded_by(self, workers: int, *, prefetch: int = 2) -> Self:
+        """Return a copy of the data whose batches are read ahead by `workers` processes of each worker.
+
+        Each process has up to `prefetch` batches ready. The batches are the same as without. With 0 workers a thread of
+        the worker reads ahead. Evaluations read their data without processes. See `docs/loading.md`.
+
+        Raises:
+            ConfigError: `workers` is negative, or `prefetch` is below 1.
+
+        Example:
+            rayps.data.tensors(torch.randn(20, 3), batch_size=5).loaded_by(2)
+        """
+        for name, value, least in (("workers", workers, 0), ("prefetch", prefetch, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(
+                    f"loaded_by: {name} is {value!r}: give a whole number of at least {least}", field=name
+                )
+        other = copy.copy(self)
+        other.ahead = Ahead(workers, prefetch)
+        return other
 
     def share(self, rank: int, size: int) -> int:
         """Return the number of rows that `rank` of `size` ranks gets in an epoch."""

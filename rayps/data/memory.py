@@ -15,6 +15,8 @@ from rayps.data.base import (
     Batch,
     Data,
     Nested,
+    Place,
+    Position,
     batch_size_of,
     check_place,
     fixed_rows_of_rank,
@@ -67,14 +69,26 @@ class InMemory(Data):
         permutation, unless `keeps_rows`.
         """
         check_place(rank, size, start)
-        shuffled = seed if self.shuffle else None
+        for batch, _ in self.part(Place(rank, size, seed, epoch), start):
+            yield batch
+
+    def parts(self, processes: int) -> int:
+        """Return `processes`: rows are taken by number."""
+        return processes
+
+    def part(
+        self, place: Place, start: int = 0, position: Position | None = None
+    ) -> Iterator[tuple[Batch, Position | None]]:
+        """Yield the batches of one reader: see `Data.part`."""
+        rank, size, epoch = place.rank, place.size, place.epoch
+        shuffled = place.seed if self.shuffle else None
         mine = (
             fixed_rows_of_rank(self, rank=rank, size=size, seed=shuffled, epoch=epoch)
             if self.keeps_rows
             else rows_of_rank(self.rows(), rank=rank, size=size, seed=shuffled, epoch=epoch)
         )
-        for step in range(start, self.steps(size)):
-            yield self._take(mine[step * self.batch_size : (step + 1) * self.batch_size])
+        for step in range(place.process + start * place.processes, self.steps(size), place.processes):
+            yield self._take(mine[step * self.batch_size : (step + 1) * self.batch_size]), None
 
 
 Rows = torch.Tensor | NDArray[np.generic]
@@ -161,7 +175,8 @@ class DatasetData(InMemory, Generic[Item]):
         if isinstance(self.source, IterableDataset) or not isinstance(self.source, Sized):
             raise DataError(
                 "dataset: it has no length, and its rows cannot be distributed to ranks: give a "
-                "map-style Dataset (with __len__ and __getitem__)"
+                "map-style Dataset (with __len__ and __getitem__),\n"
+                "or give an IterableDataset to rayps.data.iterable(...)"
             )
         if self.rows() == 0:
             raise DataError("dataset: it has no rows: there is nothing to train on")
@@ -196,23 +211,34 @@ class DatasetData(InMemory, Generic[Item]):
         except RaypsError:
             raise
         except Exception as error:
+            ended = isinstance(error, (IndexError, StopIteration))  # what a dataset that is shorter raises
             raise DataError(
-                f"dataset: item {row} of {self.rows()} cannot be read: {type(error).__name__}: {error}", row=row
+                f"dataset: item {row} of {self.rows()} cannot be read: {type(error).__name__}: {error}"
+                + (f"\n__len__ must return the number of items, and it returns {self.rows()}" if ended else ""),
+                row=row,
             ) from error
 
     def _collated(self, items: list[Item]) -> Batch:
-        try:
-            made = self.collate(items)
-        except Exception as error:
-            raise DataError(
-                f"dataset: {len(items)} items cannot be collated into a batch: {type(error).__name__}: {error}\n"
-                "give items of one shape, or a collate function"
-            ) from error
-        if isinstance(made, Batch):
-            return made
-        if isinstance(made, (tuple, list)) and len(made) == 2:
-            return Batch(made[0], made[1], len(items))
-        return Batch(made, None, len(items))
+        return collated("dataset", self.collate, items)
+
+
+def collated(call: str, collate: Callable[[list[Item]], Nested | Batch], items: list[Item]) -> Batch:
+    """Return the batch that `collate` makes of items. Two values are x and y; any other value is x.
+
+    Raises DataError, which names `rayps.data.<call>`, if `collate` fails.
+    """
+    try:
+        made = collate(items)
+    except Exception as error:
+        raise DataError(
+            f"{call}: {len(items)} items cannot be collated into a batch: {type(error).__name__}: {error}\n"
+            "give items of one shape, or a collate function"
+        ) from error
+    if isinstance(made, Batch):
+        return made
+    if isinstance(made, (tuple, list)) and len(made) == 2:
+        return Batch(made[0], made[1], len(items))
+    return Batch(made, None, len(items))
 
 
 def _no_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,17 +27,17 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from rayps.core.errors import ConfigError, DataError
+from rayps.core.errors import DataError
 from rayps.data.base import Batch, Data, batch_size_of, check_place, fixed_rows_of_rank, random_of, rows_of_rank
 from rayps.data.client_files import RowsByClient
 from rayps.data.clients import Clients, GivenClients, checked_client, divide, owners_by_id
-from rayps.data.columns import Array, BadValue, ColumnLayout, ColumnRows, DType, layout_of, missing
+from rayps.data.column_options import DTYPES, LABEL_DTYPES, checked_scale, drops, dtype_of, features_of, window_of
+from rayps.data.columns import Array, BadValue, ColumnLayout, ColumnRows, layout_of, missing
 from rayps.data.files import Files, FileSystem, Index, PathGiven, RowGroup, as_data_error
 from rayps.data.partition_rules import PartitionRule
 
 _log = logging.getLogger(__name__)
 _CHUNK = 2 << 20  # approximate number of bytes that are decoded at a time
-_LABELS = ("float32", "float64", "int64")
 
 
 class ParquetData(Data):
@@ -64,16 +64,12 @@ class ParquetData(Data):
         self._features = tuple(features)
         self._label = label
         self._shuffle = shuffle
-        self._dtype = _dtype_of("dtype", dtype, ("float32", "float64", "int64", "uint8"))
-        self._label_dtype = _dtype_of("label_dtype", label_dtype, _LABELS) if label_dtype else None
-        self._scale = scale
-        self._drop = _policy(on_invalid) == "drop"
-        self._window = int(window_mb * 2**20)
+        self._dtype = dtype_of("dtype", dtype, DTYPES)
+        self._label_dtype = dtype_of("label_dtype", label_dtype, LABEL_DTYPES) if label_dtype else None
+        self._scale = checked_scale(scale, self._dtype)
+        self._drop = drops(on_invalid)
+        self._window = window_of(window_mb)
         self._reset()
-        if self._window < 1:
-            raise ConfigError(f"window_mb is {window_mb}: give a number above 0", field="window_mb")
-        if scale is not None and self._dtype.kind != "f":
-            raise ConfigError(f"scale={scale} needs float features: leave dtype={dtype!r} out", field="scale")
 
     def _reset(self) -> None:
         self._index: Index | None = None
@@ -400,20 +396,6 @@ def _copy(rows: ColumnRows, begin: int, into: ColumnRows, place: int, count: int
     return place + count
 
 
-def _dtype_of(field: str, name: str, known: tuple[str, ...]) -> DType:
-    if name not in known:
-        raise ConfigError(f"{field} is {name!r}: give one of {', '.join(known)}", field=field)
-    return np.dtype(name)
-
-
-def _policy(on_invalid: str) -> str:
-    if on_invalid not in ("fail", "drop"):
-        raise ConfigError(
-            f"on_invalid is {on_invalid!r}: give 'fail', or 'drop' to leave such rows out", field="on_invalid"
-        )
-    return on_invalid
-
-
 def parquet(
     path: PathGiven | Sequence[PathGiven],
     *,
@@ -448,12 +430,9 @@ def parquet(
         DataError: the list of paths is empty. `check()` finds errors in the files.
         ConfigError: an option is invalid.
     """
-    names = [features] if isinstance(features, str) else list(features)
-    if not names:
-        raise ConfigError("features is empty: name a column of lists, or of numbers each", field="features")
     return ParquetData(
         Files(path, filesystem),
-        names,
+        features_of(features),
         label,
         batch_size=batch_size,
         shuffle=shuffle,

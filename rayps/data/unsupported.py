@@ -67,8 +67,8 @@ def is_ray_data(value: Any) -> bool:
 def ray_data_way() -> str:
     """Return the text that says how rayps can read the rows of a Ray Data dataset."""
     return (
-        "write it once with\nds.write_parquet(FOLDER), into a folder that all workers can read, and give "
-        "rayps.data.parquet(FOLDER, features=...)"
+        "give rayps.data.ray(ds,\nfeatures=...), or write it once with ds.write_parquet(FOLDER), into a folder that "
+        "all workers can read, and\ngive rayps.data.parquet(FOLDER, features=...)"
     )
 
 

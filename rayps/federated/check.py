@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
-
 from rayps.core.errors import ConfigError
 from rayps.core.user_code import user_code
 from rayps.data import Data
@@ -16,7 +13,10 @@ from rayps.federated.population.cohort import cohort_size
 from rayps.federated.simulated_rounds import events_of
 from rayps.federated.strategy_interface import ClientSide, FederatedView, is_buffered, joining_under
 from rayps.tensors import optim
+from rayps.tensors.flat import Layout
+from rayps.tensors.learning_rate import recipe_of
 from rayps.workload.base import Workload
+from rayps.workload.model import apart, model_of
 
 _LABELS = 1000  # with more labels, the skew of clients' labels is not computed
 
@@ -36,7 +36,7 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
         _check_smallest_round(aggregation, joining.least, cohort_size(joining.least, fraction))
         return []
     clients = data.clients  # without clients, this raises an error that says how to define them
-    events_of(strategy, clients.sizes, seed, data.batch_size)
+    events_of(strategy, clients.sizes, seed, data.batch_size, workload.accumulate)
     rule, attack = aggregation.chosen_rule, population.attackers
     cohort = cohort_size(clients.count, fraction)
     if not is_buffered(strategy):
@@ -54,7 +54,10 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
 
 
 def _check_plain_sgd(name: str, workload: Workload) -> None:
-    if not is_plain(optim.made(workload.optimizer, [nn.Parameter(torch.zeros(2, 2))])):
+    with apart():
+        model = model_of(workload)
+    layout = Layout.of((key, p) for key, p in model.named_parameters() if p.requires_grad)
+    if not is_plain(optim.build(recipe_of(workload), layout)):
         raise ConfigError(
             f"{name} assumes steps of plain SGD, but the workload's optimizer() returns another optimizer: return "
             "torch.optim.SGD(params, lr=...) without momentum and weight decay",

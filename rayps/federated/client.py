@@ -28,8 +28,10 @@ from rayps.tensors import optim
 from rayps.tensors.clip import NormClip
 from rayps.tensors.flat import FlatModel, dense
 from rayps.tensors.learning_rate import rates_of, recipe_of
-from rayps.tensors.user_loss import checked_loss
+from rayps.workload.accumulate import accumulate
 from rayps.workload.base import Workload
+from rayps.workload.loss_result import LossResult, loss_result
+from rayps.workload.precision import autocast
 
 Tensors = dict[str, Tensor]
 _PERSONAL = "beside/"  # prefix, in a client's state, of the buffers of the client's personal model
@@ -130,7 +132,7 @@ class ClientTurn:
         self.state, self.shared = dict(task.state), task.shared
         self.reply: Tensors = {}
         self.steps = 0  # steps since the last call of `batches`
-        self.losses: list[tuple[Tensor, int]] = []
+        self.losses: list[tuple[float, float, int]] = []  # mean, weight, rows
         self._trainer, self._strategy, self._task, self._rows = trainer, strategy, task, rows
         self._all_rows: Batch | None = None
         self._last: Grad | None = None
@@ -148,24 +150,31 @@ class ClientTurn:
     def batches(self, epochs: int | None = None) -> Iterator[Batch]:
         """Yield the batches of `epochs` epochs, or of the epochs or steps that the strategy's options set.
 
-        Each call starts with a new optimizer. A second call yields the same batches.
+        Each call starts with a new optimizer. A second call yields the same batches. If the workload accumulates k
+        micro-batches, each batch has up to k of them.
         """
         self._trainer.reset_optimizer()
         self.steps = 0
         task, rows, local = self._task, self._rows, self._strategy.local
         size = local.rows(self.n, rows.batch_size)
+        step = size * self._trainer.workload.accumulate
         stream = parts(
             task.seed,
             task.client,
             self.n,
-            size,
+            step,
             round=task.round,
             epochs=epochs or local.epochs,
             steps=None if epochs else local.local_steps,
             shuffle=rows.shuffle,
         )
         for positions in stream:
-            yield from self._cut(positions, size)
+            if step == size:
+                yield from self._cut(positions, size)
+                continue
+            for lo in range(0, len(positions), step):
+                micro_batches = tuple(self._cut(positions[lo : lo + step], size))
+                yield Batch(None, None, sum(each.size for each in micro_batches), micro_batches)
 
     def _cut(self, positions: Ints, size: int) -> Iterator[Batch]:
         """Yield batches of `size` rows at these positions among the client's rows.
@@ -201,10 +210,12 @@ class ClientTurn:
         trainer = self._trainer
         for p in trainer.parameters:
             p.grad = None
-        with user_code("loss"):
-            loss = trainer.workload.loss(trainer.flat.model, batch)
-            checked_loss(loss).backward()  # type: ignore[no-untyped-call]
-        self.losses.append((loss.detach(), batch.size))
+        found = accumulate(trainer.loss, batch, _value)
+        if found.factor != 1:
+            for p in trainer.parameters:
+                if p.grad is not None:
+                    p.grad.mul_(found.factor)
+        self.losses.append((0.0 if found.mean is None else found.mean, found.weight, batch.size))
         self._last = Grad(self)
         return self._last
 
@@ -240,7 +251,7 @@ class Trainer:
         self._make_optimizer()
 
     def _make_optimizer(self) -> None:
-        self._optimizer = optim.made(self.workload.optimizer, self.parameters)
+        self._optimizer = optim.made(recipe_of(self.workload), self.parameters)
         self._record_options()
 
     @property
@@ -326,6 +337,11 @@ class Trainer:
         with user_code("optimizer.step"):
             self._optimizer.step()
 
+    def loss(self, batch: Batch) -> LossResult:
+        """Return the workload's loss of one micro-batch, at the model's parameters."""
+        with autocast(self.workload, self.device):
+            return loss_result(self.workload.loss(self.flat.model, batch), batch.size)
+
     def train(self, strategy: FederatedView, task: Task, rows: ClientRows) -> ClientReply:
         """Train one client. The same task and rows give the same bits on every worker.
 
@@ -345,10 +361,10 @@ class Trainer:
             self.load(w, task.buffers | personal_buffers(task.state))  # the buffers from before the training of w_k
             strategy.beside(turn)
             turn.state |= {f"{_PERSONAL}{name}": value for name, value in self.copy_buffers().items()}
-        samples = sum(size for _, size in losses)
-        total = math.fsum(float(loss) * size for loss, size in losses)
+        samples, weight = sum(rows for _, _, rows in losses), sum(weight for _, weight, _ in losses)
+        total = math.fsum(mean * own for mean, own, _ in losses if own)
         return ClientReply(
-            w, turn.n, turn.reply, turn.state, buffers, total / samples if samples else math.nan, samples, steps
+            w, turn.n, turn.reply, turn.state, buffers, total / weight if weight else math.nan, samples, steps
         )
 
     def finetune(self, strategy: FederatedView, task: Task, rows: ClientRows, epochs: int) -> None:
@@ -381,6 +397,11 @@ def seed_torch(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
+
+
+def _value(loss: Tensor) -> float:
+    """Return a client's loss, which may be any number: a reply that is not finite is rejected later."""
+    return float(loss.detach())
 
 
 def is_plain(optimizer: Optimizer) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rayps.core.errors import ConfigError
+from rayps.core.metrics import Totals
 from rayps.core.strategy_families import has_remote_clients
 from rayps.data.base import Data
 from rayps.data.clients import Clients
@@ -115,7 +116,9 @@ class FederatedEngine:
         w.meter.compute += time.perf_counter() - began
         outcome = self._aggregate.combine(w.ring, w.shared)
         chosen = None if outcome.chosen is None else frozenset(outcome.chosen)
-        w.meter.losses += [(loss, n) for client, loss, n in self._losses if chosen is None or client in chosen]
+        for client, loss, n in self._losses:
+            if chosen is None or client in chosen:
+                w.meter.add_loss(loss, n, n)
         self.trainer.load(w_t, buffers)
         why = self._run_server(t, outcome)
         if self.states is not None:
@@ -238,7 +241,7 @@ class FederatedEngine:
             why += f" (client {who!r}: {reason}); lower the learning rate, or look for bad values"
         self.w.event("warning", f"the model was not trained: {rounds}, because {why}")
 
-    def evaluate(self) -> dict[str, tuple[float, int]]:
+    def evaluate(self) -> Totals:
         """Return a dict from `personal_*` metric to (sum over rows, number of rows). The model does not change."""
         return personal(self)
 

@@ -38,6 +38,11 @@ class LocalTraining:
         """Return the number of rows in a batch of a client with `own` rows. `default` is the data's batch size."""
         return default if self.batch_size is None else self.batch_size or own
 
-    def work(self, own: int, default: int) -> int:
-        """Return how many samples a client with `own` rows processes in a round. `default` is the data's batch size."""
-        return own * self.epochs if self.local_steps is None else self.local_steps * min(self.rows(own, default), own)
+    def work(self, own: int, default: int, accumulate: int = 1) -> int:
+        """Return how many samples a client with `own` rows processes in a round.
+
+        `default` is the data's batch size, and `accumulate` the number of batches in a step.
+        """
+        if self.local_steps is None:
+            return own * self.epochs
+        return self.local_steps * min(self.rows(own, default) * accumulate, own)

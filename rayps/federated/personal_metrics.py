@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rayps.core.metrics import Totals, add_totals
 from rayps.core.user_code import user_code
 from rayps.data.clients import Clients
 from rayps.data.partition_rules import Ints
 from rayps.federated.client import Task, personal_buffers
 from rayps.federated.reply_source import SimulatedReplies
-from rayps.workload.model_part import number
 
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 ROWS = 1024  # rows of a client that are evaluated at once
 
 
-def personal(engine: FederatedEngine) -> dict[str, tuple[float, int]]:
-    """Return a dict from metric to (sum over the rows of this worker's clients, number of these rows).
+def personal(engine: FederatedEngine) -> Totals:
+    """Return a dict from metric to its total over the rows of this worker's clients.
 
     The dict is empty if clients have no personal models, or if the evaluation data is not divided into clients.
     """
     w, strategy = engine.w, engine.strategy
     side = engine.side
-    sums: dict[str, tuple[float, int]] = {}
+    sums: Totals = {}
     if engine.clients is None or not side.measured:
         return sums
     if engine.evaluation_data is None:
@@ -62,7 +62,7 @@ def personal(engine: FederatedEngine) -> dict[str, tuple[float, int]]:
     return sums
 
 
-def _evaluate(engine: FederatedEngine, clients: Clients, rows: Ints, sums: dict[str, tuple[float, int]]) -> None:
+def _evaluate(engine: FederatedEngine, clients: Clients, rows: Ints, sums: Totals) -> None:
     w = engine.w
     w.flat.model.eval()
     with torch.no_grad(), user_code("evaluate"):
@@ -70,7 +70,5 @@ def _evaluate(engine: FederatedEngine, clients: Clients, rows: Ints, sums: dict[
             batch = clients.batch(rows[lo : lo + ROWS]).to(w.device)
             with user_code("evaluate"):  # entered for each batch: it renews the deadline of user code
                 found = w.part.evaluate(batch)
-            for name, mean in found.items():
-                total, count = sums.get(f"personal_{name}", (0.0, 0))
-                sums[f"personal_{name}"] = (total + number(name, mean) * batch.size, count + batch.size)
+            add_totals(sums, {f"personal_{name}": total for name, total in found.items()})
     w.flat.model.train()

@@ -57,7 +57,9 @@ class SimulatedReplies:
         assert engine.clients is not None, "simulated clients are those of the data"
         self._clients = engine.clients
         self.count = self._clients.count
-        self._events = events_of(engine.strategy, self._clients.sizes, w.plan.seed, w.batches.data.batch_size)
+        self._events = events_of(
+            engine.strategy, self._clients.sizes, w.plan.seed, w.batches.data.batch_size, w.workload.accumulate
+        )
         self._costs = self._clients.sizes
         self._mine: list[Training] = []  # this worker's trainings
         self._w_t: Tensor | None = None

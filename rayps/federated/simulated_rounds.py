@@ -10,10 +10,11 @@ from rayps.federated.population.population import Population
 from rayps.federated.strategy_interface import FederatedView
 
 
-def events_of(strategy: FederatedView, sizes: Iterable[int], seed: int, batch_size: int) -> Events:
+def events_of(strategy: FederatedView, sizes: Iterable[int], seed: int, batch_size: int, accumulate: int = 1) -> Events:
     """Return the simulation that plans the rounds of a federated strategy.
 
-    `sizes` are the clients' numbers of samples, and `batch_size` is the data's batch size.
+    `sizes` are the clients' numbers of samples, `batch_size` is the data's batch size, and a step takes
+    `accumulate` batches.
 
     Raises:
         ConfigError: the strategy's options do not fit this many clients, or a trace cannot be read.
@@ -21,7 +22,7 @@ def events_of(strategy: FederatedView, sizes: Iterable[int], seed: int, batch_si
     population, aggregation, local = strategy.population, strategy.aggregation, strategy.local
     simulated = Population(
         seed,
-        [local.work(int(own), batch_size) for own in sizes],
+        [local.work(int(own), batch_size, accumulate) for own in sizes],
         fraction=strategy.fraction,
         speed=population.speed,
         available=population.available,

@@ -24,6 +24,7 @@ from rayps.cluster.members import ActorHost
 from rayps.comm.link import connect
 from rayps.core.errors import ConfigError, LinkError, PeerLost, RaypsError
 from rayps.core.server_updates import PlainServers, plain_servers
+from rayps.core.topology import Servers
 from rayps.core.user_module import pack
 from rayps.ps import group as elastic
 from rayps.ps.client.client import GroupServer, compress
@@ -67,7 +68,8 @@ class ServerGroup:
 
     With `group`, a name or a `rayps.ps.group.ManagerClient`, the parameters become the space `name` on a running group,
     which other jobs may use too; `quota` limits the space. `segments` is the number of parts into which an elastic
-    group cuts the parameters; each part can move to another server.
+    group cuts the parameters; each part can move to another server. `topology` says how servers apply pushes, in place
+    of the plain servers of these options; `begun` is the number of steps that each worker has taken before.
 
     Raises:
         ConfigError, WorkloadError: an argument is not valid, or two arguments exclude each other.
@@ -97,11 +99,13 @@ class ServerGroup:
         compression: str | None = None,
         timeout: float = 60.0,
         cluster: Cluster | None = None,
+        topology: Servers | None = None,
+        begun: int = 0,
     ) -> None:
         is_elastic = replicas is not None or group is not None
         _refuse_mixtures(is_elastic, replicas, group, name, segments, quota)
         own = replicas if group is None else None
-        servers = plain_servers(shards, staleness, compression, own)
+        servers = plain_servers(shards, staleness, compression, own) if topology is None else topology
         strategy = PlainServers(servers)
         if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
             raise ConfigError(
@@ -134,13 +138,13 @@ class ServerGroup:
                 pack(factory),
                 quota=quota or Quota(),
             )
-            self._own = self._opened(group, space, vector)
+            self._own = self._opened(group, space, vector, begun)
             return
         space = Space("shared", 1, workers, strategy, self.layout, tuple(cuts(self.layout, shards)))
-        snapshot = Snapshot(self.layout, vector, positions=[0] * workers)
+        snapshot = Snapshot(self.layout, vector, positions=[begun] * workers)
         self._fixed = self._start(factory, space, snapshot)
 
-    def _opened(self, group: str | elastic.ManagerClient | None, space: Space, vector: Tensor) -> OwnSpace:
+    def _opened(self, group: str | elastic.ManagerClient | None, space: Space, vector: Tensor, begun: int) -> OwnSpace:
         """Open `space` on the given group, or on a new group, and load `vector` into the space."""
         assert self._cluster is not None
         servers, private = space.servers, group is None
@@ -156,7 +160,7 @@ class ServerGroup:
         elif isinstance(group, str):
             group = elastic.find(self._cluster, group)
         try:
-            return OwnSpace.open(group, space, vector, self.timeout, private=private, marks=[0] * self.workers)
+            return OwnSpace.open(group, space, vector, self.timeout, private=private, marks=[begun] * self.workers)
         except BaseException:
             if private:
                 group.stop()

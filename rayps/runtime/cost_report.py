@@ -38,6 +38,8 @@ from rayps.parallel.pipeline.cut import layers, measure, spans
 from rayps.ps.tables.embedding import tables_of
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
+from rayps.tensors.learning_rate import recipe_of
+from rayps.tensors.named_parameters import NamedParameters
 from rayps.workload.base import Workload
 from rayps.workload.model import apart, model_of
 
@@ -344,7 +346,7 @@ def states(workload: Workload, layout: Layout) -> float:
         WorkloadError: the optimizer's step failed.
     """
     params = [nn.Parameter(torch.zeros([min(n, _SMALL) for n in entry.shape])) for entry in layout.entries]
-    optimizer = optim.made(workload.optimizer, params)
+    optimizer = optim.made(recipe_of(workload), NamedParameters(params, layout.names))
     for p in params:
         p.grad = torch.zeros_like(p)
     with user_code("optimizer.step"):

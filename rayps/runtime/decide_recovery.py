@@ -36,6 +36,7 @@ class RunFacts:
     max_failures: int = 3
     recovery: Recovery = field(default_factory=RestartAll)  # how the run recovers now, by `recovery_now`
     stop: bool = False  # whether the user has requested a stop
+    ends_early: bool = False  # whether a callback has ended the run, and the newest state is one to end with
     positions: Mapping[str, int] = field(default_factory=dict)  # from a worker's name to the last round it reported
 
 
@@ -47,6 +48,11 @@ class Continue:
 @dataclass(frozen=True, slots=True)
 class Finish:
     """Every worker has reached the end of the phase."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndEarly:
+    """A callback has ended the run: evaluate the newest state, and end with it as after the last round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +96,7 @@ class Fail:
     reason: str
 
 
-Decision = Continue | Finish | Stop | Restart | RebuildLost | Replace | Fail
+Decision = Continue | Finish | EndEarly | Stop | Restart | RebuildLost | Replace | Fail
 
 
 def decide(facts: RunFacts) -> Decision:
@@ -109,7 +115,7 @@ def decide(facts: RunFacts) -> Decision:
         return _reconnect(facts)
     if len(facts.finished) == facts.size:
         return Finish()
-    return Continue()
+    return EndEarly() if facts.ends_early else Continue()
 
 
 def recovery_now(declared: Recovery, *, holds_tables: bool, rejoins: bool) -> Recovery:
@@ -319,6 +325,8 @@ def _after_poll(phase: int, found: Findings) -> State:
             return ReplaceMembers(phase, decision)
         case Finish() if found.complete:
             return Evaluate(phase)
+        case EndEarly():  # a generation with the new end: its workers agree on parameters, as at the end of a phase
+            return BeginGeneration(phase)
     return Train(phase)
 
 

@@ -47,13 +47,12 @@ class Display:
             )
         elif progress.get("round") and (_ended(progress) or time.monotonic() - self._line_at >= LINE_SECONDS):
             self._line_at = time.monotonic()
-            self._console.print(
-                f"{_where(progress)}  round {progress['round']}/{progress['rounds']}  {_facts(progress)}"
-            )
+            of = f"/{progress['rounds']}" if progress.get("rounds") else ""
+            self._console.print(f"{_where(progress)}  round {progress['round']}{of}  {_facts(progress)}")
 
     def event(self, event: Event) -> None:
         """Show an event, unless the result or the error of the run shows it."""
-        if event["kind"] in ("checkpoint", "finished", "failed", "stopped"):
+        if event["kind"] in ("checkpoint", "finished", "failed", "stopped", "dry_run"):
             return
         style = "yellow" if event["kind"] in ("warning", "restarted", "replaced") else "dim"
         self._console.print(f"{event['kind']}: {event['message']}", style=style, markup=False)
@@ -78,7 +77,8 @@ def _where(progress: ProgressRecord) -> str:
     status = str(progress["status"]).lower()
     if status != "running" or "epochs" not in progress:
         return status
-    return f"epoch {progress['epoch'] + 1}/{progress['epochs']}"
+    of = f"/{progress['epochs']}" if progress["epochs"] else ""
+    return f"epoch {progress['epoch'] + 1}{of}"
 
 
 def _facts(progress: ProgressRecord) -> str:

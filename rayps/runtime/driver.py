@@ -14,25 +14,30 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import assert_never
 
+from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import Cluster
 from rayps.core.errors import RaypsError
 from rayps.core.job_status import Status
 from rayps.core.phase_rounds import Calendar
 from rayps.core.records import ProgressRecord
 from rayps.core.strategy import Phase
-from rayps.core.strategy_families import RestartAll, has_remote_clients, learns_by_client
+from rayps.core.strategy_families import Rebuild, Recovery, RestartAll, has_remote_clients, learns_by_client
 from rayps.core.topology import runs_in_step
 from rayps.core.user_code import awaited
 from rayps.core.user_module import pack
+from rayps.core.warm_start import StartFrom
 from rayps.federated.remote_replies import create_mailbox
 from rayps.runtime import decide_recovery as states
+from rayps.runtime.callbacks import RunHandle, runner_of
 from rayps.runtime.decide_recovery import (
     Continue,
+    EndEarly,
     Fail,
     Findings,
     Finish,
@@ -51,12 +56,15 @@ from rayps.runtime.preflight import PreflightFindings, Trial, TrialFacts, TrialR
 from rayps.runtime.recover import RecoveryExecutor
 from rayps.runtime.snapshots import Checkpointer
 from rayps.runtime.status import Outcome, RunRecord
-from rayps.runtime.worker_group import WorkerGroup
+from rayps.runtime.trace_folder import TraceFolder
+from rayps.runtime.worker_group import WorkerGroup, WorkerProcess
 from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec
 from rayps.tensors.learning_rate import ScheduleRecord, recipe_of
 from rayps.worker.plan import WorkerFacts
+from rayps.workload import parameters
 from rayps.workload.base import Workload
+from rayps.workload.callback import Callback
 
 log = logging.getLogger(__name__)
 
@@ -82,27 +90,35 @@ class Driver:
         name: str | None = None,
         again: bool = False,
         tries: bool = False,
+        profile: Path | None = None,
+        callbacks: Sequence[Callback] = (),
+        code: JobCode | None = None,
     ) -> None:
         """Prepare a driver; `name` is the name of the job, and of its space on a server group.
 
         `checkpoints` is the folder for checkpoints, and `resume` the checkpoint to start from. `capture`: whether the
         workers' output becomes log lines. `failures`: the failures under earlier drivers of the job. `again`: whether
         an earlier driver of the job has died. `tries`: whether to try one batch in a child process while workers start
-        (see `rayps.runtime.preflight`).
+        (see `rayps.runtime.preflight`). `profile` is the folder for traces of a few rounds; None if there are none.
+        `callbacks` are called in addition to those of the workload. `code`: what the workers import the user's modules
+        from, unless it is the folder `spec.working_dir`.
         """
         self.workload, self.spec, self.journal = workload, spec.check(), journal
         self.trial = Trial()
         self._phases = phases or parse(spec.strategy, spec.working_dir or Path.cwd())
         self._name, self._again = name or spec.name or f"job-{uuid.uuid4().hex[:8]}", again
-        self._capture, self._tries = capture, tries
+        self._process, self._tries = WorkerProcess(code or JobCode("", folder=spec.working_dir), capture), tries
+        self._params = parameters.effective(workload)
         self._stop = threading.Event()
-        self._checkpoints = Checkpointer(spec, journal, checkpoints, resume)
+        handle = RunHandle(self._name, spec, journal, checkpoints)
+        self._callbacks = runner_of(callbacks, workload, handle, spec.timeout)
+        self._checkpoints = Checkpointer(spec, journal, checkpoints, resume, self._callbacks)
         self._recoveries = RecoveryExecutor(journal, failures)
-        self._record = RunRecord(journal, spec.workers, self._round_and_facts)
+        self._record = RunRecord(journal, spec.workers, self._round_and_facts, self._callbacks.deliver)
+        self._record.traces = None if profile is None else TraceFolder(profile, journal)
         self._known: RunPlan | None = None  # set by the preflight
         self._started: WorkerGroup | None = None
         self._generation = 0
-        self._metrics: dict[str, float] = {}  # metrics of the last evaluation
         # after a stop request: the round of the newest checkpoint then, and the deadline for a newer one
         self._requested = (0, 0.0)
 
@@ -128,17 +144,25 @@ class Driver:
         """
         remote = any(has_remote_clients(phase.strategy) for phase in self._phases)
         mailbox = create_mailbox(self.journal.folder) if remote else None
-        find = partial(preflight, self.workload, self._phases, self.spec)
+        given = self.spec.start_from if self._checkpoints.resume is None else None
+        begin = None if given is None else StartFrom.parse(given)
+        find = partial(preflight, self.workload, self._phases, self.spec, begin)
         found = awaited(find, self.spec.timeout, where="driver", stopped=self._stop.is_set)
         if found is None:
             return False
         for warning in found.warnings:
             self.journal.event("warning", warning)
+        if not self._again and (own := parameters.differing(self.workload, Workload)):
+            text = ", ".join(f"{name} = {parameters.shown(value)}" for name, value in own.items())
+            self.journal.event("parameters", text, params=self._params)
+        if self.saves and self._callbacks.each_evaluation and self.spec.checkpoint_every is not None:
+            message = "checkpoint_every has no effect with a BestCheckpoint: a state is saved at every evaluation"
+            self.journal.event("warning", message)
         calendar = Calendar(
             self._phases, found.steps, self.spec.workers, epochs=self.spec.epochs, rounds=self.spec.steps
         )
         schedule = ScheduleRecord(recipe_of(self.workload))
-        self._known = RunPlan(self._phases, calendar, found.divisions, found.tables, schedule, mailbox)
+        self._known = RunPlan(self._phases, calendar, found.divisions, found.tables, schedule, mailbox, found.start)
         self._record.set_calendar(calendar)
         if self._tries:
             self._try_a_batch(found)
@@ -218,19 +242,40 @@ class Driver:
         resources = {"cpu": 1.0} | spec.resources
         packed = pack(self.workload)
         group = WorkerGroup(
-            cluster, packed, spec.workers, resources, spec.working_dir, capture=self._capture, space=space
+            cluster, packed, spec.workers, resources, self._process.code, capture=self._process.capture, space=space
         )
         self._started = group
         placed = group.start(spec.timeout, plan.widest(spec.workers), self.trial.check)
         if placed:
             self.journal.event("placed", placed)
         self.trial.end(self.journal)
-        first = self._checkpoints.first(group, self.workload, plan)
+        first = self._checkpoints.first(group, self.workload, plan, again=self._again)
         if self._checkpoints.resume is not None:
             # an earlier driver may have died after it saved this checkpoint and before it evaluated the state
             known = self.journal.evaluated
-            self._record.evaluated = first.round if known is None else known
+            self._record.evaluated = self._callbacks.known(first.round) if known is None else known
+        self._callbacks.start(first.round, plan.calendar.epoch_of(first.round))
+        self._callbacks.deliver_earlier(self.journal.earlier_points(), first.round)
+        if self._callbacks.may_end(first.round):  # an earlier driver has died between the stop and the end
+            self._end_early()
         return Findings()
+
+    def _end_early(self, *, agreed: bool = False) -> None:
+        """End all phases at the newest state, because a callback has stopped the run.
+
+        If the workers' parameters differ, and it is not the `agreed` state at a phase's end, one more round is run,
+        after which they agree.
+        """
+        snapshot, calendar = self._checkpoints.snapshot, self._plan.calendar
+        rounds = calendar.rounds
+        end = min(snapshot.round + (bool(snapshot.own) and not agreed), rounds)
+        if end < rounds:
+            message = f"the run ends after round {end} of {rounds}: {self._callbacks.run.stop_reason}"
+            self.journal.event("ended_early", message, round=end, rounds=rounds)
+        calendar.end_at(end)
+        self._record.end_generation()
+        self._record.flush()
+        self._callbacks.end_at(end, rounds)
 
     def _enter_phase(self, number: int) -> Findings:
         plan, count = self._plan, len(self._phases)
@@ -254,7 +299,11 @@ class Driver:
         self._generation += 1
         self._recoveries.clear_error()
         self._record.begin_generation(self._generation, phase.name, continues=state.rebuild is not None)
-        orders = phase.orders(self.spec, self._generation, self._record.evaluated, self._plan.mailbox)
+        each = self.saves and self._callbacks.each_evaluation
+        known = self._record.evaluated
+        orders = phase.orders(self.spec, self._generation, known, self._plan.mailbox, each=each)
+        if (traces := self._record.traces) is not None:
+            orders = replace(orders, profile=traces.ranks_to_trace(self.spec.workers))
         self._group.begin(orders, self._checkpoints.snapshot, state.rebuild)
         self._record.set_status(Status.RUNNING, "")
         return Findings()
@@ -262,12 +311,16 @@ class Driver:
     def _train(self, phase: PhaseRun) -> Findings:
         self._poll()
         decision = self._decided(self._facts(phase))
-        if not isinstance(decision, (Fail, Replace)):
+        if not isinstance(decision, (Fail, Replace, EndEarly)):
             self._collect()
+        if self._callbacks.is_stopping:
+            self._group.snapshot_soon()
         complete = False
         match decision:
             case Continue():
                 self._stop.wait(POLL_SECONDS)
+            case EndEarly():
+                self._end_early()
             case Finish():
                 complete = self._checkpoints.round >= phase.end or self._meets_its_stop_rule()
                 if complete:
@@ -290,6 +343,8 @@ class Driver:
         at, reason = self._checkpoints.round, self._group.met
         if reason is not None and at < phase.end:
             phase.end_by_stop_rule(self.journal, self._plan.calendar, at, reason)
+        if self._callbacks.is_stopping:
+            self._end_early(agreed=True)
 
     def _recover(self, state: states.Recover) -> Findings:
         decision, generation = state.decision, self._generation + 1
@@ -313,7 +368,7 @@ class Driver:
         return Findings()
 
     def _evaluate(self, phase: PhaseRun) -> Findings:
-        snapshot = self._checkpoints.snapshot
+        snapshot = self._checkpoints.snapshot.averaged(self.workload.average)
         metrics = self._group.evaluate(snapshot, timeout=max(EVALUATE_SECONDS, self.spec.timeout))
         if metrics is None:
             facts = replace(self._facts(phase), recovery=RestartAll())
@@ -321,7 +376,7 @@ class Driver:
         point = {"kind": "evaluation", "round": snapshot.round, "time": time.time(), "metrics": metrics}
         self._record.add_points([point])
         self.journal.add_costs()
-        self._metrics = metrics
+        self._record.metrics = metrics
         return Findings()
 
     def _request_checkpoint(self, phase: PhaseRun) -> Findings:
@@ -382,15 +437,27 @@ class Driver:
             failures=recoveries.failures,
             max_failures=self.spec.max_failures,
             error_age=recoveries.error_age,
-            recovery=recovery_now(
-                phase.phase.strategy.recovery, holds_tables=group.holds_tables, rejoins=recoveries.may_replace(group)
-            ),
+            recovery=self._recovery(phase),
             stop=self._stop.is_set(),
+            ends_early=self._callbacks.may_end(self._checkpoints.round),
             positions={name: f.position for name, f in current},
         )
 
+    def _recovery(self, phase: PhaseRun) -> Recovery:
+        """Return how the run recovers from a death now."""
+        declared, group = phase.phase.strategy.recovery, self._group
+        if self._plan.calendar.open and isinstance(declared, Rebuild):
+            return RestartAll()  # backups of workers do not have their positions in data without a length
+        return recovery_now(declared, holds_tables=group.holds_tables, rejoins=self._recoveries.may_replace(group))
+
     def _round_and_facts(self) -> tuple[int, ProgressRecord]:
-        facts: ProgressRecord = {"generation": self._generation, "failures": self._recoveries.failures}
+        facts: ProgressRecord = {
+            "generation": self._generation,
+            "failures": self._recoveries.failures,
+            "params": self._params,
+        }
+        if self._callbacks.run.best is not None:
+            facts["best"] = str(self._callbacks.run.best)
         return self._checkpoints.round, facts
 
     def _try_a_batch(self, found: PreflightFindings) -> None:
@@ -423,23 +490,38 @@ class Driver:
         assert isinstance(state, states.RunEnded)
         outcome = Outcome(state.status, state.reason, snapshot=self._checkpoints.newest)
         if state.status is Status.SUCCEEDED:
-            outcome.metrics, outcome.tables = self._metrics, self._checkpoints.tables
+            outcome.metrics, outcome.tables = self._record.metrics, self._checkpoints.tables
+            if self._callbacks.early:
+                outcome.message = (
+                    f"ended early after round {self._checkpoints.round}: {self._callbacks.run.stop_reason}"
+                )
         elif state.status is Status.STOPPED:
             outcome.message = self._stopped()
         else:
             outcome.error = state.error
-        outcome.checkpoint = self._checkpoints.saved
+        outcome.checkpoint, outcome.best = self._checkpoints.saved, self._callbacks.run.best
+        self._end_callbacks(outcome)
         kind = {Status.SUCCEEDED: "finished", Status.STOPPED: "stopped"}.get(outcome.status, "failed")
         self.journal.event(kind, outcome.message, metrics=outcome.metrics)
         self._record.set_status(outcome.status, outcome.message)
         self.journal.write_outcome(outcome.to_dict())
         return outcome
 
+    def _end_callbacks(self, outcome: Outcome) -> None:
+        """Call the callbacks' `on_end`. An error in it ends a run that has not failed with this error."""
+        try:
+            self._callbacks.end(outcome.to_dict())
+        except RaypsError as error:
+            if outcome.status is Status.FAILED:
+                self.journal.event("warning", str(error))
+            else:
+                outcome.status, outcome.message, outcome.error = Status.FAILED, str(error), error
+
     def _stopped(self) -> str:
         saved = self._checkpoints.saved
         if self._known is None:
             return f"stopped on request before it started: {f'{saved} is kept' if saved else 'nothing was saved'}"
         at = self._record.reached(self._checkpoints.round)
-        return (
-            f"stopped on request at round {at} of {self._known.calendar.rounds}: {self._checkpoints.describe_saved(at)}"
-        )
+        rounds = self._known.calendar.known_rounds
+        of = "" if rounds is None else f" of {rounds}"
+        return f"stopped on request at round {at}{of}: {self._checkpoints.describe_saved(at)}"

@@ -10,16 +10,22 @@ import json
 import logging
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
+from rayps.cluster.code_folder import JobCode, OpenCode, enter_code, read_archive
 from rayps.cluster.local import PROTOCOL, LocalCluster, surrounding
+from rayps.core.code_archive import archive_path
 from rayps.core.errors import RaypsError
 from rayps.core.failpoint import passing
 from rayps.core.job_status import Status
 from rayps.core.values import Keywords
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
+from rayps.runtime.own_loop.driver import LoopDriver
+from rayps.runtime.own_loop.named import load as load_function
 from rayps.runtime.status import Outcome
+from rayps.strategies.catalogue import own_names
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint
 from rayps.workload.base import load
@@ -37,7 +43,7 @@ class DriverActor:
     def __init__(self, spec: Keywords, folder: str, attempt: int, failures: int = 0) -> None:
         self._spec, self._folder, self._attempt = JobSpec.from_dict(spec), Path(folder), attempt
         self._failures = failures  # number of failures in earlier attempts
-        self._driver: Driver | None = None
+        self._driver: Driver | LoopDriver | None = None
         self._stopped = threading.Event()
         self._status = Status.FAILED
         self._crash: BaseException | None = None
@@ -95,9 +101,11 @@ class DriverActor:
         """Run the job until its outcome is written, and return its status."""
         spec, journal = self._spec, Journal(self._folder)
         checkpoints = self._folder / "checkpoints"
+        opened: OpenCode | None = None
         try:
-            if spec.working_dir:
-                os.chdir(spec.working_dir)
+            code = self._code(journal)
+            opened = enter_code(code)
+            spec = replace(spec, working_dir=opened.folder or spec.working_dir)
             newest, passed = checkpoint.usable(checkpoints) if self._attempt > 1 else (None, [])
             for warning in passed:
                 journal.event("warning", warning)
@@ -106,18 +114,9 @@ class DriverActor:
                 journal.event(
                     "began_again", f"attempt {self._attempt} has no checkpoint to continue from and starts at round 0"
                 )
-            workload, cluster = load(spec.workload, spec.working_dir), surrounding()
-            self._driver = Driver(
-                workload,
-                spec,
-                journal,
-                checkpoints=checkpoints,
-                resume=resume,
-                failures=self._failures,
-                name=self._folder.name,
-                again=self._attempt > 1,
-                tries=not isinstance(cluster, LocalCluster),  # workers that are threads start at once
-            )
+            cluster = surrounding()
+            tries = not isinstance(cluster, LocalCluster)  # workers that are threads start at once
+            self._driver = self._made(journal, checkpoints, resume, code, tries=tries)
             if self._stopped.is_set():
                 self._driver.stop()
             return self._driver.run(cluster).status
@@ -126,7 +125,58 @@ class DriverActor:
             journal.write_outcome(Outcome(Status.FAILED, str(error), error=error).to_dict())
             return Status.FAILED
         finally:
+            if opened is not None:
+                opened.close()
             journal.close()
+
+    def _code(self, journal: Journal) -> JobCode:
+        """Return the user's code as the job's processes get it. Raises ConfigError if it is missing or damaged."""
+        spec = self._spec
+        if spec.code is None and not spec.requirements:
+            return JobCode(self._folder.name, folder=spec.working_dir)
+        archive = None
+        if spec.code is not None:
+            # <state directory>/jobs/ID is the job's folder
+            archive = read_archive(archive_path(self._folder.parent.parent, spec.code), spec.code)
+        if spec.requirements:
+            journal.event("installing", f"installing {len(spec.requirements)} requirements for the job's processes")
+        own = [spec.target, *own_names(spec.strategy)]
+        paths = {
+            Path(name.rpartition(":")[0]).parent.as_posix() for name in own if name.rpartition(":")[0].endswith(".py")
+        }
+        return JobCode(
+            self._folder.name, archive, spec.working_dir, tuple(sorted(paths - {"."})), tuple(spec.requirements or ())
+        )
+
+    def _made(
+        self, journal: Journal, checkpoints: Path, resume: Path | None, code: JobCode, *, tries: bool
+    ) -> Driver | LoopDriver:
+        """Return the driver of the job's workload, or of its function. `tries`: workers are processes."""
+        spec = self._spec
+        if spec.run is not None:
+            return LoopDriver(
+                load_function(spec.run, spec.working_dir),
+                spec,
+                journal,
+                checkpoints=checkpoints,
+                resume=resume,
+                failures=self._failures,
+                sends=False,
+                code=code,
+            )
+        return Driver(
+            load(spec.workload, spec.working_dir, spec.params),
+            spec,
+            journal,
+            checkpoints=checkpoints,
+            resume=resume,
+            failures=self._failures,
+            name=self._folder.name,
+            again=self._attempt > 1,
+            tries=tries,
+            profile=_traces(self._folder) if spec.profile else None,
+            code=code,
+        )
 
     def _end_actor(self) -> None:
         """End this actor, because an idle actor would occupy a process."""
@@ -137,6 +187,13 @@ class DriverActor:
                 cluster.kill(handle)
         except Exception as error:  # Ray is ending, and ends this process; the outcome is on disk
             log.warning("the driver of %s could not end itself: %s", self._folder.name, error)
+
+
+def _traces(home: Path) -> Path:
+    """Create and return the folder of a job's traces, which may have those of an earlier attempt."""
+    folder = home / "profile"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
 
 
 def _started() -> int | None:

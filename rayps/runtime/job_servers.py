@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import ActorReply, Cluster
 from rayps.cluster.members import GroupMember, place, settle
 from rayps.core.strategy import StrategyView
@@ -65,9 +66,9 @@ class FixedServers:
     The driver publishes one map for each column of the model, and publishes it again after it has replaced a shard.
     """
 
-    def __init__(self, cluster: Cluster, packed: bytes, secret: bytes, working_dir: str | None) -> None:
+    def __init__(self, cluster: Cluster, packed: bytes, secret: bytes, code: JobCode | None) -> None:
         self.members: list[GroupMember] = []
-        self._cluster, self._packed, self._secret, self._working_dir = cluster, packed, secret, working_dir
+        self._cluster, self._packed, self._secret, self._code = cluster, packed, secret, code
         self._orders: Orders | None = None
         self._spaces: list[Space] = []  # one for each column
         self._maps: list[StaticMap] = []  # one for each column
@@ -186,12 +187,7 @@ class FixedServers:
 
     def _spawn(self, index: int) -> GroupMember:
         handle = self._cluster.spawn(
-            "rayps.ps.server.shard_actor:ShardActor",
-            index,
-            self._secret,
-            self._packed,
-            working_dir=self._working_dir,
-            threads=1,
+            "rayps.ps.server.shard_actor:ShardActor", index, self._secret, self._packed, code=self._code, threads=1
         )
         return GroupMember(f"shard-{index}", handle)
 

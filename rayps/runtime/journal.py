@@ -56,6 +56,13 @@ class Journal:
                 _end_last_line(folder / name)
                 self._files[name] = (folder / name).open("a", encoding="utf-8")
 
+    def earlier_points(self) -> list[Point]:
+        """Return the points of the whole group that earlier drivers of this run have written."""
+        if self.evaluated is None or self.folder is None:
+            return []
+        with (self.folder / "metrics.jsonl").open("rb") as file:
+            return [json.loads(line) for line in file if line.endswith(b"}\n")]
+
     def event(self, kind: str, message: str, **facts: Any) -> None:
         """Write an event: a fact that a user should know."""
         event = {"seq": self._seq, "time": time.time(), "kind": kind, "message": message, **facts}

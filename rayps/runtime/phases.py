@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rayps.core.grid import Grid
-from rayps.core.phase_rounds import Boundary, Calendar, PhaseSpan
+from rayps.core.phase_rounds import OPEN, Boundary, Calendar, PhaseSpan
 from rayps.core.strategy import Phase
 from rayps.core.strategy_families import has_remote_clients, learns_by_client
 from rayps.parallel.division.divide import words
@@ -17,10 +17,12 @@ from rayps.runtime.journal import Journal
 from rayps.strategies.job import JobSpec
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import ScheduleRecord, Ticks
+from rayps.tensors.named_tensors import StartPoint
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import Orders
 from rayps.workload.base import Workload
 
+OPEN_CHECKPOINT_EVERY = 100  # default rounds between two snapshots if the rounds of an epoch are not known
 FEDERATED_EPOCHS = 10  # default epochs between two snapshots of a federated strategy, whose epoch is only one round
 
 
@@ -34,6 +36,7 @@ class RunPlan:
     tables: tuple[SparseTable, ...]  # the model's tables
     schedule: ScheduleRecord  # the schedule of the learning rate
     mailbox: str | None = None  # the folder through which real clients send and receive; None if there are none
+    start: StartPoint | None = None  # the first parameters, if a file has them
 
     def phase(self, number: int) -> PhaseRun:
         """Return the phase with this number, and its current rounds, which change if earlier phases end early."""
@@ -61,6 +64,10 @@ class PhaseRun:
         return self.span.end
 
     @property
+    def _known_end(self) -> int | None:
+        return None if self.end >= OPEN else self.end
+
+    @property
     def name(self) -> str:
         """The name of the phase's strategy."""
         return self.phase.name
@@ -72,13 +79,15 @@ class PhaseRun:
 
     def end_by_stop_rule(self, journal: Journal, calendar: Calendar, at: int, reason: str) -> None:
         """End the phase after round `at`, because the strategy's stop rule is met, and report this as an event."""
-        journal.event("met", f"{self.name} ends after round {at} of {self.end}: {reason}", round=at, end=self.end)
+        planned = "" if self.end >= OPEN else f" of {self.end}"
+        journal.event("met", f"{self.name} ends after round {at}{planned}: {reason}", round=at, end=self._known_end)
         calendar.cut(self.end, at)
 
     def report_start(self, journal: Journal, now: int) -> None:
         """Report that the phase starts after round `now`."""
-        message = f"training with {self.name} until round {self.end}"
-        journal.event("phase", message, round=now, end=self.end, strategy=self.name)
+        until = "the data ends" if self.end >= OPEN else f"round {self.end}"
+        message = f"training with {self.name} until {until}"
+        journal.event("phase", message, round=now, end=self._known_end, strategy=self.name)
         if self.division is not None:
             journal.event("divided", words(self.division), columns=self.division.facts())
 
@@ -88,14 +97,23 @@ class PhaseRun:
             return None
         return cost_report_of(workload, self.phase.strategy, workers, self.division, layout)
 
-    def orders(self, spec: JobSpec, generation: int, evaluated: int, mailbox: str | None = None) -> Orders:
-        """Return the orders of a generation; `evaluated` is the last round whose evaluation is in the journal."""
+    def orders(
+        self, spec: JobSpec, generation: int, evaluated: int, mailbox: str | None = None, *, each: bool = False
+    ) -> Orders:
+        """Return the orders of a generation; `evaluated` is the last round whose evaluation is in the journal.
+
+        `each`: a snapshot is taken after every evaluation, and workers wait for it.
+        """
         every, begin = spec.checkpoint_every, self.span.begin
-        if every is None:
+        if each:
+            every = spec.evaluate_every
+            boundary = Boundary(self.span.steps, self.end, begin) if every is None else Boundary(every, self.end)
+        elif every is None:
             strategy = self.phase.strategy
             simulated = learns_by_client(strategy) and not has_remote_clients(strategy)
             epochs = FEDERATED_EPOCHS if simulated else 1  # a round of real clients is too expensive to repeat
-            boundary = Boundary(self.span.steps * epochs, self.end, begin)
+            steps = OPEN_CHECKPOINT_EVERY if self.span.steps >= OPEN else self.span.steps * epochs
+            boundary = Boundary(steps, self.end, begin)
         else:
             boundary = Boundary(every, self.end)
         return Orders(
@@ -110,4 +128,6 @@ class PhaseRun:
             self.division,
             mailbox,
             Ticks(self.span.origin, self.span.steps),
+            evaluate_every=spec.evaluate_every,
+            each_boundary=each,
         )

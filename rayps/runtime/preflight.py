@@ -28,12 +28,14 @@ from torch.optim import Optimizer
 
 from rayps.core.errors import ConfigError, RaypsError, WorkloadError
 from rayps.core.grid import Grid
-from rayps.core.replica import Pipeline
+from rayps.core.phase_rounds import OPEN
+from rayps.core.replica import Pipeline, Replica
 from rayps.core.strategy import Phase, StrategyView
-from rayps.core.strategy_families import has_remote_clients
+from rayps.core.strategy_families import ends_together, has_remote_clients
 from rayps.core.topology import JobFacts, replica_of, servers_of
 from rayps.core.user_code import user_code
 from rayps.core.user_module import unpack
+from rayps.core.warm_start import StartFrom
 from rayps.data.base import Batch, Data, Nested, map_tensors
 from rayps.data.unsupported import is_ray_data, ray_data_way
 from rayps.federated.check import federated
@@ -46,16 +48,23 @@ from rayps.ps.server.dense_segment import optimizer_factory
 from rayps.ps.tables.embedding import tables_of, try_out
 from rayps.ps.tables.row_optimizers import Scheduled
 from rayps.ps.tables.row_optimizers import rule_of as table_rule
+from rayps.runtime.check_average import check_average_under
 from rayps.runtime.journal import Journal
+from rayps.runtime.model_memory import limited
 from rayps.strategies.job import JobSpec
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Recipe, Ticks, rates_of, recipe_of
+from rayps.tensors.named_parameters import NamedParameters
+from rayps.tensors.named_tensors import ModelNames, StartPoint, start_point
 from rayps.tensors.optim import made
 from rayps.tensors.user_loss import checked_loss
-from rayps.workload.base import Workload, check_clip_norm, misspelt
+from rayps.worker.loop_of_family import loop_class
+from rayps.workload.adapters import check_adapters
+from rayps.workload.base import Workload, check_fields, misspelt
+from rayps.workload.compile_model import options_of
 from rayps.workload.model import apart, has_tables, model_of
-from rayps.workload.model_part import Whole, number
+from rayps.workload.model_part import Whole
 
 
 class PreflightFindings(NamedTuple):
@@ -65,26 +74,45 @@ class PreflightFindings(NamedTuple):
     warnings: list[str]  # for the user
     tables: tuple[SparseTable, ...]  # the model's sparse tables
     divisions: list[Division | None]  # one for each phase: how the model is divided; None if a replica is one worker
+    start: StartPoint | None  # the first parameters, if a file has them
     sizes: tuple[int, int]  # bytes of the model's parameters and buffers, bytes of the data's tensors
 
 
-def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> PreflightFindings:
+def preflight(
+    workload: Workload, phases: list[Phase], spec: JobSpec, begin: StartFrom | None = None
+) -> PreflightFindings:
     """Check a workload's data, model, optimizer and schedule with the job's strategies, without training.
+
+    `begin` names the files with the first parameters; None if the parameters are drawn or a checkpoint has them.
 
     Raises:
         DataError, WorkloadError, ConfigError: the user's code or an option is wrong. The text says how to fix it.
+        CheckpointError: the files with the first parameters are not of this model.
     """
-    check_clip_norm(workload)
+    check_fields(workload)
+    for phase in phases:
+        check_average_under(phase.strategy, workload.average)
     data = _data(workload, all(has_remote_clients(phase.strategy) for phase in phases))
     grids = [phase.grid(spec.workers) for phase in phases]
-    with apart():  # restores the user's random state
+    with apart(), limited(workload):  # restores the user's random state
         model = model_of(workload)
+        check_adapters(model)
+    with apart():
         tables = tables_of(model) if has_tables(model) else ()
         if tables:
             try_out(workload, model)
     _check_topologies(phases, spec, tables, workload.clip_norm)
+    _check_batchnorm(workload, phases)
+    _check_fp16(workload, phases, tables)
+    if tables and options_of(workload.compile) is not None:
+        raise ConfigError(
+            f"compile is {workload.compile!r} and the model has sparse tables, whose rows are on servers: compile the "
+            "dense layers in model(), by layer.compile(), and set compile to False",
+            field="compile",
+        )
     layout = Layout.of((name, p) for name, p in model.named_parameters() if p.requires_grad)
-    _refuse_closure(optim.build(workload.optimizer, layout))
+    start = None if begin is None else start_point(begin, ModelNames.of(model), spec.working_dir)
+    _refuse_closure(optim.build(recipe_of(workload), layout))
     _try_schedule(workload, phases, layout, tables)
     both = list(zip([phase.strategy for phase in phases], grids, strict=True))
     divisions = [_division(workload, strategy, grid, model, data) for strategy, grid in both]
@@ -94,18 +122,53 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Preflig
         warning for strategy in federated_strategies for warning in federated(strategy, workload, data, spec.seed)
     ]
     if any(servers_of(strategy) for strategy, _ in both) or any(grid.tensor > 1 for grid in grids):
-        optim.check_elementwise(workload.optimizer, layout)
+        optim.check_elementwise(recipe_of(workload), layout)
         scale_warnings = dict.fromkeys(strategy.scale_warning(grid.data) for strategy, grid in both)
-        if any(scale_warnings) and optim.ignores_scale(workload.optimizer, layout):
+        if any(scale_warnings) and optim.ignores_scale(recipe_of(workload), layout):
             warnings += [each for each in scale_warnings if each]
-    steps = [_steps(data, strategy, grid) for strategy, grid in both]
-    return PreflightFindings(steps, warnings, tables, divisions, (bytes_of(model), bytes_of(data)))
+    steps = [_steps(data, strategy, grid, workload.accumulate) for strategy, grid in both]
+    if max(steps) >= OPEN:
+        recipe = recipe_of(workload)
+        if isinstance(recipe, Recipe) and recipe.every == "epoch":
+            raise ConfigError(
+                "schedule_every is 'epoch', and the data has no length, so that the rounds of an epoch are not known: "
+                "give a schedule by step",
+                field="schedule_every",
+            )
+        for phase in phases:
+            check_open_data(phase.name, phase.strategy, by_rounds=spec.steps is not None, tables=bool(tables))
+    return PreflightFindings(steps, warnings, tables, divisions, start, (bytes_of(model), bytes_of(data)))
 
 
-def _steps(data: Data, strategy: StrategyView, grid: Grid) -> int:
+def _steps(data: Data, strategy: StrategyView, grid: Grid, accumulate: int) -> int:
     """Return the rounds of an epoch. Raises DataError or ConfigError if workers cannot be given their rows."""
     rows = strategy.rows
-    return rows.rounds(data, grid.data)
+    return rows.rounds(data, grid.data, accumulate)
+
+
+def check_open_data(name: str, strategy: StrategyView, *, by_rounds: bool, tables: bool) -> None:
+    """Check that a strategy can train on data whose length is not known.
+
+    `by_rounds`: whether the job ends with a number of rounds. `tables`: whether the model has sparse tables.
+
+    Raises:
+        ConfigError: the strategy needs the rounds of the run before they start, or cannot restart from a snapshot.
+    """
+    together = ends_together(strategy.topology)
+    if tables and together:
+        raise ConfigError(
+            f"the data has no length, and {name} with sparse tables cannot return to a position in it after a death: "
+            "use parameter_server with steps=, or data with a length",
+            field="strategy",
+        )
+    if by_rounds or (together and not strategy.needs_end):
+        return
+    why = "divides the rounds of a run" if strategy.needs_end else "lets each worker reach the end of its data alone"
+    raise ConfigError(
+        f"the data has no length, and {name} {why}: give steps= (batches of each worker) instead of epochs, "
+        "or use all_reduce or local_sgd",
+        field="steps",
+    )
 
 
 def _division(workload: Workload, strategy: StrategyView, grid: Grid, model: nn.Module, data: Data) -> Division | None:
@@ -118,6 +181,7 @@ def _division(workload: Workload, strategy: StrategyView, grid: Grid, model: nn.
     replica = replica_of(strategy)
     if replica is None or grid.columns == 1:
         return None
+    _refuse_fields(workload, replica)
     if isinstance(replica, Pipeline) and replica.micro_batches > data.batch_size:
         raise ConfigError(
             f"micro_batches is {replica.micro_batches} and batch_size is {data.batch_size}: a batch cannot be cut into "
@@ -128,6 +192,29 @@ def _division(workload: Workload, strategy: StrategyView, grid: Grid, model: nn.
         sample = next(data.batches(rank=0, size=grid.data, seed=0, epoch=0), None)
     with apart():
         return divide(workload, replica, model, None if sample is None else sample_of(sample))
+
+
+def _refuse_fields(workload: Workload, replica: Replica) -> None:
+    """Refuse fields of the workload that a replica of several workers does not have. Raises ConfigError."""
+    if workload.precision == "fp16" or (workload.precision is not None and replica.tensor > 1):
+        way = "set precision to 'bf16'" if replica.tensor == 1 else "return model.bfloat16() from model()"
+        raise ConfigError(
+            f"precision is {workload.precision!r}, which a replica of several workers does not have here: {way}, or "
+            "set precision to None",
+            field="precision",
+        )
+    if options_of(workload.compile) is not None:
+        raise ConfigError(
+            f"compile is {workload.compile!r} and a replica is several workers, of which none runs the whole model: "
+            "compile layers in model(), by layer.compile(), and set compile to False",
+            field="compile",
+        )
+    if isinstance(replica, Pipeline) and replica.stages > 1 and workload.accumulate > 1:
+        raise ConfigError(
+            f"accumulate is {workload.accumulate}, but a pipeline accumulates micro-batches by itself: multiply "
+            f"batch_size and the pipeline's micro_batches by {workload.accumulate}, and leave accumulate out",
+            field="accumulate",
+        )
 
 
 def _check_topologies(
@@ -148,6 +235,42 @@ def _check_topologies(
         )
 
 
+def _check_batchnorm(workload: Workload, phases: list[Phase]) -> None:
+    """Raise ConfigError if `sync_batchnorm` is not a boolean, or a strategy cannot synchronize BatchNorm layers."""
+    given = workload.sync_batchnorm
+    if not isinstance(given, bool):
+        raise ConfigError(f"sync_batchnorm is {given!r}: give True or False", field="sync_batchnorm")
+    if given and workload.accumulate > 1:
+        raise ConfigError(
+            f"sync_batchnorm is True and accumulate is {workload.accumulate}: a worker may have fewer micro-batches "
+            "with rows than the others, which wait for its sums; set accumulate to 1, with a larger batch_size",
+            field="sync_batchnorm",
+        )
+    for phase in phases if given else ():
+        able = loop_class(phase.strategy).view.synchronizes_batchnorm
+        if not able or replica_of(phase.strategy) is not None:
+            raise ConfigError(
+                f"sync_batchnorm needs workers that average each gradient over a ring, each with the whole model, and "
+                f"{phase.name} has none: use all_reduce or hybrid, or sync_batchnorm=False (each worker's statistics "
+                "are then those of its own batches)",
+                field="sync_batchnorm",
+            )
+
+
+def _check_fp16(workload: Workload, phases: list[Phase], tables: tuple[SparseTable, ...]) -> None:
+    """Refuse precision "fp16" for jobs whose skipped steps are not defined. Raises ConfigError."""
+    if workload.precision != "fp16":
+        return
+    federated_names = [phase.name for phase in phases if isinstance(phase.strategy, FederatedView)]
+    if tables or federated_names:
+        who = f"{federated_names[0]} trains each client for a few steps" if federated_names else "the model has tables"
+        raise ConfigError(
+            f"precision is 'fp16' and {who}, for which steps that fp16 skips are not implemented: set precision to "
+            "'bf16', which skips no step",
+            field="precision",
+        )
+
+
 def _data(workload: Workload, remote: bool) -> Data:
     with user_code("data"):
         data = (workload.evaluation_data if remote else workload.data)()  # real clients have the training data
@@ -159,7 +282,7 @@ def _data(workload: Workload, remote: bool) -> Data:
         if not isinstance(given, Data):
             raise ConfigError(
                 f"{method}() returned {type(given).__name__}: return rayps.data.parquet(...), "
-                "rayps.data.tensors(...) or rayps.data.dataset(...)"
+                "rayps.data.tensors(...), rayps.data.dataset(...) or rayps.data.iterable(...)"
             )
         given.check()
     return data
@@ -286,7 +409,7 @@ def _train_and_evaluate(workload: Workload, request: TrialRequest) -> str | None
             data = workload.data()
         torch.manual_seed(request.seed)
         held = Whole(workload, model_of(workload))
-        made(workload.optimizer, held.parameters)
+        made(recipe_of(workload), NamedParameters(held.parameters, held.layout.names))
         with user_code("evaluation_data"):
             evaluation = workload.evaluation_data()
     except RaypsError as error:  # not an error of the job, because the driver's process could call these methods
@@ -338,8 +461,7 @@ def _train(held: Whole, batch: Batch) -> None:
 def _evaluate(held: Whole, batch: Batch) -> None:
     held.module.eval()
     with _batch_in_errors(batch), torch.no_grad(), user_code("evaluate"):
-        for name, mean in held.evaluate(batch).items():
-            number(name, mean)
+        held.evaluate(batch)
 
 
 def scalar(loss: Nested) -> float:
@@ -374,7 +496,9 @@ def _words(value: Nested) -> str:
 
 # the most bytes of parameters, of a packed workload, or of data in memory, because the child has a copy of each
 MOST_BYTES = 256 << 20
-_MAIN = "from rayps.runtime.preflight import main; main()"
+# the collector is off while modules are loaded, as in `rayps.core.loading`
+_MAIN = "import gc; gc.disable(); from rayps.runtime.preflight import main; gc.enable(); main()"
+_NICENESS = 5  # of the child: it has a third of a worker's share of a core, since workers and Ray start meanwhile
 
 
 class TrialFacts(NamedTuple):
@@ -451,6 +575,8 @@ class Trial:
         except OSError as error:
             self.verdict = Verdict(skipped=f"no process could be started: {error}")
             return
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
         self._thread = threading.Thread(
             target=self._exchange, args=(self._process, request), daemon=True, name="rayps-trial"
         )

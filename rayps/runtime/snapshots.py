@@ -21,7 +21,7 @@ from rayps.ps.server.dense_segment import ShardPart
 from rayps.runtime.journal import Journal
 from rayps.runtime.phases import RunPlan
 from rayps.strategies.job import JobSpec
-from rayps.tensors import checkpoint, optim
+from rayps.tensors import checkpoint, optim, weight_average
 from rayps.tensors.checkpoint import Meta
 from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.snapshot import Snapshot
@@ -30,14 +30,18 @@ from rayps.workload.base import Workload
 from rayps.workload.model import drawn_apart
 
 if TYPE_CHECKING:
+    from rayps.runtime.callbacks import CallbackRunner
     from rayps.runtime.worker_group import WorkerGroup
 
 
 class Checkpointer:
     """Holds the newest state of a run in memory, and saves it on disk if the run has a folder."""
 
-    def __init__(self, spec: JobSpec, journal: Journal, folder: Path | None, resume: Path | None) -> None:
+    def __init__(
+        self, spec: JobSpec, journal: Journal, folder: Path | None, resume: Path | None, callbacks: CallbackRunner
+    ) -> None:
         """Prepare: `folder` is for new checkpoints, `resume` is the checkpoint to start from; None if there is none."""
+        self._callbacks = callbacks
         self.folder, self.resume, self.saved = folder, resume, resume
         self.newest: Snapshot | None = None
         # the states of sparse tables at the end of the run, if no checkpoint has them
@@ -55,8 +59,10 @@ class Checkpointer:
         """The round of the newest state; 0 before there is one."""
         return 0 if self.newest is None else self.newest.round
 
-    def first(self, group: WorkerGroup, workload: Workload, plan: RunPlan) -> Snapshot:
-        """Return the first state: drawn from the seed, read from a checkpoint, or copied from the space to branch from.
+    def first(self, group: WorkerGroup, workload: Workload, plan: RunPlan, *, again: bool = False) -> Snapshot:
+        """Return the first state: drawn from the seed, read from files, or copied from the space to branch from.
+
+        `again`: this driver replaces one that died.
 
         Raises:
             CheckpointError: the checkpoint cannot be used, or belongs to another model.
@@ -67,7 +73,7 @@ class Checkpointer:
         draw = partial(drawn_apart, workload) if any(plan.divisions) else group.initial
         found = draw(self._spec.seed)
         if self.resume is not None:
-            found = self._resumed(self.resume, found, group, plan)
+            found = self._resumed(self.resume, found, group, plan, again)
         else:
             if self._spec.branch is not None and group.space is not None:
                 drawn, strategy = found, plan.phases[0].strategy
@@ -75,14 +81,21 @@ class Checkpointer:
                 message = f"the job starts with the current parameters of space {self._spec.branch!r}"
                 self._journal.event("branched", message)
                 found.buffers = drawn.buffers
+            if plan.start is not None:
+                plan.start.fill(found)
+                if plan.start.tables is not None and group.space is not None and group.space.tables:
+                    group.space.load_tables(plan.start.tables, same=False)
+                self._journal.event("started_from", plan.start.message, path=str(plan.start.path))
             found.enter_phase(plan.calendar.spans[0])
         self.newest = found
         checkpoint.must_be_finite(found.to_state(), "before the first round")
         return found
 
-    def _resumed(self, path: Path, drawn: Snapshot, group: WorkerGroup, plan: RunPlan) -> Snapshot:
+    def _resumed(self, path: Path, drawn: Snapshot, group: WorkerGroup, plan: RunPlan, again: bool) -> Snapshot:
         state = checkpoint.load(path)
         saved = Snapshot.from_state(state)
+        round = saved.round
+        self._callbacks.restore(state.meta, again=again)
         saved.check(drawn.layout)
         ticks, was = Ticks(saved.origin, saved.steps_per_epoch), state.meta.get("schedule")
         now = plan.schedule.facts(saved.layout, saved.round, ticks).get("schedule")
@@ -94,6 +107,8 @@ class Checkpointer:
             )
         before = len(saved.positions)
         saved.resume(plan.calendar)
+        if saved.round != round:  # this run has another number of rounds per epoch
+            self._callbacks.renumber(saved.round)
         if group.space is not None and group.space.tables:
             group.space.load_tables(path / checkpoint.TABLES, before == len(saved.positions))
         group.client_states.read(path / checkpoint.TABLES, saved.round)
@@ -120,18 +135,20 @@ class Checkpointer:
             return
         schedule = plan.schedule.facts(newer.layout, newer.round, Ticks(newer.origin, newer.steps_per_epoch))
         maker = {"workload": self._spec.workload, "strategy": str(self._spec.strategy), "seed": self._spec.seed}
-        state = newer.to_state(generation=generation, **maker, **schedule)
+        state = newer.to_state(generation=generation, **maker, **schedule, **self._callbacks.state())
         checkpoint.must_be_finite(state, f"after round {newer.round - 1}", round=newer.round - 1)
         self.newest = newer
         if self.folder is not None:
             write_tables = (
                 group.space.write_tables(newer.round) if group.space is not None else group.client_states.writer
             )
-            self.saved = checkpoint.save(self.folder, newer.round, state, write_tables=write_tables)
+            keep = self._spec.keep_checkpoints
+            self.saved = checkpoint.save(self.folder, newer.round, state, keep, write_tables=write_tables)
             if group.space is not None:
                 group.space.tables_kept(self.saved / checkpoint.TABLES)
             message = f"saved round {newer.round}"
             self._journal.event("checkpoint", message, round=newer.round, path=str(self.saved))
+            self._callbacks.saved(self.saved, newer.round)
         group.saved(newer)
 
     def describe_saved(self, at: int) -> str:
@@ -154,7 +171,9 @@ def of_another(meta: Meta, spec: JobSpec) -> list[str]:
 class SnapshotSchedule:
     """Chooses the round of the next snapshot: a boundary of the generation or, after `snapshot_soon`, any round."""
 
-    def __init__(self, boundary: Boundary) -> None:
+    def __init__(self, boundary: Boundary, *, each: bool = False) -> None:
+        """Prepare. `each`: a snapshot is taken at every boundary, because workers wait for it."""
+        self.each = each
         self.round = 0  # the chosen round; 0 if no round was chosen yet
         self._boundary = boundary
         self._lead = 1  # rounds between the fastest member and the chosen round
@@ -162,7 +181,8 @@ class SnapshotSchedule:
 
     def snapshot_soon(self) -> None:
         """Take the next snapshot as soon as possible, also at a round that is not a boundary."""
-        self._soon, self.round = True, 0
+        if not self._soon:
+            self._soon, self.each, self.round = True, False, 0
 
     def choose_round(self, members: list[tuple[int, list[int]]], collected: int) -> int:
         """Choose the round whose parts all members must retain, and return this round.
@@ -170,6 +190,9 @@ class SnapshotSchedule:
         `members` has (progress, retained rounds) of each of these members. `collected` is the round of the newest state
         that the driver has.
         """
+        if self.each:
+            self.round = self._boundary.following(collected + 1)
+            return self.round
         if self.round > collected:
             if not any(reached > self.round and self.round not in held for reached, held in members):
                 return self.round
@@ -206,11 +229,14 @@ def assemble(base: Snapshot, workers: dict[int, WorkerPart | None], shards: list
         if from_shards
         else [part.round for part in there]
     )
-    return Snapshot(
+    own = {rank: part.own for rank, part in workers.items() if part is not None and part.own is not None}
+    shared = {} if lead is None else lead.shared | weight_average.mean_of([state.memory for state in own.values()])
+    changed = {} if lead is None else lead.buffers
+    found = Snapshot(
         base.layout,
         params,
         moments,
-        base.buffers if lead is None else lead.buffers,
+        base.buffers | changed,
         {r: p.rng for r, p in workers.items() if p is not None},
         positions,
         base.steps_per_epoch,
@@ -218,9 +244,14 @@ def assemble(base: Snapshot, workers: dict[int, WorkerPart | None], shards: list
         ledgers=[(part.lo, part.lo + part.params.numel(), part.ledger) for part in shards],
         origin=base.origin,
         strategy=base.strategy,
-        own={rank: part.own for rank, part in workers.items() if part is not None and part.own is not None},
-        shared={} if lead is None else lead.shared,
+        own=own,
+        shared=shared,
+        frozen=base.frozen,
+        frozen_hash=base.frozen_hash,
+        cursors={rank: part.cursor for rank, part in workers.items() if part is not None and part.cursor is not None},
     )
+    found.thaw(changed)
+    return found
 
 
 def in_columns(
@@ -240,8 +271,12 @@ def in_columns(
     for i, column in enumerate(division.columns):
         workers = {rank: part for rank, part in enumerate(given) if columns[rank] == i}
         shards = [held[index] for index in of[i]] if of else []
-        parts.append(assemble(replace(base, layout=column.layout, buffers={}), workers, shards))
-    return division.join(parts, base)
+        own = replace(base, layout=column.layout, buffers={}, frozen=frozenset(), frozen_hash="")
+        parts.append(assemble(own, workers, shards))
+    found = division.join(parts, base)
+    found.frozen, found.frozen_hash = base.frozen, base.frozen_hash
+    found.thaw({name for part in parts for name in part.buffers})
+    return found
 
 
 def _agreed(parts: list[WorkerPart]) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rayps.cluster.members import GroupMember
+from rayps.core.data_wait import DataWait
 from rayps.core.grid import Grid
 from rayps.core.job_status import Status
 from rayps.core.metrics import Rounds, Throughput
@@ -16,6 +17,7 @@ from rayps.core.phase_rounds import Calendar
 from rayps.core.records import Event, OutcomeRecord, Point, ProgressRecord, ShardLine, WorkerLine
 from rayps.ps.server.dense_segment import ShardFacts
 from rayps.runtime.journal import Journal
+from rayps.runtime.trace_folder import TraceFolder
 from rayps.runtime.worker_group import WorkerGroup
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import WorkerFacts
@@ -36,6 +38,7 @@ class Outcome:
     checkpoint: Path | None = None
     error: Exception | None = None
     tables: dict[str, list[bytes]] = field(default_factory=dict)  # states of segments, if no checkpoint has them
+    best: Path | None = None  # the checkpoint of the best evaluation, if a callback kept one
 
     def to_dict(self) -> OutcomeRecord:
         """Return the content of `outcome.json`."""
@@ -45,6 +48,7 @@ class Outcome:
             "metrics": self.metrics,
             "finished_at": time.time(),
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,
+            "best": str(self.best) if self.best else None,
             "error": type(self.error).__name__ if self.error else None,
         }
 
@@ -53,18 +57,27 @@ class RunRecord:
     """The run's status and progress. It writes the results of polls (points, events, log lines) to the journal."""
 
     def __init__(
-        self, journal: Journal, workers: int, round_and_facts: Callable[[], tuple[int, ProgressRecord]]
+        self,
+        journal: Journal,
+        workers: int,
+        round_and_facts: Callable[[], tuple[int, ProgressRecord]],
+        deliver: Callable[[list[Point]], None] = lambda points: None,
     ) -> None:
         """Prepare the record.
 
-        `round_and_facts()` returns the round of the newest snapshot, and facts to add to the progress.
+        `round_and_facts()` returns the round of the newest snapshot, and facts to add to the progress. `deliver`
+        receives points of the whole group before they are written, and may add numbers to them.
         """
+        self.metrics: dict[str, float] = {}  # of the last evaluation of a phase's end
+        self._deliver = deliver
         self.status = Status.STARTING
         self.evaluated = 0  # the last round whose evaluation is in the journal
         self._message = ""
         self._journal, self._round_and_facts, self._workers = journal, round_and_facts, workers
+        self.traces: TraceFolder | None = None  # set if workers trace some of their rounds
         self._rounds = Rounds(workers, 0, "")
         self._report, self._server_events = ProgressReport(), ServerEvents()
+        self._data_wait = DataWait()
 
     def set_calendar(self, calendar: Calendar) -> None:
         """Set the calendar, from which epochs are computed."""
@@ -111,6 +124,8 @@ class RunRecord:
         self.add_server_events(group)
         self.add_points(self._rounds.add(points))
         self._journal.lines(group.lines())
+        if self.traces is not None:
+            self.traces.collect(group)
         self._report.update_members(group, self._rounds.strategy)
         for name, count in self._report.newly_lost(group):
             message = f"{name} lost {count} pushes that were evicted from the workers' replay buffers: raise replay_mb"
@@ -129,15 +144,21 @@ class RunRecord:
         calendar = self._report.calendar
         for point in merged:
             if calendar is not None:
-                point.setdefault("epoch", calendar.epoch_of(max(point["round"] - 1, 0)))
+                point.setdefault("epoch", self._report.epoch_of(max(point["round"] - 1, 0)))
             if point["kind"] == "evaluation":
                 self.evaluated = point["round"]
             if point.get("missing"):
                 lost = ", ".join(f"worker-{rank}" for rank in point["missing"])
                 which = f"the evaluation after round {point['round']}"
                 self._journal.event("warning", f"{which} lacks the rows of {lost}, which died before reporting them")
-        self._report.add_group_points(merged)
-        self._journal.add_points(merged)
+            warning = self._data_wait.add(point) if point["kind"] == "round" else None
+            if warning is not None:
+                self._journal.event("warning", warning)
+        try:
+            self._deliver(merged)
+        finally:
+            self._report.add_group_points(merged)
+            self._journal.add_points(merged)
 
     def reached(self, done: int) -> int:
         """Return the round that all workers have reached; `done` is the round of the newest snapshot."""
@@ -154,6 +175,12 @@ class ProgressReport:
         self._lost: dict[str, int] = {}  # from a shard's name to the number of pushes it has lost
         self._latest: dict[int, deque[Point]] = {}  # the newest points of each rank
         self._facts: ProgressRecord = {"loss": None, "staleness": {}, "workers": [], "shards": []}
+        self._epoch = 0  # of the newest round of the group
+
+    def epoch_of(self, number: int) -> int:
+        """Return the epoch of a round: by the calendar, or that of the newest round if epochs have no known length."""
+        assert self.calendar is not None, "the calendar is known"
+        return self._epoch if self.calendar.open else self.calendar.epoch_of(number)
 
     def add_worker_points(self, points: list[Point]) -> None:
         """Add points of single ranks."""
@@ -168,6 +195,7 @@ class ProgressReport:
             if point["kind"] == "evaluation":
                 self._facts["metrics"] = point["metrics"]
                 continue
+            self._epoch = point["epoch"]
             self._throughput.add(point["samples"], now)
             self._pace.add(1, now)
             self._facts["loss"] = point["loss"]
@@ -210,14 +238,14 @@ class ProgressReport:
         if calendar is None:
             return facts
         done = self.reached(done)
-        pace = self._pace.rate
+        pace, rounds = self._pace.rate, calendar.known_rounds
         known: ProgressRecord = {
             "round": done,
-            "rounds": calendar.rounds,
-            "epoch": calendar.epoch_of(min(done, calendar.rounds - 1)),
-            "epochs": calendar.epochs,
+            "rounds": rounds,
+            "epoch": self.epoch_of(min(done, calendar.rounds - 1)),
+            "epochs": calendar.known_epochs,
             "samples_per_second": self._throughput.rate,
-            "eta_seconds": (calendar.rounds - done) / pace if pace else None,
+            "eta_seconds": (rounds - done) / pace if pace and rounds is not None else None,
         }
         return {**facts, **known}
 
@@ -239,6 +267,7 @@ class ProgressReport:
         line["compute"] = sum(point["compute"] for point in points) / seconds
         line["wait"] = sum(point["wait"] for point in points) / seconds
         line["move"] = sum(point["move"] for point in points) / seconds
+        line["data"] = sum(point["data"] for point in points) / seconds
         line["samples_per_second"] = sum(point["samples"] for point in points) / seconds
         return line
 

@@ -8,10 +8,11 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 import pyarrow as pa
 from torch import nn
@@ -20,18 +21,27 @@ from rayps.cluster.local import LOCAL_CPUS, Cluster
 from rayps.core import metrics
 from rayps.core.errors import CheckpointError, ConfigError, RaypsError, TrainingError
 from rayps.core.job_status import Status
+from rayps.core.loading import without_collection
 from rayps.core.records import Event, ProgressRecord
+from rayps.core.strategy import Phase
+from rayps.core.values import Json, JsonObject
 from rayps.ps.tables.embedding import load, load_states
 from rayps.runtime.display import Display
 from rayps.runtime.driver import Driver
+from rayps.runtime.dry_run import rehearse
 from rayps.runtime.journal import Journal
+from rayps.runtime.saved_model import save_model
 from rayps.runtime.status import Outcome
+from rayps.runtime.trace_folder import TraceFolder
 from rayps.strategies.catalogue import StrategySpec, parse, wire
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint as checkpoints
 from rayps.tensors.snapshot import Snapshot
-from rayps.workload.base import Workload, check_clip_norm
+from rayps.tensors.weight_average import check_average
+from rayps.workload import parameters
+from rayps.workload.base import Workload, check_fields
 from rayps.workload.base import load as load_workload
+from rayps.workload.callback import Callback
 from rayps.workload.model import has_tables
 
 
@@ -44,6 +54,8 @@ class Result:
         result.metrics["loss"]
         result.history.column("loss")  # one value for each round
         model = result.model()
+
+    `best` is the checkpoint of the best evaluation, if a `rayps.BestCheckpoint` kept one.
     """
 
     metrics: dict[str, float]
@@ -54,6 +66,8 @@ class Result:
     snapshot: Snapshot
     # from a sparse table's name to the states of its segments; empty if the checkpoint has them
     tables: dict[str, list[bytes]] = field(default_factory=dict)
+    params: JsonObject = field(default_factory=dict)  # all parameters of the workload, those with default values too
+    best: Path | None = None
 
     def __repr__(self) -> str:
         found = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
@@ -65,18 +79,47 @@ class Result:
         """The events with the costs of a step, one for each phase: see `rayps.runtime.cost_report.measured`."""
         return [event for event in self.events if event["kind"] == "costs"]
 
-    def model(self) -> nn.Module:
+    def model(self, *, average: bool = False) -> nn.Module:
         """Return the trained model on the CPU, in evaluation mode, with its sparse tables in this process.
 
         In evaluation mode dropout is off, and BatchNorm uses its running statistics. Call `.train()` on the model to
-        train it further.
+        train it further. With `average` the dense parameters are the average of the weights (`Workload.average`), whose
+        metrics are `metrics`. Buffers and sparse tables are those at the end.
+
+        Raises:
+            ConfigError: `average` is True, and the workload has no average.
         """
-        model = self.snapshot.fill(self.workload.model())
+        snapshot = self.snapshot
+        if average:
+            snapshot = snapshot.averaged(self.workload.average)
+            if snapshot is self.snapshot:
+                raise ConfigError(
+                    "there is no average of the weights: give the workload one, such as average = rayps.EMA(0.999), "
+                    "and as many steps as its start",
+                    field="average",
+                )
+        model = snapshot.fill(self.workload.model())
         if self.tables:
             model = load_states(model, self.tables)
         elif self.checkpoint and has_tables(model):
             model = load(model, self.checkpoint / checkpoints.TABLES)
         return model.eval()
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the trained model into a new folder that needs no rayps, and return the folder.
+
+        Parameters and buffers are in `model.safetensors`, each tied tensor once; `rayps.load_state(model, folder)` or
+        `safetensors.torch.load_model` reads them. If the model has `save_pretrained` (Hugging Face), it writes the
+        folder, so that `from_pretrained` reads it. The rows of sparse tables are in the folder `tables`.
+
+        Raises:
+            CheckpointError: the folder has files already, or cannot be written.
+
+        Example:
+            rayps.train(work, workers=2).save("digits")
+            model = rayps.load_state(Digits().model(), "digits")
+        """
+        return save_model(self.model(), folder)
 
 
 def train(
@@ -90,6 +133,7 @@ def train(
     checkpoint: str | Path | None = None,
     checkpoint_every: int | None = None,
     resume: bool | str | Path = False,
+    start_from: str | Path | JsonObject | None = None,
     resources: dict[str, float] | None = None,
     address: str | None = None,
     max_failures: int = 3,
@@ -100,6 +144,12 @@ def train(
     branch: str | None = None,
     quota: dict[str, float] | None = None,
     name: str | None = None,
+    profile: str | Path | None = None,
+    dry_run: bool = False,
+    params: Mapping[str, Json] | None = None,
+    callbacks: Sequence[Callback] = (),
+    evaluate_every: int | None = None,
+    keep_checkpoints: int = 2,
 ) -> Result:
     """Train a workload with `workers` Ray actors and return the result.
 
@@ -118,6 +168,16 @@ def train(
     `resume=True` continues from the newest checkpoint that is complete and finite. `resume` may also be the path of a
     checkpoint.
 
+    `start_from` names files with the first parameters and buffers: a safetensors file, the index of several, a folder
+    of `Result.save` or of Hugging Face, or a checkpoint. The run starts at round 0 with a new optimizer, and names and
+    shapes must be those of the model. A dict has further options: {"path": "base", "strict": False} uses what fits and
+    draws the rest, and "remove_prefix" and "add_prefix" change the names in the file.
+
+    `profile` is a new folder for traces of a few rounds, one file for each worker, which https://ui.perfetto.dev opens.
+
+    `dry_run` trains only three rounds of each strategy in real workers, with evaluation, a checkpoint and a resume, and
+    then reports the rounds, time, memory and traffic of the whole run as the last event. It leaves nothing behind.
+
     `address` is the Ray cluster to join: "host:port" of its head, or "auto" for the one that RAY_ADDRESS names or that
     runs on this machine. Without `address`, the run uses the Ray that the process has joined. If there is none, a
     private Ray is started on this machine, with as many logical CPUs as are needed, and ended without leaving files. A
@@ -126,7 +186,15 @@ def train(
 
     `resources` are those of one worker: {"cpu": 1, "gpu": 1}. Unless `cluster` is given, one batch is tried in a child
     process while workers start, so that a mistake in shapes, labels or dtypes is reported early. If `progress` is True,
-    the progress is shown on stderr. If it is a function, it is called with the progress.
+    the progress is shown on stderr. If it is a function, it is called with the progress, at most twice a second; to be
+    called at each round, evaluation or checkpoint, give `callbacks` (`rayps.Callback`), which are called in this
+    process in addition to those of the workload.
+
+    The model is evaluated after each epoch, or after every `evaluate_every` rounds, and at the end. The newest
+    `keep_checkpoints` checkpoints are kept.
+
+    `params` are values of the workload's parameters, the fields of its class (`rayps.workload.parameters`), for a
+    workload that is given by its name: `rayps.train("digits.py:Digits", params={"lr": 0.3})`.
 
     `server_group` names a server group of the cluster at `address` (`rayps servers start`), on which the job has a
     space called `name`, within `quota`: {"bytes": ..., "operations": per second}. `branch` is the name of another space
@@ -163,16 +231,23 @@ def train(
         server_group=server_group,
         branch=branch,
         quota=quota,
+        start_from=str(start_from) if isinstance(start_from, Path) else start_from,
+        profile=profile is not None,
+        params=dict(params or {}),
+        evaluate_every=evaluate_every,
+        keep_checkpoints=keep_checkpoints,
     ).check()
     if server_group is not None and cluster is None and address is None:
         raise ConfigError(
             f"server_group is {server_group!r}: give also address, the cluster on which the group runs", field="address"
         )
-    workload = _workload(workload)
+    workload = _workload(workload, spec.params)
     folder = Path(checkpoint) if checkpoint is not None else None
-    resumed, passed = _resume(resume, folder)
-    if folder is not None:
-        _must_take_checkpoints(folder, resumed)
+    resumed, passed = folder_to_resume(resume, folder)
+    if resumed is not None:
+        _refuse_both(start_from, dry_run)
+    if folder is not None and not dry_run:
+        must_take_checkpoints(folder, resumed)
     display = Display() if progress is True else None
     on_progress = display.progress if display else progress if callable(progress) else None
     handlers = (display.event, display.lines) if display else (None, None)
@@ -180,28 +255,109 @@ def train(
     for warning in passed:
         journal.event("warning", warning)
     own = cluster is None
-    driver = Driver(workload, spec, journal, checkpoints=folder, resume=resumed, phases=phases, capture=own, tries=own)
+    if dry_run:
+        try:
+            return _rehearsed(workload, spec, phases, journal, cluster, address)
+        finally:
+            if display:
+                display.close()
+    driver = Driver(
+        workload,
+        spec,
+        journal,
+        checkpoints=folder,
+        resume=resumed,
+        phases=phases,
+        capture=own,
+        tries=own,
+        profile=_traces(profile, journal),
+        callbacks=callbacks,
+    )
     try:
         outcome = _run(driver, cluster, address)
     finally:
         if display:
             display.close()
+    return _result(outcome, journal, workload)
+
+
+def _result(outcome: Outcome, journal: Journal, workload: Workload) -> Result:
+    """Return the result of a run that has succeeded. Raise the error of a run that has failed."""
     if outcome.status is not Status.SUCCEEDED or outcome.snapshot is None:
         raise outcome.error if isinstance(outcome.error, RaypsError) else TrainingError(outcome.message)
     return Result(
         outcome.metrics,
-        metrics.history(journal.points),
+        metrics.history(metrics.until(journal.points, outcome.snapshot.round), used := parameters.effective(workload)),
         journal.events,
         outcome.checkpoint,
         workload,
         outcome.snapshot,
         outcome.tables,
+        used,
+        outcome.best,
     )
 
 
-def _workload(given: Workload | str) -> Workload:
+def _refuse_both(start_from: str | Path | JsonObject | None, dry_run: bool) -> None:
+    """Raise ConfigError if a run that resumes has an option that starts at round 0."""
+    if start_from is not None:
+        raise ConfigError(
+            "start_from and resume were both given: a checkpoint to resume has all parameters; give one of them",
+            field="start_from",
+        )
+    if dry_run:
+        raise ConfigError("dry_run and resume were both given: a dry run starts at round 0", field="dry_run")
+
+
+def _traces(profile: str | Path | None, journal: Journal) -> Path | None:
+    """Create and return the folder for traces. Raises ConfigError if it has traces of an earlier run."""
+    if profile is None:
+        return None
+    folder = Path(profile).absolute()
+    TraceFolder(folder, journal).must_be_empty()
+    return folder
+
+
+def _rehearsed(
+    workload: Workload,
+    spec: JobSpec,
+    phases: list[Phase],
+    journal: Journal,
+    cluster: Cluster | None,
+    address: str | None,
+) -> Result:
+    """Do a dry run and return its result, which has no checkpoint. The report is the last event."""
+    opened: list[Cluster] = []
+
+    def open_cluster() -> Cluster:
+        if cluster is not None:
+            return cluster
+        opened.append(_open(address, spec, journal))
+        return opened[0]
+
+    own = cluster is None
+    try:
+        with tempfile.TemporaryDirectory(prefix="rayps-dry-run-") as folder:
+            found = rehearse(workload, spec, phases, journal, open_cluster=open_cluster, folder=Path(folder), tries=own)
+    finally:
+        for each in opened:
+            each.close()
+    journal.event("dry_run", found.text, phases=[dict(each) for each in found.phases])
+    assert found.outcome.snapshot is not None, "a dry run that ends has a state"
+    history = metrics.history([])
+    return Result(found.outcome.metrics, history, journal.events, None, workload, found.outcome.snapshot)
+
+
+def _workload(given: Workload | str, params: JsonObject) -> Workload:
     if isinstance(given, str):
-        given = load_workload(given)
+        given = load_workload(given, params=params)
+    elif params and isinstance(given, Workload):
+        first = next(iter(params))
+        raise ConfigError(
+            f"params was given with an object of {type(given).__name__}, whose __init__ has run already: set the "
+            f"fields of the object (work.{first} = ...), or give the workload's name, 'file.py:{type(given).__name__}'",
+            field="params",
+        )
     if not isinstance(given, Workload):
         what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
         example = f"{given.__name__}()" if isinstance(given, type) else "Digits()"
@@ -209,7 +365,8 @@ def _workload(given: Workload | str) -> Workload:
             f"workload is {what}: give an instance of a class derived from rayps.Workload, such as {example}, "
             "or its name 'digits.py:Digits'"
         )
-    check_clip_norm(given)
+    check_fields(given)
+    check_average(given.average)
     return given
 
 
@@ -229,18 +386,21 @@ def _run(driver: Driver, cluster: Cluster | None, address: str | None) -> Outcom
         if opened is not None and opened is not cluster:
             opened.close()
     if interrupts and outcome.status is Status.STOPPED:
-        way_on = (
-            "--resume (resume=True) continues from there"
-            if outcome.checkpoint
-            else ("give a folder for checkpoints (--checkpoint DIR, checkpoint=DIR) to be able to continue")
-        )
-        raise KeyboardInterrupt(f"{outcome.message}\n{way_on}")
+        raise KeyboardInterrupt(f"{outcome.message}\n{way_to_resume(outcome)}")
     return outcome
+
+
+def way_to_resume(outcome: Outcome) -> str:
+    """Return how to continue a run that was stopped."""
+    if outcome.checkpoint:
+        return "--resume (resume=True) continues from there"
+    return "give a folder for checkpoints (--checkpoint DIR, checkpoint=DIR) to be able to continue"
 
 
 def _open(address: str | None, spec: JobSpec, journal: Journal) -> Cluster:
     """Join the cluster at the address, or start a private Ray with the logical CPUs that the job needs."""
-    from rayps.cluster.ray_cluster import RayCluster
+    with without_collection():
+        from rayps.cluster.ray_cluster import RayCluster
 
     if address is not None:
         return RayCluster.join(address)
@@ -263,7 +423,7 @@ def _open(address: str | None, spec: JobSpec, journal: Journal) -> Cluster:
     return RayCluster.local(max(cpus, 1), None if gpus else 0)
 
 
-def _must_take_checkpoints(folder: Path, resumed: Path | None) -> None:
+def must_take_checkpoints(folder: Path, resumed: Path | None) -> None:
     """Check that new checkpoints can be written to `folder`.
 
     Raises CheckpointError if the folder has an earlier run's checkpoints and the run does not resume, or if the folder
@@ -284,7 +444,7 @@ def _must_take_checkpoints(folder: Path, resumed: Path | None) -> None:
         ) from error
 
 
-def _resume(resume: bool | str | Path, folder: Path | None) -> tuple[Path | None, list[str]]:
+def folder_to_resume(resume: bool | str | Path, folder: Path | None) -> tuple[Path | None, list[str]]:
     """Return the checkpoint from which to resume (None if the run does not), and a list of warnings.
 
     There is a warning for each newer checkpoint that cannot be used.
@@ -306,8 +466,23 @@ def _resume(resume: bool | str | Path, folder: Path | None) -> tuple[Path | None
     return newest, passed
 
 
+class Stoppable(Protocol):
+    """A driver, as far as Ctrl-C is concerned."""
+
+    @property
+    def status(self) -> Status:
+        """The status of the run."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether there is a folder for checkpoints."""
+
+    def stop(self) -> None:
+        """Request the end of the run."""
+
+
 @contextlib.contextmanager
-def stops(driver: Driver, notify: Callable[[str], None]) -> Iterator[list[int]]:
+def stops(driver: Stoppable, notify: Callable[[str], None]) -> Iterator[list[int]]:
     """Handle Ctrl-C during a run: the first stops the run after a last checkpoint, the second ends the run at once.
 
     Yield the list of the SIGINTs received so far. In a thread other than the main thread, Ctrl-C is not handled.

@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayps.cluster.code_folder import JobCode, enter_code
 from rayps.cluster.local import host_address
-from rayps.cluster.members import ActorHost, enter
+from rayps.cluster.members import ActorHost
+from rayps.cluster.scratch import close_shared
 from rayps.comm.link import Listener
 from rayps.core.errors import PeerLost
 from rayps.core.logs import LogBuffer
+from rayps.core.metrics import Totals
 from rayps.core.records import Point
 from rayps.core.user_code import Call, ended_threads, lacks_memory, record_thread_ends, too_large, under_way
 from rayps.core.user_module import unpack
@@ -57,7 +60,7 @@ class WorkerActor:
         secret: bytes,
         workload: bytes,
         *,
-        working_dir: str | None = None,
+        code: JobCode | None = None,
         threads: int | None = None,
         device: str = "cpu",
         capture: bool = False,
@@ -68,7 +71,7 @@ class WorkerActor:
             logging.getLogger("rayps").setLevel(logging.INFO)
         if threads is not None:
             torch.set_num_threads(threads)
-        enter(working_dir)
+        self._code = enter_code(code or JobCode(""))
         self._rank, self._secret, self._device = rank, secret, device
         self._packed = workload
         self._workload: Workload | None = None
@@ -125,11 +128,12 @@ class WorkerActor:
                 raise too_large("worker-0", error) from error
             raise
 
-    def begin(self, plan: WorkerPlan, snapshot: Snapshot, own: LocalState | None = None) -> None:
-        """End the running plan, start `plan`, and return at once.
+    def begin(self, plan: WorkerPlan, snapshot: Snapshot, own: LocalState | None = None) -> bool:
+        """End the running plan, start `plan`, and return True at once.
 
-        `own`: the state of this worker that differs from other workers' states; None if there is none. Raises PeerLost
-        if this worker has been closed.
+        `own`: the state of this worker that differs from other workers' states; None if there is none. If `snapshot`
+        lacks frozen parameters that the last plan of this worker does not have either, return False and start nothing.
+        Raises PeerLost if this worker has been closed.
         """
         if own is not None:
             snapshot = replace(snapshot, own={plan.rank: own})
@@ -137,6 +141,11 @@ class WorkerActor:
             self.abort()
             if self._closed:
                 raise PeerLost(f"worker-{plan.rank} was closed", peer=f"worker-{plan.rank}")
+            missing = snapshot.frozen - snapshot.buffers.keys()
+            held = {} if self._current is None or not missing else self._current.frozen_values()
+            if not missing <= held.keys():
+                return False
+            snapshot = replace(snapshot, buffers=snapshot.buffers | {name: held[name] for name in missing})
             with (
                 self._lock
             ):  # no poll may be answered in between: its points would count as received without being sent
@@ -148,6 +157,7 @@ class WorkerActor:
                 self._current = GenerationRun(plan, self._backup, points, self._lock)
             self._listener.generation = plan.generation
             self._current.start(self._load, snapshot, self._listener, self._device, self._companions)
+            return True
 
     def poll(self, wanted: int) -> WorkerFacts:
         """Return the facts since the last poll. Each point and each log line is returned once.
@@ -186,8 +196,8 @@ class WorkerActor:
         if self._current is not None:
             self._current.rewire(found)
 
-    def evaluate(self, vector: Tensor | None, buffers: dict[str, Tensor]) -> dict[str, tuple[float, int]]:
-        """Return a dict from each metric's name to (sum, number of samples) over this worker's share of the data.
+    def evaluate(self, vector: Tensor | None, buffers: dict[str, Tensor]) -> Totals:
+        """Return a dict from each metric's name to its `Total` over this worker's share of the data.
 
         `vector`: the parameters to evaluate; None means the worker's own.
         """
@@ -204,12 +214,24 @@ class WorkerActor:
             if self._current is not None:
                 self._current.end(JOIN_SECONDS)
 
+    def leave_code(self) -> None:
+        """Remove the job's code from this host if no other process uses it. The driver then ends this process."""
+        self._code.close()
+
+    def release_files(self) -> None:
+        """Remove the shared files of this process, such as converted data, that no other process of the host uses.
+
+        The driver then ends this process.
+        """
+        close_shared()
+
     def close(self) -> None:
         """End the plan and close the listener."""
         with self._ending:
             self._closed = True
             self.abort()
             self._listener.close()
+            self._code.close()
             if self._backup is not None:
                 self._backup.close()
 

@@ -5,17 +5,20 @@ Polling never blocks. The driver decides which members to replace.
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from rayps.cluster.local import ActorReply, Bundle, Cluster, until
-from rayps.cluster.members import GroupMember, place, settle
+from rayps.cluster.code_folder import JobCode
+from rayps.cluster.local import ActorReply, Bundle, Cluster, LocalCluster, until
+from rayps.cluster.members import GroupMember, leave, place, settle
 from rayps.cluster.reservation import WorkerResources, reserve
+from rayps.cluster.user_packages import install_seconds
 from rayps.core.errors import ActorDied, ClusterError, LinkError
 from rayps.core.grid import Grid
-from rayps.core.metrics import means
+from rayps.core.metrics import combined
 from rayps.core.records import Point
 from rayps.core.strategy_families import learns_by_client, rebuilds
 from rayps.core.topology import runs_in_step, servers_of
@@ -36,6 +39,14 @@ if TYPE_CHECKING:
     from rayps.ps.job_space import JobSpace
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerProcess:
+    """What a worker's process gets apart from its workload: the user's code, and whether its output is captured."""
+
+    code: JobCode
+    capture: bool = True
+
+
 @dataclass(slots=True)
 class WorkerLauncher:
     """Starts and ends the workers' processes. The resources of all workers are reserved together."""
@@ -44,8 +55,9 @@ class WorkerLauncher:
     packed: bytes  # the packed workload
     resources: Bundle  # of one worker
     secret: bytes
-    working_dir: str | None = None
+    code: JobCode | None = None  # as `Cluster.share` returned it
     capture: bool = True
+    warm: bool = True  # whether workers may take warm processes
     _reserved: WorkerResources = field(default_factory=WorkerResources)
 
     def reserve(self, grid: Grid, timeout: float) -> str | None:
@@ -64,7 +76,7 @@ class WorkerLauncher:
             rank,
             self.secret,
             self.packed,
-            working_dir=self.working_dir,
+            code=self.code,
             threads=max(1, int(cpus)),
             device="cuda" if gpus else "cpu",
             capture=self.capture,
@@ -72,6 +84,7 @@ class WorkerLauncher:
             gpus=gpus,
             gang=self._reserved.gang,
             index=self._reserved.index[rank],
+            warm=self.warm,
         )
         return GroupMember(f"worker-{rank}", handle)
 
@@ -95,22 +108,28 @@ class WorkerGroup:
         packed: bytes,
         size: int,
         resources: Bundle,
-        working_dir: str | None = None,
+        code: JobCode | None = None,
         *,
         capture: bool = True,
         space: JobSpace | None = None,
     ) -> None:
         """Prepare the group without starting it.
 
-        `packed` is the packed workload, `size` the number of workers, and `resources` those of one worker.
+        `packed` is the packed workload, `size` the number of workers, and `resources` those of one worker. `code` is
+        what each process imports the user's modules from.
         """
         self.cluster, self.size, self.space = cluster, size, space
         self.secret = secrets.token_bytes(32)
         self.workers: list[GroupMember] = []
         self.grid = Grid(1)
         self._client_states: ClientStatesBackup | None = None  # created when a phase needs it
-        self._launcher = WorkerLauncher(cluster, packed, resources, self.secret, working_dir, capture)
-        self._fixed = FixedServers(cluster, packed, self.secret, working_dir)
+        # Ray keeps the value once on each host; an actor gets it as an argument
+        shared = None if code is None else cluster.share(code)
+        self._code = code or JobCode("")
+        # a warm process has imported more packages than a new worker, and an imported package keeps its version
+        warm = not self._code.requirements
+        self._launcher = WorkerLauncher(cluster, packed, resources, self.secret, shared, capture, warm)
+        self._fixed = FixedServers(cluster, packed, self.secret, shared)
         self._orders: Orders | None = None
         self._schedule: SnapshotSchedule | None = None
         self._peers = PeerStates()
@@ -155,7 +174,7 @@ class WorkerGroup:
         try:
             check()
             self.workers = [self._launcher.start(rank) for rank in range(self.size)]
-            place(self.workers, check)
+            place(self.workers, check, seconds=self._start_seconds())
             for worker in self.workers:
                 if worker.dead:
                     raise ClusterError(f"{worker.name} did not start: {worker.dead}")
@@ -163,6 +182,9 @@ class WorkerGroup:
             self.close()
             raise
         return placed
+
+    def _start_seconds(self) -> float:
+        return START_SECONDS + (install_seconds() if self._code.requirements else 0.0)
 
     @property
     def client_states(self) -> ClientStatesBackup:
@@ -173,6 +195,10 @@ class WorkerGroup:
 
     def close(self) -> None:
         """End every member, delete the job's data on a server group, and release the resources."""
+        if self._code.leaves_files:
+            leave(self.members, "leave_code")
+        if not isinstance(self.cluster, LocalCluster):  # threads share the files of the caller's process
+            leave(self.workers, "release_files")
         self._launcher.end(self.workers)
         self.workers = []
         if self._client_states is not None:
@@ -213,13 +239,14 @@ class WorkerGroup:
         With `rebuild`, workers start from their own states and from backups. The snapshot then provides only the values
         that these states lack.
         """
-        self._orders, self._schedule = orders, SnapshotSchedule(orders.boundary)
+        self._orders = orders
+        self._schedule = SnapshotSchedule(orders.boundary, each=orders.each_boundary)
         self.grid = orders.strategy.grid(self.size)
         self._collected = snapshot.round
         self._launcher.end(member for member in self.workers if member.dead)
         self.workers = [self._launcher.start(i) if m.dead else m for i, m in enumerate(self.workers)]
         new = self._fixed.prepare(0 if self._uses_space else _servers(orders))
-        place([*(m for m in self.workers if m.place is None), *new])
+        place([*(m for m in self.workers if m.place is None), *new], seconds=self._start_seconds())
         self._received.begin(orders.evaluated)
         if any(member.dead for member in self.members):
             return  # the next poll reports the failure, and the driver decides
@@ -232,21 +259,37 @@ class WorkerGroup:
         if any(member.dead for member in self.workers):
             return
         parts = columns_of(replace(snapshot, own={}), orders.division)
-        shared = [self.cluster.share(part) for part in parts]  # each worker gets only its column's part
+        shared = [self.cluster.share(part.without_frozen()) for part in parts]  # each worker gets its column's part
+        whole = self._whole_parts(parts)
         if self.space is not None and self._uses_space:
             self.space.begin(orders, snapshot, parts)
         else:
             self._fixed.begin(orders, parts, shared)
-        del parts
         if learns_by_client(orders.strategy) or self._client_states is not None:
             self.client_states.send_states(self.workers, state_owner(orders.strategy), snapshot.round, orders.timeout)
-        replies = []
+        replies, begun = [], []
         for rank, worker in enumerate(self.workers):
             start = snapshot.positions[self.grid.at(rank).data] if rebuild is None else rebuild.round
             plan = self._worker_plan(rank, start)
             own = (snapshot.own[rank],) if rank in snapshot.own else ()
-            replies.append(worker.handle.call("begin", plan, shared[self._column(rank)], *own))
+            column = self._column(rank)
+            given = shared[column] if self._has_frozen(worker, parts[column]) else whole(column)
+            begun.append((plan, own))
+            replies.append(worker.handle.call("begin", plan, given, *own))
         settle(replies, self.workers)
+        for rank, worker in enumerate(self.workers):
+            if not worker.dead and not replies[rank].result(0):  # this process has changed a frozen parameter
+                plan, own = begun[rank]
+                settle([worker.handle.call("begin", plan, whole(self._column(rank)), *own)], [worker])
+
+    def _whole_parts(self, parts: list[Snapshot]) -> Callable[[int], Snapshot]:
+        """Return a function from a column to its part with frozen parameters, stored once in the cluster."""
+        return functools.cache(lambda column: self.cluster.share(parts[column]))
+
+    def _has_frozen(self, worker: GroupMember, part: Snapshot) -> bool:
+        """Return whether a worker's process has the frozen parameters of `part`, and record that it gets them now."""
+        had, worker.frozen = worker.frozen == part.frozen_hash, part.frozen_hash
+        return had
 
     def reader(self) -> Session:
         """Return a session that reads the servers' parameters whatever their staleness. The caller closes the session.
@@ -288,6 +331,7 @@ class WorkerGroup:
         replies = []
         for rank in ranks:
             part = self.cluster.share(parts[self._column(rank)])
+            self._has_frozen(self.workers[rank], parts[self._column(rank)])
             replies.append(self.workers[rank].handle.call("begin", self._worker_plan(rank, -1), part))
         settle(replies, [self.workers[rank] for rank in ranks])
 
@@ -330,6 +374,9 @@ class WorkerGroup:
             orders.division,
             assignments[rank] if assignments else None,
             orders.mailbox,
+            rank in orders.profile,
+            orders.evaluate_every,
+            orders.each_boundary,
         )
 
     @property
@@ -402,7 +449,8 @@ class WorkerGroup:
             return None
         in_step = runs_in_step(self._current_orders().strategy)
         common = set.intersection(*(set(held) for _, held in members))
-        for newest in sorted((r for r in common if r > snapshot.round), reverse=True):
+        newest_first = self._schedule is None or not self._schedule.each
+        for newest in sorted((r for r in common if r > snapshot.round), reverse=newest_first):
             workers = [worker.handle.call("part", newest if in_step else None) for worker in self.workers]
             waits = [servers.parts(newest) for servers in self._servers()]
             timeout = self._current_orders().timeout
@@ -468,7 +516,7 @@ class WorkerGroup:
         seconds.
         """
         parts = columns_of(snapshot, self._current_orders().division)
-        shared = [(self.cluster.share(part.params), part.buffers) for part in parts]
+        shared = [(self.cluster.share(part.params), part.without_frozen().buffers) for part in parts]
         replies = [w.handle.call("evaluate", *shared[self._column(rank)]) for rank, w in enumerate(self.workers)]
         silence = self._current_orders().timeout
         return evaluated(self.workers, replies, timeout, silence=silence, round=snapshot.round)
@@ -554,4 +602,4 @@ def evaluated(
             disconnected.append((member, str(error)))
     if disconnected and not any(member.dead for member in members):  # otherwise the dead worker is the cause
         disconnected[0][0].dead = disconnected[0][1]
-    return means(found) if len(found) == len(members) else None
+    return combined(found) if len(found) == len(members) else None

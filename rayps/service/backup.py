@@ -26,7 +26,7 @@ MANIFEST = "backup.json"
 _NOT_COPIED = re.compile(
     r"(ray[._]|service\.|rayps\.db|\.|lost\+found|backup\.json).*"
 )  # not copied by `_files`: files of running processes, and the store, which `_copy_store` copies
-_CHECKPOINTS = "checkpoints"
+_CHECKPOINTS, _CODE = "checkpoints", "code"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,9 @@ def _files(source: Path, checkpoints: bool) -> Iterator[Path]:
             for name in folders
             if not name.startswith(".") and ".tmp-" not in name and (checkpoints or name != _CHECKPOINTS)
         )
+        if here == source and _CODE in folders:  # last, because a job's archive is older than its folder
+            folders.remove(_CODE)
+            folders.append(_CODE)
         yield from (
             here / name for name in sorted(names) if not name.startswith(".") and not (here / name).is_symlink()
         )

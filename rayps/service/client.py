@@ -13,21 +13,28 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import secrets
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from urllib.parse import quote
 
 import httpx2
 
 from rayps.core.errors import ConfigError, Conflict, NotFound, RaypsError, ServiceError, Unauthorized, Unreachable
 from rayps.core.job_status import Status
 from rayps.core.records import Event, Point
+from rayps.core.requirements import read_requirements
 from rayps.core.values import Json, is_json
+from rayps.service.code_files import PackedCode
+from rayps.service.code_upload import prepare_upload, sent_value, write_code
 from rayps.service.remote_group import RemoteGroup
-from rayps.service.rest_answers import ClusterAnswer, GroupRow, JobAnswer
+from rayps.service.rest_answers import ClusterAnswer, GroupRow, JobAnswer, SweepAnswer
 from rayps.service.settings import Settings
+from rayps.service.sweep_client import Sweep, listed
 from rayps.strategies.catalogue import StrategySpec, sendable
 
 if TYPE_CHECKING:
@@ -43,6 +50,7 @@ _ERRORS: dict[int, type[RaypsError]] = {
     422: ConfigError,
 }
 _RETRIES = 4
+_CODE_SECONDS = 600.0  # seconds to send or receive an archive of code
 _PATIENCE = 60.0  # seconds that a stream waits for a service that does not answer
 StreamEvent: TypeAlias = tuple[str, Any]  # the kind of an event of the stream, and its JSON data
 
@@ -63,7 +71,7 @@ class Client:
         settings = Settings.read(url=url)
         self.url = settings.url or _running_address(settings) or f"http://127.0.0.1:{settings.port}"
         self._token = token if token is not None else _token(settings)
-        self._state_dir = settings.state_dir
+        self._state_dir, self._most_code = settings.state_dir, settings.code_bytes
         self._http = httpx2.Client(
             base_url=self.url,
             timeout=timeout,
@@ -82,26 +90,154 @@ class Client:
         self._http.close()
 
     def submit(
-        self, workload: str, *, working_dir: str | Path | None = ".", strategy: StrategySpec | None = None, **spec: Json
+        self,
+        workload: str | None = None,
+        *,
+        working_dir: str | Path | None = ".",
+        upload: bool = True,
+        requirements: str | Path | Sequence[str] | None = None,
+        strategy: StrategySpec | None = None,
+        **spec: Json,
     ) -> Job:
         """Submit a job and return at once; `rayps.strategies.job.JobSpec` lists the fields of `spec`.
 
+        `workload` is "file.py:Class". In place of it, `run="file.py:train_fn"` names a function with a loop of its own.
         `strategy` is as in `rayps.train`: a text with options, a dict, an object, or a list of phases. `working_dir` is
-        the directory on the service's machine from which the workload, and a strategy class of your own, are imported.
+        the directory from which the workload, and a strategy class of your own, are imported. Its files are packed now
+        and sent to the service, unless it has them: see `rayps.service.code_files` for which. The job, also after a
+        restart, runs these files on every host. With `upload=False`, `working_dir` is a folder of the service's
+        machine, and the job runs what is there when it starts. `requirements` is a requirements file or a list of its
+        lines; pip installs them for the job's processes. `code`, the SHA-256 of an archive that the service has, takes
+        the place of `working_dir`.
 
         Raises:
-            ConfigError: the service refused the job, or the class of a strategy object is not defined in a file.
+            ConfigError: the service refused the job, the class of a strategy object is not defined in a file, or the
+                working directory cannot be packed.
             Unreachable: no service answers.
             Unauthorized: the token is missing, wrong or revoked.
         """
+        fields: dict[str, Json] = {**spec, "workload": workload}
+        body, packed = self._prepared(fields, working_dir, strategy, requirements, upload=upload)
+        return Job(self, self._post("/api/v1/jobs", body, packed))
+
+    def _prepared(
+        self,
+        spec: Mapping[str, Json],
+        working_dir: str | Path | None,
+        strategy: StrategySpec | None,
+        requirements: str | Path | Sequence[str] | None,
+        *,
+        upload: bool,
+    ) -> tuple[dict[str, Json], PackedCode | None]:
+        """Return a job as it is sent, without empty fields, and the working directory if it was packed and uploaded."""
         body: dict[str, Json] = {key: value for key, value in spec.items() if value is not None}
         if strategy is not None:
             body["strategy"] = sendable(strategy, working_dir)
-        body["workload"] = workload
-        if working_dir is not None:
-            body["working_dir"] = str(Path(working_dir).expanduser().resolve())
-        found = self.call("POST", "/api/v1/jobs", json=body, headers={"Idempotency-Key": uuid.uuid4().hex})
-        return Job(self, found)
+        if requirements is not None:
+            body["requirements"] = read_requirements(requirements)
+        for field, value in body.items():
+            _check_json(field, value)
+        if working_dir is None or "code" in body:
+            return body, None
+        place = Path(working_dir).expanduser().resolve()
+        if not upload:
+            return body | {"working_dir": str(place)}, None
+        found = prepare_upload(place, body, self._most_code)
+        self._send_code(found.packed)
+        return found.fields | {"origin": json.loads(json.dumps(found.origin))}, found.packed
+
+    def submit_again(self, job_id: str, **changes: Json) -> Job:
+        """Submit a job with the specification and the code of another job; `changes` replaces fields.
+
+        Raises:
+            NotFound: there is no such job.
+            ConfigError: the service refused the job.
+        """
+        first = self.job(job_id)
+        origin = self.call("GET", f"/api/v1/jobs/{first.id}/code")["origin"]
+        body: dict[str, Any] = {key: value for key, value in first.data["spec"].items() if value is not None} | changes
+        body |= {} if origin is None else {"origin": {k: v for k, v in origin.items() if v is not None}}
+        return Job(self, self._post("/api/v1/jobs", body))
+
+    def download_code(self, code: str) -> bytes:
+        """Return the archive with this SHA-256: a tar file. Raises NotFound if the service does not have it."""
+        return bytes(self._checked(self._sent("GET", f"/api/v1/code/{code}", timeout=_CODE_SECONDS), raw=True))
+
+    def _send_code(self, packed: PackedCode) -> None:
+        """Upload an archive unless the service has it."""
+        path = f"/api/v1/code/{packed.hash}"
+        try:
+            self.call("HEAD", path)
+        except NotFound:
+            key = {"Idempotency-Key": packed.hash, "Content-Type": "application/x-tar"}  # it may be sent again
+            self.call("PUT", path, content=packed.archive, headers=key, timeout=_CODE_SECONDS)
+
+    def _post(self, path: str, body: dict[str, Json], packed: PackedCode | None = None) -> Any:
+        """Send a request once, also if it is repeated; upload the packed code again if the service lacks it."""
+        key = {"Idempotency-Key": uuid.uuid4().hex}
+        try:
+            return self.call("POST", path, json=body, headers=key)
+        except NotFound as error:
+            if packed is None or error.data.get("code") != "no_code":
+                raise
+        self._send_code(packed)  # the last other job with this code was deleted a moment ago
+        return self.call("POST", path, json=body, headers=key)
+
+    def sweep(
+        self,
+        spec: Mapping[str, Json],
+        *,
+        name: str | None = None,
+        over: Mapping[str, Iterable[Json]] | None = None,
+        upload: bool = True,
+        **values: Iterable[Json],
+    ) -> Sweep[Job]:
+        """Submit a job once for each combination of values, all or none, and return at once.
+
+        `spec` has the fields of the job, as for `submit`; its working_dir is packed and sent once, unless `upload` is
+        False. A keyword is a field of the job (such as seed, workers, strategy, epochs), or else a parameter of the
+        workload or an argument of the function of `run`. `over` takes the names that no keyword can have: "params.seed"
+        is the parameter and "job.seed" the field. `name` is the sweep's name; the default is the name of the workload
+        or function and a number.
+
+        Raises:
+            ConfigError: the service refused a job, and no job was submitted.
+            Conflict: there is a sweep of that name.
+            Unreachable: no service answers.
+            Unauthorized: the token is missing, wrong or revoked.
+
+        Example:
+            sweep = client.sweep({"workload": "digits.py:Digits"}, lr=[0.1, 0.3], seed=range(3))
+            sweep.wait().best("loss").data["params"]["lr"]
+        """
+        fields: dict[str, Any] = dict(spec)
+        target = fields.get("run") or fields.get("workload")
+        if not isinstance(target, str) or not target:
+            raise ConfigError(
+                "spec has no workload: give e.g. {'workload': 'digits.py:Digits'} or {'run': 'train.py:train_fn'}",
+                field="workload",
+            )
+        place, requirements = fields.pop("working_dir", "."), fields.pop("requirements", None)
+        chosen = listed({**(over or {}), **values})
+        for key in ("strategy", "job.strategy"):
+            if key in chosen:
+                each: list[Any] = chosen[key]
+                chosen[key] = [sendable(value, place) for value in each]
+        job, packed = self._prepared(fields, place, fields.pop("strategy", None), requirements, upload=upload)
+        if packed is not None:
+            folder = Path(place).expanduser().resolve()
+            for key, held in chosen.items():
+                chosen[key] = [sent_value(key.removeprefix("job."), value, folder) for value in held]
+        label = re.sub(r"[^A-Za-z0-9_.-]", "-", target.rpartition(":")[2]).strip("-_.")[:48] or "sweep"
+        body: dict[str, Json] = {"name": name or f"{label}-{secrets.token_hex(3)}", "job": job, "over": dict(chosen)}
+        return self._sweep(self._post("/api/v1/sweeps", body, packed))
+
+    def open_sweep(self, name: str) -> Sweep[Job]:
+        """Return the sweep of this name. Raises NotFound if there is none."""
+        return self._sweep(self.call("GET", f"/api/v1/sweeps/{quote(name, safe='')}"))
+
+    def _sweep(self, found: SweepAnswer) -> Sweep[Job]:
+        return Sweep(self.call, found["name"], [Job(self, data) for data in found["jobs"]])
 
     def job(self, job_id: str) -> Job:
         """Return the job with this id, or whose id begins with this text.
@@ -112,12 +248,12 @@ class Client:
         """
         return Job(self, self.call("GET", f"/api/v1/jobs/{_checked_id(job_id)}"))
 
-    def jobs(self, *, status: Status | str | None = None, limit: int = 50) -> list[Job]:
-        """List the newest `limit` jobs, newest first; with `status`, only the jobs that have this status."""
+    def jobs(self, *, status: Status | str | None = None, limit: int = 50, sweep: str | None = None) -> list[Job]:
+        """List the newest `limit` jobs, newest first; with `status` or `sweep`, only the jobs with this one."""
         found: list[Job] = []
         cursor: str | None = None
         while len(found) < limit:
-            params = {"limit": min(200, limit - len(found)), "status": status, "cursor": cursor}
+            params = {"limit": min(200, limit - len(found)), "status": status, "cursor": cursor, "sweep": sweep}
             page = self.call("GET", "/api/v1/jobs", params={k: v for k, v in params.items() if v is not None})
             found += [Job(self, data) for data in page["jobs"]]
             cursor = page["next_cursor"]
@@ -178,9 +314,12 @@ class Client:
                 was sent; or the service refused a value.
             Unauthorized, NotFound, Conflict, ServiceError: the service answered with the HTTP status of this error.
         """
-        repeatable = method == "GET" or "Idempotency-Key" in kwargs.get("headers", {})
         for field, value in (kwargs.get("json") or {}).items():
             _check_json(field, value)
+        return self._checked(self._sent(method, path, **kwargs))
+
+    def _sent(self, method: str, path: str, **kwargs: Any) -> httpx2.Response:
+        repeatable = method in ("GET", "HEAD") or "Idempotency-Key" in kwargs.get("headers", {})
         failure: Exception | None = None
         for attempt in range(_RETRIES if repeatable else 1):
             if attempt:
@@ -193,8 +332,25 @@ class Client:
             if answer.status_code in (502, 503, 504) and repeatable and attempt < _RETRIES - 1:
                 failure = None
                 continue
-            return self._checked(answer)
+            return answer
         raise self._unreachable(failure)
+
+    def download(self, path: str, params: dict[str, str], file: Path) -> None:
+        """Write the bytes of the answer to a GET into a new file.
+
+        Raises:
+            Unreachable: no service answers, or the connection failed before the end.
+            Unauthorized, NotFound, ServiceError: the service answered with the HTTP status of this error.
+        """
+        try:
+            with self._http.stream("GET", path, params=params) as answer, file.open("xb") as out:
+                if answer.status_code != 200:
+                    answer.read()
+                    self._checked(answer)
+                for block in answer.iter_bytes():
+                    out.write(block)
+        except httpx2.TransportError as error:
+            raise self._unreachable(error) from error
 
     def stream(self, job_id: str, topics: str, cursor: str = "") -> Iterator[StreamEvent]:
         """Yield (event, data) as events happen, until the job has ended. A lost connection is opened again.
@@ -230,14 +386,14 @@ class Client:
             attempt += 1
             time.sleep(_pause(attempt))
 
-    def _checked(self, answer: httpx2.Response) -> Any:
+    def _checked(self, answer: httpx2.Response, *, raw: bool = False) -> Any:
         if answer.status_code == 401 and not self._token:
             raise Unauthorized(
                 f"there is no token in {self._state_dir}: set RAYPS_STATE_DIR to the service's state directory (the "
                 "--state-dir of `rayps serve`),\nor RAYPS_TOKEN to the service's token",
                 status=401,
             )
-        return checked(answer)
+        return answer.content if raw and answer.is_success else checked(answer)
 
     def _unreachable(self, error: Exception | None) -> Unreachable:
         cause = f" ({error})" if error is not None and str(error) else ""
@@ -280,6 +436,11 @@ class Job:
         return Status(self.data["status"])
 
     @property
+    def params(self) -> dict[str, Json]:
+        """The workload's parameters: all of them after the job has started; before, those that were given."""
+        return dict(self.data["params"])
+
+    @property
     def result(self) -> dict[str, float]:
         """The final metrics; empty until the job has ended."""
         return dict(self.data.get("metrics") or {})
@@ -288,6 +449,19 @@ class Job:
         """Read the service's newest answer about the job into `data`."""
         self.data = self._client.call("GET", f"/api/v1/jobs/{self.id}")
         return self
+
+    def write_code(self, folder: str | Path) -> Path:
+        """Write the job's code, byte for byte, into a new or empty folder; return the folder.
+
+        Raises:
+            ConfigError: the folder is not empty, or the job ran in a folder of the service's machine.
+        """
+        code, target = self.data["spec"].get("code"), Path(folder).expanduser().absolute()
+        if code is None:
+            where = self.data["spec"].get("working_dir") or "an installed package"
+            raise ConfigError(f"job {self.id} has no packed code: it ran {where} of the service's machine", field="job")
+        write_code(self._client.download_code(code), code, target)
+        return target
 
     def stop(self) -> Self:
         """Request the job to stop. The job ends as STOPPED after the current round.
@@ -341,6 +515,37 @@ class Job:
     def events(self, *, follow: bool = False) -> Iterator[Event]:
         """Yield the job's events, as {"time", "kind", "message", ...}."""
         return self._entries("events", "events", follow)
+
+    def files(self) -> dict[str, int]:
+        """Return the job's files that can be downloaded, from path to size: checkpoints, and traces of `profile`."""
+        found = self._client.call("GET", f"/api/v1/jobs/{self.id}/files")["files"]
+        return {each["path"]: each["size"] for each in found}
+
+    def download(self, path: str, folder: str | Path) -> list[Path]:
+        """Download one file, or all files below a path such as "checkpoints/step-00000100", into a folder.
+
+        The files keep their paths below `path`. Return the files.
+
+        Raises:
+            NotFound: the job has no such file.
+            ConfigError: a file exists already; nothing is overwritten.
+        """
+        names = [name for name in self.files() if name == path or name.startswith(f"{path}/")]
+        if not names:
+            raise NotFound(f"job {self.id} has no file {path!r}: `job.files()` lists them", status=404)
+        found = []
+        for name in names:
+            file = Path(folder) / (name.removeprefix(f"{path}/") if name != path else name.rpartition("/")[2])
+            file.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._client.download(f"/api/v1/jobs/{self.id}/file", {"path": name}, file)
+            except FileExistsError:
+                raise ConfigError(f"{file} exists: nothing is overwritten; give another folder") from None
+            except BaseException:
+                file.unlink(missing_ok=True)
+                raise
+            found.append(file)
+        return found
 
     def follow(self) -> Iterator[StreamEvent]:
         """Yield (kind, data) as data arrives; the kinds are "job", "logs", "events", and last "end"."""

@@ -74,7 +74,9 @@ class DriverView:
 class Drivers:
     """Find, start, stop and kill the drivers of the jobs in `jobs_dir`, in the Ray cluster `place`."""
 
-    def __init__(self, place: RayHome, jobs_dir: Path) -> None:
+    def __init__(self, place: RayHome, jobs_dir: Path, warm: int = 0) -> None:
+        """Prepare. `warm` is the number of processes to keep warm: see `rayps.cluster.warm`."""
+        self._warm = warm
         self.cluster: Actors | None = None  # the cluster that the last `view` joined
         self.join_count = 0  # number of times that a cluster was joined
         self._place = place
@@ -103,6 +105,8 @@ class Drivers:
             if handle is not None:
                 self._handles[job_id] = handle
                 living.add(job_id)
+        if self._warm:
+            cluster.keep_warm(self._warm)
         return DriverView(frozenset(living), cluster.free(), cluster.total())
 
     def start(self, job: JobRecord, start: Start) -> None:
@@ -125,6 +129,7 @@ class Drivers:
                 detached=True,
                 here=True,
                 cpus=0.0,
+                warm=True,
             )
             passing("launch: started, not noted")
         finally:

@@ -6,6 +6,7 @@ scalars that YAML 1.1 and 1.2 read differently.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
 import re
@@ -17,7 +18,8 @@ from typing import Any
 import yaml
 
 from rayps.core.errors import ConfigError
-from rayps.core.values import Keywords
+from rayps.core.requirements import read_requirements
+from rayps.core.values import JsonObject, Keywords
 from rayps.core.workload_name import misnamed
 from rayps.strategies.job import JobSpec
 
@@ -55,13 +57,38 @@ def read(path: Path, changes: Sequence[str] = ()) -> Keywords:
     for key in data:
         if key not in JobSpec.__dataclass_fields__:
             raise ConfigError(f"{path}: a job has no field {key!r}{_suggestion(str(key))}", field=str(key))
-    if "workload" not in data:
-        raise ConfigError(f"{path}: a job needs a workload, e.g. `workload: digits.py:Digits`", field="workload")
-    if isinstance(data["workload"], str) and (reason := misnamed(data["workload"])) is not None:
+    if data.get("workload") is None and data.get("run") is None:
+        raise ConfigError(
+            f"{path}: a job needs a workload, e.g. `workload: digits.py:Digits`, or `run: train.py:train_fn`",
+            field="workload",
+        )
+    if isinstance(data.get("workload"), str) and (reason := misnamed(data["workload"])) is not None:
         raise ConfigError(f"{path}: {reason}", field="workload")
     if isinstance(data.get("working_dir"), str):
         data["working_dir"] = str((path.parent / data["working_dir"]).resolve())
+    if isinstance(data.get("requirements"), str):
+        data["requirements"] = read_requirements(path.parent / data["requirements"])
     return data
+
+
+def changed(fields: Keywords, changes: Sequence[str]) -> Keywords:
+    """Return a job's fields with `key=value` changes applied. Raises ConfigError if a change or a field is wrong."""
+    found = copy.deepcopy(fields)
+    for change in changes:
+        _apply_change(found, change)
+    for key in found:
+        if key not in JobSpec.__dataclass_fields__:
+            raise ConfigError(f"a job has no field {key!r}{_suggestion(str(key))}", field=str(key))
+    return found
+
+
+def of_function(target: str, changes: Sequence[str] = ()) -> Keywords:
+    """Return the fields of a job that runs the function `target`, with `key=value` changes.
+
+    Raises:
+        ConfigError: a change is invalid, or sets a field that a job does not have.
+    """
+    return changed({"run": target}, changes)
 
 
 def _read_text(path: Path) -> str:
@@ -83,6 +110,23 @@ def _read_text(path: Path) -> str:
     if len(text) > MOST_BYTES:
         raise ConfigError(f"{path} has more than {MOST_BYTES} bytes, the limit of a job file")
     return text
+
+
+def assignments(changes: Sequence[str]) -> JsonObject:
+    """Return the values that `NAME=VALUE` texts give to names. A value is YAML: 3, 0.1, true, null, [64, 32], or text.
+
+    Raises:
+        ConfigError: a text is not NAME=VALUE, its value is not valid YAML, or a name occurs twice.
+    """
+    found: JsonObject = {}
+    for change in changes:
+        name, equals, text = change.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"--set {change!r} should be NAME=VALUE, e.g. --set lr=0.3", field="set")
+        if name in found:
+            raise ConfigError(f"--set {name} was given twice: give one value", field="set")
+        found[name] = load(text, f"--set {name}")
+    return found
 
 
 def load(text: str, where: str) -> Any:

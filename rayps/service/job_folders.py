@@ -47,6 +47,7 @@ class JobRow(TypedDict, total=False):
     metrics: dict[str, float] | None
     checkpoint: str | None
     idempotency_key: str | None
+    sweep: str | None
 
 
 def write_row(folder: Path, row: JobRow, *, sync: bool = True) -> None:

@@ -84,6 +84,10 @@ class Child:
             raise ClusterError(f"there is no actor {name}")
         return handle.call(method, *args).result(timeout=CALL_SECONDS)
 
+    def do_keep_warm(self, wanted: int) -> None:
+        """Keep processes that wait for an actor."""
+        self._cluster.keep_warm(wanted)
+
     def do_free(self) -> Bundle:
         """Return the free resources."""
         return self._cluster.free()

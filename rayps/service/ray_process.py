@@ -140,6 +140,7 @@ class ClusterProcess:
         gang: Reservation | None = None,
         index: int | None = None,
         restarts: int = 0,
+        warm: bool = False,
         **kwargs: Any,
     ) -> NamedActor:
         """Start an actor, as `Actors.spawn` does. The actor must have a name, be detached, and use no reservation."""
@@ -154,6 +155,7 @@ class ClusterProcess:
             detached=True,
             here=here,
             restarts=restarts,
+            warm=warm,
             **kwargs,
         )
         return NamedActor(name, self)
@@ -177,6 +179,10 @@ class ClusterProcess:
         """Return a dict from host to its resources: the free ones with `free`, else all."""
         found: dict[str, Bundle] = self._do("hosts", free)
         return found
+
+    def keep_warm(self, wanted: int) -> None:
+        """Keep processes that wait for an actor: see `rayps.cluster.warm`."""
+        self._do("keep_warm", wanted)
 
     def kill(self, handle: ActorHandle) -> None:
         """End an actor at once."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TypedDict
 
 from rayps.core.records import Event, ProgressRecord
-from rayps.core.values import Json
+from rayps.core.values import Json, JsonObject
+from rayps.service.code_origin import CodeOrigin
 
 
 class SpecAnswer(TypedDict, total=False):
-    """A job's specification; the fields of `rayps.strategies.job.JobSpec`."""
+    """A job's specification; the fields of `rayps.strategies.job.JobSpec`. One of `workload` and `run` is null."""
 
-    workload: str
+    workload: str | None
     strategy: Json
     workers: int
     epochs: int | None
@@ -20,6 +21,8 @@ class SpecAnswer(TypedDict, total=False):
     resources: dict[str, float]
     working_dir: str | None
     checkpoint_every: int | None
+    evaluate_every: int | None
+    keep_checkpoints: int
     max_failures: int
     timeout: float
     resume: str | None
@@ -27,10 +30,19 @@ class SpecAnswer(TypedDict, total=False):
     server_group: str | None
     branch: str | None
     quota: dict[str, float] | None
+    start_from: Json
+    profile: bool
+    params: JsonObject
+    code: str | None
+    requirements: list[str] | None
+    run: str | None
 
 
 class JobAnswer(TypedDict):
-    """The service's answer about one job."""
+    """The service's answer about one job.
+
+    `params` has all parameters of the workload after the job has started; before, only those that were given.
+    """
 
     id: str
     name: str
@@ -45,6 +57,22 @@ class JobAnswer(TypedDict):
     metrics: dict[str, float] | None
     checkpoint: str | None
     stop_requested: bool
+    params: JsonObject
+    sweep: str | None
+
+
+class SweepAnswer(TypedDict):
+    """The answer about one sweep."""
+
+    name: str
+    jobs: list[JobAnswer]
+
+
+class CodeAnswer(TypedDict):
+    """A job's code: the SHA-256 of its archive, and where it comes from."""
+
+    code: str | None
+    origin: CodeOrigin | None
 
 
 class ClusterAnswer(TypedDict):

@@ -20,7 +20,11 @@ from rayps.service.plan import STALL_SECONDS
 
 SERVICE_LOCK = "service.lock"  # locked by the service of a state directory
 _MARKER_FILES = ("rayps.db", SERVICE_LOCK)  # one of these files marks the state directory of a rayps service
-_RAYPS_NAMES = re.compile(r"jobs|servers|backup\.json|lost\+found|\.?(token|clients|rayps\.db|ray[._]|service\.).*")
+_RAYPS_NAMES = re.compile(
+    r"jobs|servers|code|backup\.json|lost\+found|\.?(token|clients|rayps\.db|ray[._]|service\.).*"
+)
+
+_MOST_CODE_MB = 2000  # an archive is held in memory
 
 Value = str | int | float | Path | tuple[str, ...] | None  # the value of a setting
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -36,7 +40,9 @@ class Settings:
     address: str | None = None  # the address of a Ray cluster to join; None means that rayps runs its own Ray
     cpus: int = field(default_factory=lambda: max(LOCAL_CPUS, os.cpu_count() or 1))  # logical CPUs of rayps's own Ray
     idle: float = 600.0  # rayps's own Ray stops after this many seconds without activity of the service and of jobs
+    warm: int = 0  # processes that are started before a job needs them: see `rayps.cluster.warm`
     stall: float = STALL_SECONDS  # seconds that a starting or recovering job may show no progress
+    code_mb: float = 100.0  # most megabytes of the files of a working directory that is packed and uploaded
     allowed_hosts: tuple[str, ...] = ()  # names that a Host header may have, in addition to the loopback names
     url: str | None = None  # the service's address, for clients
     token: str | None = None  # the bearer token, for clients
@@ -73,6 +79,11 @@ class Settings:
     def jobs_dir(self) -> Path:
         """The folder that holds a folder per job."""
         return self.state_dir / "jobs"
+
+    @property
+    def code_bytes(self) -> int:
+        """The most bytes of the files of a packed working directory."""
+        return int(self.code_mb * 1_000_000)
 
     @property
     def servers_dir(self) -> Path:
@@ -164,6 +175,20 @@ def _count(name: str, text: str) -> int:
     return _whole(name, text, 1, 1_000_000)
 
 
+def _some(name: str, text: str) -> int:
+    return _whole(name, text, 0, 1000)
+
+
+def _megabytes(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= _MOST_CODE_MB:
+        raise ConfigError(f"{name} is {text!r}: give megabytes, above 0 and at most {_MOST_CODE_MB}", field=name)
+    return value
+
+
 def _seconds(name: str, text: str) -> float:
     try:
         value = float(text)
@@ -212,7 +237,9 @@ _READERS: dict[str, Callable[[str, str], Value]] = {
     "address": _cluster,
     "cpus": _count,
     "idle": _seconds,
+    "warm": _some,
     "stall": _seconds,
+    "code_mb": _megabytes,
     "allowed_hosts": _names,
     "url": _url,
     "token": _word,

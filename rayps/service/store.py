@@ -63,6 +63,7 @@ _jobs = sa.Table(
             "checkpoint": sa.Text,
             "idempotency_key": sa.String,
             "idempotency_hash": sa.String,
+            "sweep": sa.String,
         }.items()
     ],
 )
@@ -146,6 +147,7 @@ class JobRecord:
     finished_at: float | None
     metrics: dict[str, float] | None
     checkpoint: str | None
+    sweep: str | None = None  # name of the sweep to which the job belongs
 
 
 class Store:
@@ -224,40 +226,66 @@ class Store:
         Raises:
             ConfigError: the key was used for another job.
         """
+        records, created = await self.add_all([(spec, name)], key=key, now=now)
+        return records[0], created
+
+    async def add_all(
+        self,
+        jobs: Sequence[tuple[JobSpec, str]],
+        *,
+        sweep: str | None = None,
+        key: str | None = None,
+        now: float | None = None,
+    ) -> tuple[list[JobRecord], bool]:
+        """Add QUEUED jobs, given as specifications and names, all in one transaction; return their records and True.
+
+        `sweep`: the name of the sweep that the jobs are. If the idempotency key `key` was used before for equal jobs,
+        return the records of those that still exist and False.
+
+        Raises:
+            ConfigError: the key was used for other jobs.
+            Conflict: there is a sweep of that name.
+        """
         now = time.time() if now is None else now
-        text = json.dumps(spec.to_dict(), sort_keys=True)
-        digest = _sha256(text)
+        texts = [json.dumps(spec.to_dict(), sort_keys=True) for spec, _ in jobs]
+        digest = _sha256(texts[0] if sweep is None else json.dumps([sweep, *texts]))
+        ids: list[str] = []
         async with self.writing() as tx:
             if key is not None:
                 row = (await tx.execute(_jobs.select().where(_jobs.c.idempotency_key == key))).first()
                 if row is not None:
-                    if row.idempotency_hash != digest:
-                        raise ConfigError(
-                            f"the Idempotency-Key {key!r} was used for another job, {row.id}: use a new key",
-                            field="Idempotency-Key",
-                            job=row.id,
-                        )
-                    return _record(row), False
-            last = (await tx.execute(sa.select(sa.func.max(_jobs.c.id)))).scalar()
-            job_id = _new_id(now, last)
-            await tx.execute(
-                _jobs.insert().values(
-                    id=job_id,
-                    name=name,
-                    status=Status.QUEUED.value,
-                    spec=text,
-                    attempt=0,
-                    failures=0,
-                    interrupted=False,
-                    created_at=now,
-                    idempotency_key=key,
-                    idempotency_hash=digest,
+                    _check_same(row, digest, key)
+                    mine = _jobs.c.id == row.id if sweep is None else _jobs.c.sweep == sweep
+                    return [_record(each) for each in await tx.execute(_jobs.select().where(mine))], False
+            if sweep is not None and (await tx.execute(_jobs.select().where(_jobs.c.sweep == sweep))).first():
+                raise Conflict(
+                    f"there is a sweep {sweep!r} already: give another name, or delete its jobs",
+                    status=409,
+                    field="name",
                 )
-            )
-            await _add_event(tx, job_id, "queued", f"{name} was submitted", 0, now)
+            last = (await tx.execute(sa.select(sa.func.max(_jobs.c.id)))).scalar()
+            for (_, name), text in zip(jobs, texts, strict=True):
+                last = _new_id(now, last)
+                await tx.execute(
+                    _jobs.insert().values(
+                        id=last,
+                        name=name,
+                        status=Status.QUEUED.value,
+                        spec=text,
+                        attempt=0,
+                        failures=0,
+                        interrupted=False,
+                        created_at=now,
+                        idempotency_key=None if ids else key,  # of the first job, because keys are unique
+                        idempotency_hash=digest,
+                        sweep=sweep,
+                    )
+                )
+                await _add_event(tx, last, "queued", f"{name} was submitted", 0, now)
+                ids.append(last)
             passing("submit: written, not committed")
-        self._changed.add(job_id)
-        return await self.get(job_id), True
+        self._changed.update(ids)
+        return await self.get_many(ids), True
 
     async def get(self, job_id: str) -> JobRecord:
         """Return the job with this id.
@@ -293,14 +321,19 @@ class Store:
         return found[0]
 
     async def page(
-        self, *, status: Sequence[Status] = (), limit: int = 50, before: str | None = None
+        self, *, status: Sequence[Status] = (), limit: int = 50, before: str | None = None, sweep: str | None = None
     ) -> list[JobRecord]:
-        """List at most `limit` jobs, newest first. `before`: the last id of the previous page."""
+        """List at most `limit` jobs, newest first. `before`: the last id of the previous page.
+
+        With `sweep`, only the jobs of the sweep of this name.
+        """
         query = _jobs.select().order_by(_jobs.c.id.desc()).limit(limit)
         if status:
             query = query.where(_jobs.c.status.in_([s.value for s in status]))
         if before is not None:
             query = query.where(_jobs.c.id < before)
+        if sweep is not None:
+            query = query.where(_jobs.c.sweep == sweep)
         async with self.reading() as tx:
             return [_record(row) for row in await tx.execute(query)]
 
@@ -451,6 +484,13 @@ class Store:
         )
         async with self.reading() as tx:
             return [_record(row) for row in await tx.execute(query)]
+
+    async def code_in_use(self, code: str | None = None) -> set[str]:
+        """Return the archives that jobs need, by their SHA-256; with `code`, at most this one."""
+        archive = sa.func.json_extract(_jobs.c.spec, "$.code")
+        query = sa.select(archive).where(archive.is_not(None) if code is None else archive == code).distinct()
+        async with self.reading() as tx:
+            return {row[0] for row in await tx.execute(query)}
 
     async def json_row(self, job_id: str) -> JobRow:
         """Return a job's row as JSON data, as `restore_rows` expects it. Raises NotFound if there is no such job."""
@@ -603,6 +643,16 @@ def _record(row: sa.Row[Any]) -> JobRecord:
     facts["spec"] = JobSpec(**json.loads(row.spec))
     facts["metrics"] = None if row.metrics is None else json.loads(row.metrics)
     return JobRecord(**facts)
+
+
+def _check_same(row: sa.Row[Any], digest: str, key: str) -> None:
+    """Raise ConfigError if the jobs that were added with this idempotency key are others."""
+    if row.idempotency_hash != digest:
+        raise ConfigError(
+            f"the Idempotency-Key {key!r} was used for another job, {row.id}: use a new key",
+            field="Idempotency-Key",
+            job=row.id,
+        )
 
 
 def _new_id(now: float, last: str | None) -> str:

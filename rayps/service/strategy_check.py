@@ -5,35 +5,48 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
 from rayps.core.errors import ConfigError
 from rayps.core.strategy import Phase
 from rayps.core.topology import servers_of
-from rayps.core.values import Json
+from rayps.core.values import Json, JsonObject
 from rayps.service.ray_process import python_path
 from rayps.strategies.catalogue import StrategyDescription, StrategySpec, wire
 
 CHECK_SECONDS = 60.0  # seconds for the child to start, import the user's file (usually with torch) and answer
+PARAMS_SECONDS = 20.0  # the same for a workload whose parameters are checked; clients wait 30 s for an answer
 MOST_AT_ONCE = 2  # the most child processes at one time; further requests wait
 _CHECKS = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="rayps-strategy")
+log = logging.getLogger(__name__)
 
 
 class CheckRequest(TypedDict):
-    """A request to the child: check `strategy` for `workers`, or if `list` is true list the folder's strategies."""
+    """A request to the child, with the fields of one of three questions.
+
+    `strategy` and `workers`: check the strategy of a job. `list`: list the folder's strategies. `target`, `loop`,
+    `params` and `fields`: check the parameters of jobs.
+    """
 
     working_dir: str
     seconds: float  # seconds after which the child ends itself
     strategy: NotRequired[StrategySpec]
     workers: NotRequired[int]
     list: NotRequired[bool]
+    target: NotRequired[str]  # a workload, or a function
+    loop: NotRequired[bool]  # the target is a function with a loop of its own
+    params: NotRequired[list[JsonObject]]  # the parameters of each job with this target
+    fields: NotRequired[list[str]]  # names that no parameter of the target may have
 
 
 class BrokenFile(TypedDict):
@@ -59,13 +72,17 @@ class PhaseDict(TypedDict):
 
 
 class CheckAnswer(TypedDict, total=False):
-    """The child's answer: `strategy` and `phases` after a check, `found` and `broken` after a list, or `error`."""
+    """The child's answer: `strategy` and `phases` after a check, `found` and `broken` after a list, or `error`.
+
+    After a check of parameters, `refused` is the error of the first one that is refused, or None.
+    """
 
     strategy: Json
     phases: list[PhaseDict]
     found: list[StrategyDescription]
     broken: list[BrokenFile]
     error: CheckError
+    refused: CheckError | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +145,50 @@ def strategies_in(
     """
     answer = _run_child({"list": True, "working_dir": str(Path(working_dir).absolute()), "seconds": seconds})
     return answer["found"], answer["broken"]
+
+
+async def refuse_params_in_child(
+    target: str, working_dir: str, params: Sequence[JsonObject], fields: Sequence[str] = (), *, loop: bool = False
+) -> None:
+    """Call `refuse_params` in a thread, without blocking the event loop."""
+    check_params = partial(refuse_params, target, working_dir, params, fields, loop=loop)
+    await asyncio.get_running_loop().run_in_executor(_CHECKS, check_params)
+
+
+def refuse_params(
+    target: str,
+    working_dir: str,
+    params: Sequence[JsonObject],
+    fields: Sequence[str] = (),
+    *,
+    loop: bool = False,
+    seconds: float | None = None,
+) -> None:
+    """Check the parameters of jobs with this workload against its class, in a child process.
+
+    With `loop`, the target is a function, and its arguments are checked. If the target cannot be imported here within
+    `seconds`, nothing is refused: the job's driver checks again, on the machine where the target's packages are.
+
+    Raises:
+        ConfigError: a parameter is unknown or has a value of another type, or a parameter has a name of `fields`.
+    """
+    try:
+        answer = _run_child(
+            {
+                "target": target,
+                "loop": loop,
+                "params": list(params),
+                "fields": list(fields),
+                "working_dir": working_dir,
+                "seconds": PARAMS_SECONDS if seconds is None else seconds,
+            }
+        )
+    except (ConfigError, OSError) as error:
+        log.info("the parameters of %s are checked by the driver: %s", target, error)
+        return
+    refused = answer.get("refused")
+    if refused is not None:
+        raise ConfigError(refused["message"], field=refused["field"])
 
 
 def _run_child(request: CheckRequest) -> CheckAnswer:

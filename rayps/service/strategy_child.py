@@ -3,10 +3,10 @@
     python -P -m rayps.service.strategy_child < request.json > answer.json
 
 The request is an object with `working_dir`, `seconds`, and either `strategy` and `workers` of a job to check, or
-`list`: true to list the folder's strategies. The answer to a check has `strategy` (in wire form) and `phases`. The
-answer to a list has `found` and `broken`. After an error the answer has only `error` (message and field). The parent
-process (`rayps.service.strategy_check`) kills this process at a deadline. If the parent has ended, this process ends
-itself after `seconds`.
+`list`: true to list the folder's strategies, or `target` and `params` to check parameters. The answer to a check has
+`strategy` (in wire form) and `phases`. The answer to a list has `found` and `broken`. After an error the answer has
+only `error` (message and field). The parent process (`rayps.service.strategy_check`) kills this process at a deadline.
+If the parent has ended, this process ends itself after `seconds`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,19 @@ import faulthandler
 import json
 import os
 import sys
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
 from rayps.core.errors import ConfigError, RaypsError, WorkloadError
+from rayps.core.values import JsonObject
+from rayps.runtime.own_loop import named
 from rayps.service import strategy_check
 from rayps.service.strategy_check import BrokenFile, CheckAnswer, CheckRequest, PhaseDict
+from rayps.service.sweep import ambiguous
 from rayps.strategies.base import Strategy
 from rayps.strategies.catalogue import FINDER, StrategyDescription, described, parse
+from rayps.workload import parameters
 
 
 def main() -> None:
@@ -33,12 +39,51 @@ def main() -> None:
     faulthandler.dump_traceback_later(request["seconds"], exit=True)  # ends this process even if the service has ended
     try:
         os.chdir(request["working_dir"])
-        answer: CheckAnswer = listed(request) if request.get("list") else checked(request)
+        answer = _answer(request)
     except RaypsError as error:
         answer = {"error": {"message": error.message, "field": error.data.get("field", "strategy")}}
     answers.write(json.dumps(answer))
     answers.flush()
     os._exit(0)  # do not wait for threads that the user's file has started
+
+
+def _answer(request: CheckRequest) -> CheckAnswer:
+    if "target" in request:
+        return checked_params(request)
+    return listed(request) if request.get("list") else checked(request)
+
+
+def checked_params(request: CheckRequest) -> CheckAnswer:
+    """Return the refusal of the first parameter that the workload or the function does not have, or not of this type.
+
+    Raises:
+        WorkloadError: the target cannot be imported.
+    """
+    known, check = _of_function(request) if request.get("loop") else _of_workload(request)
+    try:
+        for name in request.get("fields", []):
+            if name in known:
+                raise ambiguous(name)
+        for given in request.get("params", []):
+            check(given)
+    except ConfigError as error:
+        return {"refused": {"message": error.message, "field": error.data["field"]}}
+    return {"refused": None}
+
+
+def _of_workload(request: CheckRequest) -> tuple[Collection[str], Callable[[JsonObject], object]]:
+    """Return the names of the workload's parameters, and the check of given ones."""
+    from rayps.workload.base import FINDER as WORKLOADS
+    from rayps.workload.base import Workload
+
+    kind = WORKLOADS.find(request["target"], request["working_dir"], Workload)
+    return parameters.declared(kind), partial(parameters.checked, kind)
+
+
+def _of_function(request: CheckRequest) -> tuple[Collection[str], Callable[[JsonObject], object]]:
+    """Return the names of the function's arguments, and the check of given ones."""
+    function = named.load(request["target"], request["working_dir"])
+    return named.known(function), partial(named.arguments, function)
 
 
 def checked(request: CheckRequest) -> CheckAnswer:

@@ -79,6 +79,11 @@ class Strategy:
         return loop_of(self.topology)
 
     @property
+    def needs_end(self) -> bool:
+        """Whether the rounds depend on the number of rounds of the phase, which must be known before they start."""
+        return False
+
+    @property
     def tables(self) -> Strategy | None:
         """The strategy whose servers hold the model's sparse tables; None if a model with tables cannot be trained."""
         servers = servers_of(self)

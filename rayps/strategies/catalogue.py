@@ -21,9 +21,8 @@ from rayps.core.phase_rounds import phase_ends
 from rayps.core.replica import Pipeline, Replica, TensorParallel
 from rayps.core.spelling import near
 from rayps.core.strategy import Phase, ShardView, StrategyView, WorkerView
-from rayps.core.strategy_families import SERVER_STEPS, SYNC_GRADIENTS
+from rayps.core.strategy_families import LOCAL_UPDATES, SERVER_STEPS, SYNC_GRADIENTS
 from rayps.core.text import form, scalar
-from rayps.core.topology import servers_of
 from rayps.core.user_module import Finder, broken
 from rayps.core.values import Json, JsonObject, Keywords, is_json
 from rayps.federated.population.attack_spec import attack_with
@@ -164,6 +163,10 @@ def _items(given: StrategySpec) -> list[StrategySpec]:
     return list(given)
 
 
+_IN_LOOPS = "all_reduce, parameter_server, downpour, local_sgd and diloco"
+_WITH_DATA = ("admm", "parallel_sgd")
+
+
 def parse_for_loop(given: StrategySpec) -> StrategyView:
     """Parse the strategy of a training loop that a user wrote (`rayps.wrap`).
 
@@ -178,12 +181,18 @@ def parse_for_loop(given: StrategySpec) -> StrategyView:
             field="strategy",
         )
     chosen = phases[0].strategy
-    topology, servers = chosen.topology, servers_of(chosen)
-    own = servers is not None and servers.own_copies
-    if topology.replica is not None or own or chosen.loop not in (SYNC_GRADIENTS, SERVER_STEPS):
+    topology = chosen.topology
+    if topology.replica is not None or chosen.loop not in (SYNC_GRADIENTS, SERVER_STEPS, LOCAL_UPDATES):
         what = chosen.name if topology.replica is None else f"{chosen.name} with a replica of several workers"
         raise ConfigError(
-            f"wrap cannot run {what}: use rayps.train, which runs the training loop itself", field="strategy"
+            f"wrap cannot run {what}: use rayps.train, which runs the training loop itself, or one of {_IN_LOOPS}",
+            field="strategy",
+        )
+    if chosen.name in _WITH_DATA:
+        raise ConfigError(
+            f"wrap cannot run {chosen.name}, which needs the data or the end of the run, and a loop of your own has "
+            f"both: use rayps.train, or one of {_IN_LOOPS}",
+            field="strategy",
         )
     return chosen
 

@@ -77,6 +77,11 @@ class DiLoCo(Strategy):
         """Workers average their changes of the parameters around the ring, at each outer step."""
         return Peers(compression=self.compression)
 
+    @property
+    def needs_end(self) -> bool:
+        """Whether an outer step arrives after its period, and the last one must be awaited at the end."""
+        return self.overlap > 0
+
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
         """Return the cost per step of the mean of the parameters at each outer step."""
         return traffic.periodic_mean(grid, sizes, self.compression, self.period, moments=self.momentum == "average")

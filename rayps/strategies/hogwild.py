@@ -45,6 +45,7 @@ class Hogwild(Strategy):
     def begin(self, w: WorkerView) -> None:
         """Wait until every worker has called this method. The vector then has its initial values."""
         w.memory["others"] = w.ring.progress()
+        w.memory["others"].reach(w.position)  # a run may begin in the middle, or at its end only to be evaluated
 
     def round(self, w: WorkerView) -> None:
         """Apply x <- x - step(g) to the vector in shared memory."""

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict, dataclass, field
 from typing import Self, TypeGuard
 
+from rayps.core.code_archive import is_hash
 from rayps.core.errors import ConfigError
+from rayps.core.requirements import refused_requirement
 from rayps.core.values import Json, JsonObject, Keywords
+from rayps.core.warm_start import StartFrom
+from rayps.core.workload_name import misnamed_function
 from rayps.strategies.catalogue import StrategySpec, parse
+
+MOST_PARAMS = 1000  # values of `params`
+MOST_PARAMS_BYTES = 100_000  # of all values as JSON
 
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """A job as it was submitted.
+    """A job as it was submitted: of a `workload`, or `run`, of a user's own loop; exactly one of the two.
 
     `strategy` is in wire form: `{"name": ..., option: ...}`, or a list of `{"epochs": n, "strategy": {...}}` (the last
     may leave `epochs` out) for a strategy that changes during the run.
     """
 
-    workload: str
+    workload: str = ""  # "file.py:Class"
     strategy: StrategySpec = field(default_factory=lambda: {"name": "all_reduce"})
     workers: int = 1
     epochs: int | None = None
@@ -35,6 +43,20 @@ class JobSpec:
     server_group: str | None = None  # name of a server group of the cluster; None if the job starts its own servers
     branch: str | None = None  # name of another job's space on that group; this job starts with its parameters
     quota: dict[str, float] | None = None  # the job's limits on that group: "bytes", and "operations" per second
+    start_from: str | JsonObject | None = None  # files with the first parameters: see `rayps.core.warm_start`
+    profile: bool = False  # whether each worker writes a trace of a few steps into the job's folder
+    # values of the workload's parameters, or of the loop's arguments, by name; types are checked when it is imported
+    params: JsonObject = field(default_factory=dict)
+    evaluate_every: int | None = None  # rounds between two evaluations; None: an evaluation after each epoch
+    keep_checkpoints: int = 2  # the number of newest checkpoints that are kept
+    code: str | None = None  # the SHA-256 of the uploaded archive of the working directory
+    requirements: list[str] | None = None  # lines of a requirements file, which pip installs for the job's processes
+    run: str | None = None  # "file.py:train_fn": a function with a loop of its own, which rayps calls on each worker
+
+    @property
+    def target(self) -> str:
+        """The name of the job's code: of its workload, or of its function."""
+        return self.workload if self.run is None else self.run
 
     def check(self) -> Self:
         """Refuse a job that can never run.
@@ -43,7 +65,7 @@ class JobSpec:
             ConfigError: a field is invalid. The error names the field, its value and what is expected.
         """
         _positive("workers", self.workers)
-        for field_name in ("epochs", "steps", "checkpoint_every"):
+        for field_name in ("epochs", "steps", "checkpoint_every", "evaluate_every", "keep_checkpoints"):
             value = getattr(self, field_name)
             if value is not None:
                 _positive(field_name, value)
@@ -51,7 +73,9 @@ class JobSpec:
             raise ConfigError(
                 f"epochs is {self.epochs} and steps is {self.steps}: give only one of them", field="epochs"
             )
-        if not isinstance(self.workload, str) or ":" not in self.workload:
+        if self.run is not None:
+            self._check_loop(self.run)
+        elif not isinstance(self.workload, str) or ":" not in self.workload:
             raise ConfigError(
                 f"workload {self.workload!r} should name a module or file and a class: 'digits:Digits' "
                 "or 'examples/digits.py:Digits'",
@@ -66,9 +90,31 @@ class JobSpec:
         if not _number(self.timeout) or not 0 < self.timeout < math.inf:
             raise ConfigError(f"timeout is {self.timeout!r}: give a finite number of seconds above 0", field="timeout")
         self._check_resources()
+        self._check_params()
         self._check_group()
+        self._check_start()
+        self._check_code()
         self._check_layout()
         return self
+
+    def _check_loop(self, target: str) -> None:
+        """Check the fields of a job that runs a function; its loop decides about the others."""
+        if self.workload:
+            raise ConfigError(
+                f"workload is {self.workload!r} and run is {target!r}: give one of the two: run is for a function with "
+                "a loop of its own",
+                field="run",
+            )
+        reason = misnamed_function(target) if isinstance(target, str) else f"run is {target!r}: give 'file.py:train_fn'"
+        if reason is not None:
+            raise ConfigError(reason, field="run")
+        for name in ("epochs", "steps", "checkpoint_every", "server_group"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}, and the loop of {target} decides about it: leave {name} out, "
+                    f"or make it an argument of the function and give it in params",
+                    field=name,
+                )
 
     def _check_layout(self) -> None:
         try:
@@ -81,6 +127,20 @@ class JobSpec:
             except ConfigError as error:
                 which = f"strategy {number} of {len(phases)}: " if len(phases) > 1 else ""
                 raise ConfigError(f"{which}{error.message}", **error.data) from None
+
+    def _check_start(self) -> None:
+        if not isinstance(self.profile, bool):
+            raise ConfigError(f"profile is {self.profile!r}: give true or false", field="profile")
+        if self.start_from is None:
+            return
+        StartFrom.parse(self.start_from)
+        for name in ("resume", "branch"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"start_from and {name} were both given: a job starts either with the parameters of a file, or "
+                    f"with the state that {name} names; give one of them",
+                    field="start_from",
+                )
 
     def _check_group(self) -> None:
         for name in ("server_group", "branch"):
@@ -104,6 +164,42 @@ class JobSpec:
                 field="quota",
             )
 
+    def _check_params(self) -> None:
+        if not isinstance(self.params, dict):
+            raise ConfigError(f'params is {self.params!r}: give names with values, e.g. {{"lr": 0.1}}', field="params")
+        for name, value in self.params.items():
+            if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
+                raise ConfigError(
+                    f"params has the name {name!r}: give names of the workload's fields, such as lr", field="params"
+                )
+            if not _is_parameter_value(value):
+                raise ConfigError(
+                    f"params.{name} is {value!r}: give a finite number, text, true, false, null, or a list of these",
+                    field=f"params.{name}",
+                )
+        if len(self.params) > MOST_PARAMS or len(json.dumps(self.params)) > MOST_PARAMS_BYTES:
+            raise ConfigError(
+                f"params has {len(self.params)} values in {len(json.dumps(self.params))} bytes of JSON: give at most "
+                f"{MOST_PARAMS} in {MOST_PARAMS_BYTES} bytes, and read larger tables from a file",
+                field="params",
+            )
+
+    def _check_code(self) -> None:
+        if self.code is not None and not (isinstance(self.code, str) and is_hash(self.code)):
+            raise ConfigError(
+                f"code is {self.code!r:.100}: give the SHA-256 of an uploaded archive, 64 digits from 0 to f",
+                field="code",
+            )
+        lines = [] if self.requirements is None else self.requirements
+        if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+            raise ConfigError(
+                f"requirements is {lines!r:.100}: give a list of lines such as ['einops==0.8.1']", field="requirements"
+            )
+        for line in lines:
+            why = refused_requirement(line)
+            if why is not None:
+                raise ConfigError(f"requirements has {line!r:.200}: {why}", field="requirements")
+
     def _check_resources(self) -> None:
         if not isinstance(self.resources, dict):
             raise ConfigError(f'resources is {self.resources!r}: give e.g. {{"cpu": 1}}', field="resources")
@@ -123,15 +219,27 @@ class JobSpec:
         """Build a spec from JSON-ready data.
 
         Raises:
-            ConfigError: `data` has an unknown field, or no workload.
+            ConfigError: `data` has an unknown field, or neither a workload nor a function to run.
         """
         known = set(cls.__dataclass_fields__)
         for key in data:
             if key not in known:
                 raise ConfigError(f"a job has no field {key!r}: the fields are {', '.join(sorted(known))}", field=key)
-        if "workload" not in data:
-            raise ConfigError("a job needs a workload: 'module:Class' or 'file.py:Class'", field="workload")
-        return cls(**data).check()
+        given = {key: value for key, value in data.items() if key != "workload" or value is not None}
+        if "workload" not in given and given.get("run") is None:
+            raise ConfigError(
+                "a job needs a workload: 'module:Class' or 'file.py:Class'; or run: 'file.py:train_fn'",
+                field="workload",
+            )
+        return cls(**given).check()
+
+
+def _is_parameter_value(value: Json) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_parameter_value(each) for each in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, (bool, int, str))
 
 
 def _whole(value: Json) -> TypeGuard[int]:

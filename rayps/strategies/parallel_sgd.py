@@ -76,6 +76,11 @@ class ParallelSGD(Strategy):
         """Workers merge their parameters around the ring, at the end of each part."""
         return Peers(compression=self.compression)
 
+    @property
+    def needs_end(self) -> bool:
+        """True: the rounds of a phase are divided into parts."""
+        return True
+
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
         """Return the cost per step of the mean of the parameters at each merge."""
         return traffic.periodic_mean(grid, sizes, self.compression, None, moments=self.momentum == "average")

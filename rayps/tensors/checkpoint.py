@@ -43,6 +43,7 @@ VERSION = 1
 MANIFEST = "manifest.json"
 Meta: TypeAlias = dict[str, Any]  # JSON data of a checkpoint: each entry is read by the module that wrote it
 TABLES = "tables"
+FROZEN = "frozen"  # prefix of parameters that the run never changes, and the name of their hash in `meta`
 
 _log = logging.getLogger(__name__)
 _STEP = re.compile(r"step-(\d{8,})")
@@ -110,7 +111,7 @@ def save(
     draft = folder / f"{final.name}.tmp-{uuid.uuid4().hex}"
     try:
         draft.mkdir(parents=True)
-        _write(draft, step, state, write_tables(draft / TABLES) if write_tables is not None else [])
+        _write(draft, step, state, write_tables(draft / TABLES) if write_tables is not None else [], _steps(folder))
         if final.exists():
             final.rename(folder / f"{final.name}.tmp-{uuid.uuid4().hex}")
         draft.rename(final)
@@ -127,10 +128,14 @@ def save(
     return final
 
 
-def _write(draft: Path, step: int, state: SavedState, table_files: list[Path]) -> None:
+def _write(draft: Path, step: int, state: SavedState, table_files: list[Path], earlier: list[Path]) -> None:
     files: dict[str, _FileFacts] = {}
     for prefix, tensors in sorted(_by_prefix(state.tensors).items()):
         path = draft / f"{prefix}.safetensors"
+        linked = _linked(path, state, earlier) if prefix == FROZEN else None
+        if linked is not None:
+            files[path.name] = linked
+            continue
         plain = _plain(tensors)
         safetensors.torch.save_file(plain, path)
         _sync(path)
@@ -154,6 +159,22 @@ def _write(draft: Path, step: int, state: SavedState, table_files: list[Path]) -
         file.flush()
         os.fsync(file.fileno())
     _sync(draft)
+
+
+def _linked(path: Path, state: SavedState, earlier: list[Path]) -> _FileFacts | None:
+    """Link `path` to the file of an earlier checkpoint with the same frozen parameters. Return None if there is none.
+
+    Both checkpoints are whole: a file exists as long as one of its links does.
+    """
+    for other in earlier:
+        try:
+            manifest = _manifest(other)
+            if manifest["meta"].get(FROZEN) == state.meta.get(FROZEN) and path.name in manifest["files"]:
+                os.link(other / path.name, path)
+                return manifest["files"][path.name]
+        except (CheckpointError, OSError):
+            continue
+    return None
 
 
 def _file_facts(path: Path) -> _FileFacts:
@@ -207,6 +228,46 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def keep(folder: str | Path, step: int, name: str, other: Path | None = None) -> Path | None:
+    """Keep the checkpoint of `step` in the subfolder `name`, in place of other checkpoints there. Return its path.
+
+    Its files are linked, or copied where links are not possible, so that it stays when `save` removes old checkpoints.
+    If `folder` has no checkpoint of this step, the one at `other` is taken. Return None if there is none.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be linked or copied.
+    """
+    folder = Path(folder)
+    final = folder / name / f"step-{step:08d}"
+    mine = folder / final.name
+    if final.is_dir() and (not mine.is_dir() or (mine / MANIFEST).read_bytes() == (final / MANIFEST).read_bytes()):
+        return final
+    source = next((path for path in (mine, other) if path is not None and path.is_dir()), None)
+    if source is None:
+        return None
+    draft = folder / name / f"{final.name}.tmp-{uuid.uuid4().hex}"
+    try:
+        shutil.copytree(source, draft, copy_function=_link)
+        if final.exists():
+            final.rename(draft.with_name(f"{final.name}.tmp-{uuid.uuid4().hex}"))
+        draft.rename(final)
+        _sync(final.parent)
+    except (OSError, shutil.Error) as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise CheckpointError(f"cannot keep the checkpoint {source} as {final}: {error}", path=str(final)) from error
+    for path in [*(folder / name).glob("step-*.tmp-*"), *(path for path in _steps(folder / name) if path != final)]:
+        shutil.rmtree(path, ignore_errors=True)
+    return final
+
+
+def _link(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)
+    return target
 
 
 # ---------------------------------------------------------------------------------------------- read

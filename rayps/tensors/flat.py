@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rayps.core.errors import ConfigError, WorkloadError
+from rayps.tensors.named_parameters import NamedParameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,11 @@ class Layout:
     def size(self) -> int:
         """The number of elements of the vector."""
         return self.entries[-1].hi if self.entries else 0
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters, in order."""
+        return [entry.name for entry in self.entries]
 
     def pieces(self, lo: int, hi: int) -> list[Entry]:
         """Cut the range [lo, hi) at the borders of parameters; return one entry with a flat shape for each part."""
@@ -115,6 +121,7 @@ class FlatModel:
         else:
             self.layout = part[0]
             self._params = [(entry.name, p) for entry, p in zip(part[0].entries, part[1], strict=True)]
+        self._parameters = NamedParameters((p for _, p in self._params), (name for name, _ in self._params))
         device = self._params[0][1].device if self._params else torch.device("cpu")
         self._shared = home is not None
         if home is None:
@@ -140,9 +147,9 @@ class FlatModel:
             p.grad = view  # zeros; pages that are never written take no memory
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The trained parameters, in the model's order."""
-        return [p for _, p in self._params]
+    def parameters(self) -> NamedParameters:
+        """The trained parameters with their names, in the model's order."""
+        return self._parameters
 
     def zero_grad(self) -> None:
         """Zero the gradient vector and make every `.grad` a view of it again."""

@@ -22,6 +22,7 @@ from rayps.core.errors import WorkloadError
 from rayps.core.user_code import user_code
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
+from rayps.tensors.named_parameters import factory_of
 from rayps.tensors.optim import Factory, Group, StateValue
 
 
@@ -91,8 +92,8 @@ def recipe_of(workload: Trainable) -> Factory:
         raise WorkloadError(f"schedule_every is {workload.schedule_every!r}: give 'step' or 'epoch'")
     method = getattr(workload.schedule, "__func__", workload.schedule)
     if getattr(method, "is_none", False):
-        return workload.optimizer
-    return Recipe(workload.optimizer, workload.schedule, workload.schedule_every)
+        return factory_of(workload.optimizer)
+    return Recipe(factory_of(workload.optimizer), workload.schedule, workload.schedule_every)
 
 
 def within(factory: Factory, change: Callable[[Factory], Factory]) -> Factory:

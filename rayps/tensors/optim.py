@@ -19,7 +19,9 @@ from rayps.core.errors import WorkloadError
 from rayps.core.user_code import user_code
 from rayps.core.values import Json, JsonObject
 from rayps.tensors.flat import Entry, Layout
+from rayps.tensors.named_parameters import NamedParameters
 from rayps.tensors.torch_compat import spare_compiler
+from rayps.tensors.user_loss import OWN_LOOP_WAY
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
 _STATE = "optim/"  # prefix of the names of an optimizer's tensors in a checkpoint
@@ -295,8 +297,11 @@ def made(factory: Factory, params: list[nn.Parameter]) -> Optimizer:
     with user_code("optimizer"):
         optimizer = factory(params)
     if not isinstance(optimizer, Optimizer):
+        held = optimizer.values() if isinstance(optimizer, Mapping) else optimizer
+        several = isinstance(held, Iterable) and any(isinstance(one, Optimizer) for one in held)
         raise WorkloadError(
             f"optimizer(params) returned {type(optimizer).__name__}: return a torch.optim.Optimizer over params"
+            + (f"\n{OWN_LOOP_WAY}" if several else "")
         )
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise WorkloadError(
@@ -322,7 +327,7 @@ def build(factory: Factory, layout: Layout) -> Optimizer:
         WorkloadError: the user's code failed, or did not return an optimizer.
     """
     stand_ins = [nn.Parameter(torch.zeros((), dtype=layout.dtype).expand(entry.shape)) for entry in layout.entries]
-    optimizer = made(factory, stand_ins)
+    optimizer = made(factory, NamedParameters(stand_ins, layout.names))
     optimizer.rayps_order = {id(p): i for i, p in enumerate(stand_ins)}  # type: ignore[attr-defined]
     return optimizer
 
@@ -507,7 +512,7 @@ def _probe(layout: Layout) -> Layout:
 def _step_whole(factory: Factory, layout: Layout, start: Tensor, grads: list[Tensor]) -> Tensor:
     vector = start.clone()
     params = [nn.Parameter(vector[e.lo : e.hi].view(e.shape)) for e in layout.entries]
-    optimizer = factory(params)
+    optimizer = factory(NamedParameters(params, layout.names))
     for grad in grads:
         for p, e in zip(params, layout.entries, strict=True):
             p.grad = grad[e.lo : e.hi].view(e.shape).clone()

@@ -5,6 +5,8 @@ position in the data and random state. `rayps.tensors.checkpoint` writes it to d
 
 Each worker has its own buffers (BatchNorm statistics) while it trains. Rank 0's buffers are evaluated, saved, returned,
 and copied to all workers when a run starts or restarts. Parameters that need no gradient are stored with the buffers.
+Those that no step has changed (`frozen`) are sent to each worker process once, and written to a folder of checkpoints
+once.
 
 Under the loop `local_updates`, `params` is the consensus (`Strategy.consensus`), and `own` contains the state from
 which each worker continues.
@@ -12,20 +14,26 @@ which each worker continues.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from rayps.core.errors import CheckpointError
-from rayps.core.phase_rounds import Calendar, PhaseSpan
+from rayps.core.phase_rounds import OPEN, Calendar, PhaseSpan
 from rayps.core.records import Point, RingTable
 from rayps.core.repeated_pushes import Ledger, union
+from rayps.core.values import JsonObject
+from rayps.tensors import weight_average
 from rayps.tensors.checkpoint import SavedState
 from rayps.tensors.flat import Layout
 from rayps.tensors.local_state import LocalState, below
+from rayps.tensors.loss_scale import KEY, skipped_by_all
 from rayps.tensors.optim import Moments, ParamState, by_name, moments_of
+from rayps.tensors.weight_average import Average
 
 _RETAINED = 2  # number of parts that are retained: the newest ones
 P = TypeVar("P")
@@ -60,6 +68,10 @@ class Snapshot:
     shared: dict[str, Tensor] = field(default_factory=dict)  # the strategy's state that is equal on all workers
     # for each phase that ended early by its stop rule: the planned and the actual round of its end
     ended: list[tuple[int, int]] = field(default_factory=list)
+    frozen: frozenset[str] = frozenset()  # the names in `buffers` of parameters that the run has never changed
+    frozen_hash: str = ""  # of the values of `frozen`; "" if there are none
+    # from where each worker continues in data without a length: see `rayps.worker.batches.Cursor`
+    cursors: dict[int, JsonObject] = field(default_factory=dict)
 
     @property
     def round(self) -> int:
@@ -85,6 +97,12 @@ class Snapshot:
         named = {e.name: self.params[e.lo : e.hi].view(e.shape).clone() for e in self.layout.entries}
         return named | {name: value.clone() for name, value in self.buffers.items()}
 
+    def averaged(self, average: Average | None) -> Snapshot:
+        """Return the snapshot with the workload's average in place of the parameters, if there is one by now."""
+        step = self.round - skipped_by_all(self.shared)
+        found = weight_average.averaged(average, self.shared, self.params, step)
+        return self if found is None else replace(self, params=found)
+
     def fill(self, model: nn.Module) -> nn.Module:
         """Copy parameters and buffers into a model of the same kind; return the model."""
         model.load_state_dict(self.state_dict(), strict=False)
@@ -95,7 +113,8 @@ class Snapshot:
         tensors: dict[str, Tensor] = {
             f"model/{e.name}": self.params[e.lo : e.hi].view(e.shape) for e in self.layout.entries
         }
-        tensors |= {f"buffer/{name}": value for name, value in self.buffers.items()}
+        for name, value in self.buffers.items():
+            tensors[f"{'frozen' if name in self.frozen else 'buffer'}/{name}"] = value
         tensors |= {f"rng/{rank}": value for rank, value in self.rng.items()}
         moments, numbers = by_name(self.moments)
         tensors |= moments | {f"shared/{name}": value for name, value in self.shared.items()}
@@ -113,7 +132,9 @@ class Snapshot:
             "columns": self.columns,
             "origin": list(self.origin),
             "ledgers": [[lo, hi, ledger.to_json()] for lo, hi, ledger in self.ledgers],
+            "frozen": self.frozen_hash,
             "apart": {"strategy": self.strategy, "numbers": own_numbers, "ended": self.ended},
+            "cursors": {str(rank): cursor for rank, cursor in self.cursors.items()},
             **facts,
         }
         return SavedState(tensors, meta)
@@ -125,12 +146,13 @@ class Snapshot:
         layout = Layout.of((name, state.tensors[f"model/{name}"]) for name in shapes)
         params = torch.cat([state.tensors[f"model/{name}"].reshape(-1) for name in shapes])
         apart = state.meta.get("apart", {})
+        frozen = below("frozen/", state.tensors)
         return cls(
             layout,
             params,
             moments_of(state.tensors, state.meta["optimizer_numbers"]),
             positions=list(state.meta["positions"]),
-            buffers={k.removeprefix("buffer/"): v for k, v in state.tensors.items() if k.startswith("buffer/")},
+            buffers=below("buffer/", state.tensors) | frozen,
             rng={int(k.removeprefix("rng/")): v for k, v in state.tensors.items() if k.startswith("rng/")},
             steps_per_epoch=state.meta["steps_per_epoch"],
             ring=state.meta.get("ring"),
@@ -145,6 +167,9 @@ class Snapshot:
             },
             shared=below("shared/", state.tensors),
             ended=[(planned, at) for planned, at in apart.get("ended", [])],
+            frozen=frozenset(frozen),
+            frozen_hash=state.meta.get("frozen", ""),
+            cursors={int(rank): cursor for rank, cursor in state.meta.get("cursors", {}).items()},
         )
 
     def check(self, layout: Layout) -> None:
@@ -161,6 +186,16 @@ class Snapshot:
                     f"checkpoint and {other.get(name)} in this model\ngive a checkpoint of this model, or start "
                     "without resume"
                 )
+
+    def without_frozen(self) -> Snapshot:
+        """Return the snapshot without the values of frozen parameters, for a worker that has them."""
+        return replace(self, buffers={name: value for name, value in self.buffers.items() if name not in self.frozen})
+
+    def thaw(self, changed: Collection[str]) -> None:
+        """Treat the parameters `changed` as buffers from now on, because a step has changed them."""
+        if self.frozen & set(changed):
+            self.frozen -= set(changed)
+            self.frozen_hash = hash_of({name: self.buffers[name] for name in self.frozen})
 
     def record_ring_choices(self, point: Point) -> None:
         """Record the rings' choices of algorithms if a worker's point contains them."""
@@ -186,6 +221,11 @@ class Snapshot:
         counts_alike = epoch * self.steps_per_epoch - began == span.epoch * span.steps - span.begin
         if not counts_alike or (len(self.positions), self.steps_per_epoch) != (span.replicas, span.steps):
             done = self.round - began
+            if self.steps_per_epoch >= OPEN:
+                raise CheckpointError(
+                    f"the checkpoint was written by {self._workers()} on data without a length, whose items depend on "
+                    f"the number of workers:\nresume with {self._workers()} and the same data, or start without resume"
+                )
             if len(set(self.positions)) != 1 or done % self.steps_per_epoch:
                 raise CheckpointError(
                     f"the checkpoint was written in the middle of an epoch by {self._workers()}:\n"
@@ -208,8 +248,9 @@ class Snapshot:
         If another strategy or another number of workers wrote the snapshot, each worker's own state is dropped. All
         workers then continue from the consensus.
         """
-        if self.strategy != strategy:
-            self.shared = {}
+        if self.strategy != strategy:  # the average of the weights and the loss scale are the job's, not the strategy's
+            scale = {KEY: self.shared[KEY]} if KEY in self.shared else {}
+            self.shared = weight_average.only(self.shared) | scale
         if self.strategy != strategy or len(self.own) != workers:
             self.own = {}
         self.strategy = strategy
@@ -221,13 +262,25 @@ class Snapshot:
         """
         if len(self.positions) != span.replicas:
             self.positions = [self.round] * span.replicas
-            self.ledgers, self.ring, self.rng = [], None, {}
+            self.ledgers, self.ring, self.rng, self.cursors = [], None, {}, {}
         if self.columns != span.columns:
             self.ring, self.rng = None, {}
         if span.columns == 1 and self.divided:  # the ledgers count the elements in another order
             held = [ledger for _, _, ledger in self.ledgers]
             self.ledgers, self.divided = ([(0, self.layout.size, union(held))] if held else []), ""
         self.columns, self.steps_per_epoch, self.origin = span.columns, span.steps, span.origin
+
+
+def hash_of(values: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of named tensors: their names, shapes, dtypes and bytes. It is "" if there are none."""
+    if not values:
+        return ""
+    digest = hashlib.sha256()
+    for name, value in sorted(values.items()):
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(plain.numpy().data)
+    return digest.hexdigest()
 
 
 def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:

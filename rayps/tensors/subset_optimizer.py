@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import within
+from rayps.tensors.named_parameters import NamedParameters
 from rayps.tensors.optim import Factory
 
 
@@ -41,7 +42,8 @@ class SubsetFactory:
             if entry.name not in given
         }
         all_of_them = given | others
-        optimizer = self.factory([all_of_them[entry.name] for entry in self.layout.entries])
+        names = self.layout.names
+        optimizer = self.factory(NamedParameters((all_of_them[name] for name in names), names))
         if not isinstance(optimizer, Optimizer):
             return optimizer  # `optim.made` refuses this result
         foreign = {id(p) for p in others.values()}

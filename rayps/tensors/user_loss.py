@@ -6,6 +6,12 @@ from torch import Tensor
 
 from rayps.core.errors import WorkloadError
 
+# what to do with several losses or several optimizers, for errors
+OWN_LOOP_WAY = (
+    "a workload has one loss and one optimizer (its groups may have different rates); for several, such as those of a "
+    "GAN, write the loop: rayps.run(train_fn), with a rayps.wrap(model, optimizer) for each pair, as in examples/gan.py"
+)
+
 
 def checked_loss(loss: object, *, trains: bool = True) -> Tensor:
     """Check a loss, and return it as a tensor with one number.
@@ -15,8 +21,10 @@ def checked_loss(loss: object, *, trains: bool = True) -> Tensor:
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        several = isinstance(loss, (list, tuple)) and sum(isinstance(one, Tensor) for one in loss) > 1
         raise WorkloadError(
-            f"loss(model, batch) returned {shape}: return one number as a tensor, the mean over the batch"
+            f"loss(model, batch) returned {shape}: return one number as a tensor, the mean over the batch, or a "
+            "pair (sum, weight)" + (f"\n{OWN_LOOP_WAY}" if several else "")
         )
     if trains and not loss.requires_grad:
         raise WorkloadError(

@@ -21,6 +21,7 @@ from rayps.comm.ring.bucketed_mean import SentBuckets, pieces
 from rayps.core.records import Event
 from rayps.tensors.finite import is_finite
 from rayps.tensors.flat import FlatModel, Gradient, Layout, dense
+from rayps.worker.step_flags import COUNT, StepFlags, with_flags
 
 AUTO_MB = 4.0
 HELD_ELEMENTS = 1 << 14  # gradients with fewer elements are copied, because this is faster than a call for each
@@ -33,20 +34,30 @@ class Buckets:
     gradient is taken from `.grad` as soon as autograd has computed it.
     """
 
-    def __init__(self, flat: FlatModel, ring: Ring, bucket_mb: float | None = None) -> None:
-        """Prepare buckets of `bucket_mb` times 10^6 bytes.
+    def __init__(
+        self,
+        flat: FlatModel,
+        ring: Ring,
+        bucket_mb: float | None = None,
+        flags: StepFlags | None = None,
+        *,
+        hooked: bool = True,
+    ) -> None:
+        """Prepare buckets of `bucket_mb` times 10^6 bytes. `flags` are exchanged by `finish`.
 
         If `bucket_mb` is 0, there is one bucket, which is sent after backward. If it is None, `chosen` decides.
+        `hooked`: gradients are taken when autograd has computed them; if False, the caller calls `take`.
         """
         self._flat, self._ring = flat, ring
+        self._flags = StepFlags() if flags is None else flags
         size, self._why = (bucket_mb, "as bucket_mb says") if bucket_mb is not None else chosen(flat, ring)
         self.early = size > 0
         self._buckets = cut(flat.layout, 1e6 * size or math.inf)
         self._bucket_of = {i: b for b, members in enumerate(self._buckets) for i in members}
         entries = flat.layout.entries
         spans = [slice(entries[members[-1]].lo, entries[members[0]].hi) for members in self._buckets]
-        self._pieces = pieces(ring, flat.packed[:-1], spans, len(entries) + 1)
-        self._active, self._samples = False, 0
+        self._pieces = pieces(ring, flat.packed[:-1], spans, len(entries) + 1 + COUNT)
+        self._active, self._adds, self._samples, self._factor = False, False, 0.0, 1.0
         self._arrivals: list[int] = []  # indices of the parameters, in the order in which their gradients arrived
         self._times = [0] * len(entries)  # the number of parts of each gradient in this round
         self._expected: list[int] | None = None  # the number of parts of each gradient in the round before
@@ -56,7 +67,7 @@ class Buckets:
         # a gradient that is not finite: its rank (-1 if only the sum over ranks is not finite), its parameter's name
         self.fault: tuple[int, str] | None = None
         self._ordered = not (self.early and len(self) > 1 and isinstance(self._pieces, SentBuckets))
-        for i, p in enumerate(flat.parameters):
+        for i, p in enumerate(flat.parameters if hooked else ()):
             p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
@@ -77,16 +88,25 @@ class Buckets:
         """The total number of seconds that the caller's thread has spent on communication."""
         return self._pieces.seconds
 
-    def begin(self, samples: int) -> None:
-        """Start a mean. `samples` is the number of this rank's samples."""
-        self._flat.drop_grad()
-        self._active, self._samples = True, samples
+    def begin(self, samples: float, factor: float = 1.0, *, adds: bool = False, drop: bool = True) -> None:
+        """Start a mean. `samples` is the number of this rank's samples, or the weight of its gradient.
+
+        Call it before the last backward of the step. If `adds`, `.grad` has the gradients of earlier backwards, which
+        are sent together with those of the last; else they are dropped, unless `drop` is false. Each gradient is
+        multiplied by `factor`.
+        """
+        self._adds = adds
+        if drop and not adds:
+            self._flat.drop_grad()
+        self._active, self._samples, self._factor = True, samples, factor
         self._times = [0] * len(self._times)
         self._arrivals.clear()
         self._sent.clear()
         self._late, self.fault = None, None
         if self.early and self._expected is not None:
-            self._missing = [sum(self._expected[i] > 0 for i in members) for members in self._buckets]
+            # a gradient that only an earlier backward has computed is sent at the end
+            pending = {i for i, p in enumerate(self._flat.parameters) if p.grad is not None} if adds else set()
+            self._missing = [sum(self._expected[i] > 0 or i in pending for i in members) for members in self._buckets]
         else:
             self._missing = [len(members) + 1 for members in self._buckets]  # no bucket is sent before the end
         self._pieces.begin(samples)
@@ -97,11 +117,15 @@ class Buckets:
         The mean is in the ring's memory, read-only, and valid until the next `begin`. Raises LinkError if a connection
         fails.
         """
+        for i, p in enumerate(self._flat.parameters if self._adds else ()):
+            self._add_gradient(i, p)
         self._active = False
         for b in [b for b in range(len(self)) if b not in self._sent]:
             self._send_bucket(b)
-        marks = torch.tensor([times > 0 for times in self._times] + [self._late is not None], dtype=torch.uint8)
+        marks = with_flags([*(times > 0 for times in self._times), self._late is not None], self._flags)
         mean = self._pieces.finish(marks)
+        self._flags.receive(marks[-COUNT:])
+        marks = marks[:-COUNT]
         if self._pieces.fault is not None:
             rank, at = self._pieces.fault
             self.fault = rank, next(e.name for e in self._flat.layout.entries if e.lo <= at < e.hi)
@@ -114,11 +138,17 @@ class Buckets:
         unused = [i for i, used in enumerate(marks[:-1].tolist()) if not used]
         return mean, unused
 
+    def take(self, i: int) -> None:
+        """Take a part of the gradient of parameter `i` from its `.grad`, which becomes None."""
+        self._add_gradient(i, self._flat.parameters[i])
+
     def _add_gradient(self, i: int, p: Tensor) -> None:
         """Take a part of the gradient of parameter `i` from `.grad`. Autograd calls this as a hook."""
         if not self._active or p.grad is None:
             return
         grad, p.grad = dense(p.grad), None
+        if self._factor != 1:
+            grad = grad.mul_(self._factor)
         bucket = self._bucket_of[i]
         late = bucket in self._sent
         if (late or not self._pieces.checks) and self.fault is None and not is_finite(grad):

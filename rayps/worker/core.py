@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 
 from rayps.core.errors import TrainingError
+from rayps.core.metrics import Total, Totals, add_totals
 from rayps.core.records import Event, Point
 from rayps.core.strategy import RoundMemory
+from rayps.core.strategy_families import ends_together
 from rayps.core.user_code import user_code
 from rayps.core.values import Json, JsonObject, Keywords
-from rayps.data import Batch, Data
+from rayps.data import Batch
 from rayps.data.base import Nested
 from rayps.tensors import optim
 from rayps.tensors.clip import NormClip
@@ -31,12 +33,16 @@ from rayps.tensors.finite import gradient_fault
 from rayps.tensors.flat import FlatModel, Gradient
 from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of
 from rayps.tensors.user_loss import checked_loss
+from rayps.worker.batches import BatchStream
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.loop_of_family import MODEL_SLICE, load
 from rayps.worker.plan import WorkerPlan
+from rayps.worker.step_scaling import StepScaling
+from rayps.workload.accumulate import Ready, StepLoss
 from rayps.workload.base import Workload
+from rayps.workload.compile_model import compile_model
 from rayps.workload.model import model_of
-from rayps.workload.model_part import ModelPart, Whole, number
+from rayps.workload.model_part import ModelPart, Whole
 
 if TYPE_CHECKING:
     from rayps.ps.tables.client import Tables
@@ -51,6 +57,8 @@ class Worker:
     `memory` is the strategy's state between its rounds. `shared` is the part of this state that is equal on all
     workers.
     """
+
+    synchronizes_batchnorm: ClassVar[bool] = False  # whether the family can synchronize BatchNorm layers
 
     def __init__(
         self,
@@ -77,6 +85,7 @@ class Worker:
         self.done, self.reason = False, ""  # whether the strategy has met its stop rule, and why
         self.tables: Tables | None = None  # the model's sparse tables on servers; None if it has none
         self.log = RoundLog()
+        self.scaling = StepScaling(workload.precision)
         self.batches = self._stream(workload)
         self.part: ModelPart = self._model_part(peers)
         self.flat = FlatModel(self.part.module, gradients, (self.part.layout, self.part.parameters), parameters)
@@ -98,7 +107,7 @@ class Worker:
 
     @property
     def position(self) -> int:
-        """The number of batches that this replica has taken since the start of the run."""
+        """The number of steps whose batch this replica has taken since the start of the run."""
         return self.batches.position
 
     @position.setter
@@ -140,16 +149,20 @@ class Worker:
         began = time.perf_counter()
         batch = self.batches.take(self.plan.end)
         self.meter.data += time.perf_counter() - began
+        self.log.add_events(self.batches.events())
         return batch.to(self.device) if self.device != "cpu" else batch
 
     def grad(self, batch: Batch) -> Gradient:
         """Return the gradient of the loss on `batch`, a vector [size]. For an empty batch it is zero, with 0 samples.
 
+        If `loss` returns pairs (sum, weight), the samples of the gradient are its weight. A gradient in fp16 that has
+        overflowed is zero, with 0 samples, and the next `step` does nothing.
+
         Raises:
             TrainingError: the loss or the gradient is not finite.
-            WorkloadError: the user's loss failed or is not a scalar.
+            WorkloadError: the user's loss failed or is neither a scalar nor a pair (sum, weight).
         """
-        return self._gradient(batch)[0]
+        return self._settled(self._gradient(batch)[0])
 
     def step(self, grad: Gradient | Tensor) -> None:
         """Apply a gradient with this worker's optimizer, clipped to the workload's `clip_norm`.
@@ -163,6 +176,8 @@ class Worker:
                 f"under {self.plan.strategy.name} servers step and workers have no optimizer: call w.server.push, not "
                 "w.step"
             )
+        if self.scaling.skips:
+            return
         with self.meter.computing():
             self.local.step(grad.vector if isinstance(grad, Gradient) else grad)
 
@@ -175,8 +190,8 @@ class Worker:
 
     def own_loss(self) -> float:
         """Return the mean loss of this worker's model over all of the evaluation data."""
-        total, count = evaluated(self, whole=True).get("loss", (math.nan, 1))
-        return total / count
+        result = evaluated(self, whole=True).get("loss", Total(math.nan, 1)).result
+        return math.nan if result is None else result
 
     # ---- reports
 
@@ -191,23 +206,72 @@ class Worker:
     # ---- for subclasses
 
     def _gradient(self, batch: Batch) -> tuple[Gradient, list[bool]]:
-        """Return the gradient as `grad` does, and for each parameter whether backward has computed a gradient."""
+        """Return the gradient as `grad` does, and for each parameter whether backward has computed a gradient.
+
+        If the gradient has overflowed in fp16, `scaling.overflow` is true, and the gradient is that of no sample.
+        """
         with self.meter.computing():
             self.flat.drop_grad()
             gradient = Gradient(self.flat.packed, batch.size)
+            self.scaling.overflow = False
             if batch.size:
-                gradient.loss = self._backward(batch)
+                found = self._backward(batch)
+                gradient.samples, gradient.loss = found.weight, math.nan if found.mean is None else found.mean
+                self._multiply_gradients(found.factor)
             used = [p.grad is not None for p in self.flat.parameters]
             self.flat.collect_grad()
-            if batch.size:
-                self._must_be_finite(self.plan.rank, gradient_fault(self.flat))
+            if gradient.samples:
+                fault = gradient_fault(self.flat)
+                if fault is not None and self.scaling.may_skip:
+                    self.scaling.overflow = True
+                    gradient.packed.zero_()
+                    gradient.samples = 0
+                else:
+                    self._must_be_finite(self.plan.rank, fault)
         return gradient, used
 
-    def _backward(self, batch: Batch) -> float:
-        value = self.part.backward(batch, self.position - 1, self._check)
-        if value is not None and self.part.reports:
-            self.meter.losses.append((value, batch.size))
-        return math.nan if value is None else value
+    def _backward(self, batch: Batch, ready: Ready | None = None) -> StepLoss:
+        factor = self.scaling.factor
+        found = self.part.backward(batch, self.position - 1, self._check, ready=ready, scale=factor)
+        self.batches.weight = found.weight
+        if found.mean is not None and self.part.reports:
+            self.meter.add_loss(found.mean, found.weight, batch.size)
+            add_totals(self.meter.totals, found.metrics)
+        return found
+
+    def _multiply_gradients(self, factor: float) -> None:
+        if factor == 1:
+            return
+        with torch.no_grad():
+            for p in self.flat.parameters:
+                if p.grad is not None:
+                    p.grad.mul_(factor)
+        if self.tables is not None:
+            self.tables.scale(factor)
+
+    def _settled(self, gradient: Gradient) -> Gradient:
+        """Return this worker's own gradient, after a decision about its step that concerns no other worker."""
+        overflow = self.scaling.overflow
+        if gradient.samples or overflow:
+            self._decide(overflow, all_ranks=False)
+        return gradient
+
+    def _decide(self, overflow: bool, *, all_ranks: bool) -> None:
+        """Skip the next step if `overflow`, and adapt the scale. If `all_ranks`, all ranks make this call together."""
+        scaling = self.scaling
+        if scaling.scale is None:
+            return
+        skips = scaling.decide(overflow, by_all=all_ranks or self.size == 1)
+        if all_ranks and self.rank:
+            return
+        self.meter.totals |= {"skipped": Total(int(skips), 1, "sum"), "loss_scale": Total(scaling.factor, 1, "min")}
+        if skips and scaling.skipped == 1:
+            who = "all workers skip" if all_ranks else f"worker-{self.plan.rank} skips"
+            message = (
+                f"{who} the step of round {self.position - 1}: a gradient in fp16 is not finite. The loss scale is now "
+                f"{scaling.factor:g}; such steps are counted in the metric `skipped`"
+            )
+            self.log.add_event("skipped", message, {"round": self.position - 1, "scale": scaling.factor})
 
     def _check(self, loss: Nested) -> float:
         at = self.position - 1
@@ -229,8 +293,11 @@ class Worker:
         with user_code("data"):
             rows = plan.strategy.rows
             data = rows.source(workload)
-            steps = rows.rounds(data, plan.grid.data)
-        return BatchStream(data, place, plan.seed, plan.origin, steps)
+            steps = rows.rounds(data, plan.grid.data, workload.accumulate)
+        found = BatchStream(data, place, plan.seed, plan.origin, steps, accumulate=workload.accumulate)
+        if found.pass_ is not None:
+            found.pass_.alone = not ends_together(plan.strategy.topology)
+        return found
 
     def _optimizer(self) -> LocalOptimizer:
         factory = self.part.factory(recipe_of(self.workload))
@@ -239,67 +306,14 @@ class Worker:
     def _model_part(self, peers: WorkerConnections) -> ModelPart:
         plan, workload = self.plan, self.workload
         if plan.division is None:
-            return Whole(workload, plan.strategy.split(model_of(workload).to(self.device), peers.ring))
+            model = plan.strategy.split(model_of(workload).to(self.device), peers.ring)
+            compile_model(model, workload.compile, self.device)
+            return Whole(workload, model)
         column = plan.grid.column(plan.rank)
         part: ModelPart = load(MODEL_SLICE)(
             workload, plan.division, column, peers.rings, seed=plan.seed, data=self.rank, device=self.device
         )
         return part
-
-
-# ---- data
-
-
-class BatchStream:
-    """The batches of one replica. `position` is the number of batches taken since the start of the run."""
-
-    def __init__(self, data: Data, place: tuple[int, int], seed: int, origin: tuple[int, int], steps: int) -> None:
-        """Iterate over `data` for replica `place` = (rank, size).
-
-        Epochs have `steps` batches, and are counted from `origin` = (round, epoch).
-        """
-        self.data, self.seed, self.origin, self.steps_per_epoch = data, seed, origin, steps
-        self.rank, self.size = place
-        self.position = 0
-        self.samples = 0  # samples of the last batch
-        self.ahead: Callable[[Batch], None] | None = None  # called with each batch one round before its own
-        self._batches: Iterator[Batch] = iter(())
-        self._epoch = -1
-        self._coming: Batch | None = None  # the next batch, if `ahead` was called with it
-
-    def epoch_of(self, position: int) -> tuple[int, int]:
-        """Return the epoch of a position, and the number of the batch within this epoch."""
-        began, before = self.origin
-        epoch, index = divmod(position - began, self.steps_per_epoch)
-        return before + epoch, index
-
-    def take(self, end: int) -> Batch:
-        """Return the next batch. If `ahead` is set, also read the batch after it, and call `ahead` with that batch.
-
-        No batch at position `end` or later is read in advance. Raises DataError or WorkloadError if a batch cannot be
-        read.
-        """
-        batch, self._coming = self._coming, None
-        if batch is None:
-            batch = self._made(self.position)
-        self.position += 1
-        if self.ahead is not None and self.position < end:
-            self._coming = self._made(self.position)
-        self.samples = batch.size
-        return batch
-
-    def _made(self, position: int) -> Batch:
-        epoch, index = self.epoch_of(position)
-        with user_code("data"):
-            if epoch != self._epoch:
-                self._epoch = epoch
-                self._batches = self.data.batches(
-                    rank=self.rank, size=self.size, seed=self.seed, epoch=epoch, start=index
-                )
-            batch = next(self._batches)
-        if self.ahead is not None:
-            self.ahead(batch)
-        return batch
 
 
 # ---- optimizer
@@ -413,7 +427,7 @@ class RingTraffic(Protocol):
 class Meter:
     """Measures seconds and bytes of the current round.
 
-    The worker adds to `compute` (seconds), `data` (seconds to get the batch) and `losses` (pairs of loss and samples).
+    The worker adds to `compute` (seconds), `data` (seconds to get the batch), the losses and `totals` (metrics).
     Each of `sources` returns the totals of one connection since it was formed. `lead()` returns by how many rounds the
     worker is ahead of the slowest worker, as servers report it, or None.
     """
@@ -421,7 +435,8 @@ class Meter:
     def __init__(self, axes: Sequence[RingTraffic] = ()) -> None:
         """Start at zero; `axes` are the rings within the worker's replica."""
         self.compute = self.data = 0.0
-        self.losses: list[tuple[float, int]] = []
+        self.totals: Totals = {}
+        self._losses: list[tuple[float, float, int]] = []  # mean, weight, rows
         self.sources: list[Callable[[], Traffic]] = [traffic_of(ring) for ring in axes]
         self.lead: Callable[[], int | None] = lambda: None
         self._axes = axes
@@ -430,8 +445,12 @@ class Meter:
 
     def begin(self) -> None:
         """Start a round."""
-        self.compute, self.data, self.losses = 0.0, 0.0, []
+        self.compute, self.data, self._losses, self.totals = 0.0, 0.0, [], {}
         self._began, self._before = time.perf_counter(), self._traffic()
+
+    def add_loss(self, mean: float, weight: float, rows: int) -> None:
+        """Add the mean loss over a batch of `rows` rows, and its weight: `rows`, or what the loss returned."""
+        self._losses.append((mean, weight, rows))
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -453,13 +472,15 @@ class Meter:
     def point(self) -> Point:
         """Return the metrics of the round."""
         waiting, moving, moved = (now - then for now, then in zip(self._traffic(), self._before, strict=True))
-        samples = sum(count for _, count in self.losses)
+        weight = sum(weight for _, weight, _ in self._losses)
         seconds = time.perf_counter() - self._began
         exposed = max(0.0, seconds - self.compute)  # the time of background threads is not counted
         wait = min(waiting, exposed)
         return {
-            "loss": sum(loss * count for loss, count in self.losses) / samples if samples else None,
-            "samples": samples,
+            "loss": sum(loss * own for loss, own, _ in self._losses if own) / weight if weight else None,
+            "weight": weight,
+            "samples": sum(rows for _, _, rows in self._losses),
+            **({"metrics": dict(self.totals)} if self.totals else {}),
             "seconds": seconds,
             "compute": self.compute,
             "data": self.data,
@@ -492,6 +513,10 @@ class RoundLog:
         """Add an event for the job's journal."""
         self._events.append({"kind": kind, "message": message, **facts})
 
+    def add_events(self, events: list[Event]) -> None:
+        """Add events for the job's journal."""
+        self._events += events
+
     def take_events(self) -> list[Event]:
         """Return and remove the events since the last call."""
         taken, self._events = self._events, []
@@ -506,15 +531,14 @@ class RoundLog:
 # ---- evaluation and errors
 
 
-def evaluated(w: Worker, *, whole: bool = False) -> dict[str, tuple[float, int]]:
+def evaluated(w: Worker, *, whole: bool = False) -> Totals:
     """Evaluate the model over this worker's share of the evaluation data, or over all of it if `whole`.
 
-    Return a dict from a metric's name to (sum, number of samples). The mean over all workers is the sum of the sums
-    divided by the sum of the samples. Raises WorkloadError or DataError if the user's code fails, and LinkError if a
-    connection within the replica fails.
+    Return a dict from a metric's name to its `Total` over the share. Raises WorkloadError or DataError if the user's
+    code fails, and LinkError if a connection within the replica fails.
     """
     rank, size = (0, 1) if whole else (w.rank, w.size)
-    model, sums = w.flat.model, dict[str, tuple[float, int]]()
+    model, totals = w.flat.model, Totals()
     w.part.refresh()
     model.eval()
     with torch.no_grad(), user_code("evaluate"):
@@ -523,11 +547,9 @@ def evaluated(w: Worker, *, whole: bool = False) -> dict[str, tuple[float, int]]
             if batch.size:
                 with user_code("evaluate"):  # each batch is a call of its own for the time limit
                     found = w.part.evaluate(batch.to(w.device))
-                for name, mean in found.items():
-                    total, count = sums.get(name, (0.0, 0))
-                    sums[name] = (total + number(name, mean) * batch.size, count + batch.size)
+                add_totals(totals, found)
     model.train()
-    return sums
+    return totals
 
 
 def loss_value(loss: object, rank: int, round: int, epoch: int) -> float:

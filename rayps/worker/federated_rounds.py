@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from rayps.core.metrics import Totals
 from rayps.federated.client_states import WORKER_STATES
 from rayps.federated.engine import FederatedEngine
 from rayps.worker.connections import WorkerConnections
@@ -43,7 +44,7 @@ class FederatedRounds(Loop):
         self.w.clients.stopped = stopped
         super().begin(stopped)
 
-    def evaluate(self, vector: Tensor | None = None) -> dict[str, tuple[float, int]]:
+    def evaluate(self, vector: Tensor | None = None) -> Totals:
         """Evaluate the model, and add the metrics `personal_*` of clients' own models. See `Loop`."""
         return super().evaluate(vector) | self.w.clients.evaluate()
 

@@ -7,11 +7,12 @@ checkpoint's parameters are the consensus at that moment (`Strategy.consensus`).
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from rayps.tensors import weight_average
 from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.connections import WorkerConnections
@@ -19,6 +20,7 @@ from rayps.worker.core import Worker
 from rayps.worker.loop import Loop
 from rayps.worker.plan import WorkerPart, WorkerPlan
 from rayps.worker.ring_worker import RingWorker
+from rayps.worker.step_flags import StepFlags
 from rayps.workload.base import Workload
 
 
@@ -47,6 +49,16 @@ class LocalUpdates(Loop):
         self._agreed = None
         super().run_round()
 
+    def agree(self) -> bool:
+        """Exchange the flags if the workers have averaged in this round: see `Loop.agree`."""
+        flags = self.w.flags
+        if flags.due:
+            self.w.exchange_flags()
+        return flags.fresh
+
+    def _flags(self) -> StepFlags:
+        return self.w.flags
+
     def finish(self) -> None:
         """End the plan, after which all workers have the consensus. See `Loop`."""
         self._agreed = None
@@ -59,13 +71,27 @@ class LocalUpdates(Loop):
             self._agreed = (super().consensus(),)
         return self._agreed[0]
 
+    def _average_state(self) -> dict[str, Any]:
+        """Return the worker's own memory, because the workers' parameters differ.
+
+        The average of an earlier phase, which is equal on all workers, is copied into it.
+        """
+        w = self.w
+        if weight_average.PARAMS not in w.memory:
+            w.memory |= {name: value.clone() for name, value in weight_average.only(w.shared).items()}
+        return w.memory
+
+    def _job_average(self, own: Tensor) -> Tensor:
+        """Return the mean of the workers' averages, which is the average of the mean of their parameters."""
+        return self.w.mean(own, exact=True)
+
     def state_dict(self, *, together: bool) -> WorkerPart:
         """Return this worker's own state, with the consensus if `together`. See `Loop`."""
         w = self.w
         assert w.local is not None, "each worker has an optimizer"
         w.means.settle()
         memory = {name: _tensor(value) for name, value in w.memory.items() if isinstance(value, (Tensor, int, float))}
-        memory |= w.means.feedback()
+        memory |= w.means.feedback() | w.scaling.state()
         own = LocalState(w.flat.vector.cpu().clone(), w.local.moments(), self.buffers(), memory)
         agreed = self.consensus() if together else None
         common = (own.params if agreed is None else agreed) if together else None
@@ -76,7 +102,9 @@ class LocalUpdates(Loop):
         own = state.own.get(self.w.rank) if isinstance(state, Snapshot) else state
         super()._load(state if own is None else own)
         if own is not None:
-            self.w.memory = {name: value.clone().to(self.w.device) for name, value in own.memory.items()}
+            memory = dict(own.memory)
+            self.w.scaling.take(memory)
+            self.w.memory = {name: value.clone().to(self.w.device) for name, value in memory.items()}
             self.w.means.restore(self.w.memory)
 
 

@@ -12,13 +12,17 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from rayps.core.errors import ConfigError
+from rayps.core.metrics import Totals
 from rayps.core.records import Point
-from rayps.tensors import optim
+from rayps.tensors import optim, weight_average
 from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import Snapshot
+from rayps.worker.batches import cursor_of
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import Worker, evaluated
 from rayps.worker.plan import WorkerPart, WorkerPlan
+from rayps.worker.step_flags import StepFlags
 from rayps.workload.base import Workload
 
 Companions: TypeAlias = dict[str, Any]  # from "module:Class" to the object that a family stores between generations
@@ -37,6 +41,7 @@ class Loop:
             WorkloadError, DataError: the user's code failed.
         """
         self.w = self.view(workload, plan, peers, device)
+        self._loaded: dict[str, int] = {}  # from a frozen parameter's name to its version when the state was loaded
         self.w.position = plan.start
 
     # ---- rounds
@@ -49,11 +54,34 @@ class Loop:
         self.w.flat.model.train()
         self.w.plan.strategy.begin(self._view())
 
+    def begin_round(self) -> None:
+        """Prepare the flags of the next round."""
+        if self.w.batches.agrees:
+            self._flags().begin()
+
     def run_round(self) -> None:
         """Run one round: set the learning rates by the schedule, then call the strategy's `round`."""
         if self.w.local is not None:
-            self.w.local.at(self.w.position)
+            skipped = self.w.scaling.skipped if self.w.workload.schedule_every == "step" else 0
+            self.w.local.at(self.w.position - skipped)
         self.w.plan.strategy.round(self._view())
+
+    def agree(self) -> bool:
+        """Exchange what the workers must know to end an epoch together. Return whether they did so in this round.
+
+        Only data without a length needs this. Raises LinkError if a connection fails.
+        """
+        return False
+
+    def end_round(self) -> None:
+        """End the epoch, and the phase after its last epoch, if the data has no length and has ended."""
+        w = self.w
+        if not (w.batches.agrees and self.agree() and w.batches.is_over(self._flags())):
+            return
+        epoch = w.batches.end_epoch()
+        last = w.plan.last_epoch
+        if last is not None and epoch >= last:
+            w.done, w.reason = True, f"the data has ended in epoch {epoch}"
 
     def finish(self) -> None:
         """End the plan, after which all workers have the consensus. Raises LinkError if a connection fails."""
@@ -67,6 +95,7 @@ class Loop:
 
     def close(self) -> None:
         """Release the loop's resources. This is also called after an error."""
+        self.w.batches.close()
         if self.w.tables is not None:
             self.w.tables.close()
 
@@ -94,14 +123,49 @@ class Loop:
         """
         return self.consensus()
 
-    def evaluate(self, vector: Tensor | None = None) -> dict[str, tuple[float, int]]:
-        """Evaluate the model over this worker's share: return a dict from a metric's name to (sum, samples).
+    def evaluate(self, vector: Tensor | None = None) -> Totals:
+        """Evaluate the model over this worker's share: return a dict from a metric's name to its `Total`.
 
         `vector` replaces the worker's parameters first; None means that the parameters do not change.
         """
         if vector is not None:
             self.w.params = vector
         return evaluated(self.w)
+
+    # ---- the average of the weights
+
+    def average_weights(self) -> None:
+        """Update the workload's average, if it has one, by this worker's parameters after the round."""
+        average = self.w.workload.average
+        if average is not None:
+            weight_average.update(average, self._average_state(), self.w.params, self._steps_of_params())
+
+    def averaged_params(self) -> Tensor | None:
+        """Return the vector to evaluate during the plan: the workload's average if it has one.
+
+        Without an average, or before its first step, return `evaluation_params()`. This is a collective: all workers
+        call it in the same round. Raises LinkError if a connection fails.
+        """
+        params = self.evaluation_params()
+        vector = self.w.params if params is None else params
+        found = weight_average.averaged(self.w.workload.average, self._average_state(), vector, self._steps())
+        return params if found is None else self._job_average(found)
+
+    def _average_state(self) -> dict[str, Any]:
+        """Return the dict that has the state of the average: `shared`, because parameters are equal on all workers."""
+        return self.w.shared
+
+    def _steps_of_params(self) -> int:
+        """Return the number of steps that led to the worker's parameters after a round."""
+        return self._steps()
+
+    def _steps(self) -> int:
+        """Return the number of rounds without those that all workers skipped."""
+        return self.w.position - self.w.scaling.skipped_by_all
+
+    def _job_average(self, own: Tensor) -> Tensor:
+        """Return the job's average; `own` is this worker's."""
+        return own
 
     # ---- state
 
@@ -121,17 +185,43 @@ class Loop:
             CheckpointError: the snapshot belongs to another model.
         """
         w = self.w
+        cursor = snapshot.cursors.get(w.plan.rank)
+        w.batches.restore(None if cursor is None else cursor_of(cursor))
         snapshot.check(w.flat.layout)
+        shared = dict(snapshot.shared)
+        w.scaling.take(shared)
+        self.load_buffers({name: value for name, value in snapshot.buffers.items() if name in snapshot.frozen})
         self._load(snapshot)
-        w.shared = {name: value.clone().to(w.device) for name, value in snapshot.shared.items()}
+        self._loaded = {name: p._version for name, p in self._frozen().items()}
+        w.shared = {name: value.clone().to(w.device) for name, value in shared.items()}
+        average = w.workload.average
+        if average is not None and weight_average.STEPS in w.shared:  # servers have stepped after the last pull
+            steps = snapshot.round - w.scaling.skipped_by_all
+            weight_average.update(average, w.shared, snapshot.params.to(w.device), steps)
         if w.plan.rank in snapshot.rng:
             torch.set_rng_state(snapshot.rng[w.plan.rank])
         else:  # the workers of a tensor group, which share each layer, draw the same random numbers
             torch.manual_seed(w.plan.seed * 1_000_003 + w.plan.rank - w.plan.place.tensor)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return a dict from the names of the model's buffers and frozen parameters to copies on the CPU."""
-        return {name: value.detach().cpu().clone() for name, value in self.w.part.beside.items()}
+        """Return a dict from the names of the model's buffers to copies on the CPU.
+
+        It includes the parameters that need no gradient and that were changed since the state was loaded.
+        """
+        unchanged = {name for name, p in self._frozen().items() if self._loaded.get(name) == p._version}
+        beside = self.w.part.beside.items()
+        return {name: value.detach().cpu().clone() for name, value in beside if name not in unchanged}
+
+    def frozen_values(self) -> dict[str, Tensor]:
+        """Return the parameters that need no gradient, without a copy. Return {} if one of them was changed."""
+        found = self._frozen()
+        same = all(self._loaded.get(name) == p._version for name, p in found.items())
+        return {name: p.detach() for name, p in found.items()} if same else {}
+
+    def _frozen(self) -> dict[str, Tensor]:
+        """Return the model's parameters that need no gradient, by name."""
+        beside = self.w.part.beside
+        return {name: p for name, p in self.w.part.module.named_parameters() if name in beside}
 
     def load_buffers(self, buffers: dict[str, Tensor]) -> None:
         """Copy named buffers into the model. Unknown names are ignored."""
@@ -141,6 +231,16 @@ class Loop:
                     value.copy_(buffers[name])
 
     # ---- for subclasses
+
+    def _flags(self) -> StepFlags:
+        """Return the flags that `agree` has exchanged.
+
+        Raises ConfigError if this loop's workers exchange none.
+        """
+        raise ConfigError(
+            f"the data has no length, and the workers of the loop {type(self).__name__} cannot agree on its end: use "
+            "a loop derived from SyncGradients or LocalUpdates, or give data with a length"
+        )
 
     def _view(self) -> Any:
         """Return `w` as the argument of the strategy's `round`.
@@ -160,13 +260,15 @@ class Loop:
         w = self.w
         if w.tables is not None:
             w.tables.settle()
+        found = w.batches.cursor()
+        cursor = None if found is None else found.to_json()
         if w.rank:
-            return WorkerPart(w.position, None, {}, {}, torch.get_rng_state(), own, {}, w.done)
+            return WorkerPart(w.position, None, {}, {}, torch.get_rng_state(), own, {}, w.done, cursor)
         if moments is None:
             moments = {} if w.local is None else w.local.moments()
-        shared = {name: value.cpu().clone() for name, value in w.shared.items()}
+        shared = {name: value.cpu().clone() for name, value in w.shared.items()} | w.scaling.state()
         held = None if params is None else params.cpu().clone()
-        return WorkerPart(w.position, held, moments, self.buffers(), torch.get_rng_state(), own, shared, w.done)
+        return WorkerPart(w.position, held, moments, self.buffers(), torch.get_rng_state(), own, shared, w.done, cursor)
 
     def _load(self, state: Snapshot | LocalState) -> None:
         """Copy parameters, moments and buffers into the worker."""

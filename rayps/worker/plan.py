@@ -8,9 +8,10 @@ from torch import Tensor
 
 from rayps.core import records
 from rayps.core.grid import Grid, Point
-from rayps.core.phase_rounds import Boundary
+from rayps.core.phase_rounds import OPEN, Boundary
 from rayps.core.strategy import StrategyView
 from rayps.core.user_code import Call
+from rayps.core.values import JsonObject
 from rayps.parallel.division.division import Division
 from rayps.ps.protocol.space import SpaceRank
 from rayps.recovery.backup_assignment import BackupAssignment
@@ -35,6 +36,9 @@ class Orders:
     division: Division | None = None  # how the model is divided; None if a replica is one worker
     mailbox: str | None = None  # the folder through which real clients send and receive; None if there are none
     ticks: Ticks = field(default_factory=Ticks)  # the epochs of the phase, for schedules on servers
+    profile: frozenset[int] = frozenset()  # the ranks that trace some of their rounds
+    evaluate_every: int | None = None  # rounds between two evaluations; None: after each epoch
+    each_boundary: bool = False  # whether the driver takes a snapshot at every boundary, for which workers wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,16 @@ class WorkerPlan:
     division: Division | None = None  # how the model is divided; None if a replica is one worker
     backup_assignment: BackupAssignment | None = None  # None if workers do not hold backups of each other's states
     mailbox: str | None = None  # the folder through which real clients send and receive; None if there are none
+    profile: bool = False  # whether this worker traces some of its rounds
+    evaluate_every: int | None = None  # rounds between two evaluations; None: after each epoch
+    each_boundary: bool = False  # whether to wait at a boundary until the driver has the states of earlier ones
+
+    @property
+    def last_epoch(self) -> int | None:
+        """The epoch with whose begin the phase ends, if the data has no length; None if the phase ends with a round."""
+        began, epoch = self.origin
+        epochs, rest = divmod(self.end - began, OPEN)
+        return None if rest else epoch + epochs
 
     @property
     def grid(self) -> Grid:
@@ -100,6 +114,7 @@ class WorkerFacts:
     met: str | None = None  # why the strategy's stop rule ended the phase; None if it did not
     call: Call | None = None  # the call of the user's code that has not returned; None if there is none
     ends: list[str] = field(default_factory=list)  # the exceptions that ended threads of its process
+    trace: bytes | None = None  # a trace of some rounds, once: see `rayps.worker.profile`
 
 
 @dataclass(slots=True)
@@ -118,3 +133,4 @@ class WorkerPart:
     own: LocalState | None = None  # the worker's own state if workers train separately; else None
     shared: dict[str, Tensor] = field(default_factory=dict)  # values that are equal on all workers
     met: bool = False  # whether the strategy's stop rule was met in this round, which ends the phase
+    cursor: JsonObject | None = None  # from where the worker continues in data without a length: see `Cursor`

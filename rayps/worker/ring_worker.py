@@ -20,6 +20,7 @@ from rayps.tensors.local_state import below
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import Memory, Worker, traffic_of
 from rayps.worker.plan import WorkerPlan
+from rayps.worker.step_flags import COUNT, OVERFLOW, StepFlags, with_flags
 from rayps.workload.base import Workload
 
 _FEEDBACK = "ring/"  # prefix of a compressed ring's error feedback, in a worker's memory
@@ -34,12 +35,20 @@ class BackgroundMeans:
     def __init__(self, ring: Ring, sent: Ring | CompressedRing) -> None:
         """Set the rings. `sent` is the ring that compresses vectors, or `ring` itself."""
         self._ring, self.sent = ring, sent
+        self.exact_ring = ring  # the ring without compression
         self._slots: dict[int, CompressedRing] | None = {0: sent} if isinstance(sent, CompressedRing) else None
 
     def mean(self, vector: Tensor, samples: float = 1.0, *, exact: bool = False) -> Tensor:
         """Return the mean of a vector over workers: see `WorkerView.mean`. Raises LinkError if a connection fails."""
-        sent = self._ring if exact or self._slots is None else self._slots[0]
-        return sent.mean(Gradient(_packed(vector), samples))
+        if not exact and self._slots is not None:
+            return self._slots[0].mean(Gradient(_packed(vector), samples))
+        wide = torch.promote_types(vector.dtype, torch.float32)  # half precision cannot represent a number of samples
+        parcel = _packed(vector, wide)
+        self._ring.mean(Gradient(parcel, samples))
+        if not parcel[-1].item():  # no worker has samples, such as if all have skipped their steps
+            parcel = _packed(vector, wide)
+            self._ring.mean(parcel[:-1])
+        return parcel[:-1].to(vector.dtype)
 
     def mean_later(self, vector: Tensor, samples: float, slot: int) -> Tensor:
         """Start a mean in the background: see `WorkerView.mean_later`.
@@ -116,6 +125,18 @@ class RingWorker(Worker):
             sent, choice = compressed(ring, compression, Gradient(self.flat.packed, 0))
             self.log.choices += [choice] if plan.rank == 0 else []
         self.means = BackgroundMeans(ring, sent)
+        self.flags = StepFlags()  # exchanged by `mean_grad`
+
+    def batch(self) -> Batch:
+        """Return the next batch as `Worker.batch` does, and state in this step's flags whether there is another."""
+        batch = super().batch()
+        self.batches.state(self.flags)
+        return batch
+
+    def exchange_flags(self) -> None:
+        """Exchange the flags of this step without a gradient. Raises LinkError if a connection fails."""
+        if not self.flags.fresh:
+            self.flags.receive(self.means.exact_ring.max(with_flags([], self.flags)))
 
     def grad(self, batch: Batch) -> Gradient:
         """Return the gradient as `Worker.grad` does.
@@ -125,7 +146,7 @@ class RingWorker(Worker):
         """
         gradient, used = self._gradient(batch)
         self._skip(_unmarked(used))
-        return gradient
+        return self._settled(gradient)
 
     def mean_grad(self, batch: Batch) -> Tensor:
         """Return `ring.mean(grad(batch))`, read-only. The next `step` skips the parameters that no rank used.
@@ -133,13 +154,25 @@ class RingWorker(Worker):
         Raises the errors of `grad`, and LinkError if a connection fails.
         """
         gradient, used = self._gradient(batch)
-        mean: Tensor = self.ring.mean(gradient)
-        marks = self.ring.max(torch.tensor(used, dtype=torch.uint8))
-        self._skip(_unmarked(marks.tolist()))
+        if self.scaling.overflow:
+            self.flags.state(OVERFLOW)
+        if self.scaling.scale is not None:  # before the mean, because a compressed mean of a skipped step has no sense
+            marks = self.ring.max(with_flags(used, self.flags))
+            self.flags.receive(marks[-COUNT:])
+            self._decide(self.flags.stated(OVERFLOW), all_ranks=True)
+            if self.scaling.skips:
+                return gradient.vector.zero_()
+            mean: Tensor = self.ring.mean(gradient)
+        else:
+            mean = self.ring.mean(gradient)
+            marks = self.ring.max(with_flags(used, self.flags))
+            self.flags.receive(marks[-COUNT:])
+        self._skip(_unmarked(marks[:-COUNT].tolist()))
         return mean
 
     def mean(self, vector: Tensor, samples: float = 1.0, *, exact: bool = False) -> Tensor:
         """Return the mean of a vector over workers: see `WorkerView.mean`. Raises LinkError if a connection fails."""
+        self.flags.due = True
         return self.means.mean(vector, samples, exact=exact)
 
     def mean_later(self, vector: Tensor, samples: float = 1.0, *, slot: int = 0) -> Tensor:
@@ -163,6 +196,7 @@ class RingWorker(Worker):
         """
         local = self.local
         assert local is not None, "on a ring each worker has an optimizer"
+        self.flags.due = True
         if momentum == "reset":
             local.reset()
         held = local.tensors() if momentum == "average" else []

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from torch import Tensor
 
 from rayps.comm.link import Listener
-from rayps.core.errors import RaypsError, StaleGeneration, UserError
+from rayps.core.errors import PeerTimeout, RaypsError, StaleGeneration, UserError
+from rayps.core.metrics import Totals
 from rayps.core.records import Point
 from rayps.core.user_code import Call, lacks_memory, placed, too_large, under_way
 from rayps.ps.protocol.segment_map import SpaceMap
@@ -19,9 +21,12 @@ from rayps.worker.connections import WorkerConnections
 from rayps.worker.loop import Companions, Loop
 from rayps.worker.loop_of_family import loop_class
 from rayps.worker.plan import WorkerFacts, WorkerPart, WorkerPlan
+from rayps.worker.profile import RoundTrace
 from rayps.workload.base import Workload
 
 log = logging.getLogger(__name__)
+
+TAKEN_SECONDS = 600.0  # the longest wait, in seconds, until the driver has taken the state of an earlier boundary
 
 
 class GenerationRun:
@@ -87,8 +92,9 @@ class GenerationRun:
                 cost=None if self._backup is None else self._backup.cost,
                 met=facts.met,
                 call=self.call,
+                trace=facts.trace,
             )
-            facts.points = []
+            facts.points, facts.trace = [], None
             if self._backup is not None:
                 self._backup.confirm_points()
         return answer
@@ -115,10 +121,10 @@ class GenerationRun:
         """Use the map `found`, in which a shard is replaced, and repeat the pushes that the new shard lacks."""
         self._connections.rewire(found)
 
-    def evaluate(self, vector: Tensor | None, buffers: dict[str, Tensor]) -> dict[str, tuple[float, int]]:
+    def evaluate(self, vector: Tensor | None, buffers: dict[str, Tensor]) -> Totals:
         """Evaluate the model over this worker's share of the data, at the given parameters and buffers.
 
-        Return a dict from a metric's name to (sum, number of samples). Raises UserError if the user's code fails.
+        Return a dict from a metric's name to its `Total`. Raises UserError if the user's code fails.
         """
         assert self._run is not None, "evaluate is called after a plan has run"
         loop = self._run.loop
@@ -127,6 +133,10 @@ class GenerationRun:
             return loop.evaluate(vector)
         except UserError as error:
             raise at_worker(error, self.plan.rank, loop.w.position) from error
+
+    def frozen_values(self) -> dict[str, Tensor]:
+        """Return the model's frozen parameters without a copy, or {} if this run has none or has changed one."""
+        return {} if self._run is None else self._run.loop.frozen_values()
 
     def end(self, timeout: float) -> None:
         """End the run and break its connections. Peers that wait for this worker get PeerLost.
@@ -184,6 +194,8 @@ class GenerationRun:
         loop.load_state_dict(snapshot)
         loop.join(companions)
         run = PlanRun(loop, self._report, self._retain, self._stop.is_set)
+        if plan.profile:
+            run.deliver_trace = self._deliver_trace
         committer = None if self._backup is None else self._backup.begin_commits(plan)
         if committer is not None:
             run.commit = lambda: committer.commit(loop.w)
@@ -201,6 +213,10 @@ class GenerationRun:
             if point["kind"] == "round":
                 self._facts.position = point["round"] + 1
         return True
+
+    def _deliver_trace(self, trace: bytes) -> None:
+        with self._lock:
+            self._facts.trace = trace
 
     def _retain(self, part: WorkerPart) -> None:
         with self._lock:
@@ -229,6 +245,8 @@ class PlanRun:
         """
         self.loop, self.wanted = loop, 0
         self.commit: Callable[[], None] | None = None
+        self.deliver_trace: Callable[[bytes], None] | None = None  # set if some rounds are traced
+        self._trace: RoundTrace | None = None
         self._report, self._retain, self._stopped = report, retain, stopped
 
     def run(self) -> None:
@@ -242,6 +260,8 @@ class PlanRun:
         try:
             self._run()
         finally:
+            if self._trace is not None:
+                self._trace.close()
             self.loop.close()
 
     def _run(self) -> None:
@@ -251,9 +271,15 @@ class PlanRun:
         loop.begin(self._stopped)
         self._commit()
         self._evaluate()  # repeat an evaluation that a failure before this generation interrupted
+        self._begin_trace()
         while self._continues():
             w.meter.begin()
+            loop.begin_round()
             loop.run_round()
+            loop.end_round()
+            if self._trace is not None:
+                self._trace.round_over()
+            loop.average_weights()
             for event in w.log.take_events():
                 self._report({"kind": "event", "event": event})
             # without this check, a later generation could continue after this round although its point is lost
@@ -265,28 +291,59 @@ class PlanRun:
                 if not (w.done or at >= plan.end):  # at the end, the part is taken after `finish`
                     self._retain(loop.state_dict(together=at in plan.boundary))
             self._evaluate()
+            self._await_driver()
         if not self._stopped():
             loop.finish()
             self._retain(loop.state_dict(together=True))
 
+    def _begin_trace(self) -> None:
+        w = self.loop.w
+        if self.deliver_trace is None or not self._continues():
+            return
+        self._trace = RoundTrace(w.plan.end - w.position, self.deliver_trace)
+        if not self._trace.started:
+            message = f"worker-{w.plan.rank} has no trace: another worker of its process is traced"
+            self._report({"kind": "event", "event": {"kind": "warning", "message": message}})
+
     def _continues(self) -> bool:
         w = self.loop.w
         return w.position < w.plan.end and not w.done and not self._stopped()
+
+    def _await_driver(self) -> None:
+        """At a boundary of a plan with `each_boundary`, wait until the driver has the states of earlier boundaries.
+
+        Two parts are retained: the driver may take that of this boundary while the next rounds run. Raises PeerTimeout
+        if the driver does not take the earlier states in time.
+        """
+        plan, at = self.loop.w.plan, self.loop.w.position
+        if not plan.each_boundary or at not in plan.boundary or at >= plan.end:
+            return
+        deadline = time.monotonic() + TAKEN_SECONDS
+        while self.wanted < at and not self._stopped():
+            if time.monotonic() > deadline:
+                message = f"the driver has not saved the state before round {at} within {TAKEN_SECONDS:g} s"
+                raise PeerTimeout(message, peer="driver", seconds=TAKEN_SECONDS)
+            time.sleep(0.005)
 
     def _commit(self) -> None:
         if self.commit is not None:
             self.commit()
 
     def _evaluate(self) -> None:
-        """Evaluate if an epoch has just ended and the driver does not have this evaluation yet.
+        """Evaluate if an evaluation is due after this round and the driver does not have it yet.
 
-        At the end of the plan nothing is evaluated here, because the driver requests that evaluation.
+        It is due after each epoch (or after several, as the strategy says), or after every `evaluate_every` rounds. At
+        the end of the plan nothing is evaluated here, because the driver requests that evaluation.
         """
         w, plan = self.loop.w, self.loop.w.plan
         at, (epoch, index) = w.position, w.batches.epoch_of(w.position)
-        if w.done or index or not plan.evaluated < at < plan.end or epoch % plan.strategy.evaluate_every:
+        every = plan.evaluate_every
+        due = at % every == 0 if every is not None else index == 0 and epoch % plan.strategy.evaluate_every == 0
+        if w.done or not due or not plan.evaluated < at < plan.end:
             return
-        held = self.loop.evaluation_params()
+        if w.batches.pass_ is not None and w.batches.pass_.alone:
+            return  # the workers end their epochs in different rounds
+        held = self.loop.averaged_params()
         own = None if held is None or held.data_ptr() == w.params.data_ptr() else w.params.clone()
         self._report({"kind": "evaluation", "round": at, "sums": self.loop.evaluate(held)})
         if own is not None:

@@ -89,10 +89,12 @@ class ServerSteps(Loop):
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
         """Build the worker at the position that the servers report. See `Loop`."""
         super().__init__(workload, plan, peers, device)
+        self._skipped_before = 0  # rounds before the current one in which no step was taken
         self.w.position = self.w.server.step  # a replacement worker continues after its predecessor's last push
 
     def run_round(self) -> None:
         """Run one round, with the lookups of sparse tables in it. See `Loop`."""
+        self._skipped_before = self.w.scaling.skipped_by_all
         if self.w.tables is not None:
             self.w.tables.begin(self.w.position)
         super().run_round()
@@ -101,6 +103,10 @@ class ServerSteps(Loop):
         """Wait until the servers have applied this worker's pushes. Raises LinkError if a connection fails."""
         super().finish()  # the workers need not agree on parameters, because the servers hold them
         self.w.server.settle()
+
+    def _steps_of_params(self) -> int:
+        """Return the number of steps before the last pull: a worker averages the parameters that it pulls."""
+        return self.w.position - 1 - self._skipped_before
 
     def consensus(self) -> Tensor | None:
         """Return None, because the servers hold the parameters."""

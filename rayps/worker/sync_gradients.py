@@ -6,12 +6,16 @@ If the model has sparse tables, these are on servers, and the gradients of their
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from rayps.comm.ring import Ring
+from rayps.core.errors import DataError, WorkloadError
 from rayps.core.topology import Peers
+from rayps.core.user_code import user_code
 from rayps.data import Batch
 from rayps.tensors.flat import Gradient
 from rayps.worker.buckets import Buckets
@@ -20,8 +24,13 @@ from rayps.worker.core import Worker
 from rayps.worker.loop import Loop
 from rayps.worker.plan import WorkerPlan
 from rayps.worker.ring_worker import RingWorker
+from rayps.worker.step_flags import OVERFLOW, StepFlags
+from rayps.worker.sync_batchnorm import BatchNormSync, synchronize
 from rayps.worker.tables import bind_tables
+from rayps.workload.accumulate import Ready, StepLoss
 from rayps.workload.base import Workload
+from rayps.workload.loss_result import loss_result
+from rayps.workload.precision import autocast
 
 
 class SyncWorker(RingWorker):
@@ -30,16 +39,24 @@ class SyncWorker(RingWorker):
     The other ranks of its host read its gradients in shared memory.
     """
 
+    synchronizes_batchnorm: ClassVar[bool] = True
+
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
         """Build the worker, the buckets of its gradients, and the connection to sparse tables. See `Worker`."""
         assert peers.ring is not None, "gradients are averaged over a ring"
         super().__init__(workload, plan, peers, device, gradients=peers.ring.buffer)
         self.ring = self.means.sent
+        self._batchnorm: BatchNormSync | None = None
+        if workload.sync_batchnorm and plan.size > 1:
+            self._batchnorm = synchronize(self.part.module, peers.ring)
+        self._counted: Batch | None = None  # the last batch with rows, if BatchNorm layers are synchronized
         self._buckets: Buckets | None = None
         if isinstance(self.ring, Ring) and plan.division is None:
             topology = plan.strategy.topology
             size = topology.bucket_mb if isinstance(topology, Peers) else None
-            self._buckets = Buckets(self.flat, self.ring, size)
+            if self._batchnorm is not None:
+                size = 0.0  # the sums of BatchNorm layers use the ring during backward
+            self._buckets = Buckets(self.flat, self.ring, size, self.flags)
             self.log.choices += [self._buckets.choice] if plan.rank == 0 and plan.size > 1 else []
         if peers.session is not None:
             bind_tables(self, peers.session)
@@ -50,7 +67,8 @@ class SyncWorker(RingWorker):
         In the next `step` every parameter has a gradient, which is zero if backward has computed none.
         """
         self._skip(())
-        return self._gradient(batch)[0]
+        self._take_part(batch)
+        return self._gradient(batch)[0]  # after an overflow it has no samples, and the step by the others' is taken
 
     def mean_grad(self, batch: Batch) -> Tensor:
         """Return `ring.mean(grad(batch))`, read-only. It is computed in buckets that are sent while backward continues.
@@ -59,26 +77,87 @@ class SyncWorker(RingWorker):
         connection fails.
         """
         buckets = self._buckets
+        self._take_part(batch)
         if buckets is None:
             return super().mean_grad(batch)
         began, talked = time.perf_counter(), buckets.seconds
-        buckets.begin(batch.size)
-        if batch.size:
-            self._backward(batch)
-        # if this rank's gradient is not finite, report it now, because the other ranks do not know which rank it is
-        self._must_be_finite(*(buckets.fault or (self.rank, None)))
+        self.flat.drop_grad()
+        adds = len(batch.parts) > 1
+        ready = partial(buckets.begin, adds=adds) if adds else buckets.begin
+        found = self._backward(batch, ready) if batch.size else None
+        if found is None or not found.weight:
+            buckets.begin(0)
+        elif self.tables is not None and found.factor != 1:
+            self.tables.scale(found.factor)
+        may_skip = self.scaling.may_skip
+        if not may_skip:
+            # if this rank's gradient is not finite, report it now: the other ranks do not know which rank it is
+            self._must_be_finite(*(buckets.fault or (self.rank, None)))
+        elif buckets.fault is not None:
+            self.flags.state(OVERFLOW)
         mean, unused = buckets.finish()
         self._skip(unused, mean)
-        if buckets.fault is not None:
+        if buckets.fault is not None and not may_skip:
             self._must_be_finite(*buckets.fault)
+        if self.scaling.scale is not None:
+            self._decide(may_skip and (self.flags.stated(OVERFLOW) or buckets.fault is not None), all_ranks=True)
+            mean = torch.zeros_like(mean) if self.scaling.skips else mean
         self.meter.compute += time.perf_counter() - began - (buckets.seconds - talked)
         return mean
+
+    def _take_part(self, batch: Batch) -> None:
+        """Prepare synchronized BatchNorm layers for a batch.
+
+        If the batch is empty, run forward and backward over a batch that does not count, because the layers of the
+        other workers wait for the sums of all workers.
+        """
+        sync = self._batchnorm
+        if sync is None:
+            return
+        sync.rows = float(batch.size)
+        if batch.size:
+            self._counted = batch
+            return
+        if self._counted is None:  # this worker has had no rows so far
+            self._counted = self._any_batch()
+        with user_code("loss"):
+            with autocast(self.workload, self.device):
+                given = self.workload.loss(self.flat.model, self._counted.to(self.device))
+            loss_result(given, self._counted.size).total.backward()  # type: ignore[no-untyped-call]
+        self.flat.drop_grad()
+
+    def _any_batch(self) -> Batch:
+        """Return a batch with rows of any worker. Raises DataError if no worker has one."""
+        with user_code("data"):
+            for rank in range(self.size):
+                for batch in self.batches.data.batches(rank=rank, size=self.size, seed=self.plan.seed, epoch=0):
+                    if batch.size:
+                        return batch
+        raise DataError("the data has no row on any worker, and synchronized BatchNorm layers need one")
+
+    def _backward(self, batch: Batch, ready: Ready | None = None) -> StepLoss:
+        found = super()._backward(batch, ready)
+        if self._batchnorm is not None and found.weight != batch.size:
+            raise WorkloadError(
+                "loss(model, batch) returned a pair (sum, weight), and sync_batchnorm is True: return the mean over "
+                "the rows of the batch, because synchronized layers weight the workers by their rows"
+            )
+        return found
 
 
 class SyncGradients(Loop):
     """The loop of strategies in step, whose parameters are equal on all workers."""
 
     view: ClassVar[type[Worker]] = SyncWorker
+    w: SyncWorker
+
+    def agree(self) -> bool:
+        """Exchange the flags, unless they were exchanged with the mean gradient: see `Loop.agree`."""
+        self.w.exchange_flags()
+        return True
+
+    def _flags(self) -> StepFlags:
+        return self.w.flags
 
     def run_round(self) -> None:
         """Run one round. With sparse tables, look up rows before the round, and push their gradients after it."""
@@ -89,4 +168,4 @@ class SyncGradients(Loop):
         step = w.position
         w.tables.begin(step)
         super().run_round()
-        w.tables.push(step, float(w.batches.samples))
+        w.tables.push(step, float(w.batches.weight))

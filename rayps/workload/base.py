@@ -10,14 +10,23 @@ import difflib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from rayps.core.errors import ConfigError, UserError, WorkloadError
 from rayps.core.user_module import Finder, broken
+from rayps.core.values import Json
 from rayps.core.workload_name import misnamed
 from rayps.data.base import Batch, Data
+from rayps.tensors.weight_average import Average, check_average
+from rayps.workload import parameters
+from rayps.workload.callback import Callback
+from rayps.workload.compile_model import Compile, options_of
+from rayps.workload.metric_values import Metric
+from rayps.workload.precision import DTYPES
+
+Loss: TypeAlias = torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]  # a mean, or a sum and its weight
 
 
 def _none(method: Any) -> Any:
@@ -43,6 +52,17 @@ class Workload(ABC):
 
     The workers of one replica count as one worker. hybrid with sparse tables refuses `clip_norm`.
 
+    `accumulate` is the number k of micro-batches in a step, a whole number of at least 1. A step takes k batches of
+    `data()` on each worker, and nothing is sent before the last of them. The last step of an epoch may take fewer.
+    Rounds, schedules and checkpoints count steps.
+
+    `precision` "bf16" or "fp16" computes `loss` and `evaluate` under `torch.autocast`. The parameters keep their dtype.
+    With "fp16" the loss is multiplied by a scale for backward, as by `torch.amp.GradScaler`, and a step is skipped if
+    its gradient is not finite.
+
+    `compile` True compiles the model on each worker by `torch.compile`, in place: parameters keep their names. A string
+    is the name of a backend, and a dict has options of `torch.compile`.
+
     Example:
         class Line(rayps.Workload):
             def model(self):
@@ -59,7 +79,12 @@ class Workload(ABC):
     """
 
     clip_norm: float | None = None
+    average: Average | None = None  # an average of the weights: rayps.EMA(decay) or rayps.SWA(start, every)
+    accumulate: int = 1  # micro-batches in a step
+    precision: str | None = None  # of loss and evaluation: None (as the model is), "bf16" or "fp16"
+    compile: Compile = False  # True, a backend's name, or a dict of options of torch.compile
     schedule_every: str = "step"  # the unit of `schedule`: "step" or "epoch"
+    sync_batchnorm: bool = False  # whether BatchNorm layers use the union of the workers' batches (all_reduce, hybrid)
 
     @abstractmethod
     def model(self) -> torch.nn.Module:
@@ -70,11 +95,29 @@ class Workload(ABC):
         """Return the training data."""
 
     @abstractmethod
-    def loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the mean loss over the batch, as a scalar with a gradient. The batch is never empty."""
+    def loss(self, model: torch.nn.Module, batch: Batch) -> Loss | Mapping[str, Loss | Metric]:
+        """Return the mean loss over the batch, as a scalar with a gradient. The batch is never empty.
+
+        If the loss is a mean over something else than rows, such as tokens, return the pair (sum, weight): the sum of
+        the tokens' losses and the number of tokens. A step's gradient is then the gradient of all sums of the step,
+        over micro-batches and workers, divided by the sum of all weights. A batch of weight 0 has no effect.
+
+        To add metrics of the training to each round, return a dict with the loss as "loss":
+
+            return {"loss": loss, "accuracy": accuracy, "errors": rayps.Sum(errors)}
+        """
 
     def optimizer(self, params: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """Return the optimizer of `params`, which are `list(model.parameters())`."""
+        """Return the optimizer of `params`, which are `list(model.parameters())` without those that need no gradient.
+
+        If the argument is called `named_parameters`, it is a list of (name, parameter) instead. Parameter groups can
+        then be chosen by name, under every strategy:
+
+            def optimizer(self, named_parameters):
+                decay = [p for name, p in named_parameters if not name.endswith("bias")]
+                rest = [p for name, p in named_parameters if name.endswith("bias")]
+                return torch.optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}], lr=3e-4)
+        """
         return torch.optim.SGD(params, lr=0.01)
 
     @_none
@@ -104,13 +147,21 @@ class Workload(ABC):
         """
         return None
 
-    def evaluate(self, model: torch.nn.Module, batch: Batch) -> dict[str, float | torch.Tensor]:
-        """Return named means over the batch, e.g. {"accuracy": 0.9}. rayps weights them by the size of the batch."""
+    def evaluate(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, Metric]:
+        """Return metrics of the batch by name, e.g. {"accuracy": 0.9}.
+
+        A number is a mean over the batch, weighted by the number of rows. Other reductions: `rayps.Mean(value, weight)`
+        for another weight, `rayps.Sum(value)`, `rayps.Max(value)` and `rayps.Min(value)`.
+        """
         return {}
 
     def evaluation_data(self) -> Data:
         """Return the data on which the model is evaluated. The default is the result of `data()`."""
         return self.data()
+
+    def callbacks(self) -> Sequence[Callback]:
+        """Return the job's callbacks, which are called in the driver's process: see `rayps.Callback`."""
+        return ()
 
     def lookups(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Return a dict from a table's name to the ids that `loss` will look up, e.g. {"users": batch.x[:, 0]}.
@@ -138,6 +189,27 @@ def check_clip_norm(workload: Workload) -> None:
         )
 
 
+def check_fields(workload: Workload) -> None:
+    """Refuse an invalid `clip_norm`, `accumulate`, `precision` or `compile`.
+
+    Raises:
+        ConfigError: a field has a value that it cannot have.
+    """
+    check_clip_norm(workload)
+    options_of(workload.compile)
+    name, k, precision = type(workload).__name__, workload.accumulate, workload.precision
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ConfigError(
+            f"accumulate of {name} is {k!r}: give the number of micro-batches in a step, a whole number of at least 1",
+            field="accumulate",
+        )
+    if precision is not None and precision not in DTYPES:
+        raise ConfigError(
+            f"precision of {name} is {precision!r}: give 'bf16', 'fp16', or None to compute as the model is",
+            field="precision",
+        )
+
+
 def misspelt(workload: Workload) -> list[str]:
     """Return a warning for each method of the user's classes whose name is similar to that of a Workload method."""
     ours = [name for name in vars(Workload) if not name.startswith("_")]
@@ -157,36 +229,41 @@ def misspelt(workload: Workload) -> list[str]:
 FINDER = Finder("workload", "workloads", "rayps.Workload")
 
 
-def load(target: str, working_dir: str | None = None) -> Workload:
+def load(target: str, working_dir: str | None = None, params: Mapping[str, Json] | None = None) -> Workload:
     """Return the workload that `target` names: "module:Class" or "path/file.py:Class", relative to `working_dir`.
 
-    The user's files are read again at each call, and a process never uses an older version of a file.
+    `params` are values of the class's parameters (`rayps.workload.parameters`), by name. The user's files are read
+    again at each call, and a process never uses an older version of a file.
 
     Raises:
         WorkloadError: the class cannot be found or created. The text names the line of the user's file that failed.
+        ConfigError: a parameter is unknown, or its value does not have the parameter's type.
     """
     if (reason := misnamed(target)) is not None:
         raise WorkloadError(reason, target=target)
     FINDER.forget()
-    return _instance(FINDER.find(target, working_dir, Workload), target)
+    return _instance(FINDER.find(target, working_dir, Workload), target, params or {})
 
 
-def _instance(kind: type[Workload], target: str) -> Workload:
+def _instance(kind: type[Workload], target: str, params: Mapping[str, Json]) -> Workload:
     missing = ", ".join(f"{name}()" for name in sorted(getattr(kind, "__abstractmethods__", ())))
     if missing:
         raise WorkloadError(f"{target} lacks {missing}: define it in the class", target=target)
     try:
-        inspect.signature(kind).bind()
+        needed = inspect.signature(kind)
+        needed.bind(**{name: None for name in params if name in needed.parameters})
     except TypeError as error:
         raise WorkloadError(
-            f"{target} is created without arguments, but its __init__ needs some ({error}):\ngive them defaults",
+            f"{target} is created without arguments except parameters, but its __init__ needs more ({error}):\n"
+            "give them defaults",
             target=target,
         ) from error
     try:
-        made = kind()
+        made = parameters.create(kind, params)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
         raise broken(f"{target}()", error) from error
-    check_clip_norm(made)
+    check_fields(made)
+    check_average(made.average)
     return made

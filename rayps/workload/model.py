@@ -12,7 +12,7 @@ from torch import nn
 from rayps.core.errors import WorkloadError
 from rayps.core.user_code import user_code
 from rayps.tensors.flat import FlatModel, outside_vector
-from rayps.tensors.snapshot import Snapshot
+from rayps.tensors.snapshot import Snapshot, hash_of
 from rayps.workload.base import Workload
 
 # held while a model is drawn, because workers that are threads share torch's one random state of the process
@@ -58,8 +58,10 @@ def drawn(workload: Workload, seed: int) -> Snapshot:
         torch.manual_seed(seed)
         model = model_of(workload)
     buffers = {name: value.clone() for name, value in outside_vector(model).items()}
+    frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
+    of_frozen = hash_of({name: buffers[name] for name in frozen})
     flat = FlatModel(model)
-    return Snapshot(flat.layout, flat.vector.clone(), buffers=buffers)
+    return Snapshot(flat.layout, flat.vector.clone(), buffers=buffers, frozen=frozen, frozen_hash=of_frozen)
 
 
 def drawn_apart(workload: Workload, seed: int) -> Snapshot:

@@ -5,21 +5,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from collections.abc import Mapping
+from typing import Protocol
 
 from torch import Tensor, nn
 
 from rayps.core.errors import WorkloadError
+from rayps.core.metrics import Total, Totals
 from rayps.core.records import Point
-from rayps.core.user_code import user_code
 from rayps.data import Batch
 from rayps.tensors.flat import Layout, outside_vector
 from rayps.tensors.optim import Factory
+from rayps.workload.accumulate import Check, Ready, StepLoss, accumulate
 from rayps.workload.base import Workload
-
-Metric: TypeAlias = float | Tensor  # a mean over a batch
-Check = Callable[[Tensor], float]  # returns the value of a loss; raises an error if the loss is not a finite number
+from rayps.workload.loss_result import LossResult, loss_result
+from rayps.workload.metric_values import Metric, totals_of
+from rayps.workload.precision import autocast
 
 
 class ModelPart(Protocol):
@@ -40,19 +41,22 @@ class ModelPart(Protocol):
         Raises LinkError if a connection to another worker of the replica fails.
         """
 
-    def backward(self, batch: Batch, step: int, check: Check) -> float | None:
-        """Leave the gradient of the batch's mean loss in `.grad` of the owned parameters, and return the loss.
+    def backward(
+        self, batch: Batch, step: int, check: Check, *, ready: Ready | None = None, scale: float = 1.0
+    ) -> StepLoss:
+        """Leave gradients in `.grad` of the owned parameters, and return the loss of the step.
 
-        Return None on workers that do not know the loss.
+        The gradients times the loss's `factor` are the gradient of the mean loss. `ready` and `scale` are those of
+        `rayps.workload.accumulate.accumulate`.
 
         Raises:
             TrainingError: the loss is not finite.
-            WorkloadError: the user's loss failed or is not a scalar.
+            WorkloadError: the user's loss failed or is neither a scalar nor a pair (sum, weight).
             LinkError: a connection to another worker of the replica failed.
         """
 
-    def evaluate(self, batch: Batch) -> dict[str, Metric]:
-        """Return named means over the batch, including the loss, or {} on workers that do not know them.
+    def evaluate(self, batch: Batch) -> Totals:
+        """Return the totals of the batch's metrics, including the loss, or {} on workers that do not know them.
 
         The caller has set the model to evaluation mode and turned off gradients.
         """
@@ -83,18 +87,23 @@ class Whole:
     def refresh(self) -> None:
         """Do nothing, because the whole model borrows no parameter."""
 
-    def backward(self, batch: Batch, step: int, check: Check) -> float:
-        """Leave the gradient of the batch's mean loss in `.grad` of the parameters, and return the loss."""
-        with user_code("loss"):
-            loss = self.workload.loss(self.module, batch)
-            value = check(loss)
-            loss.backward()  # type: ignore[no-untyped-call]
-        return value
+    def backward(
+        self, batch: Batch, step: int, check: Check, *, ready: Ready | None = None, scale: float = 1.0
+    ) -> StepLoss:
+        """Leave gradients in `.grad` of the parameters, and return the loss of the step: see `accumulate`."""
+        return accumulate(self._loss, batch, check, ready=ready, scale=scale)
 
-    def evaluate(self, batch: Batch) -> dict[str, Metric]:
-        """Return named means over the batch, including the loss."""
-        loss = self.workload.loss(self.module, batch)
-        return {"loss": loss} | metrics_of(self.workload.evaluate(self.module, batch))
+    def evaluate(self, batch: Batch) -> Totals:
+        """Return the totals of the batch's metrics, including the loss."""
+        found = self._loss(batch, trains=False)
+        with autocast(self.workload, self.parameters[0].device):
+            given = self.workload.evaluate(self.module, batch)
+        return evaluation_totals(found, given, batch.size)
+
+    def _loss(self, batch: Batch, *, trains: bool = True) -> LossResult:
+        with autocast(self.workload, self.parameters[0].device):
+            given = self.workload.loss(self.module, batch)
+        return loss_result(given, batch.size, trains=trains)
 
     def factory(self, factory: Factory) -> Factory:
         """Return `factory` unchanged: the optimizer is for all parameters."""
@@ -108,25 +117,17 @@ class Whole:
         """Do nothing, because the whole model has no resources of its own."""
 
 
-def metrics_of(given: dict[str, Metric]) -> dict[str, Metric]:
-    """Return the result of the user's evaluate(). Raises WorkloadError if it is not a dict."""
+def evaluation_totals(loss: LossResult, given: Mapping[str, Metric], rows: int) -> Totals:
+    """Return the totals of a batch of `rows` rows: the loss, the metrics beside it, and the result of evaluate().
+
+    Raises WorkloadError if the result of evaluate() is not a dict of numbers.
+    """
     if not isinstance(given, dict):
         raise WorkloadError(
             f"evaluate(model, batch) returned {type(given).__name__}: return a dict of means such as "
             "{'accuracy': 0.9}"
         )
-    return given
-
-
-def number(name: str, mean: Metric) -> float:
-    """Return the mean of metric `name`, from the user's evaluate(), as a float.
-
-    Raises WorkloadError if `mean` is not one number.
-    """
-    try:
-        return float(mean)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise WorkloadError(
-            f"evaluate(model, batch) returned a {type(mean).__name__} for {name!r}: return one number, "
-            "its mean over the batch"
-        ) from error
+    weight = loss.weight_of(rows)
+    value = float(loss.total)
+    totals = {"loss": Total((value if loss.weight is not None else value * weight) if weight else 0.0, weight)}
+    return totals | loss.metrics | totals_of(given, rows, "evaluate(model, batch)")

@@ -3,7 +3,11 @@ import type { JobSpec } from "../types";
 
 /** The spec without fields that were left at nothing, ready to be sent again. */
 export function slim(spec: JobSpec): Record<string, unknown> {
-  return Object.fromEntries(Object.entries(spec).filter(([, value]) => value !== null && value !== undefined));
+  return Object.fromEntries(Object.entries(spec).filter(([key, value]) => value !== null && value !== undefined && !(isEmpty(value) && key === "params")));
+}
+
+function isEmpty(value: unknown): boolean {
+  return typeof value === "object" && value !== null && Object.keys(value).length === 0;
 }
 
 /** `curl` that submits the spec; the token comes from the shell's RAYPS_TOKEN. */

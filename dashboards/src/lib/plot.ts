@@ -1,7 +1,7 @@
 /* From a job's series to the arrays that a chart draws. Pure, so that tests can look at them. */
 import type { EvaluationPoint } from "../types";
 import { ema } from "./ema";
-import { type Bucket, mean, rate, type Series } from "./series";
+import { type Bucket, dataShare, mean, rate, type Series } from "./series";
 
 export interface LossData {
   x: number[];
@@ -29,11 +29,32 @@ export function lossData(series: Series, beta: number, name: string | null, log:
   };
 }
 
-/** Arrays of the throughput chart: samples per second as measured, and smoothed. */
-export function rateData(series: Series): { x: number[]; raw: (number | null)[]; smooth: (number | null)[] } {
+/** Arrays of the throughput chart: samples per second as measured, and smoothed; and the share of the time spent waiting for data. */
+export function rateData(series: Series): { x: number[]; raw: (number | null)[]; smooth: (number | null)[]; data: (number | null)[] } {
   const raw = series.buckets.map(rate);
   const weights = series.buckets.map((bucket) => bucket.rounds);
-  return { x: series.buckets.map((bucket) => bucket.end), raw, smooth: ema(raw, 0.9, weights) };
+  return { x: series.buckets.map((bucket) => bucket.end), raw, smooth: ema(raw, 0.9, weights), data: series.buckets.map(dataShare) };
+}
+
+/** Numbers that a strategy tells, which have cards of their own, as clients' personal metrics have. */
+const TOLD = new Set(["met", "primal", "dual", "primal_stop", "dual_stop", "penalty", "sampled", "replied", "dropped", "rejected", "present"]);
+
+/** The names of a job's metrics, of training and of evaluations, without the loss of training. */
+export function metricNames(series: Series): string[] {
+  const names = new Set<string>();
+  for (const point of series.evaluations) for (const name of Object.keys(point.metrics)) names.add(name);
+  for (const { told } of series.buckets) for (const name of Object.keys(told ?? {})) names.add(name);
+  return [...names].filter((name) => !TOLD.has(name) && !name.startsWith("personal_"));
+}
+
+/** Arrays of a metric's chart: its values in training, of which a bucket has the newest, and in evaluations. */
+export function metricData(series: Series, name: string): { x: number[]; training: (number | null)[]; evaluation: (number | null)[] } {
+  const { buckets } = series;
+  return {
+    x: buckets.map((bucket) => bucket.end),
+    training: buckets.map((bucket) => bucket.told?.[name] ?? null),
+    evaluation: at(buckets, series.evaluations, name),
+  };
 }
 
 /** The metric that evaluations are best read by: accuracy if there is one, else the first that is not a loss. */

@@ -16,10 +16,11 @@ export interface Bucket {
   bad: number; // rounds whose loss is NaN, infinite or null
   samples: number;
   seconds: number;
+  data: number; // seconds that rounds waited for their batches
   bytes: number;
   strategy: string; // wire form as JSON, for the phase bands
   epoch: number;
-  told: Record<string, number> | null; // what the strategy says of the round, by name; the newest of several rounds, meetings summed
+  told: Record<string, number> | null; // metrics of the workload and what the strategy says of the round, by name; the newest of several rounds, meetings summed
 }
 
 export interface Mark {
@@ -34,8 +35,8 @@ export interface Band {
   strategy: string;
 }
 
-/** Fields that every round has; any other number in it was told by the strategy. */
-const COMMON = new Set(["round", "epoch", "time", "loss", "samples", "seconds", "compute", "wait", "move", "pull", "pull_hidden", "bytes", "generation", "rank", "lead"]);
+/** Fields that every round has; any other number in it is a metric of the workload or was told by the strategy. */
+const COMMON = new Set(["round", "epoch", "time", "loss", "samples", "seconds", "compute", "data", "data_share", "wait", "move", "pull", "pull_hidden", "bytes", "generation", "rank", "lead"]);
 const MAX_MARKS = 64;
 const MAX_EVALUATIONS = 1000; // past that, one for each 2, 4, 8 ... rounds
 
@@ -178,18 +179,23 @@ export function rate(bucket: Bucket): number | null {
   return bucket.seconds > 0 ? bucket.samples / bucket.seconds : null;
 }
 
+/** The part of the rounds' time in which they waited for their batches; null where no time was measured. */
+export function dataShare(bucket: Bucket): number | null {
+  return bucket.seconds > 0 ? bucket.data / bucket.seconds : null;
+}
+
 function single(point: RoundPoint): Bucket {
   const ok = finite(point.loss);
   const value = ok ? (point.loss as number) : 0;
   return {
     round: point.round, end: point.round, rounds: 1, count: ok ? 1 : 0, bad: ok ? 0 : 1,
     min: ok ? value : Infinity, max: ok ? value : -Infinity, sum: value,
-    samples: point.samples ?? 0, seconds: point.seconds ?? 0, bytes: point.bytes ?? 0, epoch: point.epoch ?? 0, told: told(point),
+    samples: point.samples ?? 0, seconds: point.seconds ?? 0, data: point.data ?? 0, bytes: point.bytes ?? 0, epoch: point.epoch ?? 0, told: told(point),
     strategy: typeof point.strategy === "string" ? point.strategy : point.strategy ? JSON.stringify(point.strategy) : "",
   };
 }
 
-/** The numbers of a round that only its strategy knows: residuals, meetings, clients. */
+/** The numbers of a round beside those of all jobs: metrics of the workload, residuals, meetings, clients. */
 function told(point: RoundPoint): Record<string, number> | null {
   let found: Record<string, number> | null = null;
   for (const [name, value] of Object.entries(point)) {
@@ -214,6 +220,7 @@ function merge(into: Bucket, other: Bucket): void {
   into.sum += other.sum;
   into.samples += other.samples;
   into.seconds += other.seconds;
+  into.data += other.data;
   into.bytes += other.bytes;
 }
 

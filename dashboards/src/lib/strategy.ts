@@ -276,3 +276,8 @@ function others(strategy: StrategyWire, said: string[]): string {
   const rest = Object.entries(strategy).filter(([key, value]) => key !== "name" && value !== undefined && !said.includes(key));
   return rest.length ? `, ${rest.map(([key, value]) => `${key.replaceAll("_", " ")} ${String(written(value))}`).join(", ")}` : "";
 }
+
+/** The name of a job's code: of its workload, or of its function. */
+export function target(spec: JobSpec): string {
+  return spec.workload || spec.run || "";
+}

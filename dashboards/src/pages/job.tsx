@@ -1,23 +1,25 @@
 /* One job, live: where it stands, how it learns, who does what, and what it says. */
 import { useSignal } from "@preact/signals";
 import { useEffect, useMemo } from "preact/hooks";
-import { stop } from "../api";
+import { address, stop } from "../api";
 import { now } from "../clock";
 import { Feed } from "../feed";
 import { count, duration, loss, metric, plural, seconds, short } from "../lib/format";
 import { mainMetric } from "../lib/plot";
 import { ended, share, TONES, WORDS } from "../lib/status";
 import { describeJob, groupOf, shownLoss } from "../lib/place";
-import { current, hasStaleness, isFederated, length, meetsNowAndThen, phases, usesAdmm, usesPipeline, usesServer, words } from "../lib/strategy";
+import { current, hasStaleness, isFederated, length, meetsNowAndThen, phases, usesAdmm, target, usesPipeline, usesServer, words } from "../lib/strategy";
 import { MeetingsCard, ResidualsCard } from "../parts/apart";
 import { Ago, Badge, Bar, Copy, Dialog, Tile } from "../parts/bits";
 import { ClientsCard } from "../parts/clients";
+import { CodeCard } from "../parts/code";
 import { LossCard, RateCard } from "../parts/curves";
 import { ElasticCard } from "../parts/elastic";
-import { EventsCard, ResultCard, SpecCard } from "../parts/facts";
+import { EventsCard, ParamsCard, ResultCard, SpecCard } from "../parts/facts";
 import { CohortsCard, LearntCard, VirtualCard } from "../parts/federated";
 import { StopIcon } from "../parts/icons";
 import { LogsCard } from "../parts/logs";
+import { MetricsCard } from "../parts/metrics";
 import { Missing } from "../parts/missing";
 import { ShardsCard, StalenessCard, WorkersCard } from "../parts/people";
 import { CostsCard, ScheduleCard } from "../parts/schedule";
@@ -54,6 +56,7 @@ export function JobPage({ id }: { id: string }) {
           <RateCard feed={feed} height={stale ? 132 : 300} />
           {stale && <StalenessCard feed={feed} />}
         </div>
+        <MetricsCard feed={feed} />
         {isFederated(strategy) && <Federated feed={feed} />}
         {usesAdmm(strategy) && <div class="wide"><ResidualsCard feed={feed} /></div>}
         {meetsNowAndThen(strategy) && <div class="wide"><MeetingsCard feed={feed} /></div>}
@@ -64,6 +67,8 @@ export function JobPage({ id }: { id: string }) {
         <LogsCard feed={feed} />
         <EventsCard feed={feed} />
         <div class="wide pair"><ResultCard job={job} /><SpecCard job={job} /></div>
+        <div class="wide"><ParamsCard job={job} /></div>
+        {typeof job.spec["code"] === "string" && <div class="wide"><CodeCard id={job.id} code={job.spec["code"]} /></div>}
       </div>
     </main>
   );
@@ -94,11 +99,13 @@ function Head({ job, feed }: { job: Job; feed: Feed }) {
       </div>
       <p class="job-line">
         <span class="mono id">{job.id}<Copy text={() => job.id} title="Copy the job's id" small /></span>
-        <span class="mono">{job.spec.workload}</span>
+        <span class="mono">{target(job.spec)}</span>
         <span>{describeJob(job)}</span>
+        {job.sweep && <span>sweep&nbsp;<a href={href(["sweeps", job.sweep])}>{job.sweep}</a></span>}
         <span>{plural(job.spec.workers ?? 1, "worker")}</span>
         {length(job.spec) && <span>{length(job.spec)}</span>}
         {typeof job.spec["server_group"] === "string" && <span>on&nbsp;<a href={href(["servers", job.spec["server_group"]])}>{groupOf(job)}</a></span>}
+        {typeof job.spec["code"] === "string" && <span>code&nbsp;<a class="mono" href={address(`code/${job.spec["code"]}`)} title="Download the packed files as a tar archive">{job.spec["code"].slice(0, 12)}</a></span>}
         <span>submitted&nbsp;<Ago at={created} /></span>
         {job.attempt > 1 && <span>attempt {job.attempt}</span>}
       </p>

@@ -6,8 +6,8 @@ import { asCurl } from "../lib/commands";
 import { count, duration, loss, metric, plural, seconds } from "../lib/format";
 import { ended, GROUPS, matches, share, TONES } from "../lib/status";
 import { describeJob, groupOf, shownLoss, strategyOf } from "../lib/place";
-import { brief, length, shardWords } from "../lib/strategy";
-import { failure, jobs, loadingMore, more, nextCursor, state, watch } from "../list";
+import { brief, length, shardWords, target } from "../lib/strategy";
+import { failure, jobs, loadingMore, more, nextCursor, selected, state, toggle, watch } from "../list";
 import { Ago, Badge, Bar, Command, Empty } from "../parts/bits";
 import { SearchIcon } from "../parts/icons";
 import { go, href, put, route } from "../route";
@@ -57,11 +57,24 @@ export function JobsPage() {
           <button type="button" class="button" onClick={() => put({ q: null, status: null })}>Show all jobs</button>
         </Empty>
       )}
+      {selected.value.size > 0 && <Selection />}
       {shown.length > 0 && <JobTable shown={shown} />}
       {nextCursor.value && state.value === "ready" && (
         <p class="more"><button type="button" class="button" disabled={loadingMore.value} onClick={() => void more()}>{loadingMore.value ? "Loading" : "Load older jobs"}</button></p>
       )}
     </main>
+  );
+}
+
+/** What can be done with the selected jobs. */
+function Selection() {
+  const ids = [...selected.value];
+  return (
+    <p class="selection" role="status">
+      <span>{plural(ids.length, "job")} selected{ids.length === 1 ? "; select another to compare" : ""}</span>
+      {ids.length > 1 && <a class="button" href={href(["compare"], new URLSearchParams({ jobs: ids.join(",") }))}>Compare</a>}
+      <button type="button" class="button" onClick={() => (selected.value = new Set())}>Clear</button>
+    </p>
   );
 }
 
@@ -73,7 +86,7 @@ function JobTable({ shown }: { shown: Job[] }) {
   return (
     <table class="jobs" aria-label={plural(shown.length, "job")}>
       <thead>
-        <tr><th>Status</th><th>Job</th><th>Strategy</th><th class="col-progress">Progress</th><th class="num" title="Of the evaluation where there is one, else of the last batch">Loss</th><th class="num">Accuracy</th><th class="num">Submitted</th></tr>
+        <tr><th class="cell-pick"><span class="sr">Select</span></th><th>Status</th><th>Job</th><th>Strategy</th><th class="col-progress">Progress</th><th class="num" title="Of the evaluation where there is one, else of the last batch">Loss</th><th class="num">Accuracy</th><th class="num">Submitted</th></tr>
       </thead>
       <tbody>{shown.map((job) => <JobRow key={job.id} job={job} />)}</tbody>
     </table>
@@ -82,17 +95,19 @@ function JobTable({ shown }: { shown: Job[] }) {
 
 function JobRow({ job }: { job: Job }) {
   const open = (event: MouseEvent) => {
-    if ((event.target as Element).closest("a") || window.getSelection()?.toString()) return;
+    if ((event.target as Element).closest("a, .cell-pick") || window.getSelection()?.toString()) return;
     go(["jobs", job.id]);
   };
   const created = seconds(job.created_at);
   const { value, of } = shownLoss(job);
   return (
     <tr onClick={open} data-job={job.id}>
+      <td class="cell-pick"><label><input type="checkbox" checked={selected.value.has(job.id)} aria-label={`Select ${job.name} to compare`} onChange={() => toggle(job.id)} /></label></td>
       <td class="cell-status"><Badge status={job.status} /></td>
       <td class="cell-name">
         <a href={href(["jobs", job.id])} data-row>{job.name}</a>
-        <span class="sub mono">{job.spec.workload}</span>
+        <span class="sub mono">{target(job.spec)}</span>
+        {job.sweep && <span class="sub">sweep <a href={href(["sweeps", job.sweep])}>{job.sweep}</a></span>}
       </td>
       <td class="cell-strategy">
         <span title={[describeJob(job), groupOf(job) && `on ${groupOf(job)}`].filter(Boolean).join(", ")}>{brief(strategyOf(job))}</span>

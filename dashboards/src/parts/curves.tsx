@@ -4,7 +4,7 @@ import { useMemo } from "preact/hooks";
 import uPlot from "uplot";
 import { color } from "../clock";
 import type { Feed } from "../feed";
-import { count, loss, metric, plural, short } from "../lib/format";
+import { count, loss, metric, percent, plural, short } from "../lib/format";
 import { csv, lossData, mainMetric, rateData, sampled } from "../lib/plot";
 import { type Band, mean, rate, type Series } from "../lib/series";
 import { label, phases } from "../lib/strategy";
@@ -90,6 +90,7 @@ export function RateCard({ feed, height }: { feed: Feed; height: number }) {
         <Readout items={[
           { name: "round", value: count(arrays.x[at] ?? null) },
           { swatch: "smooth", name: "samples/s", value: short(arrays.smooth[at]) },
+          ...(arrays.data.some((share) => share) ? [{ name: "waiting for data", value: percent(arrays.data[at]) }] : []),
         ]} />
         <Chart height={height} data={data} variant="rate" summary={summary} onIndex={(i) => (index.value = i)}
           options={() => rateOptions(feed.id, () => feed.series)} />

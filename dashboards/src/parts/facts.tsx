@@ -4,7 +4,7 @@ import { asCli, asCurl, slim } from "../lib/commands";
 import { folded } from "../lib/events";
 import { bytes, clock, metric, plural, stamp } from "../lib/format";
 import { describeJob } from "../lib/place";
-import { length } from "../lib/strategy";
+import { length, target } from "../lib/strategy";
 import type { Job, JobEvent } from "../types";
 import { Card, Copy, Empty } from "./bits";
 
@@ -44,17 +44,17 @@ function EventLine({ event, more }: { event: JobEvent; more: number }) {
 export function SpecCard({ job }: { job: Job }) {
   const { spec } = job;
   const origin = new URL(".", document.baseURI).href.replace(/\/$/, "");
-  const rest = Object.entries(slim(spec)).filter(([key]) => !["workload", "strategy", "workers", "epochs", "steps", "name", "resources"].includes(key));
+  const rest = Object.entries(slim(spec)).filter(([key]) => !["workload", "run", "code", "strategy", "workers", "epochs", "steps", "name", "resources", "params"].includes(key));
   return (
     <Card title="Specification" id="spec" tools={<>
       <Copy text={() => asCli(spec)} title="Copy as commands that submit this job again">CLI</Copy>
       <Copy text={() => asCurl(spec, origin)} title="Copy as a curl command; the token is read from RAYPS_TOKEN">curl</Copy>
     </>}>
       <dl class="facts">
-        <Fact name="Workload"><code>{spec.workload}</code></Fact>
+        <Fact name={spec.run ? "Function" : "Workload"}><code>{target(spec)}</code></Fact>
         <Fact name="Strategy">{describeJob(job)}</Fact>
         <Fact name="Workers">{spec.workers ?? 1}</Fact>
-        <Fact name="Length">{length(spec) || "the workload's own"}</Fact>
+        <Fact name="Length">{length(spec) || (spec.run ? "the loop's own" : "the workload's own")}</Fact>
         <Fact name="Per worker">{resources(spec.resources)}</Fact>
         {rest.map(([key, value]) => <Fact key={key} name={key.replaceAll("_", " ")}>{typeof value === "string" ? <code>{value}</code> : typeof value === "number" ? value : JSON.stringify(value)}</Fact>)}
       </dl>
@@ -62,22 +62,43 @@ export function SpecCard({ job }: { job: Job }) {
   );
 }
 
-export function ResultCard({ job }: { job: Job }) {
-  const metrics = Object.entries(job.metrics ?? {});
-  if (metrics.length === 0 && !job.checkpoint) return null;
+/** The parameters of the workload or function: all values after the start, and which of them were given with the job. */
+export function ParamsCard({ job }: { job: Job }) {
+  const given = (job.spec["params"] ?? {}) as Record<string, unknown>;
+  const all = Object.entries(job.params ?? given).sort(([a], [b]) => Number(b in given) - Number(a in given));
+  if (all.length === 0) return null;
   return (
-    <Card title="Result" id="result">
-      <dl class="facts">
-        {metrics.map(([name, value]) => <Fact key={name} name={name}>{metric(name, value)}</Fact>)}
-        {job.checkpoint && (
-          <Fact name="checkpoint"><span class="path"><code>{job.checkpoint}</code><Copy text={() => job.checkpoint ?? ""} title="Copy the checkpoint's path" small /></span></Fact>
-        )}
+    <Card title="Parameters" id="params" note={paramsNote(Object.keys(given).length, all.length)}>
+      <dl class="facts facts-names">
+        {all.map(([name, value]) => (
+          <Fact key={name} name={name}><code class={name in given ? "" : "faint"}>{typeof value === "string" ? value : JSON.stringify(value)}</code></Fact>
+        ))}
       </dl>
     </Card>
   );
 }
 
-function Fact({ name, children }: { name: string; children: preact.ComponentChildren }) {
+function paramsNote(given: number, all: number): string {
+  return given === 0 ? "all are defaults" : given < all ? `${given} given, the others are defaults` : "all are given";
+}
+
+export function ResultCard({ job }: { job: Job }) {
+  const metrics = Object.entries(job.metrics ?? {});
+  const paths = Object.entries({ checkpoint: job.checkpoint, "best checkpoint": job.progress?.best });
+  if (metrics.length === 0 && !paths.some(([, path]) => path)) return null;
+  return (
+    <Card title="Result" id="result">
+      <dl class="facts">
+        {metrics.map(([name, value]) => <Fact key={name} name={name}>{metric(name, value)}</Fact>)}
+        {paths.map(([name, path]) => path && (
+          <Fact key={name} name={name}><span class="path"><code>{path}</code><Copy text={() => path} title={`Copy the ${name}'s path`} small /></span></Fact>
+        ))}
+      </dl>
+    </Card>
+  );
+}
+
+export function Fact({ name, children }: { name: string; children: preact.ComponentChildren }) {
   return <div><dt>{name}</dt><dd>{children}</dd></div>;
 }
 

@@ -65,13 +65,13 @@ function WorkerLine({ worker, verdict, snapshots, version, over, paced }: { work
 const LABELLED = 0.3;
 
 function SplitBar({ worker }: { worker: WorkerRow }) {
-  const parts = { compute: worker.compute ?? 0, move: worker.move ?? 0, wait: worker.wait ?? 0 };
-  const all = parts.compute + parts.move + parts.wait;
+  const parts = { compute: worker.compute ?? 0, data: worker.data ?? 0, move: worker.move ?? 0, wait: worker.wait ?? 0 };
+  const all = parts.compute + parts.data + parts.move + parts.wait;
   if (!(all > 0)) return <span class="faint">not measured</span>;
-  const words = `compute ${percent(parts.compute / all, 0)}, move ${percent(parts.move / all, 0)}, wait ${percent(parts.wait / all, 0)}`;
+  const words = `compute ${percent(parts.compute / all, 0)}, data ${percent(parts.data / all, 0)}, move ${percent(parts.move / all, 0)}, wait ${percent(parts.wait / all, 0)}`;
   return (
     <div class="split" role="img" aria-label={words} title={words}>
-      {(["compute", "move", "wait"] as const).map((key) => (
+      {(["compute", "data", "move", "wait"] as const).map((key) => (
         <span key={key} class={`split-${key}`} style={{ width: `${((parts[key] / all) * 100).toFixed(2)}%` }} />
       ))}
       {parts.compute / all >= LABELLED && <span class="split-text">{percent(parts.compute / all, 0)}</span>}
@@ -83,6 +83,7 @@ function Key() {
   return (
     <span class="key" aria-hidden="true">
       <span><i class="split-compute" />compute</span>
+      <span title="Waiting for batches"><i class="split-data" />data</span>
       <span><i class="split-move" />move</span>
       <span><i class="split-wait" />wait</span>
     </span>

@@ -35,7 +35,7 @@ class BucketedMean(Protocol):
     # their sum is not), and the index of the first element that is not finite
     fault: tuple[int, int] | None
 
-    def begin(self, samples: int) -> None:
+    def begin(self, samples: float) -> None:
         """Start a mean; this rank's vector is the mean over `samples` samples."""
 
     def mine(self, i: int) -> slice:
@@ -105,9 +105,9 @@ class SingleRank(_Whole):
 
     def __init__(self, vector: Tensor) -> None:
         self.seconds = 0.0
-        self._vector, self._samples = vector, 0
+        self._vector, self._samples = vector, 0.0
 
-    def begin(self, samples: int) -> None:
+    def begin(self, samples: float) -> None:
         """Start a mean; the vector is the mean over `samples` samples."""
         self._samples = samples
 
@@ -164,7 +164,7 @@ class SharedMemoryMean:
         # from a bucket to the data passed to `hold`: the offset in the resident vector, and the bytes
         self._held: dict[int, list[tuple[int, Bytes]]] = {}
 
-    def begin(self, samples: int) -> None:
+    def begin(self, samples: float) -> None:
         """Start a mean; this rank's vector is the mean over `samples` samples."""
         self._turn += 1
         self.fault = None
@@ -274,9 +274,9 @@ class SentBuckets(_Whole):
         self._order: Sequence[int] = range(len(cuts))
         self._ready: set[int] = set()
         self._under_way: list[CollectiveHandle[Tensor] | CollectiveHandle[None]] = []
-        self._samples, self._total = 0, torch.zeros(1, dtype=torch.float64)
+        self._samples, self._total = 0.0, torch.zeros(1, dtype=torch.float64)
 
-    def begin(self, samples: int) -> None:
+    def begin(self, samples: float) -> None:
         """Start a mean. The ranks' numbers of samples are summed before any bucket is sent."""
         self._samples, self._total = samples, torch.tensor([float(samples)], dtype=torch.float64)
         self._ready.clear()

@@ -15,17 +15,21 @@ from rayps.workload.model import model_of
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
-def blank(workload: Workload) -> nn.Module:
+def blank(workload: Workload, *, only_meta: bool = False) -> nn.Module:
     """Return a new model on the meta device, where it takes no memory, or a real model if that is impossible.
 
     Raises:
-        WorkloadError: the model cannot be built.
+        WorkloadError: the model cannot be built; with `only_meta`, it cannot be built on the meta device.
     """
     try:
         with torch.device("meta"):
             model = model_of(workload)
     except RaypsError:  # for instance, the model reads values while it is built
+        if only_meta:
+            raise
         return model_of(workload)
+    if only_meta:
+        return model
     return model_of(workload) if any(value.is_meta for value in _unregistered(model)) else model
 
 

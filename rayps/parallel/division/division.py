@@ -173,6 +173,9 @@ class Division:
             snapshot.ring,
             ledgers,
             columns=len(self.columns),
+            frozen=snapshot.frozen & {piece.name for piece in mine.untrained},
+            frozen_hash=snapshot.frozen_hash and f"{snapshot.frozen_hash}, column {column} of {self.key}",
+            cursors=snapshot.cursors,
         )
 
     def join(self, parts: Sequence[Snapshot], base: Snapshot) -> Snapshot:
@@ -210,6 +213,7 @@ class Division:
             [(a + lo, b + lo, each) for lo, p in zip(self.offsets, parts, strict=True) for a, b, each in p.ledgers],
             divided=self.key,
             columns=len(self.columns),
+            cursors={rank: cursor for part in parts for rank, cursor in part.cursors.items()},
         )
 
     def facts(self) -> list[ColumnFacts]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from rayps.comm.ring import Ring
 from rayps.core.errors import WorkloadError
+from rayps.core.metrics import Totals, add_totals
 from rayps.core.pipeline.schedule import table
 from rayps.core.replica import Pipeline
 from rayps.core.values import JsonObject
@@ -22,8 +23,10 @@ from rayps.parallel.pipeline.engine import PipelineEngine
 from rayps.parallel.tensor import agree, split
 from rayps.tensors.optim import Factory
 from rayps.tensors.subset_optimizer import of_some
+from rayps.workload.accumulate import Check, Ready, StepLoss
 from rayps.workload.base import Workload
-from rayps.workload.model_part import Check, Whole, number
+from rayps.workload.model_part import Whole, evaluation_totals
+from rayps.workload.precision import autocast
 
 _TIMELINE_CALL = 3  # number of the call of `facts` that also reports a step's timeline: the first two steps are slower
 
@@ -68,7 +71,7 @@ class ModelSlice(Whole):
                     "model() must build the same model each time"
                 )
         parameters = dict(model.named_parameters())
-        self.workload, self.module = workload, model
+        self.workload, self.module, self._device = workload, model, device
         self.reports = stage == division.stages - 1 and rank == 0
         self._whole = division.layout
         self.layout, self.parameters = mine.layout, [parameters[piece.name] for piece in mine.owned]
@@ -91,6 +94,7 @@ class ModelSlice(Whole):
                 seed=seed,
                 data=data,
                 device=device,
+                computing=lambda: autocast(workload, device),
             )
 
     @property
@@ -105,8 +109,10 @@ class ModelSlice(Whole):
         """
         self._exchange.refresh()
 
-    def backward(self, batch: Batch, step: int, check: Check) -> float | None:  # type: ignore[override]
-        """Compute the gradients of the owned parameters from a batch; return the loss, or None on other workers.
+    def backward(
+        self, batch: Batch, step: int, check: Check, *, ready: Ready | None = None, scale: float = 1.0
+    ) -> StepLoss:
+        """Compute the gradients of the owned parameters from a batch; return the loss, which is None on other workers.
 
         The loss is returned on the worker that computes it. All workers of the replica must call this method together.
         """
@@ -114,7 +120,7 @@ class ModelSlice(Whole):
             p.grad = None
         self._exchange.refresh()
         loss = (
-            super().backward(batch, step, check)
+            super().backward(batch, step, check, ready=ready, scale=scale)
             if self._engine is None
             else self._pipeline_backward(batch, step, check)
         )
@@ -124,37 +130,38 @@ class ModelSlice(Whole):
         self._exchange.return_gradients()
         return loss
 
-    def _pipeline_backward(self, batch: Batch, step: int, check: Check) -> float | None:
+    def _pipeline_backward(self, batch: Batch, step: int, check: Check) -> StepLoss:
         assert self._engine is not None
         parts = loss_proxy.parts(batch, self._micro)
 
         def loss(micro: int, output: Nested) -> Tensor:
-            found = loss_proxy.loss(self.workload, parts[micro], output)
+            with autocast(self.workload, self._device):
+                found = loss_proxy.loss(self.workload, parts[micro], output).total
             check(found)
             return found
 
-        return self._engine.backward(
+        mean = self._engine.backward(
             step, loss_proxy.weights(parts), lambda i: loss_proxy.inputs(self.workload, parts[i]), loss
         )
+        return StepLoss(mean, batch.size)
 
-    def evaluate(self, batch: Batch) -> dict[str, float | Tensor]:
-        """Return the named means over a batch, or {} if this is not the worker of the replica that `reports`."""
+    def evaluate(self, batch: Batch) -> Totals:
+        """Return the totals of a batch's metrics, or {} if this is not the worker of the replica that `reports`."""
         if self._engine is None:
-            means = super().evaluate(batch)
-            return means if self.reports else {}
-        parts, means = loss_proxy.parts(batch, self._micro), {}
+            totals = super().evaluate(batch)
+            return totals if self.reports else {}
+        parts, totals = loss_proxy.parts(batch, self._micro), Totals()
         weights = loss_proxy.weights(parts)
 
         def done(micro: int, output: Nested) -> None:
             part = parts[micro]
-            found = {"loss": loss_proxy.loss(self.workload, part, output)} | loss_proxy.metrics(
-                self.workload, part, output
-            )
-            for name, mean in found.items():
-                means[name] = means.get(name, 0.0) + number(name, mean) * weights[micro]
+            with autocast(self.workload, self._device):
+                loss = loss_proxy.loss(self.workload, part, output, training=False)
+                given = loss_proxy.metrics(self.workload, part, output)
+            add_totals(totals, evaluation_totals(loss, given, part.size))
 
         self._engine.evaluate(weights, lambda i: loss_proxy.inputs(self.workload, parts[i]), done)
-        return means if self.reports else {}
+        return totals if self.reports else {}
 
     def factory(self, factory: Factory) -> Factory:
         """Return an optimizer factory for this part's parameters, in the order of `layout`.

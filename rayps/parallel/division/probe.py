@@ -22,6 +22,7 @@ from rayps.parallel.pipeline.cut import layers, spans
 from rayps.parallel.pipeline.skip import stash_in
 from rayps.parallel.tensor import TensorCommunicator, split
 from rayps.workload.base import Workload
+from rayps.workload.loss_result import loss_result
 from rayps.workload.model import apart, model_of
 
 
@@ -86,7 +87,7 @@ def probe(workload: Workload, division: Division, sizes: Sizes, sample: Batch) -
         if division.boundaries:
             return _stages(workload, division, model, communicator, sizes, sample)
         with _record_stored(model) as found, user_code("loss"):
-            loss = workload.loss(model, sample)
+            loss = loss_result(workload.loss(model, sample), sample.size).total
         with user_code("loss"):
             loss.backward()  # type: ignore[no-untyped-call]
     return replace(
@@ -156,7 +157,7 @@ def _run_backward(
     for chunk, given, value in reversed(done):
         with _count_exchanges(communicator, exchanged[chunk % len(exchanged)]):
             if chunk == done[-1][0]:
-                loss_proxy.loss(workload, sample, value).backward()  # type: ignore[no-untyped-call]
+                loss_proxy.loss(workload, sample, value).total.backward()  # type: ignore[no-untyped-call]
             else:
                 outputs = [t for t in _tensors(value) if t.requires_grad]
                 torch.autograd.backward(outputs, grads[: len(outputs)])

@@ -1,7 +1,8 @@
 """Cut a model into layers, and the layers into parts.
 
 A model can be cut if it is a chain of layers, each called on the output of the previous layer: an nn.Sequential (nested
-ones are flattened), or a model whose method `layers()` lists its layers.
+ones are flattened), or a model whose method `layers()` lists its layers. A model with a list of blocks that its forward
+calls in turn, such as a Hugging Face decoder, is cut by `rayps.parallel.pipeline.decoder_stack`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from torch import Tensor, nn
 from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.user_code import user_code
 from rayps.data.base import Nested, map_tensors
+from rayps.parallel.pipeline.decoder_stack import StackLayer, stack_layers
 from rayps.parallel.pipeline.skip import skip_layers, stash_in
 
 _REMEDY = (
     "make it an nn.Sequential, or give it a method layers() that returns its modules in order, each of which is called "
-    "on the output of the previous one"
+    "on the output of the previous one, or keep its blocks in one nn.ModuleList that forward calls in turn"
 )
 _REPEATS = 3
 
@@ -47,6 +49,8 @@ def layers(model: nn.Module) -> list[Layer]:
         found = _declared_layers(model, listed)
     elif _is_plain(model):
         found = list(_flattened(model, ""))
+    elif stack := stack_layers(model):
+        found = [Layer(name, module) for name, module in stack]
     else:
         own = " and has a forward() of its own" if isinstance(model, nn.Sequential) else ""
         raise WorkloadError(f"a pipeline cannot cut {_kind(model)}{own}: {_REMEDY}", model=_kind(model))
@@ -198,7 +202,10 @@ def check(
     model.eval()
     try:
         with torch.no_grad(), stash_in({}):
-            _compare(model, found, args, kwargs or {})
+            if isinstance(found[0].module, StackLayer):
+                _compare_stack(model, found, args, kwargs or {})
+            else:
+                _compare(model, found, args, kwargs or {})
     finally:
         torch.set_rng_state(state)
         for module in training:
@@ -234,6 +241,31 @@ def _compare(model: nn.Module, found: Sequence[Layer], args: Sequence[Nested], k
     if not _equal(whole, value):
         last = found[-1].name
         raise _cut_error(last, "the model's result is not the output of its last layer")
+
+
+def _compare_stack(
+    model: nn.Module, found: Sequence[Layer], args: Sequence[Nested], kwargs: Mapping[str, Nested]
+) -> None:
+    """Check that front, blocks and head of a decoder stack, one after another, return the model's result."""
+    with user_code("model"):
+        whole = model(*args, **kwargs)
+    value: Nested = None
+    for number, layer in enumerate(found):
+        try:
+            value = layer.module(*args, **kwargs) if number == 0 else layer.module(value)
+        except WorkloadError:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            raise _cut_error(
+                layer.name, f"called apart from the other layers, it raises {type(error).__name__}: {error}"
+            ) from error
+    if not _equal(_without_cached(whole), _without_cached(value)):
+        raise _cut_error("head", "the result of front, blocks and head is not the model's")
+
+
+def _without_cached(output: Nested) -> Nested:
+    """Return a model's output without its cache of keys and values, which is not computed in a pipeline."""
+    return {k: v for k, v in output.items() if k != "past_key_values"} if isinstance(output, dict) else output
 
 
 def _run_recorded(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -90,15 +90,16 @@ class PipelineEngine:
         seed: int = 0,
         data: int = 0,
         device: str | torch.device = "cpu",
+        computing: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """Prepare the engine.
+        """Prepare the engine. Layers run forward in the context `computing()`.
 
         `layers` are the layers of the whole model. The layers of this worker's chunks must have memory; the others may
         be on the meta device. `boundaries` cut the layers into chunks. Chunk c is on rank c % stages of `ring`, which
         is None if there is one stage. `actions` is this worker's row of the schedule's table. `routes` are the skip
         connections between chunks. Random numbers depend on `seed`, `data` (the replica's number) and the step.
         """
-        self._messages = StageMessages(ring)
+        self._messages, self._computing = StageMessages(ring), computing
         self._ring = ring
         self._actions = list(actions)
         self._device = torch.device(device)
@@ -134,7 +135,7 @@ class PipelineEngine:
         found = []
         for numbers in [list(layers)] if whole else split(layers, receives | sends):
             some = {number: layers[number] for number in numbers}
-            found.append(LayerRange.of(some, receives, sends, self._random.seed_layer))
+            found.append(LayerRange.of(some, receives, sends, self._random.seed_layer, self._computing))
         return found
 
     # Public methods

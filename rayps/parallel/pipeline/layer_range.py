@@ -8,7 +8,7 @@ gradient of every layer's output, and the second half needs only these to comput
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -53,7 +53,7 @@ class LayerRange:
 
     `layers` maps the layers' numbers in the model to the layers. `receives` are the names of the stashed values that
     these layers receive from other chunks. `sends` are the names of the values that they stash for other chunks.
-    `seed(micro, layer)` seeds the random numbers before each layer.
+    `seed(micro, layer)` seeds the random numbers before each layer. Layers run forward in the context `computing()`.
     """
 
     def __init__(
@@ -62,7 +62,9 @@ class LayerRange:
         receives: Sequence[str],
         sends: Sequence[str],
         seed: Callable[[int, int], None],
+        computing: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
+        self._computing = computing
         self.layers = dict(layers)
         self.receives, self.sends = list(receives), list(sends)
         self._skips = any(_is_skip(part) for layer in layers.values() for part in layer.module.modules())
@@ -72,7 +74,12 @@ class LayerRange:
 
     @classmethod
     def of(
-        cls, layers: Mapping[int, Layer], receives: set[str], sends: set[str], seed: Callable[[int, int], None]
+        cls,
+        layers: Mapping[int, Layer],
+        receives: set[str],
+        sends: set[str],
+        seed: Callable[[int, int], None],
+        computing: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> LayerRange:
         """Return a range of `layers`, with the names of the chunk's `receives` and `sends` that these layers use."""
         ends = {
@@ -86,6 +93,7 @@ class LayerRange:
             sorted(name for name in receives if (Unstash, name) in ends),
             sorted(name for name in sends if (Stash, name) in ends),
             seed,
+            computing,
         )
 
     def forward(
@@ -129,7 +137,7 @@ class LayerRange:
         else:
             args = (self._opened(given, leaves, train),)
         stash = {name: self._opened(extra[name], leaves, train) for name in self.receives} if self.receives else {}
-        with stash_in(stash) if self._skips else _NOTHING:
+        with stash_in(stash) if self._skips else _NOTHING, self._computing():
             for number, layer in self.layers.items():
                 self._at = layer.name
                 self._seed(micro, number)

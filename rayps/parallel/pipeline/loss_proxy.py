@@ -7,7 +7,7 @@ the pipeline's output.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NoReturn, Protocol
 
 import torch
@@ -17,7 +17,9 @@ from rayps.core.errors import WorkloadError
 from rayps.core.partition import slices
 from rayps.core.user_code import user_code
 from rayps.data.base import Batch, Nested, map_tensors
-from rayps.tensors.user_loss import checked_loss
+from rayps.workload.base import Loss
+from rayps.workload.loss_result import LossResult, loss_result
+from rayps.workload.metric_values import Metric
 
 Call = tuple[tuple[Nested, ...], dict[str, Nested]]
 
@@ -25,11 +27,11 @@ Call = tuple[tuple[Nested, ...], dict[str, Nested]]
 class Losses(Protocol):
     """The methods of a `Workload` that this module calls."""
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss(self, model: nn.Module, batch: Batch) -> Loss | Mapping[str, Loss | Metric]:
         """Return the mean loss over the batch."""
 
-    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, float | Tensor]:
-        """Return named means over the batch."""
+    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Metric]:
+        """Return metrics of the batch by name."""
 
 
 def parts(batch: Batch, micro_batches: int) -> list[Batch]:
@@ -168,17 +170,23 @@ def _equal(a: Nested, b: Nested) -> bool:
     return type(a) is type(b)
 
 
-def loss(workload: Losses, batch: Batch, output: Nested, *, training: bool = True) -> Tensor:
-    """Return the user's mean loss of a micro-batch, computed from the pipeline's output.
+def loss(workload: Losses, batch: Batch, output: Nested, *, training: bool = True) -> LossResult:
+    """Return the user's loss of a micro-batch, computed from the pipeline's output.
 
-    Raises WorkloadError if the user's loss fails or returns no scalar tensor.
+    Raises WorkloadError if the user's loss fails, or if `training` and the loss is not a mean alone.
     """
     with user_code("loss"):
         found = workload.loss(_ReturnsOutput(output).train(training), batch)
-    return checked_loss(found, trains=False)
+    result = loss_result(found, batch.size, trains=False)
+    if training and (result.weight is not None or result.metrics):
+        raise WorkloadError(
+            "loss(model, batch) returned a pair (sum, weight) or a dict of metrics, but the stages of a pipeline know "
+            "only the rows of a micro-batch: return the mean loss alone, or train the model without a pipeline"
+        )
+    return result
 
 
-def metrics(workload: Losses, batch: Batch, output: Nested) -> dict[str, float | Tensor]:
+def metrics(workload: Losses, batch: Batch, output: Nested) -> Mapping[str, Metric]:
     """Return the user's metrics of a micro-batch, computed from the pipeline's output.
 
     Raises WorkloadError if the user's evaluate() fails.

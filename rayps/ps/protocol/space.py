@@ -28,6 +28,7 @@ from rayps.core.values import Json
 from rayps.ps.protocol.segment_map import StaticMap
 from rayps.tensors.flat import Entry, Layout
 from rayps.tensors.learning_rate import Recipe, Ticks
+from rayps.tensors.named_parameters import NamedFactory
 from rayps.tensors.optim import Factory
 from rayps.tensors.subset_optimizer import SubsetFactory
 
@@ -199,7 +200,7 @@ class Space:
 
 
 # classes that packed factories contain, and that are not in `rayps.__all__`
-_MOVED = {kind.__name__: kind for kind in (Recipe, Layout, Entry, Ticks, SubsetFactory)}
+_MOVED = {kind.__name__: kind for kind in (Recipe, Layout, Entry, Ticks, SubsetFactory, NamedFactory)}
 
 
 class _Unpickler(pickle.Unpickler):

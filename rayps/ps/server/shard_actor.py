@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from rayps.cluster.code_folder import JobCode, enter_code
 from rayps.cluster.local import host_address
-from rayps.cluster.members import ActorHost, enter
+from rayps.cluster.members import ActorHost
 from rayps.comm.link import Listener
 from rayps.core.phase_rounds import Boundary
 from rayps.core.user_module import unpack
@@ -52,14 +53,14 @@ class ShardActor:
         secret: bytes,
         factory: bytes,
         *,
-        working_dir: str | None = None,
+        code: JobCode | None = None,
         threads: int | None = None,
         host: str | None = None,
     ) -> None:
         """Listen at `host`, or at this machine's address; `factory` is a packed workload or optimizer factory."""
         if threads is not None:
             torch.set_num_threads(threads)
-        enter(working_dir)
+        self._code = enter_code(code or JobCode(""))
         self._packed, self._index, self._secret = factory, index, secret
         self._listener = Listener(f"shard-{index}", secret, host=host or host_address())
         self._loop: GroupServerLoop | None = None
@@ -111,8 +112,13 @@ class ShardActor:
                 part.ledger.marks
             )  # atomic: the loop's thread reads either the old marks or the new ones
 
+    def leave_code(self) -> None:
+        """Remove the job's code from this host if no other process uses it. The driver then ends this process."""
+        self._code.close()
+
     def close(self) -> None:
         """Stop serving."""
+        self._code.close()
         if self._loop is not None:
             self._loop.close()
         self._listener.close()

@@ -1,0 +1,24 @@
+"""A plain torch script on one process: python examples/plain.py. `port_plain.py` is the same script under rayps."""
+
+import torch
+
+
+def train_fn(epochs: int = 3):
+    torch.manual_seed(0)
+    x = torch.randn(512, 8)
+    data = torch.utils.data.TensorDataset(x, x.sum(dim=1, keepdim=True))
+    loader = torch.utils.data.DataLoader(data, batch_size=32)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for epoch in range(epochs):
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(inputs), labels)
+            loss.backward()
+            optimizer.step()
+        print(f"epoch {epoch}: loss {loss.item():.4f}")
+    return loss.item()
+
+
+if __name__ == "__main__":
+    train_fn()

@@ -1,0 +1,63 @@
+"""`rayps run`: run a function with a loop of its own now, without a service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import rayps
+from rayps.cli import show
+from rayps.cli.show import Output
+from rayps.service.job_file import changed
+
+
+def run(
+    target: Annotated[str, typer.Argument(metavar="FILE:FUNCTION", help="file.py:train_fn or module:train_fn.")],
+    workers: Annotated[int, typer.Option(help="The number of workers.")] = 1,
+    strategy: Annotated[
+        str, typer.Option(help="The strategy of rayps.wrap, unless the loop names one.")
+    ] = "all_reduce",
+    params: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="An argument of the function, e.g. --set lr=0.3."),
+    ] = None,
+    checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="Save states in this folder.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest state in DIR.")] = False,
+    max_failures: Annotated[
+        int | None, typer.Option(help="How many deaths of workers the run survives (3 with --checkpoint, else 0).")
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="Join this Ray cluster; auto: the cluster of RAY_ADDRESS or of this machine."
+        ),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="A peer that does not answer for this time counts as dead.")
+    ] = 60.0,
+    cpus_per_worker: Annotated[float, typer.Option(metavar="N", help="CPUs that each worker reserves.")] = 1.0,
+    gpus_per_worker: Annotated[float, typer.Option(metavar="N", help="GPUs that each worker reserves.")] = 0.0,
+    output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
+) -> None:
+    """Run a loop of your own now, without a service. Print its results by rank."""
+    results: list[object] = rayps.run(
+        target,
+        workers=workers,
+        strategy=strategy,
+        params=changed({}, params or []),
+        checkpoint=checkpoint,
+        resume=resume,
+        max_failures=max_failures,
+        resources={"cpu": cpus_per_worker, **({"gpu": gpus_per_worker} if gpus_per_worker else {})},
+        address=address,
+        timeout=timeout,
+    )
+    shown = [result if isinstance(result, (bool, int, float, str, type(None))) else repr(result) for result in results]
+    if output is Output.json:
+        show.dump({"results": shown})
+        return
+    for rank, result in enumerate(shown):
+        if result is not None:
+            show.line(f"worker-{rank}: {result}")

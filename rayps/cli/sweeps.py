@@ -1,0 +1,175 @@
+"""The commands for several jobs: sweep starts them, compare shows them beside each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rayps.cli import show
+from rayps.cli.jobs import Format
+from rayps.cli.show import Output
+from rayps.cli.sparkline import sparkline
+from rayps.core.errors import ConfigError
+from rayps.core.values import Json
+from rayps.service.client import Client
+from rayps.service.comparison import BATCH_LOSS, ComparedRow, Comparison
+from rayps.service.job_file import load, of_function, read
+from rayps.service.sweep_client import direction
+
+_WIDTH = 60  # characters of a curve
+
+
+def sweep(
+    over: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME=V1,V2,...",
+            help="Values of a parameter or of a field of the job, e.g. --over lr=0.1,0.3 --over seed=0,1,2. "
+            "All combinations are submitted.",
+        ),
+    ],
+    file: Annotated[
+        Path | None, typer.Argument(metavar="SPEC.yaml", help="The job of which each value makes a variant.")
+    ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(metavar="FILE:FUNCTION", help="In place of SPEC.yaml: a function with a loop of its own."),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The sweep's name (default: the workload or function and a number).")
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the file, e.g. --set params.lr=0.3."),
+    ] = None,
+    upload: Annotated[
+        bool,
+        typer.Option(help="Pack the working directory and send it; --no-upload: a folder of the service's machine."),
+    ] = True,
+    output: Format = Output.table,
+) -> None:
+    """Submit a job with several values of parameters or fields. If one job is refused, none is submitted."""
+    if (file is None) == (run is None):
+        raise ConfigError("give a job file, or --run FILE:FUNCTION", field="run")
+    spec = read(file, changes or []) if file is not None else of_function(str(run), changes or [])
+    with Client() as client:
+        found = client.sweep(spec, name=name, over=values_of(over), upload=upload)
+    if output is Output.json:
+        show.dump({"name": found.name, "jobs": [job.data for job in found.jobs]})
+        return
+    for job in found.jobs:
+        show.line(f"{job.id}  {job.data['name']}")
+    show.note(
+        f"the sweep {found.name} has {len(found.jobs)} jobs; to compare them: `rayps compare {found.name}`; to stop "
+        f"them: `rayps stop --sweep {found.name}`"
+    )
+
+
+def values_of(over: list[str]) -> dict[str, list[Json]]:
+    """Return the values of each `NAME=V1,V2,...`. Each value is YAML; a value with a comma needs quotes.
+
+    Raises:
+        ConfigError: a text has no values, or a name occurs twice.
+    """
+    found: dict[str, list[Json]] = {}
+    for text in over:
+        name, equals, values = text.partition("=")
+        if not equals or not name or not values.strip():
+            raise ConfigError(f"--over {text!r} should be NAME=V1,V2,..., e.g. --over lr=0.1,0.3", field="over")
+        if name in found:
+            raise ConfigError(f"--over {name} was given twice: give all its values at once", field="over")
+        found[name] = load(f"[{values}]", f"--over {name}")
+    return found
+
+
+def compare(
+    names: Annotated[
+        list[str], typer.Argument(metavar="SWEEP | JOB JOB...", help="The name of a sweep, or the ids of jobs.")
+    ],
+    metric: Annotated[
+        str | None, typer.Option(help="The metric of the curves (default: the first with several values).")
+    ] = None,
+    output: Format = Output.table,
+) -> None:
+    """Compare jobs by values, metrics and curves. The values are those in which the jobs differ."""
+    query: dict[str, str | list[str]] = {"sweep": names[0]} if len(names) == 1 else {"job": names}
+    with Client() as client:
+        found: Comparison = client.call("GET", "/api/v1/comparison", params=query)
+    if output is Output.json:
+        show.dump(found)
+        return
+    chosen = _chosen(found, metric)
+    _table(found)
+    _curves(found, chosen)
+
+
+def _chosen(found: Comparison, metric: str | None) -> str | None:
+    """Return the metric of the curves, or None if there is none. Raises ConfigError if there is no such metric."""
+    if metric is not None and metric not in found["metrics"]:
+        known = ", ".join(found["metrics"]) or "none yet"
+        raise ConfigError(f"metric is {metric!r}: the jobs' metrics are {known}", field="metric")
+    several = [
+        name
+        for name in found["metrics"]
+        if any(len(curves[name]["value"]) > 1 for curves in found["curves"].values() if name in curves)
+    ]
+    return metric or next(iter(several), None)
+
+
+def _table(found: Comparison) -> None:
+    metrics = [name for name in found["metrics"] if name != BATCH_LOSS] or found["metrics"]
+    heads = [head for name in metrics for head in (name, direction(name))]
+    rows: list[list[show.Cell]] = [
+        [
+            row["id"],
+            show.status(row["status"]),
+            *[_text(row["values"].get(name)) for name in found["differing"]],
+            row["rounds"] if row["rounds"] is not None else "",
+            show.number(row["seconds"]),
+            *_cells(row, metrics),
+        ]
+        for row in found["rows"]
+    ]
+    show.table(["id", "status", *found["differing"], "rounds", "seconds", *heads], rows)
+
+
+def _cells(row: ComparedRow, metrics: list[str]) -> list[str]:
+    found = [row["metrics"].get(name, {"last": None, "best": None}) for name in metrics]
+    return [show.number(value) for each in found for value in (each["last"], each["best"])]
+
+
+def _curves(found: Comparison, metric: str | None) -> None:
+    if metric is None:
+        return
+    drawn = {row["id"]: found["curves"][row["id"]].get(metric) for row in found["rows"]}
+    values = [value for curve in drawn.values() if curve for value in curve["value"] if value is not None]
+    if not values:
+        return
+    low, high = min(values), max(values)
+    show.line(f"\n{metric} over rounds, from {show.number(low)} (lowest block) to {show.number(high)} (highest block)")
+    labels = {row["id"]: _label(found, row) for row in found["rows"]}
+    width = max(len(label) for label in labels.values())
+    for job, curve in drawn.items():
+        line = sparkline(curve["value"], _WIDTH, low, high) if curve else ""
+        show.line(f"{labels[job]:<{width}}  {line}")
+
+
+def _label(found: Comparison, row: ComparedRow) -> str:
+    text = " ".join(f"{name}={_text(row['values'][name])}" for name in found["differing"] if name in row["values"])
+    return text or row["id"]
+
+
+def _text(value: Json) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return show.strategy(value) if isinstance(value, (dict, list)) else show.number(value)  # type: ignore[arg-type]
+
+
+def add(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    app.command()(sweep)
+    app.command()(compare)

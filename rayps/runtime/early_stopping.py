@@ -1,0 +1,101 @@
+"""Stop a run that does not improve any more, and compare the values of a metric."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from rayps.core.errors import ConfigError
+from rayps.core.values import JsonObject, Keywords
+from rayps.workload.callback import Callback, RunView
+
+MODES = ("min", "max", "auto")
+_GROWING = ("acc", "auc", "f1", "precision", "recall", "score", "bleu", "rouge", "iou", "r2", "reward")
+
+
+class MetricWatch:
+    """The best value of one metric so far. A value is better if it differs by more than `min_delta`.
+
+    `mode` "auto" is "max" for a metric whose name contains acc, auc, f1, precision, recall, score, bleu, rouge, iou, r2
+    or reward, and else "min".
+    """
+
+    def __init__(self, metric: str, mode: str = "auto", min_delta: float = 0.0) -> None:
+        """Prepare. Raises ConfigError if an argument is refused."""
+        if not isinstance(metric, str) or not metric:
+            raise ConfigError(f"metric is {metric!r}: give the name of a metric, such as 'loss'", field="metric")
+        if mode not in MODES:
+            raise ConfigError(f"mode is {mode!r}: give one of {', '.join(MODES)}", field="mode")
+        if isinstance(min_delta, bool) or not isinstance(min_delta, (int, float)) or not 0 <= min_delta < math.inf:
+            raise ConfigError(f"min_delta is {min_delta!r}: give a finite number of at least 0", field="min_delta")
+        self.metric, self.min_delta = metric, min_delta
+        self.grows = mode == "max" or (mode == "auto" and any(part in metric.lower() for part in _GROWING))
+        self.best: float | None = None
+        self.round = 0  # the round of the best value
+
+    def look(self, metrics: Mapping[str, float], round: int) -> bool:
+        """Consider an evaluation after `round` rounds. Return whether its value is the best so far; NaN never is.
+
+        Raises ConfigError if there is no such metric.
+        """
+        if self.metric not in metrics:
+            raise ConfigError(
+                f"metric is {self.metric!r}, and the evaluation has no such metric: the metrics are "
+                f"{', '.join(metrics) or 'none'}",
+                field="metric",
+            )
+        value = float(metrics[self.metric])
+        if math.isnan(value):
+            return False
+        if self.best is not None:
+            gain = value - self.best if self.grows else self.best - value
+            if not gain > self.min_delta:
+                return False
+        self.best, self.round = value, round
+        return True
+
+    def state(self) -> JsonObject:
+        """Return the best value and its round as JSON-ready data."""
+        return {"best": self.best, "round": self.round}
+
+    def load(self, state: Keywords) -> None:
+        """Restore what `state` returned."""
+        self.best, self.round = state["best"], state["round"]
+
+
+class EarlyStopping(Callback):
+    """Ends a run when a metric of its evaluations has not improved for `patience` evaluations in a row.
+
+    `mode` is "min", "max" or "auto" (see `MetricWatch`), and an improvement is larger than `min_delta`. The run ends
+    with status SUCCEEDED, with the metrics and the parameters of its last state. The count continues in a run that
+    resumes.
+
+    Example:
+        rayps.train(work, epochs=100, callbacks=[rayps.EarlyStopping("loss", patience=3)])
+    """
+
+    def __init__(self, metric: str = "loss", patience: int = 3, mode: str = "auto", min_delta: float = 0.0) -> None:
+        """Prepare. Raises ConfigError if an argument is refused."""
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+            raise ConfigError(f"patience is {patience!r}: give a number of evaluations of at least 1", field="patience")
+        self.watch, self.patience = MetricWatch(metric, mode, min_delta), patience
+        self.waited = 0  # evaluations since the best one
+
+    def on_evaluation(self, run: RunView, metrics: Mapping[str, float]) -> None:
+        """Stop the run if the metric has not improved for too long."""
+        self.waited = 0 if self.watch.look(metrics, run.round) else self.waited + 1
+        if self.waited >= self.patience:
+            best = "it was never a number" if self.watch.best is None else f"{self.watch.best:.6g}"
+            run.stop(
+                f"{self.watch.metric} has not improved for {self.waited} evaluations (best: {best}, after round "
+                f"{self.watch.round})"
+            )
+
+    def state_dict(self) -> JsonObject:
+        """Return the best value and the count."""
+        return {"watch": self.watch.state(), "waited": self.waited}
+
+    def load_state_dict(self, state: Keywords) -> None:
+        """Restore the best value and the count."""
+        self.watch.load(state["watch"])
+        self.waited = state["waited"]

@@ -1,0 +1,15 @@
+"""A training loop that a user wrote: `rayps.run` and jobs of it, `rayps.wrap`, and what the loop calls.
+
+world.py        what the user's function calls: world, params, log, save, restore
+state.py        a state as tensors and JSON data, and the parts that ranks save
+actor.py        one worker's process
+watch.py        what workers print, log and save, as the driver collects it
+log_points.py   the means over ranks of the numbers that `log` was given
+driver.py       one run: start, recover, end
+run.py          `rayps.run`
+named.py        the function that "file.py:train_fn" names, and its parameters
+wrap.py         `rayps.wrap`: an optimizer whose step is a round of a strategy
+rounds.py       the thread that runs the rounds, in turns with the loop
+view.py         the worker that a strategy's round uses
+early.py        gradients that leave during backward
+"""

@@ -1,0 +1,138 @@
+"""One worker's process of a run: it calls the user's function, and sends what the function produces to the driver."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+import torch
+
+from rayps.cluster.code_folder import JobCode, OpenCode, enter_code
+from rayps.cluster.local import host_address
+from rayps.cluster.members import ActorHost
+from rayps.core.errors import WorkloadError
+from rayps.core.logs import LogBuffer
+from rayps.core.records import Event, Point
+from rayps.core.user_code import placed, user_code
+from rayps.core.user_module import unpack
+from rayps.core.values import Buffer
+from rayps.runtime.own_loop.named import arguments
+from rayps.runtime.own_loop.state import SavedPart
+from rayps.runtime.own_loop.world import LoopPlace, World, current
+
+REPORT_SECONDS = 0.1  # the shortest time, in seconds, between two reports of a step
+
+
+@dataclass(frozen=True, slots=True)
+class LoopOutput:
+    """What a worker has produced since the last call: lines (time, text), points, events, saves; and its progress."""
+
+    lines: list[tuple[float, str]]
+    steps: int  # optimizer steps that the worker has taken
+    returned: bool  # whether the worker's function has returned without an error
+    over: bool  # whether nothing more will follow
+    points: list[Point] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    parts: list[SavedPart] = field(default_factory=list)
+
+
+class _Discard:
+    """A file that drops what is written to it."""
+
+    def write(self, data: Buffer) -> int:
+        return len(data)
+
+
+def check_sendable(result: Any) -> None:
+    """Raise WorkloadError if the result of `train_fn` cannot be sent to the caller's process."""
+    try:
+        cloudpickle.Pickler(_Discard()).dump(result)
+    except Exception as error:  # the user's objects may raise anything
+        raise WorkloadError(
+            f"train_fn() returned {type(result).__name__}, which cannot be sent to the caller:\n"
+            f"{type(error).__name__}: {error}\nreturn data such as numbers, tensors or model.state_dict()"
+        ) from error
+
+
+class LoopActor:
+    """One worker's process of a `run`."""
+
+    def __init__(
+        self, packed: bytes, place: LoopPlace, *, code: JobCode | None = None, capture: bool = False, sends: bool = True
+    ) -> None:
+        """Prepare the worker. `capture`: whether lines are sent to the driver. `sends`: whether the result is."""
+        self._packed, self._world, self._job_code = packed, World(place), code or JobCode("")
+        self._code: OpenCode | None = None
+        self._logs, self._returned, self._over = LogBuffer(), False, False
+        self._sends, self._checks = sends, capture
+        self._reported_at = 0.0  # the time of the last report of a step
+        self._closing = threading.Lock()
+        self._world.produced = self._produced
+        if capture:  # log records reach stderr by the user's own handlers, as in a plain process
+            self._logs.capture(records=False)
+        torch.set_num_threads(1)
+
+    def place(self) -> ActorHost:
+        """Return where this worker runs."""
+        return ActorHost(socket.gethostname(), os.getpid(), host_address())
+
+    def run(self, own: SavedPart | None = None, first: SavedPart | None = None) -> Any:
+        """Call the user's function in its `World`. `own` and `first` are this rank's and rank 0's saved state."""
+        here = self._world
+        current.set(here)
+        if own is not None and first is not None:
+            here.restored, here.steps, here.saved = (own, first), own.steps, own.number
+        failed = True
+        try:
+            self._code = enter_code(self._job_code)
+            function = unpack(self._packed)
+            with user_code("train_fn"):
+                result = function(**arguments(function, here.place.params))
+            if not self._sends:
+                result = None
+            elif self._checks:
+                check_sendable(result)
+            self._returned, failed = True, False
+        except WorkloadError as error:
+            message = placed(error.message, f"on worker-{here.rank}, after {here.steps} optimizer steps")
+            raise WorkloadError(message, **error.data | {"rank": here.rank}) from error
+        finally:
+            try:
+                self._close(failed)
+            finally:
+                if self._code is not None:
+                    self._code.close()
+                self._logs.release()
+                self._over = True  # nothing more follows
+                self._logs.release()
+        return result
+
+    def output(self, seconds: float) -> LoopOutput:
+        """Return the output since the last call. If there is none, wait for a line or a step, at most `seconds`."""
+        if not self._over:
+            self._logs.wait(seconds)
+        over = self._over
+        return LoopOutput(self._logs.drain(), self._world.steps, self._returned, over, *self._world.take())
+
+    def close(self) -> None:
+        """End the connections of wrapped optimizers, so that no peer waits for this worker. A kill calls this."""
+        if not self._over:
+            self._close(True)
+
+    def _close(self, failed: bool) -> None:
+        with self._closing:
+            closing, self._world.closing = self._world.closing, []
+        for close in reversed(closing):
+            close(failed)
+
+    def _produced(self) -> None:
+        """Report a step, a point or a save to the driver: steps and points at most every tenth of a second."""
+        now = time.monotonic()
+        if self._world.parts or now - self._reported_at >= REPORT_SECONDS:
+            self._reported_at = now
+            self._logs.wake()

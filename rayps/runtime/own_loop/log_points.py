@@ -1,0 +1,88 @@
+"""Means over ranks of the numbers that a loop logs: one point for each step. Pure; the caller gives the time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from rayps.core.records import Point
+
+QUIET_SECONDS = 2.0  # seconds that a step waits for a rank that has logged nothing so far
+KEPT = 64  # newest steps to which a late number can still be added
+
+
+class LogPoints:
+    """Collects what ranks log, and merges the points of a step when no other rank will log it.
+
+    A step is complete when each rank has logged it or a later step, has ended, or has never logged anything for
+    `QUIET_SECONDS`. A later number of a complete step gives its point again, with all numbers; the history keeps the
+    last one.
+    """
+
+    def __init__(self, size: int, strategy: str) -> None:
+        self.size, self.generation, self.strategy = size, 0, strategy
+        self._parts: dict[int, dict[int, Point]] = {}  # by step and rank
+        self._open: dict[int, float] = {}  # the steps to be merged, and when their first part arrived
+        self._reached: dict[int, int] = {}  # the newest step that each rank has logged
+
+    def restart(self, generation: int) -> None:
+        """Begin a generation, whose ranks repeat steps."""
+        self.generation = generation
+        self._parts, self._open, self._reached = {}, {}, {}
+
+    def add(self, points: list[Point], now: float) -> None:
+        """Add points of single ranks."""
+        for point in points:
+            rank, number = point["rank"], point["round"]
+            held = self._parts.setdefault(number, {})
+            before = held.get(rank)
+            if before is not None:
+                numbers = before["numbers"] | point["numbers"]
+                point = point | {"numbers": numbers, "seconds": before["seconds"] + point["seconds"]}
+            held[rank] = point
+            self._open.setdefault(number, now)
+            self._reached[rank] = number
+
+    def merged(self, now: float, ended: Collection[int] = ()) -> list[Point]:
+        """Return the points of the steps that are now complete, in order. `ended`: ranks that log nothing more."""
+        done = []
+        for number in sorted(self._open):
+            waited = [
+                rank
+                for rank in range(self.size)
+                if rank not in self._parts[number]
+                and rank not in ended
+                and self._reached.get(rank, number) <= number
+                and (rank in self._reached or now - self._open[number] < QUIET_SECONDS)
+            ]
+            if not waited:
+                del self._open[number]
+                done.append(self._mean(number))
+        for number in [n for n in sorted(self._parts) if n not in self._open][:-KEPT]:
+            del self._parts[number]
+        return done
+
+    def _mean(self, number: int) -> Point:
+        points = [point for _, point in sorted(self._parts[number].items())]
+        names = list(dict.fromkeys(name for point in points for name in point["numbers"]))
+        means: dict[str, float | None] = {"loss": None}
+        for name in names:
+            held = [(point["numbers"][name], point["samples"]) for point in points if name in point["numbers"]]
+            total = sum(samples for _, samples in held)
+            means[name] = sum(value * samples for value, samples in held if samples) / total if total else None
+        return {
+            "kind": "round",
+            "round": number,
+            "epoch": 0,
+            "samples": sum(point["samples"] for point in points),
+            "seconds": sum(point["seconds"] for point in points) / len(points),
+            **means,
+            "staleness": {},
+            "generation": self.generation,
+            "strategy": self.strategy,
+        }
+
+
+def numbers_of(point: Point) -> dict[str, float]:
+    """Return the logged means of a merged point."""
+    fixed = ("kind", "round", "epoch", "time", "samples", "seconds", "staleness", "generation", "strategy")
+    return {name: value for name, value in point.items() if name not in fixed and value is not None}

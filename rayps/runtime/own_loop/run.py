@@ -1,0 +1,132 @@
+"""`rayps.run`: call a function on several workers, and start them again after a death."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from rayps.cluster.local import Cluster
+from rayps.core.errors import ConfigError, RaypsError, TrainingError
+from rayps.core.job_status import Status
+from rayps.core.records import ProgressRecord
+from rayps.core.strategy import Phase
+from rayps.core.values import Json
+from rayps.runtime.display import Display
+from rayps.runtime.journal import Journal
+from rayps.runtime.own_loop.driver import LoopDriver
+from rayps.runtime.own_loop.named import load
+from rayps.runtime.training import folder_to_resume, must_take_checkpoints, stops, way_to_resume
+from rayps.strategies.catalogue import StrategySpec, parse_for_loop, wire
+from rayps.strategies.job import JobSpec
+
+_Result = TypeVar("_Result")
+FAILURES = 3  # max_failures of a run with a folder for saved states
+
+
+def run(
+    train_fn: Callable[..., _Result] | str,
+    *,
+    workers: int,
+    strategy: StrategySpec = "all_reduce",
+    params: dict[str, Json] | None = None,
+    checkpoint: str | Path | None = None,
+    resume: bool | str | Path = False,
+    max_failures: int | None = None,
+    resources: dict[str, float] | None = None,
+    address: str | None = None,
+    timeout: float = 60.0,
+    progress: bool | Callable[[ProgressRecord], None] = True,
+    cluster: Cluster | None = None,
+) -> list[_Result]:
+    """Call `train_fn()` on `workers` Ray actors in parallel, and return a list of their results, one for each rank.
+
+    `train_fn` is a function, or its name "file.py:train_fn". Inside it, `rayps.world()` returns rank and size,
+    `rayps.wrap` gives model and optimizer a strategy, `rayps.log` logs numbers, `rayps.save` saves a state, and
+    `rayps.restore` returns the newest one. `strategy` is the default of `rayps.wrap`. `params` are the function's
+    keyword arguments; a function without arguments reads them by `rayps.params()`.
+
+    If a worker dies, all workers are started again, at most `max_failures` times, and the function continues from the
+    newest saved state, or anew if there is none. The default of `max_failures` is 3 with a folder `checkpoint`, into
+    which states are saved, and otherwise 0: the run then ends with the first death. `resume=True` continues from the
+    newest state in the folder; it may also be the path of a checkpoint.
+
+    Lines that workers print are shown on stderr at once, each after the worker's name. `address` is the Ray cluster to
+    join, as for `rayps.train`. `timeout` is in seconds. `progress` is as for `rayps.train`, without a bar.
+
+    Raises:
+        ConfigError, CheckpointError, ClusterError, NoResources: the workers cannot be started.
+        ActorDied: a worker's process died; names the worker, its number of optimizer steps and the reason.
+        TrainingError: workers died more often than `max_failures`.
+        WorkloadError: `train_fn` raised an exception, or it returned on one worker while another takes more steps.
+        KeyboardInterrupt: Ctrl-C was pressed. The text says what was saved.
+        RaypsError: the error that the first failing worker raised.
+
+    Example:
+        def train_fn():
+            return rayps.world().rank
+
+        rayps.run(train_fn, workers=2)  # [0, 1]
+    """
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise ConfigError(f"workers is {workers!r}: give a whole number of at least 1", field="workers")
+    function: Callable[..., _Result] = load(train_fn, str(Path.cwd())) if isinstance(train_fn, str) else train_fn
+    folder = None if checkpoint is None else Path(checkpoint)
+    spec = JobSpec(
+        run=train_fn if isinstance(train_fn, str) else _name_of(train_fn),
+        strategy=_wire(strategy),
+        workers=workers,
+        resources={"cpu": 1.0} | (resources or {}),
+        working_dir=str(Path.cwd()),
+        max_failures=(0 if folder is None else FAILURES) if max_failures is None else max_failures,
+        timeout=timeout,
+        params=dict(params or {}),
+    ).check()
+    resumed, passed = folder_to_resume(resume, folder)
+    if folder is not None:
+        must_take_checkpoints(folder, resumed)
+    display = Display(bar=False) if progress is True else None
+    journal = Journal(
+        on_progress=progress if callable(progress) else None,
+        on_event=display.event if display else None,
+        on_lines=display.lines if display else None,
+    )
+    for warning in passed:
+        journal.event("warning", warning)
+    driver = LoopDriver(function, spec, journal, checkpoints=folder, resume=resumed)
+    driver.preflight()
+    opened = cluster if cluster is not None else _open(address, spec)
+    try:
+        with stops(driver, lambda text: journal.event("stopping", text)) as interrupts:
+            outcome = driver.run(opened)
+    finally:
+        if opened is not cluster:
+            opened.close()
+    if interrupts and outcome.status is Status.STOPPED:
+        raise KeyboardInterrupt(f"{outcome.message}\n{way_to_resume(outcome)}")
+    if outcome.status is not Status.SUCCEEDED:
+        raise outcome.error if isinstance(outcome.error, RaypsError) else TrainingError(outcome.message)
+    return driver.results
+
+
+def _wire(strategy: StrategySpec) -> Json:
+    return wire([Phase(None, parse_for_loop(strategy))])
+
+
+def _name_of(function: Callable[..., object]) -> str:
+    """Return a name for the record of the run, of the form of `JobSpec.run`."""
+    name = getattr(function, "__name__", type(function).__name__)
+    return f"{getattr(function, '__module__', None) or '__main__'}:{name if name.isidentifier() else 'train_fn'}"
+
+
+def _open(address: str | None, spec: JobSpec) -> Cluster:
+    from rayps.cluster.ray_cluster import RayCluster
+
+    if address is not None:
+        return RayCluster.join(address)
+    cpus = max(1, math.ceil(spec.workers * spec.resources["cpu"]))
+    return RayCluster.local(cpus, None if spec.resources.get("gpu") else 0)
+
+
+__all__ = ["run"]

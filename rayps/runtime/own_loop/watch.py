@@ -1,0 +1,93 @@
+"""What the workers of a run produce, as it arrives, and the errors that it explains."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from rayps.cluster.local import ActorHandle
+from rayps.core.errors import ActorDied, ClusterError, WorkloadError
+from rayps.runtime.own_loop.actor import LoopOutput
+
+WAIT_SECONDS = 1.0  # the longest time, in seconds, that a call waits in a worker for a line
+END_SECONDS = 10.0  # seconds to wait for the last output of workers whose function has returned
+
+
+class LoopWatch:
+    """Collects the output of the workers of a `run`.
+
+    For each worker, one thread calls the worker's `output`, which waits until there is a line. A line therefore arrives
+    before the process ends, unless it is printed immediately before a kill. `receive` is called with the rank and its
+    output, in the thread of the rank.
+    """
+
+    def __init__(self, handles: Sequence[ActorHandle], receive: Callable[[int, LoopOutput], None]) -> None:
+        self._receive, self._ended = receive, False
+        self.latest: dict[int, LoopOutput] = {}  # the newest output of each rank
+        self._threads = [
+            threading.Thread(target=self._follow, args=(rank, handle), daemon=True, name=f"rayps-watch-{rank}")
+            for rank, handle in enumerate(handles)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def finish(self, ranks: Sequence[int]) -> None:
+        """Wait for the last output of the workers `ranks`, whose function has returned or which have died."""
+        deadline = time.monotonic() + END_SECONDS
+        for rank in ranks:
+            self._threads[rank].join(max(0.0, deadline - time.monotonic()))
+
+    def close(self) -> None:
+        """Receive nothing more, because the workers are killed."""
+        self._ended = True
+
+    def _follow(self, rank: int, handle: ActorHandle) -> None:
+        while not self._ended:
+            try:
+                output: LoopOutput = handle.call(
+                    "output", WAIT_SECONDS
+                ).result()  # a worker answers late while it starts
+            except ClusterError:  # the worker has ended; the wait for its result raises the reason
+                return
+            if self._ended:
+                return
+            self.latest[rank] = output
+            self._receive(rank, output)
+            if output.over:
+                return
+
+
+def death_error(rank: int, steps: int | None, reason: str) -> ActorDied:
+    """Return the error of a run whose worker died and is not replaced: the worker, its last step, and what to do."""
+    at = " before it reported its first optimizer step"
+    if steps:
+        at = f" after {steps} optimizer step{'s'[: steps != 1]}"
+    return ActorDied(
+        f"worker-{rank} of the run died{at} ({reason}):\n"
+        "save checkpoints with rayps.save, and give max_failures (and checkpoint=FOLDER): then the run starts its "
+        "workers again and continues\n"
+        f"find the cause in the last output of worker-{rank}, or in its memory (`rayps doctor`)",
+        rank=rank,
+        steps=steps,
+        reason=reason,
+    )
+
+
+def uneven_steps_error(latest: dict[int, LoopOutput]) -> WorkloadError | None:
+    """Return the error of a run in which one worker's function returned and another worker takes more steps.
+
+    Return None if no worker takes more steps than a worker that has returned.
+    """
+    left = [(rank, output.steps) for rank, output in sorted(latest.items()) if output.returned]
+    on = [(rank, output.steps) for rank, output in sorted(latest.items()) if not output.returned]
+    if not left or not on or left[0][1] > on[0][1]:
+        return None
+    (rank, steps), (other, done) = left[0], on[0]
+    return WorkloadError(
+        f"train_fn() returned on worker-{rank} after {steps} optimizer step{'s'[: steps != 1]}, while "
+        f"worker-{other} was in its step {done + 1}:\nevery worker must call optimizer.step() equally often; give "
+        "each rank as many batches as the rank with the fewest has",
+        rank=rank,
+        steps=steps,
+    )

@@ -1,0 +1,248 @@
+"""What a function that `rayps.run` calls can call: its place in the run, its parameters, logged numbers, saved states.
+
+Each call works on the `World` of the thread in which the function runs. A worker's process sends what the calls have
+produced to the driver: see `rayps.runtime.own_loop.actor`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rayps.core.errors import ConfigError, PeerTimeout
+from rayps.core.records import Event, Point
+from rayps.core.values import Json, JsonObject
+from rayps.runtime.own_loop.state import SavedPart, encoded
+from rayps.strategies.catalogue import StrategySpec
+
+# names of a point's fields that `log` does not set
+RESERVED = frozenset(
+    ["kind", "round", "rank", "epoch", "time", "samples", "seconds", "compute", "data", "wait", "move", "pull"]
+) | {"pull_hidden", "bytes", "staleness", "generation", "strategy"}
+
+
+def _nothing() -> None:
+    """Do nothing when something has been produced, because no caller watches the loop."""
+
+
+class WrapState(Protocol):
+    """A wrapped optimizer, as far as saves are concerned."""
+
+    def state(self) -> JsonObject:
+        """Return its state: tensors, numbers, dicts of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopPlace:
+    """The place of a worker in a run, as its driver sets it."""
+
+    rank: int
+    size: int
+    name: str  # a name of the run and its generation, by which its workers find each other
+    timeout: float  # seconds
+    params: dict[str, Json] = field(default_factory=dict)
+    strategy: StrategySpec = "all_reduce"  # the strategy of `rayps.wrap`, unless the call names one
+    saves: bool = False  # whether the run has a folder for saved states
+
+
+@dataclass(slots=True)
+class World:
+    """The place of this worker in a `run`: its rank among `size` workers; and what its function has produced."""
+
+    place: LoopPlace
+    restored: tuple[SavedPart, SavedPart] | None = None  # this rank's and rank 0's part of the newest saved state
+    # functions that are called at the end; the argument is whether the loop failed
+    closing: list[Callable[[bool], None]] = field(default_factory=list)
+    steps: int = 0  # steps of wrapped optimizers so far
+    produced: Callable[[], None] = _nothing  # called after a step, a logged point and a save
+    points: list[Point] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    parts: list[SavedPart] = field(default_factory=list)
+    wrapped: list[WrapState] = field(default_factory=list)
+    wraps: itertools.count[int] = field(default_factory=itertools.count)
+    lock: threading.Condition = field(default_factory=threading.Condition)
+    saved: int = 0  # the number of the last save
+    logged: int = -1  # the step of the last logged point
+    logged_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def rank(self) -> int:
+        """The number of this worker, from 0."""
+        return self.place.rank
+
+    @property
+    def size(self) -> int:
+        """The number of workers of the run."""
+        return self.place.size
+
+    def wrap_states(self, number: int) -> list[JsonObject] | None:
+        """Return this rank's and rank 0's saved state of the wrap with this number, or None if there is none."""
+        found = [] if self.restored is None else [part.content("wraps") for part in self.restored]
+        return [wraps[number] for wraps in found] if found and number < len(found[0]) else None
+
+    def take(self) -> tuple[list[Point], list[Event], list[SavedPart]]:
+        """Remove and return what was produced since the last call."""
+        with self.lock:
+            found = self.points, self.events, self.parts
+            self.points, self.events, self.parts = [], [], []
+            self.lock.notify_all()
+        return found
+
+
+current: ContextVar[World] = ContextVar("rayps_world")
+
+
+def world() -> World:
+    """Return this worker's `rank`, and `size`, the number of workers, inside a `run`.
+
+    Raises:
+        ConfigError: called outside a `run`.
+
+    Example:
+        rayps.run(lambda: (rayps.world().rank, rayps.world().size), workers=2)  # [(0, 2), (1, 2)]
+    """
+    try:
+        return current.get()
+    except LookupError:
+        raise ConfigError(
+            "rayps.world(), wrap(), log(), save(), restore() and params() work only in a function that rayps.run "
+            "calls, in the thread in which it is called: start your loop by rayps.run(train_fn, workers=4)"
+        ) from None
+
+
+def params() -> dict[str, Json]:
+    """Return the parameters of the run: `rayps.run(..., params={"lr": 0.3})`, or those of the job.
+
+    A function with arguments gets them as keyword arguments instead: `def train_fn(lr=0.1)`.
+
+    Raises:
+        ConfigError: called outside a `run`.
+
+    Example:
+        rayps.run(lambda: rayps.params()["lr"], workers=2, params={"lr": 0.3})  # [0.3, 0.3]
+    """
+    return dict(world().place.params)
+
+
+def log(*, step: int | None = None, samples: float = 1.0, **numbers: float | Tensor) -> None:
+    """Log named numbers of a step, such as `rayps.log(loss=loss, accuracy=0.9)`.
+
+    The history and the page show the mean of each number over the ranks that logged it at this step, weighted by
+    `samples`. `step` is the number of the step, which must not decrease; the default is the number of steps that the
+    wrapped optimizers have taken, or the number of the call if there is none. A number may be a tensor of one element.
+
+    Raises:
+        ConfigError: called outside a `run`, a value is no number, a name is one of rayps's own, or `step` decreases.
+
+    Example:
+        def train_fn():
+            for step in range(3):
+                rayps.log(loss=1 / (step + 1), step=step)
+
+        rayps.run(train_fn, workers=2)
+    """
+    here = world()
+    at = (here.steps or here.logged + 1) if step is None else step
+    if isinstance(at, bool) or not isinstance(at, int) or at < max(here.logged, 0):
+        raise ConfigError(
+            f"rayps.log was given step={step!r} after step {here.logged}: give whole numbers that do not decrease",
+            field="step",
+        )
+    if isinstance(samples, bool) or not isinstance(samples, (int, float)) or not 0 <= samples < math.inf:
+        raise ConfigError(f"rayps.log was given samples={samples!r}: give a number of at least 0", field="samples")
+    found = {name: _number(name, value) for name, value in numbers.items()}
+    now = time.monotonic()
+    with here.lock:
+        seconds, here.logged, here.logged_at = now - here.logged_at, at, now
+        here.points.append(
+            {"kind": "round", "rank": here.rank, "round": at, "samples": samples, "seconds": seconds, "numbers": found}
+        )
+    here.produced()
+
+
+def save(state: Any = None, *, every_rank: bool = False) -> None:
+    """Save `state`, so that the run can continue from here after the death of a worker, or later with resume.
+
+    `state` is a dict of tensors, numbers, texts, lists, tuples and dicts; an object with `state_dict()`, such as a
+    module, an optimizer or a scheduler, stands for its state dict. Every worker calls `save`, equally often. Rank 0's
+    state is kept, or with `every_rank` each rank's own. In addition the states of wrapped models and optimizers are
+    saved, with torch's random state of each rank; `wrap` and `restore` load them again.
+
+    The call copies the tensors and returns. The state counts as saved when the driver has the parts of all workers, and
+    has written them into the folder for checkpoints under another name and renamed it. Without a folder the newest
+    state is kept in memory, until the run ends.
+
+    Raises:
+        ConfigError: called outside a `run`, or the state has an object that cannot be saved. The error names its place.
+        PeerTimeout: earlier states of this worker were not fetched in time, because the disk or the driver is slow.
+
+    Example:
+        def train_fn():
+            begun = rayps.restore() or {"epoch": 0}
+            for epoch in range(begun["epoch"], 3):
+                rayps.save({"epoch": epoch + 1})
+
+        rayps.run(train_fn, workers=2, max_failures=3)
+    """
+    here = world()
+    tensors: dict[str, Tensor] = {}
+    kept = state if every_rank or here.rank == 0 else None
+    body = {"state": kept, "own": every_rank or here.rank == 0, "wraps": [each.state() for each in here.wrapped]}
+    tree = encoded(body | {"random": torch.get_rng_state()}, tensors)
+    with here.lock:
+        # at most two states of a worker wait for the driver: a loop that saves faster than the disk waits here
+        if not here.lock.wait_for(lambda: len(here.parts) < 2, here.place.timeout):
+            raise PeerTimeout(
+                f"the driver has not fetched a saved state of worker-{here.rank} for {here.place.timeout:g} s: save "
+                "less often, or raise timeout",
+                peer="driver",
+                seconds=here.place.timeout,
+            )
+        here.saved += 1
+        here.parts.append(SavedPart(here.saved, here.steps, tensors, tree))
+    here.produced()
+
+
+def restore() -> Any:
+    """Return the newest state that `save` kept, or None if the run starts anew. It also sets torch's random state.
+
+    A `state_dict()` is returned in place of its object: load it with `load_state_dict`. Wrapped models and optimizers
+    need no loading: `wrap` has done so.
+
+    Raises:
+        ConfigError: called outside a `run`.
+
+    Example:
+        def train_fn():
+            return rayps.restore()
+
+        rayps.run(train_fn, workers=1)  # [None]
+    """
+    restored = world().restored
+    if restored is None:
+        return None
+    own, first = restored
+    torch.set_rng_state(own.content("random"))
+    return (own if own.content("own") else first).content("state")
+
+
+def _number(name: str, value: Any) -> float:
+    if name in RESERVED:
+        raise ConfigError(f"rayps.log was given {name}, a name of rayps's own: choose another name", field=name)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if not isinstance(value, (int, float)):
+        raise ConfigError(
+            f"rayps.log was given {name} of {type(value).__name__}: give a number, or a tensor of one element",
+            field=name,
+        )
+    return float(value)

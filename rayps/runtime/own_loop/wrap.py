@@ -1,0 +1,366 @@
+"""`rayps.wrap`: an optimizer whose `step` is one round of a strategy, with a saved state of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import pickle
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rayps.cluster.local import rendezvous, until
+from rayps.comm.ring import Ring
+from rayps.comm.ring.compressed_mean import CompressedRing, compressed
+from rayps.core.errors import ConfigError, PeerTimeout
+from rayps.core.strategy import StrategyView
+from rayps.core.strategy_families import LOCAL_UPDATES
+from rayps.core.topology import Peers, Servers, compression_in, servers_of
+from rayps.core.values import Json, JsonObject
+from rayps.ps.server_group import ServerGroup
+from rayps.runtime.own_loop.early import EarlyGradients
+from rayps.runtime.own_loop.rounds import LoopLinks, OwnStepper, RoundState, RoundThread
+from rayps.runtime.own_loop.view import ENDLESS, LoopPlan, LoopView
+from rayps.runtime.own_loop.world import World, world
+from rayps.strategies.all_reduce import AllReduce
+from rayps.strategies.catalogue import StrategySpec, parse_for_loop
+from rayps.tensors.flat import FlatModel, Gradient, outside_vector
+from rayps.tensors.learning_rate import Maker, Recipe, Ticks, pace_of
+from rayps.tensors.optim import Group
+from rayps.worker.ring_worker import BackgroundMeans
+from rayps.workload.model import has_tables
+
+log = logging.getLogger(__name__)
+
+
+def wrap(
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: StrategySpec | None = None,
+    *,
+    schedule: Maker | None = None,
+    steps: int | None = None,
+) -> tuple[nn.Module, Optimizer]:
+    """Make `optimizer.step()` one round of a strategy. All workers start with rank 0's parameters.
+
+    The loop is written as in plain torch: zero_grad, loss, backward, step. `strategy` is a strategy as in
+    `rayps.train`; the default is that of the run (`rayps.run(..., strategy=...)`), or all_reduce if it has none. Set
+    `optimizer.samples` to the number of samples in the batch (default 1). This number is the worker's weight in means
+    over the workers.
+
+    Under all_reduce without compression, gradients leave while backward continues. Several backward passes before a
+    step add up, as in plain torch. To send nothing before the last of them, put the others into
+    `with optimizer.no_sync():`. Set `samples` before the last backward: if it changes after that, the mean is computed
+    a second time.
+
+    Under strategies whose workers train separately (local_sgd, diloco, downpour), give `steps`, the number of steps of
+    the whole loop, so that the last one ends with an average or a push. Without it, the workers' parameters differ by
+    what they have done since the last one.
+
+    `schedule` is a function such as `Workload.schedule`, which returns a scheduler, for example
+    `rayps.wrap(model, optimizer, schedule=lambda optimizer: CosineAnnealingLR(optimizer, T_max=1000))`. This scheduler
+    is stepped once per step, under every strategy. A scheduler in the loop also works if the worker's optimizer takes
+    the steps. Under a parameter server the shards take the steps, and a change of the optimizer's groups on the worker
+    is an error at the next step.
+
+    Call `optimizer.clip_grad_norm_(max_norm)` between the last backward and `step` to clip the mean gradient over all
+    workers, as `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` clips one gradient. The method computes
+    this mean, and `step` does not compute it again. All workers must call it with the same arguments. It returns the
+    norm, which is equal on all workers. If gradients are pushed to servers, the method clips this worker's push, and
+    returns the norm of the push.
+
+    torch's own function would clip one worker's gradient only. Therefore a change of `.grad` between backward and
+    `step` is an error. In all other respects gradients are as in plain torch: zero_grad, several backward passes,
+    parameters without a gradient.
+
+    Raises:
+        ConfigError: `wrap` is called outside a `run`, the strategy is a list of phases or works only in `train`, the
+            model has sparse tables, or `steps` is no number of at least 1.
+
+    Example:
+        def train_fn():
+            model = torch.nn.Linear(3, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, optimizer = rayps.wrap(model, optimizer, "all_reduce")
+            for _ in range(5):
+                optimizer.zero_grad()
+                model(torch.randn(8, 3)).square().mean().backward()
+                optimizer.step()
+
+        rayps.run(train_fn, workers=2)
+    """
+    here = world()
+    chosen = parse_for_loop(here.place.strategy if strategy is None else strategy)
+    if has_tables(model):
+        raise ConfigError("wrap takes no model with sparse tables: use rayps.train, which gives them servers")
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise ConfigError(f"steps is {steps!r}: give the number of the loop's steps, at least 1", field="steps")
+    number = next(here.wraps)
+    wrapping = _Wrapping(here, chosen, f"{here.place.name}/{number}", model, optimizer)
+    rounds = wrapping.connect(number, schedule)
+    here.wrapped.append(wrapping)
+    here.closing.append(wrapping.disconnect)
+    _extend(optimizer, rounds, here)
+    rounds.start(LoopView(rounds, here, optimizer, LoopPlan(ENDLESS if steps is None else steps)))
+    return model, optimizer
+
+
+def _extend(optimizer: Optimizer, rounds: RoundThread, here: World) -> None:
+    """Give the user's optimizer the methods of a wrapped one."""
+    early = rounds.links.early
+    optimizer.samples = 1  # type: ignore[attr-defined]
+    if early is not None:
+        early.weight = lambda: getattr(optimizer, "samples", 1)
+
+    def step(self: _Wrapped, closure: Callable[[], float] | None = None) -> float | None:
+        loss = rounds.step(closure, self.samples)
+        here.steps += 1
+        here.produced()
+        return loss
+
+    def clip_grad_norm_(self: _Wrapped, max_norm: float) -> Tensor:
+        return rounds.clip(_norm(max_norm), self.samples, [p for group in self.param_groups for p in group["params"]])
+
+    @contextlib.contextmanager
+    def no_sync(self: _Wrapped) -> Iterator[None]:
+        if early is None:  # gradients leave at the step anyway
+            yield
+            return
+        early.suspended += 1
+        try:
+            yield
+        finally:
+            early.suspended -= 1
+
+    # a bound method, as torch's learning-rate schedulers expect
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    optimizer.clip_grad_norm_ = MethodType(clip_grad_norm_, optimizer)  # type: ignore[attr-defined]
+    optimizer.no_sync = MethodType(no_sync, optimizer)  # type: ignore[attr-defined]
+
+
+class _Wrapping:
+    """A wrapped model and optimizer: their connections, and their part of a saved state."""
+
+    def __init__(self, here: World, strategy: StrategyView, name: str, model: nn.Module, optimizer: Optimizer) -> None:
+        self._here, self._strategy, self._name = here, strategy, name
+        self._model, self._optimizer = model, optimizer
+        self._servers = servers_of(strategy)
+        # whether workers have parameters of their own between two rounds
+        self._apart = strategy.loop == LOCAL_UPDATES or (self._servers is not None and self._servers.own_copies)
+        self._group: ServerGroup | None = None
+        self._rounds: RoundThread | None = None
+
+    def connect(self, number: int, schedule: Maker | None) -> RoundThread:
+        """Connect the workers, which then have rank 0's parameters or those of the saved state."""
+        here, optimizer, servers = self._here, self._optimizer, self._servers
+        ring = Ring.join(self._name, here.rank, here.size, timeout=here.place.timeout)
+        if here.rank == 0 and here.size > 1:
+            log.info(ring.choice)
+        flat = FlatModel(self._model, ring.buffer if self._leaves_early() else None)
+        flat.drop_grad()  # no gradient yet, as in plain torch: a parameter without a gradient was not used
+        saved = here.wrap_states(number)
+        if saved is not None:
+            self._load(flat, *saved)
+        for value in [flat.vector, *outside_vector(self._model).values()]:
+            ring.broadcast(value)
+        state = RoundState()
+        if saved is not None:
+            state = self._resume(flat, *saved)
+        factory = _optimizer_factory(optimizer, flat)
+        if schedule is not None:
+            factory = Recipe(factory, schedule)
+        steps_here = servers is None or servers.own_copies
+        pace = pace_of(factory, flat.layout, optimizer, Ticks()) if steps_here else None
+        links = self._links(ring, flat)
+        if servers is not None:
+            self._group = _shared_group(
+                self._name, here, lambda: _servers(servers, flat, factory, here, state.position, saved)
+            )
+            links.server = self._group.server(here.rank)
+        if saved is not None:
+            links.means.restore(state.memory)
+        stepper = OwnStepper(optimizer, pace, servers is not None, state.position)
+        self._rounds = RoundThread(self._strategy, flat, stepper, links, state)
+        return self._rounds
+
+    def _leaves_early(self) -> bool:
+        """Return whether gradients can leave during backward: rounds are those of all_reduce, without compression."""
+        strategy = self._strategy
+        same = isinstance(strategy, AllReduce) and type(strategy).round is AllReduce.round
+        return same and compression_in(strategy) is None and self._here.size > 1
+
+    def _links(self, ring: Ring, flat: FlatModel) -> LoopLinks:
+        sent: Ring | CompressedRing = ring
+        compression = compression_in(self._strategy)
+        if compression is not None and self._servers is None:
+            sent, choice = compressed(ring, compression, Gradient(flat.packed, 0))
+            log.info(choice["message"])
+        links = LoopLinks(ring, sent, BackgroundMeans(ring, sent))
+        if self._leaves_early():
+            topology = self._strategy.topology
+            early = EarlyGradients(flat, ring, topology.bucket_mb if isinstance(topology, Peers) else None)
+            if early.early:
+                links.early = early
+                if self._here.rank == 0:
+                    log.info(early.choice)
+            else:
+                early.close()
+        return links
+
+    # ---- saved states
+
+    def state(self) -> JsonObject:
+        """Return this worker's part of a saved state.
+
+        Rank 0 has the parameters and the optimizer's state for all, unless workers have their own.
+        """
+        assert self._rounds is not None
+        links, state = self._rounds.links, self._rounds.state
+        links.means.settle()
+        whole = self._apart or self._here.rank == 0
+        found: dict[str, Any] = {
+            "position": state.position,
+            "memory": state.memory | links.means.feedback(),
+            "buffers": dict(self._model.named_buffers()),
+        }
+        if whole:
+            found["vector"] = self._rounds.flat.vector
+            found["optimizer"] = self._optimizer.state_dict()
+        if self._here.rank == 0:
+            found["shared"] = state.shared
+            if links.server is not None:
+                found["servers"] = links.server.read()
+        return found
+
+    def _load(self, flat: FlatModel, own: JsonObject, first: JsonObject) -> None:
+        """Load the parameters and the optimizer's state, before the workers agree on rank 0's parameters."""
+        found: dict[str, Any] = own if "vector" in own else first
+        if found["vector"].numel() != flat.vector.numel():
+            raise ConfigError(
+                f"the saved state has {found['vector'].numel()} parameters, and the wrapped model has "
+                f"{flat.vector.numel()}: resume with the model that was saved, or start in another folder"
+            )
+        with torch.no_grad():
+            flat.vector.copy_(found["vector"])
+        self._optimizer.load_state_dict(found["optimizer"])
+
+    def _resume(self, flat: FlatModel, own: JsonObject, first: JsonObject) -> RoundState:
+        """Load what is this worker's own, after the workers have agreed, and return the strategy's state."""
+        mine: dict[str, Any] = own
+        common: dict[str, Any] = first
+        buffers = dict(self._model.named_buffers())
+        with torch.no_grad():
+            if "vector" in mine:
+                flat.vector.copy_(mine["vector"])
+            for name, value in mine["buffers"].items():
+                if name in buffers:
+                    buffers[name].copy_(value)
+        return RoundState(mine["position"], dict(mine["memory"]), dict(common["shared"]))
+
+    def disconnect(self, failed: bool) -> None:
+        """End the connections."""
+        rounds = self._rounds
+        assert rounds is not None
+        links = rounds.links
+        if failed:
+            links.ring.abort()  # the other ranks must not wait for this one
+            if links.server is not None:
+                links.server.hang_up()
+        rounds.close()
+        if links.early is not None:
+            links.early.close()
+        if links.server is not None:
+            links.server.close()
+        if not failed:
+            links.ring.barrier()  # the shards must not end before all workers have disconnected
+        rounds.flat.drop_grad()  # gradients may be in the ring's memory
+        links.ring.close()
+        if self._group is not None:
+            self._group.close()
+
+
+def _servers(
+    servers: Servers,
+    flat: FlatModel,
+    factory: Callable[[list[nn.Parameter]], Optimizer],
+    here: World,
+    begun: int,
+    saved: list[JsonObject] | None,
+) -> ServerGroup:
+    """Start the servers, with the parameters of the saved state if there is one, else those of rank 0."""
+    found: dict[str, Any] = {} if saved is None else saved[1]
+    vector = found.get("servers", flat.vector)
+    entries = flat.layout.entries
+    return ServerGroup(
+        {entry.name: vector[entry.lo : entry.hi].view(entry.shape) for entry in entries},
+        shards=servers.count,
+        replicas=servers.replicas,
+        staleness=servers.staleness,
+        compression=servers.compression,
+        workers=here.size,
+        timeout=here.place.timeout,
+        optimizer=factory,
+        topology=servers,
+        begun=begun,
+    )
+
+
+def _shared_group(name: str, here: World, make: Callable[[], ServerGroup]) -> ServerGroup:
+    """Create the server group on rank 0; on the other ranks, wait until rank 0 has created it. Return the group."""
+    values, key = rendezvous(), f"rayps/group/{name}"
+    if here.rank == 0:
+        group = make()
+        values.put(key, pickle.dumps(group))
+        return group
+    if not until(lambda: values.get(key) is not None, here.place.timeout):
+        raise PeerTimeout(
+            f"worker-0 did not start the run's shards within {here.place.timeout:g} s: raise timeout",
+            peer="worker-0",
+            seconds=here.place.timeout,
+        )
+    shared: ServerGroup = pickle.loads(values.get(key) or b"")
+    return shared
+
+
+def _optimizer_factory(optimizer: Optimizer, flat: FlatModel) -> Callable[[list[nn.Parameter]], Optimizer]:
+    """Return a function that makes an optimizer like `optimizer`, with its groups, for slices of the parameters."""
+    order = {id(p): i for i, p in enumerate(flat.parameters)}
+    kind = type(optimizer)
+    # not every default is an argument: AdamW has decoupled_weight_decay, and its groups carry it
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in inspect.signature(kind).parameters}
+    groups = [
+        (
+            {key: value for key, value in group.items() if key not in ("params", "param_names")},
+            [order[id(p)] for p in group["params"] if id(p) in order],
+        )
+        for group in optimizer.param_groups
+    ]
+
+    def build(params: list[nn.Parameter]) -> Optimizer:
+        return kind([{**options, "params": [params[i] for i in members]} for options, members in groups], **defaults)
+
+    return build
+
+
+def _norm(given: Json) -> float:
+    """Return `max_norm` as a number. Raises ConfigError if it is not a number above 0."""
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
+        raise ConfigError(
+            f"max_norm is {given!r}: give a number above 0 (inf: measure the norm without clipping)", field="max_norm"
+        )
+    return float(given)
+
+
+class _Wrapped(Protocol):
+    """The user's optimizer after `wrap`."""
+
+    samples: int
+    param_groups: list[Group]
+
+
+__all__ = ["wrap"]

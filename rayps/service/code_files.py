@@ -1,0 +1,238 @@
+"""Which files of a working directory are a job's code.
+
+Patterns are those of Git, by the library pathspec, and not `git ls-files`: a folder without a repository, or a machine
+without Git, then gives the same files. `.gitignore` files count in every folder, and above the working directory up to
+the root of the repository; `.raypsignore` has the same form and precedence over them, so that `!data/small.csv` adds
+an ignored file. A file that Git tracks although a pattern ignores it is left out.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pathspec import GitIgnoreSpec
+
+from rayps.core.code_archive import MOST_FILES, ArchiveEntry, hash_of, leaves, write
+from rayps.core.errors import ConfigError
+
+# names that are never code, in any case of letters; no pattern can add them
+_SECRETS = (".env", ".env.*", "*.env", ".envrc", ".netrc", ".pypirc", ".git-credentials", ".ssh", ".aws", ".rayps")
+_NEVER = (
+    *(".git", ".hg", ".svn", "__pycache__", "*.pyc", "*.pyo", ".venv", "venv", "node_modules", ".cache", ".DS_Store"),
+    *(".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis", ".tox", ".nox", ".ipynb_checkpoints"),
+)
+# a folder with one of these is a virtual environment, or the state of a service, which has its token
+_ENVIRONMENT = ("pyvenv.cfg", "conda-meta", "rayps.db", "service.lock")
+_MOST_VISITED = 200_000  # files that are looked at
+_LISTED = 5  # largest files that an error names
+MEGABYTE = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCode:
+    """A packed working directory: the archive, its SHA-256, and the number and bytes of its files."""
+
+    hash: str
+    archive: bytes
+    paths: frozenset[str]
+    size: int
+
+
+def pack_code(folder: Path, most_bytes: int = 100 * MEGABYTE) -> PackedCode:
+    """Pack the code of a working directory into an archive. Equal trees give equal bytes.
+
+    `most_bytes` limits the sum of the files' sizes. Empty folders are not packed.
+
+    Raises:
+        ConfigError: there is no such folder, it is too large (the error names its largest files), a file cannot be
+            read, or a symbolic link leaves the folder.
+
+    Example:
+        pack_code(Path("examples")).hash
+    """
+    folder = folder.resolve()
+    if not folder.is_dir():
+        raise ConfigError(f"the working directory {folder} does not exist: give --working-dir", field="working_dir")
+    if folder in (Path(folder.anchor), Path.home().resolve()):
+        raise ConfigError(
+            f"the working directory is {folder}, which is not one project: start in the project's folder, or give "
+            "working_dir\n(None for an installed module), or send nothing with upload=False (--no-upload)",
+            field="working_dir",
+        )
+    found = list(code_files(folder))
+    sizes = {path: status.st_size for path, status in found if stat.S_ISREG(status.st_mode)}
+    if sum(sizes.values()) > most_bytes or len(found) > MOST_FILES:
+        raise _too_large(folder, sizes, len(found), most_bytes)
+    entries = [_entry(folder, path, status) for path, status in found]
+    size = sum(len(entry.content) for entry in entries)
+    if size > most_bytes:  # a file has grown since
+        raise _too_large(folder, sizes, len(found), most_bytes)
+    archive = write(entries)
+    return PackedCode(hash_of(archive), archive, frozenset(entry.path for entry in entries), size)
+
+
+def code_files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the path, relative to `folder`, and the `lstat` of each file and symbolic link of the code.
+
+    Raises:
+        ConfigError: the folder has too many files, or cannot be read.
+    """
+    rules = _Rules(folder)
+    visited = 0
+    for here, folders, names in os.walk(folder, onerror=_unreadable):
+        prefix = Path(here).relative_to(folder).as_posix()
+        prefix = "" if prefix == "." else f"{prefix}/"
+        rules.enter(prefix)
+        visited += len(names) + len(folders)
+        if visited > _MOST_VISITED:
+            raise ConfigError(
+                f"the working directory {folder} has more than {_MOST_VISITED} files: give a smaller folder as "
+                "working_dir, or list folders in .raypsignore",
+                field="working_dir",
+            )
+        links = [name for name in folders if (Path(here) / name).is_symlink()]
+        folders[:] = sorted(
+            name
+            for name in folders
+            if name not in links and rules.keeps(f"{prefix}{name}", folder=True) and not _environment(Path(here) / name)
+        )
+        for name in sorted([*names, *links]):
+            status = (Path(here) / name).lstat()
+            wanted = stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)
+            if wanted and rules.keeps(f"{prefix}{name}", folder=False):
+                yield f"{prefix}{name}", status
+
+
+def is_ignored(folder: Path, path: str) -> bool:
+    """Return whether `code_files` would leave out the file `path` of `folder`, which need not exist."""
+    rules = _Rules(folder)
+    rules.enter("")
+    *parents, _ = (path[:at] for at, letter in enumerate(f"{path}/") if letter == "/")
+    for parent in parents:
+        if not rules.keeps(parent, folder=True):
+            return True
+        rules.enter(f"{parent}/")
+    return not rules.keeps(path, folder=False)
+
+
+def is_secret(path: str) -> bool:
+    """Return whether a path has a name that usually holds a secret, such as .env. Such files are never sent."""
+    return any(fnmatch.fnmatchcase(part, pattern) for part in path.lower().split("/") for pattern in _SECRETS)
+
+
+class _Rules:
+    """The patterns of the ignore files that were read so far; folders are entered from the top down."""
+
+    def __init__(self, folder: Path) -> None:
+        self._spec = GitIgnoreSpec
+        self._folder = folder
+        self._git: dict[str, GitIgnoreSpec] = {}  # from a folder's prefix such as "src/" to its patterns
+        self._ours: dict[str, GitIgnoreSpec] = {}
+        self._above: list[tuple[str, GitIgnoreSpec]] = []  # the path from the spec's folder to `folder`, and patterns
+        self._read_above()
+
+    def _read_above(self) -> None:
+        folder = self._folder
+        root = next((each for each in (folder, *folder.parents) if (each / ".git").exists()), None)
+        if root is None:
+            return
+        prefix = ""
+        for each in (folder, *folder.parents):
+            files = [each / ".gitignore"] if each != folder else []
+            if each == root:
+                files.insert(0, root / ".git" / "info" / "exclude")
+            for file in reversed(files):
+                spec = self._spec.from_lines(_lines(file))
+                if not (prefix and spec.check_file(prefix).include):  # it ignores the working directory itself
+                    self._above.append((prefix, spec))
+            if each == root:
+                return
+            prefix = f"{each.name}/{prefix}"
+
+    def enter(self, prefix: str) -> None:
+        """Read the ignore files of the folder with this prefix ("" or a path that ends with a slash)."""
+        for name, found in ((".gitignore", self._git), (".raypsignore", self._ours)):
+            lines = _lines(self._folder / prefix / name)
+            if lines:
+                found[prefix] = self._spec.from_lines(lines)
+
+    def keeps(self, path: str, *, folder: bool) -> bool:
+        """Return whether a file, or the content of a folder, is code by the patterns that apply to its path."""
+        name = path.rpartition("/")[2].lower()
+        if is_secret(name) or any(fnmatch.fnmatchcase(name, pattern.lower()) for pattern in _NEVER):
+            return False
+        text = f"{path}/" if folder else path
+        prefixes = ["", *(text[: at + 1] for at, letter in enumerate(path) if letter == "/")]
+        for found in (self._ours, self._git):
+            for prefix in reversed(prefixes):  # the patterns of the deepest folder decide first
+                if prefix in found:
+                    ignored = found[prefix].check_file(text.removeprefix(prefix)).include
+                    if ignored is not None:
+                        return not ignored
+        for above, spec in self._above:
+            ignored = spec.check_file(above + text).include
+            if ignored is not None:
+                return not ignored
+        return True
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _environment(folder: Path) -> bool:
+    return any((folder / name).exists() for name in _ENVIRONMENT)
+
+
+def _entry(folder: Path, path: str, status: os.stat_result) -> ArchiveEntry:
+    try:
+        if not stat.S_ISLNK(status.st_mode):
+            return ArchiveEntry(path, (folder / path).read_bytes(), executable=bool(status.st_mode & 0o100))
+        target = os.readlink(folder / path)  # noqa: PTH115  Path.readlink changes the text
+    except OSError as error:
+        raise ConfigError(
+            f"{folder / path} cannot be read: {error.strerror}\ncorrect it, or list it in .raypsignore",
+            field="working_dir",
+        ) from error
+    why = leaves(path, target)
+    if why is not None:
+        raise ConfigError(
+            f"the symbolic link {path} -> {target} {why}, and its target would be missing on the cluster:\n"
+            f"put a copy into {folder}, or list {path} in .raypsignore",
+            field="working_dir",
+            file=path,
+        )
+    return ArchiveEntry(path, link=target)
+
+
+def _too_large(folder: Path, sizes: dict[str, int], count: int, most_bytes: int) -> ConfigError:
+    largest = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))[:_LISTED]
+    names = ", ".join(f"{path} ({_amount(size)})" for path, size in largest)
+    total = sum(sizes.values())
+    return ConfigError(
+        f"the code in {folder} has {count} files of {_amount(total)}, and the limits are {MOST_FILES} files and "
+        f"{_amount(most_bytes)}; the largest are {names}:\n"
+        "list data in .raypsignore or .gitignore and read it by an absolute path or an address (or set RAYPS_CODE_MB "
+        "here and at the service),\nor use a folder of the service's machine with upload=False (--no-upload)",
+        field="working_dir",
+        largest=[path for path, _ in largest],
+    )
+
+
+def _amount(size: int) -> str:
+    return f"{size / MEGABYTE:.3g} MB" if size >= MEGABYTE / 10 else f"{size / 1000:.3g} kB"
+
+
+def _unreadable(error: OSError) -> None:
+    raise ConfigError(
+        f"{error.filename} cannot be read: {error.strerror}\ncorrect it, or list it in .raypsignore",
+        field="working_dir",
+    ) from error

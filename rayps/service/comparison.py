@@ -1,0 +1,207 @@
+"""Compare jobs: the values in which they differ, the last and best value of each metric, and their curves. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, TypedDict
+
+from rayps.core.values import Json, JsonObject
+from rayps.service.rest_answers import JobAnswer
+
+BATCH_LOSS = "batch loss"  # the mean loss of the training batches of a round
+_LOW = re.compile(r"loss|error|perplexity|(^|_)(mse|mae|rmse|nll|ppl|wer|cer)($|_)", re.IGNORECASE)
+_NOT_COMPARED = ("name", "params", "resume")
+MOST_JOBS = 200
+
+
+class MetricSummary(TypedDict):
+    """The last and the best value of a metric; null if no value was finite."""
+
+    last: float | None
+    best: float | None
+
+
+class ComparedRow(TypedDict):
+    """One job of a comparison. `values` has the values in which the jobs differ; `seconds` is the time since its start.
+
+    A name is missing in `values` if the job has no such value, or has not started and uses the default.
+    """
+
+    id: str
+    name: str
+    status: str
+    values: JsonObject
+    rounds: int | None
+    seconds: float | None
+    metrics: dict[str, MetricSummary]
+
+
+class Curve(TypedDict):
+    """A metric of one job over the run. `epoch` is null if the job's length is not in epochs.
+
+    `seconds` counts the time of the rounds, without the start and the evaluations.
+    """
+
+    value: list[float | None]
+    round: list[int]
+    epoch: list[float] | None
+    seconds: list[float]
+
+
+class Comparison(TypedDict):
+    """The answer to a comparison. `lowest`: for each metric, whether the best value is the lowest."""
+
+    differing: list[str]
+    metrics: list[str]
+    lowest: dict[str, bool]
+    rows: list[ComparedRow]
+    curves: dict[str, dict[str, Curve]]  # by job id and metric
+
+
+class SeriesAnswer(TypedDict):
+    """A job's rounds in buckets, and its evaluations, as the service returns them."""
+
+    series: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Clock:
+    """Converts a number of finished rounds to epochs and seconds."""
+
+    ends: list[int]  # finished rounds at the end of each bucket
+    seconds: list[float]  # seconds of training until then
+    per_epoch: float | None  # rounds in an epoch
+
+    def epoch(self, rounds: int) -> float | None:
+        return None if self.per_epoch is None else rounds / self.per_epoch
+
+    def at(self, rounds: int) -> float:
+        """Return the seconds of training until the end of a round, linear within a bucket."""
+        before, since = 0, 0.0
+        for end, seconds in zip(self.ends, self.seconds, strict=True):
+            if end >= rounds:
+                return since + (seconds - since) * (rounds - before) / max(1, end - before)
+            before, since = end, seconds
+        return since
+
+
+def lower_is_better(metric: str) -> bool:
+    """Return whether the best value of a metric is the lowest, by its name: losses and errors."""
+    return _LOW.search(metric) is not None
+
+
+def compared(jobs: Sequence[JobAnswer], series: Mapping[str, SeriesAnswer], now: float) -> Comparison:
+    """Compare jobs, given each job's series by its id. `now`: seconds since the epoch, for jobs that have not ended."""
+    values = [_values(job) for job in jobs]
+    names = _differing(values, [set(job["spec"].get("params") or {}) for job in jobs])
+    curves = {job["id"]: _curves(job, series[job["id"]]) for job in jobs}
+    rows: list[ComparedRow] = []
+    for job, known in zip(jobs, values, strict=True):
+        rows.append(
+            {
+                "id": job["id"],
+                "name": job["name"],
+                "status": job["status"],
+                "values": {name: known[name] for name in names if name in known},
+                "rounds": (job["progress"] or {}).get("round"),
+                "seconds": _seconds(job, now),
+                "metrics": {name: _summary(name, curve["value"]) for name, curve in curves[job["id"]].items()},
+            }
+        )
+    metrics = list(dict.fromkeys(name for row in rows for name in row["metrics"] if name != BATCH_LOSS))
+    if any(BATCH_LOSS in row["metrics"] for row in rows):
+        metrics.append(BATCH_LOSS)
+    return {
+        "differing": names,
+        "metrics": metrics,
+        "lowest": {name: lower_is_better(name) for name in metrics},
+        "rows": rows,
+        "curves": curves,
+    }
+
+
+def best_row(found: Comparison, metric: str) -> ComparedRow | None:
+    """Return the row whose last value of a metric is the best; None if no job has a value. Ties: the first."""
+    lowest, best = lower_is_better(metric), None
+    for row in found["rows"]:
+        value = row["metrics"].get(metric, {"last": None, "best": None})["last"]
+        if value is None:
+            continue
+        other = None if best is None else best["metrics"][metric]["last"]
+        if other is None or (value < other if lowest else value > other):
+            best = row
+    return best
+
+
+def _values(job: JobAnswer) -> JsonObject:
+    spec: JsonObject = {name: value for name, value in job["spec"].items() if name not in _NOT_COMPARED}  # type: ignore[misc]
+    params = job["params"]
+    return {(f"params.{name}" if name in spec else name): value for name, value in params.items()} | spec
+
+
+def _differing(values: Sequence[JsonObject], given: Sequence[set[str]]) -> list[str]:
+    """Return the names whose known values differ, or which only some jobs have and were given for one; params first."""
+    found = []
+    for name in dict.fromkeys(name for each in values for name in each):
+        texts = {json.dumps(each[name], sort_keys=True) for each in values if name in each}
+        own = name.removeprefix("params.")
+        lacking = any(name not in each for each in values) and any(own in each for each in given)
+        if len(texts) > 1 or lacking:
+            found.append(name)
+    return found
+
+
+def _curves(job: JobAnswer, found: SeriesAnswer) -> dict[str, Curve]:
+    progress = job["progress"] or {}
+    rounds, epochs = progress.get("rounds"), progress.get("epochs")
+    ends, seconds, passed = [], [], 0.0
+    for bucket in found["series"]:
+        passed += float(bucket.get("seconds") or 0.0)
+        ends.append(int(bucket["round_end"]) + 1)
+        seconds.append(passed)
+    clock = _Clock(ends, seconds, rounds / epochs if rounds and epochs else None)
+    points: dict[str, dict[int, float | None]] = {}
+    for evaluation in found["evaluations"]:
+        for name, value in evaluation["metrics"].items():
+            points.setdefault(name, {})[int(evaluation["round"])] = _finite(value)
+    for name, value in ({} if found["evaluations"] else job["metrics"] or {}).items():
+        points.setdefault(name, {})[int(progress.get("round") or 0)] = _finite(value)
+    for bucket, end in zip(found["series"], ends, strict=True):
+        loss = bucket["loss"]
+        points.setdefault(BATCH_LOSS, {})[end] = None if loss is None else _finite(loss["mean"])
+    return {name: _curve(held, clock) for name, held in points.items()}
+
+
+def _curve(points: Mapping[int, float | None], clock: _Clock) -> Curve:
+    rounds = sorted(points)
+    epochs = [clock.epoch(at) for at in rounds]
+    return {
+        "value": [points[at] for at in rounds],
+        "round": rounds,
+        "epoch": None if None in epochs else [each for each in epochs if each is not None],
+        "seconds": [clock.at(at) for at in rounds],
+    }
+
+
+def _summary(name: str, values: Sequence[float | None]) -> MetricSummary:
+    known = [value for value in values if value is not None]
+    best = None if not known else min(known) if lower_is_better(name) else max(known)
+    return {"last": values[-1] if values else None, "best": best}
+
+
+def _seconds(job: JobAnswer, now: float) -> float | None:
+    if job["started_at"] is None:
+        return None
+    begin = datetime.fromisoformat(job["started_at"]).timestamp()
+    end = now if job["finished_at"] is None else datetime.fromisoformat(job["finished_at"]).timestamp()
+    return max(0.0, end - begin)
+
+
+def _finite(value: Json) -> float | None:
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else None

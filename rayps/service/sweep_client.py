@@ -1,0 +1,124 @@
+"""A sweep as `Client.sweep` returns it: its jobs, the table that compares them, and the best of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+from rayps.core.errors import ConfigError, NotFound
+from rayps.core.values import Json, JsonObject
+from rayps.service.comparison import Comparison, best_row, lower_is_better
+
+
+class SweepMember(Protocol):
+    """A job of a sweep, as `rayps.service.client.Job` is."""
+
+    @property
+    def id(self) -> str:
+        """The job's id."""
+        ...
+
+    def wait(self, timeout: float | None = None, pause: float = 0.5) -> Any:
+        """Wait until the job has ended."""
+        ...
+
+    def refresh(self) -> Any:
+        """Read the service's newest answer about the job."""
+        ...
+
+
+JobT = TypeVar("JobT", bound=SweepMember)
+
+
+class Sweep(Generic[JobT]):
+    """A named group of jobs. `jobs` are in the order of their values, those of the last name varying fastest.
+
+    Example:
+        sweep = client.sweep({"workload": "digits.py:Digits", "epochs": 3}, lr=[0.1, 0.3], seed=range(3))
+        sweep.wait().best("loss")
+    """
+
+    def __init__(self, call: Callable[..., Any], name: str, jobs: Sequence[JobT]) -> None:
+        self._call, self.name, self.jobs = call, name, list(jobs)
+
+    def __repr__(self) -> str:
+        return f"Sweep({self.name!r}, {len(self.jobs)} jobs)"
+
+    def wait(self, timeout: float | None = None) -> Self:
+        """Wait until all jobs have ended, successfully or not.
+
+        Raises:
+            TimeoutError: a job had not ended within `timeout` seconds.
+            Unreachable: the service did not answer for a minute.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for job in self.jobs:
+            job.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return self
+
+    def stop(self) -> Self:
+        """Request all jobs that have not ended to stop. Raises Conflict if all have ended."""
+        self._call("POST", f"/api/v1/sweeps/{self.name}/stop")
+        for job in self.jobs:
+            job.refresh()
+        return self
+
+    def compare(self, points: int = 200) -> Comparison:
+        """Return the comparison of the jobs, with curves of at most `points` points."""
+        found: Comparison = self._call("GET", "/api/v1/comparison", params={"sweep": self.name, "max_points": points})
+        return found
+
+    def table(self) -> list[JsonObject]:
+        """Return one dict for each job: id, name, status, the values that differ, rounds, seconds, metrics.
+
+        A metric has its last value under its name, and its best value under "best NAME". Give the list to
+        `pyarrow.Table.from_pylist` or `pandas.DataFrame`.
+        """
+        return table_of(self.compare(2))
+
+    def best(self, metric: str) -> JobT:
+        """Return the job that ended with the best value: the lowest of a loss or an error, the highest of others.
+
+        Raises:
+            NotFound: no job has a value of this metric.
+        """
+        found = self.compare(2)
+        row = best_row(found, metric)
+        if row is None:
+            known = ", ".join(found["metrics"]) or "none yet"
+            raise NotFound(
+                f"no job of the sweep {self.name!r} has the metric {metric!r}: there are {known}", status=404
+            )
+        return next(job for job in self.jobs if job.id == row["id"]).refresh()  # type: ignore[no-any-return]
+
+
+def table_of(found: Comparison) -> list[JsonObject]:
+    """Return the rows of a comparison as flat dicts, all with the same keys."""
+    rows: list[JsonObject] = []
+    for row in found["rows"]:
+        flat: JsonObject = {"id": row["id"], "name": row["name"], "status": row["status"]}
+        flat |= {name: row["values"].get(name) for name in found["differing"]}
+        flat |= {"rounds": row["rounds"], "seconds": row["seconds"]}
+        for metric in found["metrics"]:
+            summary = row["metrics"].get(metric, {"last": None, "best": None})
+            flat |= {metric: summary["last"], f"best {metric}": summary["best"]}
+        rows.append(flat)
+    return rows
+
+
+def listed(over: Mapping[str, Iterable[Json]]) -> dict[str, list[Json]]:
+    """Return the values of each name as a list. Raises ConfigError if they are text or no collection."""
+    found: dict[str, list[Json]] = {}
+    for name, values in over.items():
+        if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+            raise ConfigError(
+                f"{name} is {values!r}: a sweep needs several values, e.g. {name}=[{values!r}, ...]", field="over"
+            )
+        found[name] = list(values)
+    return found
+
+
+def direction(metric: str) -> str:
+    """Return what the best value of a metric is, as a word for a heading: lowest or highest."""
+    return "lowest" if lower_is_better(metric) else "highest"

@@ -1,0 +1,94 @@
+"""The backward of one step over its micro-batches: the gradients of their sums, divided by their total weight.
+
+A mean of the micro-batches' means is wrong if their weights differ, such as their numbers of tokens. Here the loss of
+each micro-batch is divided by the same number, and `StepLoss.factor` is what remains to be multiplied at the end. For
+one micro-batch it is 1, and the gradient has the bits of `loss.backward()`. If the losses are means, they are divided
+by k for k micro-batches of equal size, as in a plain loop of torch with `(loss / k).backward()`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from rayps.core.errors import WorkloadError
+from rayps.core.metrics import Totals, add_totals
+from rayps.core.user_code import user_code
+from rayps.data.base import Batch
+from rayps.workload.loss_result import LossResult
+
+Compute = Callable[[Batch], LossResult]  # the loss of one micro-batch
+Check = Callable[[Tensor], float]  # returns the value of a loss; raises an error if the loss is not a finite number
+Ready = Callable[[float, float], None]  # called with (weight, factor)
+
+
+@dataclass(slots=True)
+class StepLoss:
+    """The loss of one step on one worker.
+
+    `mean` is the mean loss, or NaN if `weight`, the total weight, is 0; None on workers that do not know the loss.
+    The gradients in `.grad` times `factor` are the gradient of the mean.
+    """
+
+    mean: float | None
+    weight: float
+    factor: float = 1.0
+    metrics: Totals = field(default_factory=dict)
+
+
+def micro_batches(batch: Batch) -> list[Batch]:
+    """Return the micro-batches of a step that have rows."""
+    return [part for part in batch.parts or (batch,) if part.size]
+
+
+def accumulate(
+    compute: Compute, batch: Batch, check: Check, *, ready: Ready | None = None, scale: float = 1.0
+) -> StepLoss:
+    """Compute loss and backward of each micro-batch of `batch`, which has at least one row.
+
+    Before the last backward, the step's weight and factor are known, and `ready(weight, factor)` is called; it is not
+    called if the weight is 0. A micro-batch with weight 0 has no backward. The losses are multiplied by `scale` for
+    backward, and `factor` includes 1 / `scale`.
+
+    Raises:
+        WorkloadError: the user's loss fails, or returns a pair for one micro-batch and a mean for another.
+        TrainingError: a loss is not finite.
+    """
+    parts = micro_batches(batch)
+    total, weight, divisor, pairs = 0.0, 0.0, 0.0, False
+    metrics: Totals = {}
+    for number, part in enumerate(parts):
+        with user_code("loss"):  # each micro-batch is a call of its own for the time limit
+            found = compute(part)
+            add_totals(metrics, found.metrics)
+            if number and pairs != (found.weight is not None):
+                raise WorkloadError(
+                    "loss(model, batch) returned a pair (sum, weight) for one micro-batch and a mean for another: "
+                    "return the same kind for each"
+                )
+            pairs = found.weight is not None
+            own = found.weight_of(part.size)
+            if own:
+                value = check(found.total)
+                total += value if pairs else value * own
+                weight += own
+                divisor = divisor or (own if pairs else batch.size)
+            factor = divisor / weight if pairs and weight else 1.0
+            if number == len(parts) - 1 and weight and ready is not None:
+                ready(_whole(weight), factor / scale)
+            if own:
+                share = divisor if pairs else divisor / own
+                loss = found.total if share == 1 else found.total / share
+                (loss if scale == 1 else loss * scale).backward()  # type: ignore[no-untyped-call]
+            del found
+    mean = total / weight if weight else math.nan
+    if len(parts) == 1 and weight and not pairs:
+        mean = value
+    return StepLoss(mean, _whole(weight), factor / scale, metrics)
+
+
+def _whole(weight: float) -> float:
+    return int(weight) if float(weight).is_integer() else weight

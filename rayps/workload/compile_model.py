@@ -1,0 +1,66 @@
+"""Compile a worker's model by `torch.compile`, in place: the names of its parameters do not change."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from rayps.core.errors import ConfigError, WorkloadError
+from rayps.core.values import Json, Keywords
+from rayps.data.base import Nested
+
+Compile: TypeAlias = bool | str | Mapping[str, Json]  # a workload's `compile`
+
+
+def options_of(given: Compile) -> Keywords | None:
+    """Return the options of `torch.compile` that a workload's `compile` sets, or None if nothing is compiled.
+
+    Raises ConfigError if `given` is neither a boolean, nor the name of a backend, nor a dict of options.
+    """
+    if isinstance(given, bool):
+        return {} if given else None
+    if isinstance(given, str) and given:
+        return {"backend": given}
+    if isinstance(given, Mapping) and all(isinstance(name, str) for name in given):
+        return dict(given)
+    raise ConfigError(
+        f"compile is {given!r}: give True, False, the name of a backend such as 'inductor', or a dict of options of "
+        "torch.compile such as {'mode': 'max-autotune'}",
+        field="compile",
+    )
+
+
+def compile_model(model: nn.Module, given: Compile, device: str | torch.device) -> None:
+    """Let `torch.compile` compile `model` in place, at its first call.
+
+    Raises:
+        ConfigError: `given` is invalid.
+        WorkloadError: there is no C++ compiler, which the default backend needs on a CPU.
+    """
+    options = options_of(given)
+    if options is None:
+        return
+    compiler = os.environ.get("CXX", "g++")
+    if (
+        options.get("backend", "inductor") == "inductor"
+        and torch.device(device).type == "cpu"
+        and shutil.which(compiler) is None
+    ):
+        raise WorkloadError(
+            f"compile is {given!r}, but this worker has no C++ compiler {compiler!r}, which torch.compile needs on a "
+            "CPU: install g++, name another in the variable CXX, or set compile = False"
+        )
+    forward = model.forward
+
+    def call(*args: Nested, **kwargs: Nested) -> Nested:
+        found: Nested = forward(*args, **kwargs)
+        return found
+
+    # not model.compile(): torch does not compile the call of a container of its own, such as nn.Sequential, unless a
+    # function of another package makes it
+    model.forward = torch.compile(call, **options)

@@ -1,0 +1,99 @@
+"""What is a user's own on the page of a job: the code and its difference from the commit, metrics, best checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from service_site import Site
+
+from rayps.core.job_status import Status
+from rayps.service.client import Client
+
+pytestmark = pytest.mark.browser
+LOOP = "def train_fn(lr: float = 0.1):\n    ...\n"
+
+
+@pytest.fixture
+def site(tmp_path: Path, chromium: Any) -> Iterator[Site]:
+    running = Site(tmp_path / "state")
+    yield running
+    running.close()
+
+
+def committed(folder: Path) -> Path:
+    """A folder with one commit, of which one file has changed since and one is new."""
+    folder.mkdir()
+    (folder / "loop.py").write_text(LOOP)
+    who = {"GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "a", "GIT_COMMITTER_EMAIL": "a@b"}
+    for command in (["init", "-q", "-b", "trunk"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run(["git", *command], cwd=folder, check=True, env={**os.environ, **who})
+    (folder / "loop.py").write_text(LOOP.replace("0.1", "0.25"))
+    (folder / "more.py").write_text("")
+    return folder
+
+
+def running(site: Site, folder: Path) -> str:
+    """A job of a loop that runs, with the files that its driver would have written."""
+    with Client(site.url, site.token) as client:
+        job = client.submit(run="loop.py:train_fn", working_dir=folder, params={"lr": 0.5}, workers=2).id
+    home = site.start(job)
+    site.store("change_status", job, Status.RUNNING, message="")
+    points: list[dict[str, Any]] = [
+        {"kind": "round", "round": i, "loss": 4 / (i + 1), "samples": 8, "seconds": 0.5, "data": 0.2, "data_share": 0.4}
+        | {"perplexity": 50.0 - i, "grad_norm": 2.0}
+        for i in range(8)
+    ]
+    points += [
+        {"kind": "evaluation", "round": at, "time": 0.0, "metrics": {"loss": 1 / at, "perplexity": 60.0 - at}}
+        for at in (4, 8)
+    ]
+    (home / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
+    worker = {"host": "here", "pid": 1, "status": "running", "round": 8, "samples_per_second": 16.0}
+    workers = [{**worker, "rank": rank, "compute": 0.4, "data": 0.4, "wait": 0.1, "move": 0.1} for rank in range(2)]
+    progress = {"status": "RUNNING", "round": 8, "loss": 0.5, "workers": workers, "best": "/states/step-00000004"}
+    (home / "progress.json").write_text(json.dumps(progress | {"params": {"lr": 0.5}}))
+    return job
+
+
+def test_the_page_of_a_loop_shows_code_metrics_and_the_best_checkpoint(
+    site: Site, tab: Callable[..., Any], tmp_path: Path
+) -> None:
+    job = running(site, committed(tmp_path / "project"))
+    page = tab()
+    with Client(site.url, site.token) as client:
+        page.goto(client.page_address())
+    page.locator(f"[data-job='{job}']").get_by_text("loop.py:train_fn").wait_for()
+    page.goto(f"{site.url}/jobs/{job}")
+    code = page.locator("#code")
+    code.get_by_text("Commit", exact=True).wait_for()
+    assert "2 files" in code.inner_text() and "on trunk, changed since, with 1 new file" in code.inner_text()
+    assert page.locator(".diff").count() == 0, "it is shown on request"
+    code.get_by_text("What differs from the commit").click()
+    assert "+def train_fn(lr: float = 0.25):" in page.locator(".diff-new").all_inner_texts()[0]
+    assert "-def train_fn(lr: float = 0.1):" in page.locator(".diff-old").all_inner_texts()[0]
+    with page.expect_download() as download:
+        code.get_by_role("link").first.click()
+    assert download.value.suggested_filename.startswith("loop") or download.value.path().stat().st_size > 0
+
+    metrics = page.locator("#metrics")
+    metrics.locator(".chart canvas").wait_for()
+    assert metrics.get_by_label("Metric").input_value() == "grad_norm", "the loss chart has the others"
+    metrics.get_by_label("Metric").select_option("perplexity")
+    assert metrics.locator(".readout dd").all_inner_texts() == ["7", "43.00", "52.00"]
+    assert page.url.endswith("metric=perplexity")
+    assert page.locator("#throughput .readout").inner_text().split()[-1] == "40.0%"
+    assert page.locator("#workers .split").first.get_attribute("title") == "compute 40%, data 40%, move 10%, wait 10%"
+
+    facts = page.locator("#spec").inner_text()
+    assert "Function" in facts and "loop.py:train_fn" in facts and "the loop's own" in facts and "Workload" not in facts
+    assert "/states/step-00000004" in page.locator("#result").inner_text()
+    assert page.locator(".job-line").get_by_text("loop.py:train_fn").count() == 1
+    assert "0.5" in page.locator("#params").inner_text()
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390

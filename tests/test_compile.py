@@ -1,0 +1,86 @@
+"""`compile`: the model is compiled in place, and computes what plain torch computes."""
+
+import shutil
+
+import pytest
+import torch
+from small_work import Small, distance, plain, train
+
+import rayps
+from rayps import AllReduce, FedAvg, LocalSGD, ParameterServer
+from rayps.core.errors import ConfigError, WorkloadError
+from rayps.workload.compile_model import compile_model
+
+CLOSE = 1e-9
+
+
+class Compiled(Small):
+    def __init__(self, compile="eager", accumulate=1, **options):
+        super().__init__(**options)
+        self.compile, self.accumulate = compile, accumulate
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), ParameterServer(), LocalSGD(warmup=1000)], ids=str)
+def test_a_compiled_model_keeps_names_and_results(strategy):
+    work = Compiled()
+    result = train(work, strategy, workers=2, epochs=2)
+    assert distance(result.model(), plain(work, 2, epochs=2)[0]) < CLOSE
+    assert list(result.model().state_dict()) == list(Small().model().state_dict())
+
+
+def test_a_compiled_model_is_called_as_such():
+    """The backend sees the graph of the model's call."""
+    graphs = []
+
+    def counting(graph, example):
+        graphs.append(graph)
+        return graph.forward
+
+    model = Small().model()
+    names = [name for name, _ in model.named_parameters()]
+    compile_model(model, {"backend": counting}, "cpu")
+    x = torch.randn(3, 5, dtype=torch.float64)
+    assert torch.equal(model(x), Small().model().__class__(*model)(x))
+    assert len(graphs) == 1
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the default backend needs g++")
+def test_the_default_backend():
+    work = Compiled(compile=True, n=6, accumulate=2)
+    result = train(work, AllReduce(), workers=1, timeout=300)
+    torch.manual_seed(0)
+    model = work.model()
+    optimizer = work.optimizer(list(model.parameters()))
+    (a, b) = work.data().batches(rank=0, size=1, seed=0, epoch=0)
+    ((work.loss(model, a) + work.loss(model, b)) / 2).backward()
+    optimizer.step()
+    assert distance(result.model(), model) < CLOSE
+
+
+def test_without_a_compiler_the_error_names_the_field(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(
+        WorkloadError, match=r"compile is True, but this worker has no C\+\+ compiler 'no-such-compiler'"
+    ):
+        train(Compiled(True), AllReduce())
+
+
+@pytest.mark.parametrize("value", [None, 1, "", {1: 2}])
+def test_compile_is_checked(value):
+    with pytest.raises(ConfigError, match="give True, False, the name of a backend"):
+        train(Compiled(value))
+
+
+def test_what_is_refused_says_what_to_do():
+    with pytest.raises(ConfigError, match=r"layer\.compile\(\)"):
+        train(Compiled(), AllReduce(replica=rayps.Pipeline(stages=2, micro_batches=2)), workers=2)
+
+
+def test_clients_train_the_compiled_model():
+    class Fed(Compiled):
+        def data(self):
+            return super().data().with_clients(rayps.data.iid(3))
+
+    compiled = train(Fed(), FedAvg(fraction=1.0))
+    assert distance(compiled.model(), train(Fed(False), FedAvg(fraction=1.0)).model()) < CLOSE

@@ -1,0 +1,388 @@
+"""A loop of one's own as a run with a record: numbers, saved states, parameters, deaths; on threads and processes."""
+
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from process_cluster import ProcessCluster
+from small_work import Small, distance, plain, vector
+
+import rayps
+from rayps.cluster.local import LocalCluster
+from rayps.core.errors import ActorDied, CheckpointError, ConfigError, TrainingError, WorkloadError
+from rayps.core.job_status import Status
+from rayps.runtime.journal import Journal
+from rayps.runtime.own_loop.driver import LoopDriver
+from rayps.runtime.own_loop.log_points import QUIET_SECONDS, LogPoints, numbers_of
+from rayps.runtime.own_loop.named import arguments
+from rayps.runtime.own_loop.state import PartsBySave, SavedPart, checkpoint_of, decoded, encoded, parts_of
+from rayps.strategies.job import JobSpec
+from rayps.tensors import checkpoint
+
+EXACT = 1e-12
+
+
+class Death(BaseException):
+    """What ends a worker that is a thread, as a kill ends a process."""
+
+
+class Fixed(Small):
+    """Its first parameters depend on nothing that threads share."""
+
+    def model(self):
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) / 3)
+        return model
+
+
+def run(function, workers=2, **options):
+    options = {"cluster": LocalCluster(), "timeout": 20.0, "progress": False} | options
+    return rayps.run(function, workers=workers, **options)
+
+
+def loop(work, strategy=None, *, steps=None, save=True, die=None, marks=None, back=None):
+    """A loop over one epoch that logs and saves each step; `die` is (rank, step) of a death, once."""
+
+    def train_fn():
+        here = rayps.world()
+        model = work.model()
+        optimizer = work.optimizer(list(model.parameters()))
+        rayps.wrap(model, optimizer, strategy, steps=steps)
+        begun = (rayps.restore() or {"step": 0})["step"]
+        if marks is not None:
+            with marks.open("a") as file:
+                file.write(f"{begun} ")
+        for step, batch in enumerate(work.data().batches(rank=here.rank, size=here.size, seed=0, epoch=0)):
+            if step < begun:
+                continue
+            optimizer.zero_grad()
+            optimizer.samples = batch.size
+            if batch.size:
+                loss = ((model(batch.x) - batch.y) ** 2).mean()
+                if back is None:
+                    loss.backward()
+                else:
+                    back(optimizer, model, batch)
+                rayps.log(loss=loss, samples=batch.size, step=step)
+            optimizer.step()
+            if save:
+                rayps.save({"step": step + 1})
+            if die is not None and (here.rank, step) == die[:2] and not Path(die[2]).exists():
+                Path(die[2]).touch()
+                raise Death("a worker's death")
+        return vector(model)
+
+    return train_fn
+
+
+# ---- state
+
+
+def test_a_state_is_the_same_after_the_file():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    given = {
+        "model": model,
+        "optimizer": optimizer,
+        "nested": [1, 2.5, None, "text", (True, float("inf"))],
+        3: {"half": torch.ones(2, dtype=torch.bfloat16), "view": torch.arange(6.0)[::2]},
+    }
+    tensors = {}
+    found = decoded(encoded(given, tensors), tensors)
+    assert found["nested"] == given["nested"]
+    assert torch.equal(found[3]["half"], given[3]["half"])
+    assert torch.equal(found[3]["view"], given[3]["view"])
+    other = torch.optim.Adam(torch.nn.Linear(2, 2).parameters())
+    other.load_state_dict(found["optimizer"])
+    assert str(other.state_dict()) == str(optimizer.state_dict())
+    assert all(torch.equal(found["model"][k], v) for k, v in model.state_dict().items())
+
+
+def test_what_cannot_be_saved_is_named():
+    with pytest.raises(ConfigError, match=r"cannot save state\.a\.1, which is lock"):
+        encoded({"a": [0, threading.Lock()]}, {})
+
+
+def test_a_checkpoint_has_the_parts_of_all_ranks(tmp_path):
+    parts = {}
+    for rank in range(2):
+        tensors = {}
+        tree = encoded({"x": torch.full((2,), float(rank))}, tensors)
+        parts[rank] = SavedPart(4, 7, tensors, tree)
+    path = checkpoint.save(tmp_path, 4, checkpoint_of(parts))
+    found = parts_of(checkpoint.load(path), 2, str(path))
+    assert [(part.number, part.steps, part.content("x").tolist()) for part in found] == [
+        (4, 7, [0.0, 0.0]),
+        (4, 7, [1.0, 1.0]),
+    ]
+    with pytest.raises(CheckpointError, match="saved by 2 workers, and this run has 3"):
+        parts_of(checkpoint.load(path), 3, str(path))
+
+
+def test_a_save_is_complete_with_all_parts():
+    gathering = PartsBySave(2)
+    assert gathering.add(0, SavedPart(1, 1)) is None
+    assert gathering.add(0, SavedPart(2, 2)) is None
+    assert set(gathering.add(1, SavedPart(1, 1))) == {0, 1}
+    assert "2 times on worker-0 and 1 times on worker-1" in gathering.uneven()
+    assert set(gathering.add(1, SavedPart(2, 2))) == {0, 1}
+    assert gathering.uneven() is None
+
+
+# ---- numbers
+
+
+def point(rank, step, samples=1.0, **numbers):
+    return {"kind": "round", "rank": rank, "round": step, "samples": samples, "seconds": 0.5, "numbers": numbers}
+
+
+def test_logged_numbers_are_means_weighted_by_samples():
+    points = LogPoints(2, "all_reduce")
+    points.add([point(0, 0, 1, loss=1.0, only=5.0)], 0.0)
+    points.add([point(1, 1, 3, loss=9.0)], 0.0)
+    [first] = points.merged(0.0)  # worker-1 has gone past step 0
+    assert numbers_of(first) == {"loss": 1.0, "only": 5.0}
+    points.add([point(0, 1, 1, loss=1.0)], 0.0)
+    [second] = points.merged(0.0)
+    assert numbers_of(second) == {"loss": 7.0}
+    assert second["samples"] == 4
+
+
+def test_only_one_rank_may_log_and_a_late_number_gives_the_step_again():
+    points = LogPoints(2, "all_reduce")
+    points.add([point(0, 0, loss=1.0)], 10.0)
+    assert points.merged(10.0) == []
+    assert len(points.merged(10.0 + QUIET_SECONDS)) == 1
+    points.add([point(1, 0, loss=3.0)], 20.0)
+    [again] = points.merged(20.0)
+    assert again["loss"] == 2.0
+
+
+# ---- parameters
+
+
+def test_parameters_are_checked_before_any_worker_starts():
+    def train_fn(lr: float = 0.1, name: str = "a"):
+        return lr, name
+
+    assert run(train_fn, params={"lr": 1}) == [(1, "a")] * 2
+    assert run(lambda: rayps.params()["lr"], params={"lr": 0.5}) == [0.5] * 2
+    for params, words in [({"rate": 1}, "its arguments are lr, name"), ({"lr": "x"}, "type float")]:
+        with pytest.raises(ConfigError, match=words):
+            arguments(train_fn, params)
+    with pytest.raises(ConfigError, match="needs a value for its argument 'steps'"):
+        run(lambda steps: steps)
+
+
+# ---- the law: saved each step, a death changes nothing
+
+
+@pytest.mark.parametrize(
+    "strategy", ["all_reduce", "all_reduce:compression=top_k:0.5", "local_sgd:period=3", "diloco:period=3"]
+)
+@pytest.mark.parametrize("folder", [True, False])
+def test_after_a_death_the_result_is_the_same(strategy, folder, tmp_path):
+    work = Fixed(n=40, batch=4, optimizer="adam")
+    whole = run(loop(work, strategy, steps=5), workers=2)
+    marks = tmp_path / "marks"
+    died = loop(work, strategy, steps=5, die=(1, 2, str(tmp_path / "died")), marks=marks)
+    found = run(died, workers=2, max_failures=1, checkpoint=tmp_path / "states" if folder else None)
+    assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+    begun = [int(each) for each in marks.read_text().split()]
+    assert begun[:2] == [0, 0]
+    assert len(begun) == 4
+    assert begun[2] == begun[3] <= 3
+
+
+def test_without_a_save_it_starts_anew_and_says_so(tmp_path):
+    work = Fixed(n=24, batch=4)
+    spec = JobSpec(run="test:loop", workers=2, timeout=20.0)
+    journal = Journal()
+    died = loop(work, "all_reduce", save=False, die=(0, 1, str(tmp_path / "died")))
+    driver = LoopDriver(died, spec, journal)
+    outcome = driver.run(LocalCluster())
+    assert outcome.status is Status.SUCCEEDED
+    [event] = [event for event in journal.events if event["kind"] == "restarted"]
+    assert "start anew, because rayps.save has kept no state yet" in event["message"]
+    assert distance(driver.results[0], plain(work, 2, epochs=1)[0]) < EXACT
+    assert [p["round"] for p in journal.points][-1] == 2
+
+
+def test_too_many_deaths_end_the_run(tmp_path):
+    def train_fn():
+        if rayps.world().rank == 1:
+            raise Death("a worker's death")
+
+    with pytest.raises(TrainingError, match="that was failure 2, and max_failures is 1"):
+        run(train_fn, max_failures=1)
+    with pytest.raises(ActorDied, match="worker-1 of the run died"):
+        run(train_fn)
+
+
+def test_a_run_resumes_from_its_folder(tmp_path):
+    def train_fn(upto: int = 0):
+        begun = rayps.restore() or {"n": 0}
+        for n in range(begun["n"], upto):
+            rayps.save({"n": n + 1, "x": torch.full((3,), float(n))})
+        return begun["n"], rayps.restore() is None
+
+    folder = tmp_path / "states"
+    assert run(train_fn, checkpoint=folder, params={"upto": 3}) == [(0, True)] * 2
+    assert run(train_fn, checkpoint=folder, params={"upto": 5}, resume=True) == [(3, False)] * 2
+    with pytest.raises(CheckpointError, match="earlier run"):
+        run(train_fn, checkpoint=folder)
+
+
+def test_a_mistake_is_not_repeated(tmp_path):
+    calls = tmp_path / "calls"
+
+    def train_fn():
+        with calls.open("a") as file:
+            file.write("called ")
+        raise ValueError("my own mistake")
+
+    with pytest.raises(WorkloadError, match="my own mistake"):
+        run(train_fn, workers=1, max_failures=3)
+    assert calls.read_text() == "called "
+
+
+def test_kill_9_of_a_worker_changes_nothing(tmp_path):
+    gone = tmp_path / "gone"
+
+    def train_fn():
+        import signal
+
+        begun = rayps.restore() or {"step": 0, "x": torch.ones(3)}
+        x = begun["x"]
+        for step in range(begun["step"], 6):
+            x = x * 1.5 + step + torch.rand(3)
+            rayps.save({"step": step + 1, "x": x}, every_rank=True)
+            if step == 3 and rayps.world().rank == 1 and not gone.exists():
+                gone.touch()
+                while not list((tmp_path / "states").glob("step-????????")):  # until a state is complete
+                    time.sleep(0.05)
+                os.kill(os.getpid(), signal.SIGKILL)
+        return x, begun["step"]
+
+    with contextlib.closing(ProcessCluster()) as cluster:
+        found = run(train_fn, cluster=cluster, checkpoint=tmp_path / "states", max_failures=1, timeout=60.0)
+        assert gone.exists()
+        assert {begun for _, begun in found} <= {1, 2, 3, 4}
+        assert len({begun for _, begun in found}) == 1
+    assert checkpoint.newest(tmp_path / "states").name == "step-00000006"
+
+
+# ---- wrap
+
+
+def halves(optimizer, model, batch, quiet=True):
+    """Two backward passes over the halves of a batch, the first of them in no_sync."""
+    cut = batch.size // 2
+    first = ((model(batch.x[:cut]) - batch.y[:cut]) ** 2).sum() / batch.size
+    with optimizer.no_sync() if quiet else contextlib.nullcontext():
+        first.backward()
+    (((model(batch.x[cut:]) - batch.y[cut:]) ** 2).sum() / batch.size).backward()
+
+
+def loud(optimizer, model, batch):
+    halves(optimizer, model, batch, quiet=False)
+
+
+def changing(optimizer, model, batch):
+    """Sometimes one pass, sometimes two; and sometimes a pass that zero_grad drops."""
+    if int(batch.x.sum().abs() * 1000) % 2:
+        ((model(batch.x) - batch.y) ** 2).mean().backward()
+        optimizer.zero_grad(set_to_none=bool(rayps.world().rank))
+    loud(optimizer, model, batch)
+
+
+def late_samples(optimizer, model, batch):
+    optimizer.samples = 1
+    ((model(batch.x) - batch.y) ** 2).mean().backward()
+    optimizer.samples = batch.size
+
+
+def quiet_last(optimizer, model, batch):
+    """All passes in no_sync: everything leaves at the step."""
+    with optimizer.no_sync():
+        halves(optimizer, model, batch)
+
+
+@pytest.mark.parametrize("back", [None, halves, loud, changing, late_samples, quiet_last])
+@pytest.mark.parametrize("strategy", ["all_reduce:bucket_mb=0.0001", "parameter_server:shards=2"])
+def test_gradients_that_leave_during_backward_equal_plain_torch(back, strategy):
+    work = Fixed(n=31, batch=4, optimizer="adam")
+    for found in run(loop(work, strategy, save=False, back=back), workers=3):
+        assert distance(found, plain(work, 3, epochs=1)[0]) < EXACT
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "local_sgd:period=3",
+        "local_sgd:period=2,momentum=average",
+        "diloco:period=3,overlap=1",
+        "local_sgd:period=2,warmup=2",
+    ],
+)
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_strategies_whose_workers_train_separately_equal_train(strategy, optimizer):
+    work = Fixed(n=40, batch=4, optimizer=optimizer)
+    result = rayps.train(work, strategy=strategy, workers=2, epochs=1, cluster=LocalCluster(), progress=False)
+    for found in run(loop(work, strategy, steps=5, save=False), workers=2):
+        assert distance(found, result.snapshot.params) < EXACT
+
+
+@pytest.mark.parametrize("n_push", [1, 2])
+def test_downpour_of_one_worker_equals_train(n_push):
+    work = Fixed(n=40, batch=4)
+    strategy = f"downpour:n_push={n_push},n_fetch={n_push}"
+    result = rayps.train(work, strategy=strategy, workers=1, epochs=1, cluster=LocalCluster(), progress=False)
+    [found] = run(loop(work, strategy, steps=10, save=False), workers=1)
+    assert distance(found, result.snapshot.params) < EXACT
+
+
+@pytest.mark.parametrize("strategy", ["hogwild", "admm", "parallel_sgd", "fedavg"])
+def test_other_strategies_are_refused_with_the_way_out(strategy):
+    with pytest.raises(ConfigError, match=r"use rayps\.train.* or one of all_reduce, parameter_server"):
+        run(lambda: 0, strategy=strategy)
+
+
+def test_the_last_step_may_be_skipped():
+    def train_fn():
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rayps.wrap(model, optimizer)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            if step < 2:
+                optimizer.step()
+        return vector(model)
+
+    first, second = run(train_fn)
+    assert torch.equal(first, second)
+
+
+# ---- the specification
+
+
+def test_a_job_has_a_workload_or_a_function():
+    assert JobSpec.from_dict({"run": "a.py:f", "workload": None}).target == "a.py:f"
+    for data, words in [
+        ({}, "a job needs a workload"),
+        ({"run": "a.py:f", "workload": "b.py:B"}, "give one of the two"),
+        ({"run": "f"}, "a module or file and a function"),
+        ({"run": "a.py:f", "epochs": 2}, "the loop of a.py:f decides"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            JobSpec.from_dict(data)

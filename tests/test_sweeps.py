@@ -1,0 +1,546 @@
+"""Sweeps and comparisons: the cross product, all jobs or none, one table; by REST, the client and the command line."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
+from service_site import Site
+
+import rayps.service
+from rayps.cli import main as cli
+from rayps.cli.sparkline import sparkline
+from rayps.cli.sweeps import values_of
+from rayps.core.errors import ConfigError, Conflict, NotFound
+from rayps.core.job_status import Status
+from rayps.service import strategy_check
+from rayps.service.client import Client
+from rayps.service.comparison import BATCH_LOSS, best_row, compared, lower_is_better
+from rayps.service.store import Store
+from rayps.service.strategy_check import refuse_params
+from rayps.service.sweep import MOST_JOBS, check_name, job_name, sweep_jobs
+from rayps.strategies.job import JobSpec
+
+FILE = """
+import rayps
+
+class W(rayps.Workload):
+    lr: float = 0.1
+    width: int = 4
+    def model(self): ...
+    def data(self): ...
+    def loss(self, model, batch): ...
+
+class Seeded(W):
+    seed: int = 0
+"""
+OWN = """
+import rayps
+
+class Own(rayps.AllReduce):
+    pass
+"""
+LOOP = """
+def train_fn(rate, lr: float = 0.1, seed: int = 0):
+    ...
+
+def anything(**values):
+    ...
+"""
+JOB = {"workload": "digits:Digits", "params": {"width": 8}}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    site = Site(tmp_path_factory.mktemp("state"))
+    yield site
+    site.close()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child process that imports torch on a loaded machine is awaited, and not regarded as one that hangs."""
+    monkeypatch.setattr(strategy_check, "PARAMS_SECONDS", 120.0)
+
+
+@pytest.fixture
+def client(site: Site) -> Iterator[Client]:
+    with Client(site.url, site.token, timeout=150) as client:
+        yield client
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "w.py").write_text(FILE)
+    (tmp_path / "loop.py").write_text(LOOP)
+    return tmp_path
+
+
+# ---------------------------------------------------------------------------------------------- decisions
+
+
+def test_the_cross_product_sets_fields_and_parameters() -> None:
+    found = sweep_jobs(JOB, {"lr": [0.1, 0.3], "seed": [0, 1, 2]})
+    assert [(job.fields["params"], job.fields["seed"]) for job in found] == [
+        ({"width": 8, "lr": lr}, seed) for lr in (0.1, 0.3) for seed in (0, 1, 2)
+    ]
+    assert found[4].label == "lr=0.3 seed=1" and JOB["params"] == {"width": 8}
+
+
+def test_a_prefix_says_which_of_two_is_meant() -> None:
+    one, two = sweep_jobs(JOB, {"params.seed": [1, 2], "job.seed": [7]})
+    assert one.fields["params"] == {"width": 8, "seed": 1} and two.fields["params"]["seed"] == 2  # type: ignore[index]
+    assert one.fields["seed"] == 7
+    (one,) = sweep_jobs(JOB, {"strategy": [{"name": "parameter_server", "staleness": 3}]})
+    assert one.label == "strategy=parameter_server:staleness=3"
+
+
+@pytest.mark.parametrize(
+    ("over", "text"),
+    [
+        ({}, "at least one name"),
+        ({"lr": []}, "lr=\\[\\]: give a list"),
+        ({"lr": "0.1"}, "give a list"),
+        ({"lr": [0.1, 0.1]}, "lr=0.1 twice"),
+        ({"params": [{}]}, "cannot vary 'params'"),
+        ({"job.params": [{}]}, "cannot vary 'params'"),
+        ({"name": ["a"]}, "cannot vary 'name'"),
+        ({"workload": ["a:B"]}, "cannot vary 'workload'"),
+        ({"run": ["a:b"]}, "cannot vary 'run': a sweep has one workload or function"),
+        ({"code": ["0" * 64]}, "cannot vary 'code'"),
+        ({"job.sede": [1]}, "did you mean 'seed'"),
+        ({"jobs.seed": [1]}, "params.NAME, job.NAME"),
+        ({"lr": [1], "params.lr": [2]}, "one name twice"),
+        ({"lr": list(range(MOST_JOBS + 1))}, f"at most {MOST_JOBS}"),
+    ],
+)
+def test_what_is_no_sweep_is_refused(over: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        sweep_jobs(JOB, over)
+
+
+def test_one_and_true_are_two_values() -> None:
+    assert len(sweep_jobs(JOB, {"flag": [1, True, 1.0]})) == 3
+
+
+def test_names() -> None:
+    assert job_name("Digits", "lr=0.1") == "Digits lr=0.1"
+    assert len(job_name("Digits", "x" * 100)) == 64
+    assert check_name("a-1.b_c") == "a-1.b_c"
+    for bad in ("", "a b", "a/b", "-a", "a" * 65):
+        with pytest.raises(ConfigError, match="the sweep's name is"):
+            check_name(bad)
+
+
+def job(job_id: str, params: dict[str, Any], **facts: Any) -> Any:
+    return {
+        "id": job_id,
+        "name": job_id,
+        "status": "SUCCEEDED",
+        "spec": {"workload": "a:B", "seed": 0, "params": params, "name": job_id},
+        "params": params,
+        "progress": {"round": 4, "rounds": 4, "epochs": 2},
+        "metrics": None,
+        "started_at": "2026-01-01T00:00:00Z",
+        "finished_at": "2026-01-01T00:00:10Z",
+        **facts,
+    }
+
+
+def series(losses: list[float | None], evaluations: dict[int, dict[str, float | None]]) -> Any:
+    buckets = [
+        {"round": i, "round_end": i, "seconds": 0.5, "loss": None if loss is None else {"mean": loss}}
+        for i, loss in enumerate(losses)
+    ]
+    return {"series": buckets, "evaluations": [{"round": at, "metrics": found} for at, found in evaluations.items()]}
+
+
+def test_the_table_has_what_differs_and_last_and_best_of_each_metric() -> None:
+    jobs = [job("a", {"lr": 0.1, "width": 4}), job("b", {"lr": 0.3, "width": 4})]
+    found = compared(
+        jobs,
+        {
+            "a": series([4.0, 3.0, None, 2.0], {2: {"loss": 1.0, "accuracy": 0.9}, 4: {"loss": 2.0, "accuracy": 0.8}}),
+            "b": series([4.0, 1.0], {4: {"loss": 0.5, "accuracy": None}}),
+        },
+        now=0.0,
+    )
+    assert found["differing"] == ["lr"] and found["metrics"] == ["loss", "accuracy", BATCH_LOSS]
+    assert found["lowest"] == {"loss": True, "accuracy": False, BATCH_LOSS: True}
+    one, two = found["rows"]
+    assert one["values"] == {"lr": 0.1} and one["rounds"] == 4 and one["seconds"] == 10.0
+    assert one["metrics"] == {
+        "loss": {"last": 2.0, "best": 1.0},
+        "accuracy": {"last": 0.8, "best": 0.9},
+        BATCH_LOSS: {"last": 2.0, "best": 2.0},
+    }
+    assert two["metrics"]["accuracy"] == {"last": None, "best": None}
+    curve = found["curves"]["a"]
+    assert curve["loss"] == {"value": [1.0, 2.0], "round": [2, 4], "epoch": [1.0, 2.0], "seconds": [1.0, 2.0]}
+    assert curve[BATCH_LOSS]["value"] == [4.0, 3.0, None, 2.0] and curve[BATCH_LOSS]["round"] == [1, 2, 3, 4]
+    best = best_row(found, "loss")
+    assert best is not None and best["id"] == "b"
+    best = best_row(found, "accuracy")
+    assert best is not None and best["id"] == "a"
+    assert best_row(found, "nothing") is None
+
+
+def test_a_default_that_is_not_known_yet_differs_only_from_a_given_value() -> None:
+    waits = job("a", {}, progress=None, started_at=None, finished_at=None, status="QUEUED")
+    runs = job("b", {})
+    runs["params"] = {"lr": 0.1, "width": 4}
+    empty = {"a": series([], {}), "b": series([], {})}
+    assert compared([waits, runs], empty, 0.0)["differing"] == []
+    runs["spec"]["params"] = {"lr": 0.1}
+    found = compared([waits, runs], empty, 0.0)
+    assert found["differing"] == ["lr"]
+    assert found["rows"][0]["values"] == {} and found["rows"][0]["seconds"] is None and found["metrics"] == []
+
+
+def test_a_parameter_with_the_name_of_a_field_keeps_its_own_column() -> None:
+    jobs = [job("a", {"seed": 1}), job("b", {"seed": 2})]
+    found = compared(jobs, {"a": series([], {}), "b": series([], {})}, 0.0)
+    assert found["differing"] == ["params.seed"]
+
+
+def test_steps_have_no_epochs_and_a_final_metric_is_a_point() -> None:
+    one = job("a", {}, progress={"round": 4, "rounds": 4}, metrics={"loss": 0.5})
+    found = compared([one], {"a": series([1.0, 1.0, 1.0, 1.0], {})}, 0.0)
+    assert found["curves"]["a"]["loss"] == {"value": [0.5], "round": [4], "epoch": None, "seconds": [2.0]}
+
+
+@pytest.mark.parametrize("name", ["loss", "val_loss", "error", "perplexity", "mse", "val_rmse", "nll"])
+def test_losses_and_errors_are_better_when_lower(name: str) -> None:
+    assert lower_is_better(name)
+
+
+@pytest.mark.parametrize("name", ["accuracy", "f1", "auc", "reward", "msec"])
+def test_others_are_better_when_higher(name: str) -> None:
+    assert not lower_is_better(name)
+
+
+def test_a_sparkline() -> None:
+    assert sparkline([0.0, 1.0, 2.0, None, 7.0], 10, 0.0, 7.0) == "▁▂▃ █"
+    assert sparkline([0.0, 2.0, 6.0, 8.0], 2, 0.0, 8.0) == "▂█"
+    assert sparkline([3.0, 3.0], 5, 3.0, 3.0) == "▁▁" and sparkline([], 5, 0.0, 1.0) == ""
+    assert sparkline([float("nan"), float("inf")], 5, 0.0, 1.0) == "  "
+
+
+def test_values_on_the_command_line_are_yaml() -> None:
+    assert values_of(["lr=0.1,1e-3", "flag=true,false", "act=relu,'tanh'", "layers=[1,2],[3]"]) == {
+        "lr": [0.1, 0.001],
+        "flag": [True, False],
+        "act": ["relu", "tanh"],
+        "layers": [[1, 2], [3]],
+    }
+    for bad in (["lr"], ["=1"], ["lr="], ["lr=1", "lr=2"], ["lr=[1"]):
+        with pytest.raises(ConfigError, match="--over"):
+            values_of(bad)
+
+
+# ---------------------------------------------------------------------------------------------- a job's parameters
+
+
+@pytest.mark.parametrize("params", [{"_lr": 1}, {"a-b": 1}, {"": 1}, {"lr": float("nan")}, {"lr": {"a": 1}}, [1], "lr"])
+def test_a_job_refuses_what_no_parameter_can_be(params: Any) -> None:
+    with pytest.raises(ConfigError, match="params"):
+        JobSpec("a:B", params=params).check()
+
+
+def test_a_parameter_of_a_wrong_type_is_refused_by_the_service(client: Client, home: Path) -> None:
+    with pytest.raises(ConfigError, match=r"params.lr is '0.3' \(text\), and W.lr is float"):
+        client.submit("w.py:W", working_dir=home, params={"lr": "0.3"})
+    with pytest.raises(ConfigError, match="did you mean 'width'"):
+        client.submit("w.py:W", working_dir=home, params={"widht": 3})
+    assert client.jobs() == []
+    job = client.submit("w.py:W", working_dir=home, params={"lr": 1, "width": 3})
+    assert job.params == {"lr": 1, "width": 3} and job.data["spec"]["params"] == job.params
+    assert job.data["sweep"] is None
+    job.stop().wait(60).delete()
+
+
+@pytest.mark.parametrize("upload", [True, False])
+def test_arguments_of_a_function_are_checked_by_the_service(client: Client, home: Path, upload: bool) -> None:
+    def submit(**params: Any) -> Any:
+        return client.submit(run="loop.py:train_fn", working_dir=home, upload=upload, params=params)
+
+    with pytest.raises(ConfigError, match="train_fn has no such argument: its arguments are rate, lr, seed"):
+        submit(rate=1, lrr=0.1)
+    with pytest.raises(ConfigError, match="params has lr='x'"):
+        submit(rate=1, lr="x")
+    with pytest.raises(ConfigError, match="needs a value for its argument 'rate'"):
+        submit(lr=0.1)
+    with pytest.raises(ConfigError, match=r"run 'none.py:f': there is no file"):
+        client.submit(run="none.py:f", working_dir=home, upload=upload)
+    assert client.jobs() == []
+    job = submit(rate=[1, 2], lr=1)
+    assert job.data["spec"]["workload"] is None and job.params == {"rate": [1, 2], "lr": 1}
+    clear(client)
+    client.submit(run="loop.py:anything", working_dir=home, upload=upload, params={"x": 1})
+    clear(client)
+
+
+def test_a_class_that_cannot_be_imported_is_left_to_the_driver(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
+    refuse_params("broken.py:W", str(tmp_path), [{"lr": 1}])
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(1000)\n")
+    refuse_params("hangs.py:W", str(tmp_path), [{"lr": 1}], seconds=3.0)
+
+
+# ---------------------------------------------------------------------------------------------- through the service
+
+
+def clear(client: Client) -> None:
+    for each in client.jobs(limit=1000):
+        if not each.status.terminal:
+            each.stop().wait(60)
+        each.delete()
+
+
+def test_a_sweep_is_a_group_of_jobs(client: Client, home: Path) -> None:
+    sweep = client.sweep({"workload": "w.py:W", "working_dir": str(home)}, name="group", lr=[0.1, 0.3], seed=range(2))
+    assert [each.data["name"] for each in sweep.jobs] == [
+        f"W lr={lr} seed={seed}" for lr in (0.1, 0.3) for seed in (0, 1)
+    ]
+    assert {each.data["sweep"] for each in sweep.jobs} == {"group"}
+    client.submit("digits:Digits")
+    assert [each.id for each in client.jobs(sweep="group")] == [each.id for each in reversed(sweep.jobs)]
+    assert client.jobs(sweep="other") == []
+    assert [each.id for each in client.open_sweep("group").jobs] == [each.id for each in sweep.jobs]
+    rows = sweep.table()
+    assert [(row["lr"], row["seed"]) for row in rows] == [(0.1, 0), (0.1, 1), (0.3, 0), (0.3, 1)]
+    with pytest.raises(NotFound, match="has the metric 'loss': there are none yet"):
+        sweep.best("loss")
+    assert sweep.stop().wait(60) is sweep
+    assert {each.status for each in sweep.jobs} == {Status.STOPPED}
+    with pytest.raises(Conflict, match="all jobs of the sweep 'group' have ended"):
+        sweep.stop()
+    with pytest.raises(NotFound, match="no sweep 'other'"):
+        client.open_sweep("other")
+    clear(client)
+
+
+@pytest.mark.parametrize(
+    ("workload", "fields", "over", "text"),
+    [
+        ("w.py:W", {}, {"lr": [0.1, "x"]}, "params.lr is 'x'"),
+        ("w.py:W", {}, {"lrr": [0.1]}, "did you mean 'lr'"),
+        ("w.py:W", {}, {"workers": [1, 0]}, "the job with workers=0"),
+        ("w.py:W", {}, {"workers": [1, 99]}, "99"),
+        ("w.py:W", {}, {"strategy": ["all_reduce", "nothing"]}, "nothing"),
+        ("w.py:Seeded", {}, {"seed": [0, 1]}, "write params.seed .*job.seed"),
+        ("w.py:W", {"steps": 3}, {"epochs": [1]}, "give only one of them"),
+        ("none.py:W", {}, {"lr": [1]}, "there is no file"),
+    ],
+)
+def test_if_one_job_is_refused_none_is_left(
+    client: Client, home: Path, workload: str, fields: Any, over: Any, text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        client.sweep({"workload": workload, "working_dir": str(home), **fields}, over=over)
+    assert client.jobs() == []
+
+
+def uploads(client: Client, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which each upload of an archive adds its hash."""
+    sent, send = [], client._sent
+
+    def noted(method: str, path: str, **options: Any) -> Any:
+        if method == "PUT":
+            sent.append(path.rpartition("/")[2])
+        return send(method, path, **options)
+
+    monkeypatch.setattr(client, "_sent", noted)
+    return sent
+
+
+def test_the_code_of_a_sweep_is_packed_and_sent_once(
+    site: Site, client: Client, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "own.py").write_text(OWN)
+    sent = uploads(client, monkeypatch)
+    spec = {"workload": str(home / "w.py") + ":W", "working_dir": str(home)}
+    sweep = client.sweep(spec, strategy=["all_reduce", f"{home / 'own.py'}:Own"], lr=[0.1, 0.3])
+    (code,) = sent
+    assert {each.data["spec"]["code"] for each in sweep.jobs} == {code}
+    assert {each.data["spec"]["working_dir"] for each in sweep.jobs} == {None}
+    assert {each.data["spec"]["workload"] for each in sweep.jobs} == {"w.py:W"}
+    assert [each.data["spec"]["strategy"]["name"] for each in sweep.jobs] == ["all_reduce"] * 2 + ["own.py:Own"] * 2
+    for each in sweep.jobs:
+        found = client.call("GET", f"/api/v1/jobs/{each.id}/code")
+        assert found["code"] == code and found["origin"]["files"] == 3 and found["origin"]["folder"] == str(home)
+    client.sweep({"workload": "w.py:W", "working_dir": str(home)}, lr=[0.5])
+    assert len(sent) == 1, "the service has it"
+    archive = site.settings.state_dir / "code" / f"{code}.tar"
+    assert archive.is_file()
+    clear(client)
+    assert not archive.exists()
+
+
+def test_a_sweep_whose_code_was_deleted_meanwhile_sends_it_again(
+    site: Site, client: Client, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, sent = client._send_code, []
+
+    def lost_once(packed: Any) -> None:
+        send(packed)
+        sent.append(packed.hash)
+        if len(sent) == 1:
+            site.service.code.remove(packed.hash)
+
+    monkeypatch.setattr(client, "_send_code", lost_once)
+    sweep = client.sweep({"workload": "w.py:W", "working_dir": str(home)}, name="lost", lr=[0.1, 0.3])
+    assert len(sent) == 2 and len(sweep.jobs) == 2
+    clear(client)
+    body = {"name": "none", "job": {"workload": "w.py:W", "code": sent[0]}, "over": {"seed": [0, 1]}}
+    lacking = site.http.post("/api/v1/sweeps", json=body)
+    assert lacking.status_code == 404 and lacking.json()["code"] == "no_code" and client.jobs() == []
+
+
+def test_a_sweep_with_a_folder_of_the_services_machine(
+    client: Client, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = uploads(client, monkeypatch)
+    sweep = client.sweep({"workload": "w.py:W", "working_dir": str(home)}, upload=False, lr=[0.1])
+    spec = sweep.jobs[0].data["spec"]
+    assert spec["working_dir"] == str(home) and spec["code"] is None and sent == []
+    clear(client)
+
+
+def test_a_sweep_of_a_function(client: Client, home: Path) -> None:
+    spec = {"run": "loop.py:train_fn", "working_dir": str(home), "params": {"rate": 1}}
+    sweep = client.sweep(spec, lr=[0.1, 0.3])
+    assert sweep.name.startswith("train_fn-")
+    assert [each.data["name"] for each in sweep.jobs] == ["train_fn lr=0.1", "train_fn lr=0.3"]
+    assert [row["lr"] for row in sweep.table()] == [0.1, 0.3]
+    with pytest.raises(ConfigError, match=r"write params\.seed .*job\.seed"):
+        client.sweep(spec, seed=[1, 2])
+    with pytest.raises(ConfigError, match="params has lr='x'"):
+        client.sweep(spec, lr=[0.1, "x"])
+    with pytest.raises(ConfigError, match="spec has no workload"):
+        client.sweep({"working_dir": str(home)}, lr=[0.1])
+    assert len(client.jobs()) == 2
+    clear(client)
+
+
+def test_the_way_out_of_an_ambiguous_name(client: Client, home: Path) -> None:
+    spec = {"workload": "w.py:Seeded", "working_dir": str(home)}
+    sweep = client.sweep(spec, over={"params.seed": [3], "job.seed": [4]})
+    assert sweep.jobs[0].data["spec"]["params"] == {"seed": 3} and sweep.jobs[0].data["spec"]["seed"] == 4
+    assert sweep.name.startswith("Seeded-")
+    with pytest.raises(ConfigError, match=r"lr is 0\.1: a sweep needs several values"):
+        client.sweep(spec, lr=0.1)  # type: ignore[arg-type]
+    clear(client)
+
+
+def test_a_repeated_request_makes_no_second_sweep(site: Site, client: Client) -> None:
+    body = {"name": "again", "job": {"workload": "digits:Digits"}, "over": {"seed": [0, 1]}}
+    key = {"Idempotency-Key": uuid.uuid4().hex}
+    first = site.http.post("/api/v1/sweeps", json=body, headers=key)
+    assert first.status_code == 201 and first.headers["location"] == "/api/v1/sweeps/again"
+    second = site.http.post("/api/v1/sweeps", json=body, headers=key)
+    assert second.status_code == 200
+    assert [each["id"] for each in second.json()["jobs"]] == [each["id"] for each in first.json()["jobs"]]
+    other = site.http.post("/api/v1/sweeps", json={**body, "over": {"seed": [0, 2]}}, headers=key)
+    assert other.status_code == 422 and "was used for another" in other.json()["detail"]
+    taken = site.http.post("/api/v1/sweeps", json=body)
+    assert taken.status_code == 409 and "there is a sweep 'again' already" in taken.json()["detail"]
+    assert len(client.jobs()) == 2
+    clear(client)
+
+
+def test_the_service_compares_jobs_and_sweeps(site: Site, client: Client) -> None:
+    sweep = client.sweep({"workload": "digits:Digits", "working_dir": None}, name="cmp", lr=[0.1, 0.3])
+    for each, loss in zip(sweep.jobs, (0.5, 0.25), strict=True):
+        points = [{"kind": "round", "round": i, "loss": 1.0 / (i + 1), "seconds": 0.5} for i in range(4)]
+        points.append({"kind": "evaluation", "round": 4, "time": 0.0, "metrics": {"loss": loss}})
+        folder = site.settings.jobs_dir / each.id
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
+        progress = {"params": {"lr": each.params["lr"], "width": 4}, "round": 4, "rounds": 4, "epochs": 2}
+        (folder / "progress.json").write_text(json.dumps(progress))
+    assert sweep.best("loss").id == sweep.jobs[1].id
+    assert sweep.jobs[1].refresh().params == {"lr": 0.3, "width": 4}
+    row = sweep.table()[0]
+    assert (row["lr"], row["rounds"], row["loss"], row["best loss"]) == (0.1, 4, 0.5, 0.5) and "width" not in row
+    ids = [each.id for each in sweep.jobs]
+    found = client.call("GET", "/api/v1/comparison", params={"job": ids})
+    assert found == sweep.compare()
+    assert client.call("GET", "/api/v1/comparison", params={"job": [ids[0], ids[0].lower()]})["differing"] == []
+    for query in ({}, {"job": ids, "sweep": "cmp"}):
+        with pytest.raises(ConfigError, match="give the ids of jobs, or the name of one sweep"):
+            client.call("GET", "/api/v1/comparison", params=query)
+    clear(client)
+
+
+def test_the_commands(
+    site: Site, client: Client, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAYPS_URL", site.url)
+    monkeypatch.setenv("RAYPS_TOKEN", site.token)
+    (home / "job.yaml").write_text("workload: w.py:W\nworking_dir: .\nparams: {width: 8}\n")
+    spec = str(home / "job.yaml")
+    assert cli.main(["sweep", spec, "--over", "lr=0.1,0.3", "--set", "params.width=9", "--name", "cli"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("  ")[2] for line in lines] == ["W lr=0.1", "W lr=0.3"]
+    ids = [line.partition(" ")[0] for line in lines]
+    assert client.job(ids[0]).params == {"width": 9, "lr": 0.1}
+    assert cli.main(["ls", "--sweep", "cli"]) == 0 and ids[0] in capsys.readouterr().out
+    assert cli.main(["get", ids[0]]) == 0
+    out = capsys.readouterr().out
+    assert "sweep            cli" in out and "lr=0.1  width=9" in out
+    assert cli.main(["compare", "cli"]) == 0
+    assert "0.3" in capsys.readouterr().out
+    assert cli.main(["compare", *ids, "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["differing"] == ["lr"]
+    assert cli.main(["compare", "cli", "--metric", "x"]) == 2 and "metric is 'x'" in capsys.readouterr().err
+    assert cli.main(["submit", spec, "--set", "params.lr=abc"]) == 2
+    assert "params.lr is 'abc'" in capsys.readouterr().err
+    assert cli.main(["stop", "--sweep", "cli"]) == 0 and "for 2 jobs" in capsys.readouterr().out
+    assert cli.main(["stop"]) == 2
+    monkeypatch.chdir(home)
+    loop = ["sweep", "--run", "loop.py:train_fn", "--set", "params.rate=1", "--over", "lr=0.1,0.3"]
+    assert cli.main([*loop, "--no-upload", "--name", "loops"]) == 0
+    assert [each.data["spec"]["working_dir"] for each in client.jobs(sweep="loops")] == [str(home)] * 2
+    assert [each.data["spec"]["run"] for each in client.jobs(sweep="loops")] == ["loop.py:train_fn"] * 2
+    assert cli.main([*loop, spec]) == 2 and "give a job file, or --run" in capsys.readouterr().err
+    clear(client)
+
+
+async def _records(path: Path) -> Any:
+    store = await Store.open(path)
+    try:
+        return await store.page(), await store.page(sweep="x")
+    finally:
+        await store.close()
+
+
+def test_a_store_from_before_sweeps_is_read(tmp_path: Path) -> None:
+    import asyncio
+
+    path = tmp_path / "rayps.db"
+    config = Config()
+    config.set_main_option("script_location", str(Path(rayps.service.__file__).parent / "migrations"))
+    engine = sa.create_engine(f"sqlite:///{path}")
+    with engine.connect() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0003")
+        connection.commit()
+    engine.dispose()
+    spec = {"workload": "a:B", "workers": 2}
+    with sqlite3.connect(path) as old:
+        old.execute(
+            "INSERT INTO jobs (id, name, status, spec, attempt, failures, interrupted, created_at) "
+            "VALUES (?, 'B', 'QUEUED', ?, 0, 0, 0, 1.0)",
+            ("0" * 26, json.dumps(spec)),
+        )
+    old.close()
+    (job,), none = asyncio.run(_records(path))
+    assert job.sweep is None and job.spec.params == {} and job.spec.workers == 2 and none == []
