@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
+from conftest import required
 from hypothesis import HealthCheck, given, settings
 from service_site import Site
 
-schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
-checks = pytest.importorskip("schemathesis.specs.openapi.checks")
+schemathesis = required("schemathesis")
+checks = required("schemathesis.specs.openapi.checks")
 WITHOUT_END = "/api/v1/stream"
 
 

@@ -1,6 +1,7 @@
 """The table of final losses: strategies in step reach the plain loop's loss, and refusals are told."""
 
 import pytest
+from conftest import required
 
 from benchmarks.tasks import STRATEGIES, bench_tasks
 from rayps.cluster.local import LocalCluster
@@ -26,13 +27,13 @@ def test_rows_by_id_and_a_refusal(cluster):
 
 
 def test_micro_batches_weigh_by_their_words(cluster):
-    pytest.importorskip("transformers", reason="the language model is one of transformers")
+    required("transformers")
     (row,) = bench_tasks(cluster, ["lm"], ["all_reduce"], steps=2)
     assert row.difference == pytest.approx(0, abs=1e-2) and row.loss < row.first
 
 
 def test_a_pipeline_trains_the_language_model_in_batches_of_its_own(cluster):
-    pytest.importorskip("transformers", reason="the language model is one of transformers")
+    required("transformers")
     (row,) = bench_tasks(cluster, ["lm"], [STRATEGIES[4]], steps=2)
     assert not row.refused and row.difference == pytest.approx(0, abs=1e-2) and row.loss < row.first
 

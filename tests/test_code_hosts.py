@@ -24,8 +24,15 @@ from rayps.core.errors import ClusterError
 pytestmark = pytest.mark.ray
 ROOT = Path(__file__).resolve().parent.parent
 RAY = str(Path(sys.executable).with_name("ray"))
+# The hosts have the programs in common. Where they lie below /tmp, they are mounted again, through open descriptors.
+_PROGRAMS = [path for path in (Path(sys.prefix), ROOT) if path.is_relative_to("/tmp")]
+_OPEN = "".join(f"exec {number}<'{path}' && " for number, path in enumerate(_PROGRAMS, 3))
+_MOUNT = "".join(
+    f"mkdir -p '{path}' && mount --bind /proc/self/fd/{number} '{path}' && " for number, path in enumerate(_PROGRAMS, 3)
+)
 _PRIVATE = (
-    "mount --make-rprivate / && mount -t tmpfs tmpfs /tmp && mount -t tmpfs tmpfs /dev/shm && mkdir -p /tmp/h && "
+    f"mount --make-rprivate / && {_OPEN} mount -t tmpfs tmpfs /tmp && {_MOUNT}"
+    "mount -t tmpfs tmpfs /dev/shm && mkdir -p /tmp/h && "
 )
 SUBMIT = """
 import json, sys

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import required
 from small_work import distance, train
 from torch import nn
 from torch.nn import functional
@@ -93,7 +94,7 @@ class Text(rayps.Workload):
 
 
 def from_config(name):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = required("transformers")
     sizes = {
         "vocab_size": WORDS,
         "hidden_size": WIDTH,

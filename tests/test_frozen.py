@@ -5,6 +5,7 @@ The law is the run of a plain loop, and a resume that equals the run without a s
 
 import pytest
 import torch
+from conftest import required
 from small_work import Small, distance, plain, train
 from torch import nn
 
@@ -143,8 +144,8 @@ def test_an_adapter_on_a_tied_weight_is_refused():
 
 
 def test_lora_on_a_tied_head_is_refused_before_workers_start():
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    peft = pytest.importorskip("peft", reason="peft is not installed")
+    transformers = required("transformers")
+    peft = required("peft")
     made = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=2))
     with pytest.raises(WorkloadError, match=r"lm_head.*tied"):
         check_adapters(peft.get_peft_model(made, peft.LoraConfig(target_modules=["lm_head"])))

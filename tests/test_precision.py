@@ -276,8 +276,10 @@ def test_what_is_refused_says_what_to_do():
     with pytest.raises(ConfigError, match="set precision to 'bf16'"):
         train(Fed("fp16"), FedAvg(fraction=1.0))
     pipeline = AllReduce(replica=rayps.Pipeline(stages=2, micro_batches=2))
+    with pytest.raises(ConfigError, match="set precision to 'bf16'"):
+        train(Half("fp16"), pipeline, workers=2)
     with pytest.raises(ConfigError, match=r"model\.bfloat16\(\)"):
-        train(Half(), pipeline, workers=2)
+        train(Half(), AllReduce(replica=rayps.TensorParallel(2)), workers=2)
     with pytest.raises(ConfigError, match="multiply batch_size and the pipeline's micro_batches by 3"):
         train(Half(None, accumulate=3), pipeline, workers=2)
 

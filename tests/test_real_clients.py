@@ -33,15 +33,15 @@ from rayps.federated import remote_replies
 from rayps.federated.remote.mailbox import Mailbox
 from rayps.federated.remote.signed_orders import ClientToken, Key, order_text, verified
 
+ROOT = Path(__file__).resolve().parent.parent
 FEDAVG = "fedavg:local_epochs=2,clients=remote(least={least},wait=100)"
 
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(LogBuffer, "capture", lambda self: None)  # actors are threads: this process's own words
-    before = Path.cwd()
     yield
-    os.chdir(before)  # a driver goes where its workload is
+    os.chdir(ROOT)  # a driver in a thread goes where its workload is, and its folder is removed
 
 
 @pytest.fixture(scope="module")

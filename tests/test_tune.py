@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import required
 
 from rayps.cluster.placement import within
 
@@ -64,7 +65,7 @@ def test_workers_are_placed_in_the_bundles_of_a_group():
 
 @pytest.mark.ray
 def test_a_trial_of_ray_tune_holds_its_workers(tmp_path_factory):
-    pytest.importorskip("ray.tune", reason="ray[tune] is not installed")
+    required("ray.tune")
     short = tmp_path_factory.mktemp("r")
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(short), str(short / "results")],

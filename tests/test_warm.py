@@ -46,7 +46,9 @@ class Boss:
 class Hand:
     """What becomes of a warm process."""
 
-    def __init__(self, number):
+    def __init__(self, number, code=None):
+        if code is not None:
+            number += code["number"]
         if number < 0:
             raise RaypsError("negative")
         self.number = number
@@ -104,6 +106,16 @@ def _dead(handle):
     except ActorDied:
         return True
     return False
+
+
+@pytest.mark.ray
+def test_shared_values_arrive_as_in_a_new_process(warm):
+    """A job with code shares it once on each host: a warm worker got the reference instead of the code."""
+    shared = warm.share({"number": 5})
+    handles = [warm.spawn("test_warm:Hand", 3, code=shared, detached=True, warm=flag) for flag in (True, False)]
+    assert [handle.call("tell").result(30)[1] for handle in handles] == [8, 8]
+    for handle in handles:
+        warm.kill(handle)
 
 
 @pytest.mark.ray

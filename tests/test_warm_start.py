@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from conftest import required
 from federated_work import Fed
 from small_work import Small, distance, kinds, train
 from torch import nn
@@ -127,7 +128,7 @@ def test_save_pretrained_is_used(tmp_path):
 
 
 def test_a_hugging_face_model(tmp_path):
-    transformers = pytest.importorskip("transformers", reason="a Hugging Face model needs transformers")
+    transformers = required("transformers")
 
     class Causal(rayps.Workload):
         def model(self):
@@ -386,7 +387,7 @@ def test_a_resumed_run_has_the_frozen_parameters_of_the_file(tmp_path):
 
 
 def causal(seed):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = required("transformers")
     torch.manual_seed(seed)
     sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
@@ -400,7 +401,7 @@ class Adapters(Small):
         self.folder = folder
 
     def model(self):
-        peft = pytest.importorskip("peft", reason="peft is not installed")
+        peft = required("peft")
         base = causal(5)
         if self.folder is not None:
             base = type(base).from_pretrained(self.folder, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)

@@ -190,8 +190,11 @@ class WarmProcess:
             _RayKeyValues().delete(self._key)
         return first
 
-    def start(self, target: str, args: tuple[Any, ...], kwargs: Keywords, owner: ray.actor.ActorHandle | None) -> None:
-        """Create the rayps actor. `owner` is the actor whose death ends this process; None if there is none."""
+    def start(self, owner: ray.actor.ActorHandle | None, target: str, *args: Any, **kwargs: Any) -> None:
+        """Create the rayps actor. `owner` is the actor whose death ends this process; None if there is none.
+
+        Ray replaces references among the arguments by their values, which it does not do inside of a tuple.
+        """
         if owner is not None:
             threading.Thread(target=self._end_with, args=(owner,), daemon=True, name="rayps-owner").start()
         try:
@@ -555,7 +558,7 @@ class RayCluster:
             taken = self._take_warm(name, detached, _host_of(gang, index))
             if taken is not None:
                 owner = None if detached else ray.get_runtime_context().current_actor
-                taken.start.remote(target, args, kwargs, owner)
+                taken.start.remote(owner, target, *args, **kwargs)
                 return RayHandle(name or target, taken)
         options: Keywords = {
             "num_cpus": cpus,

@@ -206,8 +206,14 @@ def as_data_error(name: str, group: int | None = None) -> Iterator[None]:
     except (OSError, ValueError, OverflowError, pa.ArrowException) as error:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         where = name if group is None else f"{name}, row group {group}"
+        way_out = "write the file again, or leave it out"
+        if reason.startswith("Expected all lists to be of size"):
+            way_out = (
+                "pyarrow before 26 cannot read a null in a column of lists of fixed size: install pyarrow 26, or write "
+                "the column as lists of any length"
+            )
         raise DataError(
-            f"{where}: cannot be read: {reason}\nwrite the file again, or leave it out",
+            f"{where}: cannot be read: {reason}\n{way_out}",
             file=name,
             row_group=group,
             reason=reason,
