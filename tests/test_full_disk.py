@@ -123,7 +123,7 @@ def test_a_store_without_room_refuses_with_507_and_keeps_what_it_acknowledged(si
     shown = site.http.get("/api/v1/jobs?limit=200").json()["jobs"]
     assert [job["id"] for job in shown] == made[::-1]
     with Client(site.url, site.token) as client, pytest.raises(ServiceError, match="is full") as caught:
-        client.submit("a" * 990 + ":B", working_dir="/tmp")
+        client.submit("a" * 990 + ":B", working_dir="/tmp", upload=False)
     assert caught.value.data["status"] == 507 and caught.value.exit_code == 1
     pages(site, 1 << 30)
     made.append(submit(site).json()["id"])

@@ -194,7 +194,7 @@ MISTAKES = [
 
 def shared_memory():
     """What this process has of shared memory: open anonymous files, and names in /dev/shm that contain its id."""
-    links = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry.path)]
+    links = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     named = [name for name in os.listdir("/dev/shm") if str(os.getpid()) in name]  # noqa: PTH208
     return sorted([link for link in links if link.startswith("/memfd:")] + named)
 

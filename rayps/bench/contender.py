@@ -10,7 +10,7 @@ from torch import nn
 from rayps.bench.gpt import Gpt
 from rayps.bench.mlp import Mlp
 from rayps.core.errors import ConfigError
-from rayps.data import Batch
+from rayps.data.base import Batch
 from rayps.workload.base import Workload
 from rayps.workload.loss_result import loss_result
 

@@ -213,10 +213,7 @@ def as_data_error(name: str, group: int | None = None) -> Iterator[None]:
                 "the column as lists of any length"
             )
         raise DataError(
-            f"{where}: cannot be read: {reason}\n{way_out}",
-            file=name,
-            row_group=group,
-            reason=reason,
+            f"{where}: cannot be read: {reason}\n{way_out}", file=name, row_group=group, reason=reason
         ) from error
 
 

@@ -41,6 +41,9 @@ class PartitionRule(ABC):
         """
 
 
+Rule = PartitionRule  # the public name
+
+
 @dataclass(frozen=True)
 class Iid(PartitionRule):
     """The rule that `iid` returns: rows at random, in equal numbers."""

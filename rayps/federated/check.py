@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rayps.core.errors import ConfigError
 from rayps.core.user_code import user_code
-from rayps.data import Data
+from rayps.data.base import Data
 from rayps.data.clients import Clients
 from rayps.federated.aggregation_options import Aggregation
 from rayps.federated.client import is_plain

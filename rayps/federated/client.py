@@ -19,8 +19,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 from rayps.core.errors import ConfigError
 from rayps.core.maximize import direction
 from rayps.core.user_code import user_code
-from rayps.data import Batch
-from rayps.data.base import Nested, map_tensors
+from rayps.data.base import Batch, Nested, map_tensors
 from rayps.federated.population.cohort import number
 from rayps.federated.row_order import Ints, parts
 from rayps.federated.strategy_interface import FederatedView

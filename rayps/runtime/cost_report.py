@@ -28,7 +28,7 @@ from rayps.core.strategy_families import learns_by_client
 from rayps.core.topology import replica_of, replicas_in
 from rayps.core.traffic import Sizes
 from rayps.core.user_code import user_code
-from rayps.data import Batch
+from rayps.data.base import Batch
 from rayps.parallel.division.build import blank
 from rayps.parallel.division.divide import sample_of
 from rayps.parallel.division.division import Division

@@ -25,8 +25,7 @@ from rayps.core.strategy import RoundMemory
 from rayps.core.strategy_families import ends_together
 from rayps.core.user_code import user_code
 from rayps.core.values import Json, JsonObject, Keywords
-from rayps.data import Batch
-from rayps.data.base import Nested
+from rayps.data.base import Batch, Nested
 from rayps.tensors import optim
 from rayps.tensors.clip import NormClip
 from rayps.tensors.finite import gradient_fault

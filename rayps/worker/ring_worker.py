@@ -14,7 +14,7 @@ from rayps.comm.ring.compressed_mean import CompressedRing, compressed
 from rayps.core.records import Event
 from rayps.core.strategy import RoundMemory
 from rayps.core.topology import compression_in
-from rayps.data import Batch
+from rayps.data.base import Batch
 from rayps.tensors.flat import Gradient
 from rayps.tensors.local_state import below
 from rayps.worker.connections import WorkerConnections

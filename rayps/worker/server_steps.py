@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from rayps.core.topology import runs_in_step, servers_of
-from rayps.data import Batch
+from rayps.data.base import Batch
 from rayps.parallel.division.agree import agreed_step
 from rayps.ps.client.client import GroupServer, compress
 from rayps.tensors.flat import Gradient, square_of

@@ -16,7 +16,7 @@ from rayps.comm.ring import Ring
 from rayps.core.errors import DataError, WorkloadError
 from rayps.core.topology import Peers
 from rayps.core.user_code import user_code
-from rayps.data import Batch
+from rayps.data.base import Batch
 from rayps.tensors.flat import Gradient
 from rayps.worker.buckets import Buckets
 from rayps.worker.connections import WorkerConnections

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rayps.core.errors import WorkloadError
 from rayps.core.metrics import Total, Totals
 from rayps.core.records import Point
-from rayps.data import Batch
+from rayps.data.base import Batch
 from rayps.tensors.flat import Layout, outside_vector
 from rayps.tensors.optim import Factory
 from rayps.workload.accumulate import Check, Ready, StepLoss, accumulate

@@ -9,7 +9,7 @@ from torch import nn
 from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.grid import Grid
 from rayps.core.replica import Pipeline, Replica, TensorParallel
-from rayps.data import Batch
+from rayps.data.base import Batch
 from rayps.parallel.division.division import Borrowed, Column, Division, TensorSlice
 from rayps.parallel.pipeline import cut, loss_proxy
 from rayps.parallel.pipeline.skip import Route, routes

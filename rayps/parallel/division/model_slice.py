@@ -12,8 +12,7 @@ from rayps.core.metrics import Totals, add_totals
 from rayps.core.pipeline.schedule import table
 from rayps.core.replica import Pipeline
 from rayps.core.values import JsonObject
-from rayps.data import Batch
-from rayps.data.base import Nested
+from rayps.data.base import Batch, Nested
 from rayps.parallel.division.borrowed_parameters import BorrowedParameters
 from rayps.parallel.division.build import blank, keep_only
 from rayps.parallel.division.division import Division

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from rayps.core.traffic import Crossing, Sizes
 from rayps.core.user_code import user_code
-from rayps.data import Batch
-from rayps.data.base import Nested, map_tensors
+from rayps.data.base import Batch, Nested, map_tensors
 from rayps.parallel.division.division import Division
 from rayps.parallel.pipeline import loss_proxy
 from rayps.parallel.pipeline.cut import layers, spans

@@ -22,9 +22,9 @@ from rayps.core.phase_rounds import OPEN
 from rayps.core.user_code import place_of
 from rayps.data.base import Batch, Data, Nested, Place, Position, batch_size_of, check_place
 from rayps.data.clients import Clients
+from rayps.data.data_shard import DataShard, Reading
 from rayps.data.memory import collated
 from rayps.data.position import from_json, to_json
-from rayps.data.shard import DataShard, Reading
 from rayps.data.unsupported import refuse_ray_data
 
 Item = TypeVar("Item", covariant=True)
