@@ -7,8 +7,8 @@
     python examples/language_model.py --plain
 
 The model is made from its configuration: nothing is downloaded. Two groups of parameters (weights decay, biases and
-norms do not), tied embeddings, two micro-batches in a step, bf16, clipping, warm-up and a cosine. A pipeline has
-micro-batches of its own and takes a mean loss: see `InPipeline`.
+norms do not), tied embeddings, two micro-batches in a step, bf16, clipping, warm-up and a cosine. A pipeline cuts one
+batch into micro-batches by itself: see `InPipeline`.
 
 What to expect after 3 epochs: a loss of about 2.3 per character on text that was not learned from, whatever the
 strategy, and the same by --plain, which takes the batches of all workers in each step; the frequency of the characters
@@ -91,11 +91,6 @@ class InPipeline(LanguageModel):
 
     batch_size: int = 32
     accumulate = 1
-
-    def loss(self, model, batch):
-        """The mean over the characters; all windows have the same number."""
-        total, count = super().loss(model, batch)
-        return total / count
 
 
 def plain(work, epochs, workers=2, seed=0):

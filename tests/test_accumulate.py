@@ -41,6 +41,53 @@ def test_micro_batches_are_one_batch(strategy, accumulate, workers, pairs):
     assert sum(result.history["samples"].to_pylist()) == 2 * work.n
 
 
+class Silent(Tokens):
+    """The loss of a micro-batch without tokens is not finite, and has the weight 0."""
+
+    def loss(self, model, batch):
+        errors, count = self.errors(model, batch)
+        return errors.sum() / 0 if count == 0 else errors.sum(), count
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("kind", [Tokens, Silent])
+def test_the_micro_batches_of_a_pipeline_are_one_batch(kind, replicas, schedule):
+    """Only the last stage knows the numbers of tokens, and all stages take the same step."""
+    work = kind(batch=4)
+    model, losses = law(work, replicas)
+    replica = rayps.Pipeline(stages=2, micro_batches=4, schedule=schedule)
+    result = train(work, AllReduce(replica=replica), workers=2 * replicas, epochs=2)
+    assert distance(result.model(), model) < EXACT
+    assert [loss or 0 for loss in result.history["loss"].to_pylist()] == pytest.approx([x or 0 for x in losses])
+
+
+def test_a_pipeline_under_servers_weighs_by_tokens():
+    work = Tokens(batch=4)
+    replica = rayps.Pipeline(stages=2, micro_batches=2)
+    result = train(work, ParameterServer(replica=replica), workers=4, epochs=2)
+    assert distance(result.model(), law(work, 2)[0]) < EXACT
+
+
+def test_metrics_of_the_training_in_a_pipeline():
+    work = Logged(n=37)
+    work.accumulate = 1
+    alone = train(work, AllReduce(), workers=1).history
+    divided = train(work, AllReduce(replica=rayps.Pipeline(stages=2, micro_batches=3)), workers=2).history
+    for name in ("error", "most", "least", "rows"):
+        assert divided[name].to_pylist() == pytest.approx(alone[name].to_pylist())
+
+
+def test_a_pipeline_whose_losses_are_of_two_kinds():
+    class Both(Tokens):
+        def loss(self, model, batch):
+            errors, count = self.errors(model, batch)
+            return (errors.sum(), count) if count > 3 else errors.mean()
+
+    with pytest.raises(WorkloadError, match="return the same kind for each"):
+        train(Both(batch=4), AllReduce(replica=rayps.Pipeline(stages=2, micro_batches=4)), workers=2)
+
+
 def test_a_mean_of_means_is_another_result():
     work = Tokens(accumulate=2)
     wrong, _ = law(work, 3, mean_of_means=True)
@@ -180,11 +227,6 @@ def test_bf16_with_tokens_and_micro_batches(strategy):
 
 
 def test_a_worker_without_tokens_has_no_weight():
-    class Silent(Tokens):
-        def loss(self, model, batch):
-            errors, count = self.errors(model, batch)
-            return errors.sum() / 0 if count == 0 else errors.sum(), count  # not finite, but of weight 0
-
     work = Silent(n=12, batch=1)
     assert any(weight_of(work, own) == 0 for step in steps_of(work, 3, 0) for own in step)
     result = train(work, AllReduce(), workers=3)

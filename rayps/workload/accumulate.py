@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from rayps.core.errors import WorkloadError
 from rayps.core.metrics import Totals, add_totals
 from rayps.core.user_code import user_code
 from rayps.data.base import Batch
-from rayps.workload.loss_result import LossResult
+from rayps.workload.loss_result import LossResult, is_pair
 
 Compute = Callable[[Batch], LossResult]  # the loss of one micro-batch
 Check = Callable[[Tensor], float]  # returns the value of a loss; raises an error if the loss is not a finite number
@@ -58,18 +57,14 @@ def accumulate(
         TrainingError: a loss is not finite.
     """
     parts = micro_batches(batch)
-    total, weight, divisor, pairs = 0.0, 0.0, 0.0, False
+    total, weight, divisor = 0.0, 0.0, 0.0
+    pairs: bool | None = None
     metrics: Totals = {}
     for number, part in enumerate(parts):
         with user_code("loss"):  # each micro-batch is a call of its own for the time limit
             found = compute(part)
             add_totals(metrics, found.metrics)
-            if number and pairs != (found.weight is not None):
-                raise WorkloadError(
-                    "loss(model, batch) returned a pair (sum, weight) for one micro-batch and a mean for another: "
-                    "return the same kind for each"
-                )
-            pairs = found.weight is not None
+            pairs = is_pair(found, pairs)
             own = found.weight_of(part.size)
             if own:
                 value = check(found.total)

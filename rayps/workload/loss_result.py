@@ -70,6 +70,20 @@ def loss_result(given: object, rows: int, *, trains: bool = True) -> LossResult:
     return LossResult(checked_loss(given, trains=trains), None, metrics)
 
 
+def is_pair(found: LossResult, before: bool | None) -> bool:
+    """Return whether the loss is a pair (sum, weight). `before`: whether earlier ones are, or None if there are none.
+
+    Raises WorkloadError if both kinds occur.
+    """
+    pair = found.weight is not None
+    if before is not None and pair != before:
+        raise WorkloadError(
+            "loss(model, batch) returned a pair (sum, weight) for one micro-batch and a mean for another: "
+            "return the same kind for each"
+        )
+    return pair
+
+
 def _weight(given: object) -> float:
     if isinstance(given, Tensor) and given.requires_grad:
         raise WorkloadError(

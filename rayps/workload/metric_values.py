@@ -98,7 +98,7 @@ def _total(name: str, given: Metric, rows: float, method: str) -> Total:
 
 def _number(name: str, given: Number, method: str) -> float:
     try:
-        return float(given)
+        return float(given.detach() if isinstance(given, Tensor) else given)
     except (TypeError, ValueError, RuntimeError) as error:
         raise WorkloadError(
             f"{method} returned a {type(given).__name__} for {name!r}: return one number, "

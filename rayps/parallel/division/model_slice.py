@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from rayps.comm.ring import Ring
@@ -12,13 +13,14 @@ from rayps.core.metrics import Totals, add_totals
 from rayps.core.pipeline.schedule import table
 from rayps.core.replica import Pipeline
 from rayps.core.values import JsonObject
-from rayps.data.base import Batch, Nested
+from rayps.data.base import Batch, Nested, map_tensors
 from rayps.parallel.division.borrowed_parameters import BorrowedParameters
 from rayps.parallel.division.build import blank, keep_only
 from rayps.parallel.division.division import Division
 from rayps.parallel.pipeline import loss_proxy
 from rayps.parallel.pipeline.cut import layers
 from rayps.parallel.pipeline.engine import PipelineEngine
+from rayps.parallel.pipeline.step_weight import StepWeight
 from rayps.parallel.tensor import agree, split
 from rayps.tensors.optim import Factory
 from rayps.tensors.subset_optimizer import of_some
@@ -79,10 +81,12 @@ class ModelSlice(Whole):
         self._exchange = BorrowedParameters(division, column, parameters, rings)
         self._unchecked_ring = rings.get("tensor")
         self._engine: PipelineEngine | None = None
+        self._step_weight: StepWeight | None = None
         self._facts_calls = 0  # number of calls of facts()
         replica = division.replica
         if isinstance(replica, Pipeline) and replica.stages > 1:
             self._micro = replica.micro_batches
+            self._step_weight = StepWeight(rings["stage"])
             rows = table(replica.schedule, replica.stages, replica.micro_batches, replica.chunks)
             self._engine = PipelineEngine(
                 layers(model),
@@ -130,19 +134,25 @@ class ModelSlice(Whole):
         return loss
 
     def _pipeline_backward(self, batch: Batch, step: int, check: Check) -> StepLoss:
-        assert self._engine is not None
-        parts = loss_proxy.parts(batch, self._micro)
+        engine, step_weight = self._engine, self._step_weight
+        assert engine is not None and step_weight is not None
+        parts, metrics = loss_proxy.parts(batch, self._micro), Totals()
+        fractions = loss_proxy.weights(parts)
+        step_weight.begin()
 
         def loss(micro: int, output: Nested) -> Tensor:
             with autocast(self.workload, self._device):
-                found = loss_proxy.loss(self.workload, parts[micro], output).total
-            check(found)
-            return found
+                found = loss_proxy.loss(self.workload, parts[micro], output)
+            add_totals(metrics, found.metrics)
+            if not found.weight_of(parts[micro].size):  # the value of such a sum does not count, even if it is NaN
+                found.total = _zero(output)
+            check(found.total)
+            return step_weight.add(found, fractions[micro])
 
-        mean = self._engine.backward(
-            step, loss_proxy.weights(parts), lambda i: loss_proxy.inputs(self.workload, parts[i]), loss
-        )
-        return StepLoss(mean, batch.size)
+        mean = engine.backward(step, fractions, lambda i: loss_proxy.inputs(self.workload, parts[i]), loss)
+        found = step_weight.finish(mean, batch.size)
+        found.metrics = metrics
+        return found
 
     def evaluate(self, batch: Batch) -> Totals:
         """Return the totals of a batch's metrics, or {} if this is not the worker of the replica that `reports`."""
@@ -190,6 +200,18 @@ class ModelSlice(Whole):
         """Drop the activations and messages of an unfinished step."""
         if self._engine is not None:
             self._engine.close()
+
+
+def _zero(output: Nested) -> Tensor:
+    """Return 0 as a function of the model's output, whose gradient is 0."""
+    found: list[Tensor] = []
+
+    def keep(t: Tensor) -> Tensor:
+        found.append(t)
+        return t
+
+    map_tensors(output, keep)
+    return torch.stack([t.float().nan_to_num().sum() * 0 for t in found if t.requires_grad]).sum()
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -173,17 +173,11 @@ def _equal(a: Nested, b: Nested) -> bool:
 def loss(workload: Losses, batch: Batch, output: Nested, *, training: bool = True) -> LossResult:
     """Return the user's loss of a micro-batch, computed from the pipeline's output.
 
-    Raises WorkloadError if the user's loss fails, or if `training` and the loss is not a mean alone.
+    Raises WorkloadError if the user's loss fails, or is neither a mean nor a pair (sum, weight).
     """
     with user_code("loss"):
         found = workload.loss(_ReturnsOutput(output).train(training), batch)
-    result = loss_result(found, batch.size, trains=False)
-    if training and (result.weight is not None or result.metrics):
-        raise WorkloadError(
-            "loss(model, batch) returned a pair (sum, weight) or a dict of metrics, but the stages of a pipeline know "
-            "only the rows of a micro-batch: return the mean loss alone, or train the model without a pipeline"
-        )
-    return result
+    return loss_result(found, batch.size, trains=False)
 
 
 def metrics(workload: Losses, batch: Batch, output: Nested) -> Mapping[str, Metric]:
