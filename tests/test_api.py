@@ -491,7 +491,9 @@ def test_a_closed_bucket_never_changes() -> None:
     rollup = Rollup()
     closed: dict[tuple[int, int], Any] = {}
     for number in range(3000):
-        rollup.add({"kind": "round", "round": number, "loss": float(number % 7), "samples": 4, "seconds": 0.5})
+        rollup.add(
+            {"kind": "round", "round": number, "loss": float(number % 7), "samples": 4, "seconds": 0.5, "own": 3}
+        )
         if number % 97 == 0:
             series = rollup.series(16)
             assert len(series) <= 16 and sum(b["count"] for b in series) == number + 1
@@ -501,6 +503,7 @@ def test_a_closed_bucket_never_changes() -> None:
                 assert (key[1] - key[0] + 1).bit_count() == 1 and key[0] % (key[1] - key[0] + 1) == 0
     assert rollup.series(16)[0]["loss"] == {"min": 0.0, "mean": pytest.approx(3.0, abs=0.1), "max": 6.0}
     assert rollup.series(16)[0]["samples_per_second"] == 8.0
+    assert rollup.series(16)[0]["numbers"] == {"own": 3.0}
 
 
 def test_the_whole_run_in_buckets(site: Site) -> None:

@@ -1,6 +1,7 @@
 import pytest
 
-from rayps.core.metrics import KEPT_ROUNDS, Rounds, Throughput, history
+from rayps.core.metrics import COLUMNS, KEPT_ROUNDS, Rounds, Throughput, history
+from rayps.core.records import ROUND_FIELDS
 
 
 def point(rank, number, loss=1.0, samples=2, lead=0, **more):
@@ -160,3 +161,7 @@ def test_after_a_mending_what_was_said_of_later_rounds_is_void_and_of_earlier_on
     assert rounds.add([point(1, 3)]) == []  # rank 0 has to say it again
     assert [p["round"] for p in rounds.add([point(0, 3)])] == [3]
     assert rounds.flush() == []
+
+
+def test_the_fields_of_a_round_are_the_columns_of_the_history():
+    assert {"kind", *(name for name, _ in COLUMNS)} == ROUND_FIELDS

@@ -461,7 +461,8 @@ def test_the_service_compares_jobs_and_sweeps(site: Site, client: Client) -> Non
     sweep = client.sweep({"workload": "digits:Digits", "working_dir": None}, name="cmp", lr=[0.1, 0.3])
     for each, loss in zip(sweep.jobs, (0.5, 0.25), strict=True):
         points = [{"kind": "round", "round": i, "loss": 1.0 / (i + 1), "seconds": 0.5} for i in range(4)]
-        points.append({"kind": "evaluation", "round": 4, "time": 0.0, "metrics": {"loss": loss}})
+        points = [point | {"accuracy": 0.25 * i, "skill": float(i)} for i, point in enumerate(points)]
+        points.append({"kind": "evaluation", "round": 4, "time": 0.0, "metrics": {"loss": loss, "skill": 9.0}})
         folder = site.settings.jobs_dir / each.id
         (folder / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
         progress = {"params": {"lr": each.params["lr"], "width": 4}, "round": 4, "rounds": 4, "epochs": 2}
@@ -473,6 +474,9 @@ def test_the_service_compares_jobs_and_sweeps(site: Site, client: Client) -> Non
     ids = [each.id for each in sweep.jobs]
     found = client.call("GET", "/api/v1/comparison", params={"job": ids})
     assert found == sweep.compare()
+    assert found["metrics"] == ["loss", "skill", "accuracy", "batch skill", "batch loss"]
+    assert found["rows"][0]["metrics"]["accuracy"] == {"last": 0.75, "best": 0.75}
+    assert found["curves"][ids[0]]["batch skill"]["value"] == [0.0, 1.0, 2.0, 3.0]
     assert client.call("GET", "/api/v1/comparison", params={"job": [ids[0], ids[0].lower()]})["differing"] == []
     for query in ({}, {"job": ids, "sweep": "cmp"}):
         with pytest.raises(ConfigError, match="give the ids of jobs, or the name of one sweep"):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rayps.core.records import ROUND_FIELDS
 from rayps_api.folder import objects
 
 _MOST = 8192
@@ -31,6 +32,7 @@ class Bucket:
     samples: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     staleness: dict[str, int] = field(default_factory=dict)
+    numbers: dict[str, tuple[float, int]] = field(default_factory=dict)  # others: sum and count by name
 
     def add(self, point: dict[str, Any]) -> None:
         """Add one round."""
@@ -45,6 +47,9 @@ class Bucket:
             self.parts[part] = self.parts.get(part, 0.0) + (point.get(part) or 0)
         for age, times in (point.get("staleness") or {}).items():
             self.staleness[age] = self.staleness.get(age, 0) + times
+        for name, value in point.items():
+            if name not in ROUND_FIELDS and isinstance(value, int | float) and math.isfinite(value):
+                self._add_number(name, value, 1)
 
     def merge(self, other: Bucket) -> None:
         """Add the sums of the bucket that follows this one."""
@@ -57,11 +62,17 @@ class Bucket:
             self.parts[part] = self.parts.get(part, 0.0) + amount
         for age, times in other.staleness.items():
             self.staleness[age] = self.staleness.get(age, 0) + times
+        for name, (total, count) in other.numbers.items():
+            self._add_number(name, total, count)
+
+    def _add_number(self, name: str, total: float, count: int) -> None:
+        before, number = self.numbers.get(name, (0.0, 0))
+        self.numbers[name] = before + total, number + count
 
     def to_dict(self, begin: int, size: int, newest: int) -> dict[str, Any]:
         """Return the bucket as JSON data. It covers `size` rounds from `begin` on, but none after round `newest`.
 
-        `loss` is null if no round had a finite loss.
+        `loss` is null if no round had a finite loss. `numbers` are the means of what the user or the strategy added.
         """
         loss = None
         if self.finite:
@@ -76,6 +87,7 @@ class Bucket:
             "samples_per_second": self.samples / seconds if seconds > 0 else None,
             **self.parts,
             "staleness": self.staleness,
+            "numbers": {name: total / count for name, (total, count) in self.numbers.items()},
         }
 
 

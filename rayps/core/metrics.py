@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 import pyarrow as pa
 
-from rayps.core.records import Point
+from rayps.core.records import ROUND_FIELDS, Point
 from rayps.core.values import JsonObject
 
 # a merged point has the mean over ranks of these values, in seconds. data: time to get the batch, and data_share: the
@@ -227,13 +227,12 @@ def history(points: list[Point], params: JsonObject | None = None) -> pa.Table:
                 evaluated.setdefault(f"evaluation_{name}", {})[point["round"] - 1] = value
     order = sorted(rounds)
     found = {name: None for point in rounds.values() for name in point}
-    known = {"kind", *(name for name, _ in COLUMNS)}
     columns = {
         name: pa.array([rounds[r].get(name) for r in order], kind)
         for name, kind in COLUMNS
         if name in found or not name.startswith(("pull", "data"))
     }
-    for name in [name for name in found if name not in known]:  # added by a strategy; None under other strategies
+    for name in [name for name in found if name not in ROUND_FIELDS]:  # None in the rounds of other strategies
         values = [rounds[r].get(name) for r in order]
         columns[name] = pa.array(values, pa.int64() if all(_whole(v) for v in values) else pa.float64())
     columns |= {name: pa.array([by_round.get(r) for r in order], pa.float64()) for name, by_round in evaluated.items()}

@@ -18,6 +18,13 @@ RingTable: TypeAlias = dict[str, Any]  # the algorithms that a ring chose, so th
 GroupFacts: TypeAlias = dict[str, Any]  # the state of a server group's manager or of a job's space
 
 
+# the fields of each round's point; all other numbers of a point were added by the user's loss, a loop or the strategy
+_SECONDS = ("seconds", "compute", "data", "data_share", "wait", "move", "pull", "pull_hidden")
+ROUND_FIELDS = frozenset(
+    ["kind", "round", "epoch", "time", "generation", "strategy", "loss", "samples", "bytes", "staleness", *_SECONDS]
+)
+
+
 class ActorSite(TypedDict):
     """Where an actor runs."""
 

@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 from rayps.core.values import Json, JsonObject
 from rayps.service.rest_answers import JobAnswer
 
-BATCH_LOSS = "batch loss"  # the mean loss of the training batches of a round
+BATCH_LOSS = "batch loss"  # the mean loss of the training batches of a round; other metrics of rounds are named alike
 _LOW = re.compile(r"loss|error|perplexity|(^|_)(mse|mae|rmse|nll|ppl|wer|cer)($|_)", re.IGNORECASE)
 _NOT_COMPARED = ("name", "params", "resume")
 MOST_JOBS = 200
@@ -170,11 +170,15 @@ def _curves(job: JobAnswer, found: SeriesAnswer) -> dict[str, Curve]:
     for evaluation in found["evaluations"]:
         for name, value in evaluation["metrics"].items():
             points.setdefault(name, {})[int(evaluation["round"])] = _finite(value)
-    for name, value in ({} if found["evaluations"] else job["metrics"] or {}).items():
-        points.setdefault(name, {})[int(progress.get("round") or 0)] = _finite(value)
+    evaluated = set(points)
     for bucket, end in zip(found["series"], ends, strict=True):
         loss = bucket["loss"]
+        for name, value in bucket.get("numbers", {}).items():
+            points.setdefault(f"batch {name}" if name in evaluated else name, {})[end] = _finite(value)
         points.setdefault(BATCH_LOSS, {})[end] = None if loss is None else _finite(loss["mean"])
+    if not found["evaluations"]:
+        for name, value in (job["metrics"] or {}).items():
+            points.setdefault(name, {int(progress.get("round") or 0): _finite(value)})
     return {name: _curve(held, clock) for name, held in points.items()}
 
 
