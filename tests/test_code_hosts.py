@@ -24,14 +24,14 @@ from rayps.core.errors import ClusterError
 pytestmark = pytest.mark.ray
 ROOT = Path(__file__).resolve().parent.parent
 RAY = str(Path(sys.executable).with_name("ray"))
-# The hosts have the programs in common. Where they lie below /tmp, they are mounted again, through open descriptors.
-_PROGRAMS = [path for path in (Path(sys.prefix), ROOT) if path.is_relative_to("/tmp")]
-_OPEN = "".join(f"exec {number}<'{path}' && " for number, path in enumerate(_PROGRAMS, 3))
-_MOUNT = "".join(
-    f"mkdir -p '{path}' && mount --bind /proc/self/fd/{number} '{path}' && " for number, path in enumerate(_PROGRAMS, 3)
+# The hosts have the programs in common. Those below /tmp are mounted below /mnt first, and from there in the new /tmp.
+_PROGRAMS = {f"/mnt/{n}": path for n, path in enumerate((Path(sys.prefix), ROOT)) if path.is_relative_to("/tmp")}
+_KEEP = "mount -t tmpfs tmpfs /mnt && " + "".join(
+    f"mkdir '{kept}' && mount --bind '{path}' '{kept}' && " for kept, path in _PROGRAMS.items()
 )
+_RETURN = "".join(f"mkdir -p '{path}' && mount --bind '{kept}' '{path}' && " for kept, path in _PROGRAMS.items())
 _PRIVATE = (
-    f"mount --make-rprivate / && {_OPEN} mount -t tmpfs tmpfs /tmp && {_MOUNT}"
+    f"mount --make-rprivate / && {_KEEP}mount -t tmpfs tmpfs /tmp && {_RETURN}"
     "mount -t tmpfs tmpfs /dev/shm && mkdir -p /tmp/h && "
 )
 SUBMIT = """
