@@ -1,6 +1,5 @@
 """What all tests share: a printed seed, one local Ray, and what to do where a program is missing."""
 
-import importlib
 import os
 import random
 import shutil
@@ -95,15 +94,7 @@ def missing(what):
     """Skip, or fail where everything is required."""
     if os.environ.get("RAYPS_REQUIRE_ALL") == "1":
         pytest.fail(f"RAYPS_REQUIRE_ALL=1, and there is no {what}")
-    pytest.skip(f"there is no {what}", allow_module_level=True)
-
-
-def required(name):
-    """The module of this name; without it, skip, or fail where everything is required."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        missing(name)
+    pytest.skip(f"there is no {what}")
 
 
 class SharedRay:

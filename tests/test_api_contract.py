@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conftest import required
 from hypothesis import HealthCheck, given, settings
+from required_module import required
 from service_site import Site
 
 schemathesis = required("schemathesis")

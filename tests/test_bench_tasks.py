@@ -1,7 +1,7 @@
 """The table of final losses: strategies in step reach the plain loop's loss, and refusals are told."""
 
 import pytest
-from conftest import required
+from required_module import required
 
 from benchmarks.tasks import STRATEGIES, bench_tasks
 from rayps.cluster.local import LocalCluster

@@ -188,7 +188,9 @@ def test_a_stop_succeeds_with_a_result_and_a_checkpoint(strategy, tmp_path):
     assert result.checkpoint == tmp_path / f"step-{at:08d}"
     assert result.history.num_rows == at
     assert seen.of("end") == ["SUCCEEDED"]
-    assert seen.of("evaluation")[-1] == (at, result.metrics["loss"])
+    assert seen.of("evaluation")[-1][0] == at
+    if "staleness" not in strategy and strategy != "hogwild":  # else each worker evaluates at a moment of its own
+        assert seen.of("evaluation")[-1][1] == result.metrics["loss"]
     assert "round 10 is enough" in result.events[-1]["message"]
     again = train(Small(), strategy, workers=2, steps=at + 3, resume=result.checkpoint)
     assert again.snapshot.round == at + 3

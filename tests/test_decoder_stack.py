@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import required
+from required_module import required
 from small_work import distance, train
 from torch import nn
 from torch.nn import functional

@@ -5,7 +5,7 @@ The law is the run of a plain loop, and a resume that equals the run without a s
 
 import pytest
 import torch
-from conftest import required
+from required_module import required
 from small_work import Small, distance, plain, train
 from torch import nn
 

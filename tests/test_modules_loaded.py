@@ -35,6 +35,7 @@ def test_what_exists_then_can_be_left_out_of_collections():
 
 
 def test_a_driver_and_a_worker_load_no_pandas():
-    code = "import sys, rayps.runtime.training, rayps.runtime.worker_actor; print(*sys.modules)"
+    modules = "sys, rayps.runtime.training, rayps.runtime.worker_actor, rayps.data.arrow_tables"
+    code = f"import {modules}; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "rayps.data.arrow_tables" in found and "pandas" not in found and "pyarrow.dataset" not in found

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import required
+from required_module import required
 
 from rayps.cluster.placement import within
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from conftest import required
 from federated_work import Fed
+from required_module import required
 from small_work import Small, distance, kinds, train
 from torch import nn
 

@@ -84,7 +84,7 @@ class Bucket:
             "count": self.count,
             "loss": loss,
             "not_finite": self.count - self.finite,
-            "samples_per_second": self.samples / seconds if seconds > 0 else None,
+            "samples_per_second": self.samples / seconds if seconds > 0 and self.samples else None,
             **self.parts,
             "staleness": self.staleness,
             "numbers": {name: total / count for name, (total, count) in self.numbers.items()},

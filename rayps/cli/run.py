@@ -10,7 +10,7 @@ import typer
 import rayps
 from rayps.cli import show
 from rayps.cli.show import Output
-from rayps.service.job_file import changed
+from rayps.service.job_file import assignments
 
 
 def run(
@@ -42,18 +42,22 @@ def run(
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
 ) -> None:
     """Run a loop of your own now, without a service. Print its results by rank."""
-    results: list[object] = rayps.run(
-        target,
-        workers=workers,
-        strategy=strategy,
-        params=changed({}, params or []),
-        checkpoint=checkpoint,
-        resume=resume,
-        max_failures=max_failures,
-        resources={"cpu": cpus_per_worker, **({"gpu": gpus_per_worker} if gpus_per_worker else {})},
-        address=address,
-        timeout=timeout,
-    )
+    try:
+        results: list[object] = rayps.run(
+            target,
+            workers=workers,
+            strategy=strategy,
+            params=assignments(params or []),
+            checkpoint=checkpoint,
+            resume=resume,
+            max_failures=max_failures,
+            resources={"cpu": cpus_per_worker, **({"gpu": gpus_per_worker} if gpus_per_worker else {})},
+            address=address,
+            timeout=timeout,
+        )
+    except KeyboardInterrupt as error:  # typer would drop this error's message
+        show.note(f"rayps: {str(error) or 'interrupted before the function began'}")
+        raise typer.Exit(130) from None
     shown = [result if isinstance(result, (bool, int, float, str, type(None))) else repr(result) for result in results]
     if output is Output.json:
         show.dump({"results": shown})

@@ -7,6 +7,7 @@ exception as text, so that a job that waits for the thread can name the reason.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 import time
@@ -128,10 +129,17 @@ def _raised(method: str, error: BaseException) -> WorkloadError:
 
 
 def place_of(error: BaseException) -> str:
-    """Return the innermost line of user code in an error's traceback as ` (file:line)`, or "" if there is none."""
+    """Return the innermost line of user code in an error's traceback as ` (file:line)`, or "" if there is none.
+
+    A file below the current directory is named from there: a job's code is in a folder that is removed at its end.
+    """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_PACKAGE)]
     own = [f for f in frames if "/site-packages/" not in f.filename] or frames
-    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    if not own:
+        return ""
+    with contextlib.suppress(OSError, ValueError):  # there may be no current directory
+        return f" ({Path(own[-1].filename).relative_to(Path.cwd())}:{own[-1].lineno})"
+    return f" ({own[-1].filename}:{own[-1].lineno})"
 
 
 def placed(message: str, where: str) -> str:

@@ -332,7 +332,7 @@ def _rehearsed(
     def open_cluster() -> Cluster:
         if cluster is not None:
             return cluster
-        opened.append(_open(address, spec, journal))
+        opened.append(open_ray(address, spec, journal))
         return opened[0]
 
     own = cluster is None
@@ -378,7 +378,7 @@ def _run(driver: Driver, cluster: Cluster | None, address: str | None) -> Outcom
     opened = None
     try:
         driver.preflight()  # report invalid input before Ray starts, because that start takes seconds
-        opened = cluster if cluster is not None else _open(address, driver.spec, driver.journal)
+        opened = cluster if cluster is not None else open_ray(address, driver.spec, driver.journal)
         with stops(driver, lambda text: driver.journal.event("stopping", text)) as interrupts:
             outcome = driver.run(opened)
     finally:
@@ -397,7 +397,7 @@ def way_to_resume(outcome: Outcome) -> str:
     return "give a folder for checkpoints (--checkpoint DIR, checkpoint=DIR) to be able to continue"
 
 
-def _open(address: str | None, spec: JobSpec, journal: Journal) -> Cluster:
+def open_ray(address: str | None, spec: JobSpec, journal: Journal) -> Cluster:
     """Join the cluster at the address, or start a private Ray with the logical CPUs that the job needs."""
     with without_collection():
         from rayps.cluster.ray_cluster import RayCluster

@@ -167,6 +167,7 @@ def _curves(job: JobAnswer, found: SeriesAnswer) -> dict[str, Curve]:
         seconds.append(passed)
     clock = _Clock(ends, seconds, rounds / epochs if rounds and epochs else None)
     points: dict[str, dict[int, float | None]] = {}
+    logged = "loss" if job["spec"].get("run") else BATCH_LOSS  # a loop of the user's own has no evaluations
     for evaluation in found["evaluations"]:
         for name, value in evaluation["metrics"].items():
             points.setdefault(name, {})[int(evaluation["round"])] = _finite(value)
@@ -175,7 +176,7 @@ def _curves(job: JobAnswer, found: SeriesAnswer) -> dict[str, Curve]:
         loss = bucket["loss"]
         for name, value in bucket.get("numbers", {}).items():
             points.setdefault(f"batch {name}" if name in evaluated else name, {})[end] = _finite(value)
-        points.setdefault(BATCH_LOSS, {})[end] = None if loss is None else _finite(loss["mean"])
+        points.setdefault(logged, {})[end] = None if loss is None else _finite(loss["mean"])
     if not found["evaluations"]:
         for name, value in (job["metrics"] or {}).items():
             points.setdefault(name, {int(progress.get("round") or 0): _finite(value)})

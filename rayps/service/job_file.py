@@ -53,7 +53,7 @@ def read(path: Path, changes: Sequence[str] = ()) -> Keywords:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} should hold fields such as `workload: digits.py:Digits`, one on each line")
     for change in changes:
-        _apply_change(data, change)
+        _apply_change(data, _in_full(change))
     for key in data:
         if key not in JobSpec.__dataclass_fields__:
             raise ConfigError(f"{path}: a job has no field {key!r}{_suggestion(str(key))}", field=str(key))
@@ -75,7 +75,7 @@ def changed(fields: Keywords, changes: Sequence[str]) -> Keywords:
     """Return a job's fields with `key=value` changes applied. Raises ConfigError if a change or a field is wrong."""
     found = copy.deepcopy(fields)
     for change in changes:
-        _apply_change(found, change)
+        _apply_change(found, _in_full(change))
     for key in found:
         if key not in JobSpec.__dataclass_fields__:
             raise ConfigError(f"a job has no field {key!r}{_suggestion(str(key))}", field=str(key))
@@ -104,7 +104,10 @@ def _read_text(path: Path) -> str:
         finally:
             os.close(descriptor)
     except FileNotFoundError as error:
-        raise ConfigError(f"there is no job file {path}") from error
+        way = ""
+        if ":" in path.name:
+            way = f": to submit this workload, write `workload: {path}` into a YAML file, or use `--run` for a function"
+        raise ConfigError(f"there is no job file {path}{way}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the job file {path} cannot be read as text: {error}") from error
     if len(text) > MOST_BYTES:
@@ -161,10 +164,18 @@ def _apply_change(data: Keywords, change: str) -> None:
     data[last] = load(text, f"--set {key}")
 
 
+def _in_full(change: str) -> str:
+    """Return a change of a parameter as `params.NAME=VALUE`. A name that resembles a field of a job stays as it is."""
+    name = re.split(r"[.=]", change, maxsplit=1)[0]
+    fields = JobSpec.__dataclass_fields__
+    known = not name.isidentifier() or name in fields or difflib.get_close_matches(name, fields, 1)
+    return change if known or "=" not in change else f"params.{change}"
+
+
 def _suggestion(key: str) -> str:
     fields = sorted(JobSpec.__dataclass_fields__)
     found = difflib.get_close_matches(key, fields, 1)
-    return f": did you mean {found[0]!r}?" if found else f": the fields are {', '.join(fields)}"
+    return f": did you mean {found[0]!r}, or params.{key}?" if found else f": the fields are {', '.join(fields)}"
 
 
 class _Loader(yaml.SafeLoader):

@@ -24,7 +24,7 @@ export function groupOf(job: Job): string {
 }
 
 /** The loss that says most: of the evaluation where there is one, else of the last batch. */
-export function shownLoss(job: Job): { value: number | null | undefined; of: "evaluation" | "last batch" } {
+export function shownLoss(job: Job): { value: number | null | undefined; of: "evaluation" | "last batch" | "last logged" } {
   const measured = job.metrics?.["loss"] ?? job.progress?.metrics?.["loss"];
-  return typeof measured === "number" ? { value: measured, of: "evaluation" } : { value: job.progress?.loss, of: "last batch" };
+  return typeof measured === "number" ? { value: measured, of: job.spec.run ? "last logged" : "evaluation" } : { value: job.progress?.loss, of: "last batch" };
 }

@@ -188,7 +188,7 @@ function Tiles({ job, feed }: { job: Job; feed: Feed }) {
   return (
     <dl class="tiles">
       <Tile name="Loss" value={progress?.round && progress.loss === null && feed.series.badRounds > 0 ? "NaN" : loss(shown.value)} note={`${shown.of}${batch}`} />
-      <Tile name={name ? name.charAt(0).toUpperCase() + name.slice(1) : "Accuracy"} value={name ? metric(name, value) : "–"} note={last ? `after round ${count(last.round)}` : "not evaluated yet"} />
+      <Tile name={name ? name.charAt(0).toUpperCase() + name.slice(1) : "Accuracy"} value={name ? metric(name, value) : "–"} note={last ? `after round ${count(last.round)}` : job.spec.run && name ? "last logged" : "not evaluated yet"} />
       <Tile name="Throughput" value={short(ended(job.status) ? average(feed) : progress?.samples_per_second)} unit="samples/s" note={ended(job.status) ? "mean of the run" : "now"} />
       <Tile name="Time" value={duration(spent)} note={started === null ? "not started" : job.finished_at ? "in total" : progress?.eta_seconds ? `${duration(progress.eta_seconds)} left` : "so far"} />
       <Tile name="Failures" value={count(failures)} note={failures ? `generation ${progress?.generation ?? 1}, ${WORDS[job.status].toLowerCase()}` : "none so far"} tone={failures ? "warn" : ""} />
@@ -203,7 +203,7 @@ function average(feed: Feed): number | null {
     samples += bucket.samples;
     time += bucket.seconds;
   }
-  return time > 0 ? samples / time : null;
+  return time > 0 && samples > 0 ? samples / time : null;
 }
 
 function titleMark(job: Job): string {

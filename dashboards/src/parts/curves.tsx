@@ -24,7 +24,7 @@ export function LossCard({ feed }: { feed: Feed }) {
   const log = query.get("scale") === "log";
   const index = useSignal<number | null>(null);
   const { series } = feed;
-  const name = mainMetric(series.evaluations, feed.job.value?.metrics ?? null);
+  const name = mainMetric(series.evaluations, feed.job.value?.spec.run ? null : feed.job.value?.metrics ?? null);
   const arrays = useMemo(() => lossData(series, smooth, name, log), [version, smooth, name, log]);
   const banded = series.width > 1;
   const many = series.evaluations.length > 120;

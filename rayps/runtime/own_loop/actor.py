@@ -91,7 +91,7 @@ class LoopActor:
         try:
             self._code = enter_code(self._job_code)
             function = unpack(self._packed)
-            with user_code("train_fn"):
+            with user_code(getattr(function, "__name__", "train_fn")):
                 result = function(**arguments(function, here.place.params))
             if not self._sends:
                 result = None

@@ -7,6 +7,7 @@ state, at most `max_failures` times.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -362,9 +363,22 @@ class LoopDriver:
         point["time"] = time.time()
         self._throughput.add(point["samples"], time.monotonic())
         numbers = numbers_of(point)
+        self._warn_of_numbers(numbers, point["round"])
         self._progress["loss"] = numbers.pop("loss", self._progress.get("loss"))
         self._progress["metrics"] = self._progress.get("metrics", {}) | numbers
         self._progress["round"] = point["round"]
+
+    def _warn_of_numbers(self, numbers: dict[str, float], step: int) -> None:
+        """Add one event if a number that the loop logs is not finite. The loop decides whether it goes on."""
+        odd = next((name for name, value in numbers.items() if not math.isfinite(value)), None)
+        if odd is not None and not self._points.warned:
+            self._points.warned = True
+            self.journal.event(
+                "warning",
+                f"{odd} is {numbers[odd]} in rayps.log of step {step}: lower the learning rate, clip gradients by "
+                "optimizer.clip_grad_norm_, or raise an error in the loop to end the run there",
+                round=step,
+            )
 
     def _set_status(self, status: Status, message: str) -> None:
         self.status, self._message = status, message
@@ -380,7 +394,7 @@ class LoopDriver:
                 "message": self._message,
                 "generation": self._generation,
                 "failures": self._failures,
-                "samples_per_second": self._throughput.rate,
+                "samples_per_second": self._throughput.rate or None,  # None if the loop logs no samples
             }
             if group is not None:
                 progress["workers"] = group.lines()

@@ -20,6 +20,7 @@ class LogPoints:
 
     def __init__(self, size: int, strategy: str) -> None:
         self.size, self.generation, self.strategy = size, 0, strategy
+        self.warned = False  # whether a number that is not finite was reported
         self._parts: dict[int, dict[int, Point]] = {}  # by step and rank
         self._open: dict[int, float] = {}  # the steps to be merged, and when their first part arrived
         self._reached: dict[int, int] = {}  # the newest step that each rank has logged
@@ -66,20 +67,24 @@ class LogPoints:
         names = list(dict.fromkeys(name for point in points for name in point["numbers"]))
         means: dict[str, float | None] = {"loss": None}
         for name in names:
-            held = [(point["numbers"][name], point["samples"]) for point in points if name in point["numbers"]]
+            held = [(point["numbers"][name], _weight(point)) for point in points if name in point["numbers"]]
             total = sum(samples for _, samples in held)
             means[name] = sum(value * samples for value, samples in held if samples) / total if total else None
         return {
             "kind": "round",
             "round": number,
             "epoch": 0,
-            "samples": sum(point["samples"] for point in points),
+            "samples": sum(point["samples"] or 0 for point in points),
             "seconds": sum(point["seconds"] for point in points) / len(points),
             **means,
             "staleness": {},
             "generation": self.generation,
             "strategy": self.strategy,
         }
+
+
+def _weight(point: Point) -> float:
+    return 1.0 if point["samples"] is None else float(point["samples"])
 
 
 def numbers_of(point: Point) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -17,7 +16,7 @@ from rayps.runtime.display import Display
 from rayps.runtime.journal import Journal
 from rayps.runtime.own_loop.driver import LoopDriver
 from rayps.runtime.own_loop.named import load
-from rayps.runtime.training import folder_to_resume, must_take_checkpoints, stops, way_to_resume
+from rayps.runtime.training import folder_to_resume, must_take_checkpoints, open_ray, stops, way_to_resume
 from rayps.strategies.catalogue import StrategySpec, parse_for_loop, wire
 from rayps.strategies.job import JobSpec
 
@@ -96,7 +95,7 @@ def run(
         journal.event("warning", warning)
     driver = LoopDriver(function, spec, journal, checkpoints=folder, resume=resumed)
     driver.preflight()
-    opened = cluster if cluster is not None else _open(address, spec)
+    opened = cluster if cluster is not None else open_ray(address, spec, journal)
     try:
         with stops(driver, lambda text: journal.event("stopping", text)) as interrupts:
             outcome = driver.run(opened)
@@ -118,15 +117,6 @@ def _name_of(function: Callable[..., object]) -> str:
     """Return a name for the record of the run, of the form of `JobSpec.run`."""
     name = getattr(function, "__name__", type(function).__name__)
     return f"{getattr(function, '__module__', None) or '__main__'}:{name if name.isidentifier() else 'train_fn'}"
-
-
-def _open(address: str | None, spec: JobSpec) -> Cluster:
-    from rayps.cluster.ray_cluster import RayCluster
-
-    if address is not None:
-        return RayCluster.join(address)
-    cpus = max(1, math.ceil(spec.workers * spec.resources["cpu"]))
-    return RayCluster.local(cpus, None if spec.resources.get("gpu") else 0)
 
 
 __all__ = ["run"]

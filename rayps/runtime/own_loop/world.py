@@ -133,11 +133,11 @@ def params() -> dict[str, Json]:
     return dict(world().place.params)
 
 
-def log(*, step: int | None = None, samples: float = 1.0, **numbers: float | Tensor) -> None:
+def log(*, step: int | None = None, samples: float | None = None, **numbers: float | Tensor) -> None:
     """Log named numbers of a step, such as `rayps.log(loss=loss, accuracy=0.9)`.
 
-    The history and the page show the mean of each number over the ranks that logged it at this step, weighted by
-    `samples`. `step` is the number of the step, which must not decrease; the default is the number of steps that the
+    A job's history and page show the mean of each number over the ranks that logged it at this step, weighted by
+    `samples`, the number of rows of the rank (the ranks count alike without it). `step` is the number of the step, which must not decrease; the default is the number of steps that the
     wrapped optimizers have taken, or the number of the call if there is none. A number may be a tensor of one element.
 
     Raises:
@@ -157,7 +157,8 @@ def log(*, step: int | None = None, samples: float = 1.0, **numbers: float | Ten
             f"rayps.log was given step={step!r} after step {here.logged}: give whole numbers that do not decrease",
             field="step",
         )
-    if isinstance(samples, bool) or not isinstance(samples, (int, float)) or not 0 <= samples < math.inf:
+    given = 0 if samples is None else samples
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given < math.inf:
         raise ConfigError(f"rayps.log was given samples={samples!r}: give a number of at least 0", field="samples")
     found = {name: _number(name, value) for name, value in numbers.items()}
     now = time.monotonic()
