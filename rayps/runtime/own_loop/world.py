@@ -137,8 +137,9 @@ def log(*, step: int | None = None, samples: float | None = None, **numbers: flo
     """Log named numbers of a step, such as `rayps.log(loss=loss, accuracy=0.9)`.
 
     A job's history and page show the mean of each number over the ranks that logged it at this step, weighted by
-    `samples`, the number of rows of the rank (the ranks count alike without it). `step` is the number of the step, which must not decrease; the default is the number of steps that the
-    wrapped optimizers have taken, or the number of the call if there is none. A number may be a tensor of one element.
+    `samples`, the number of rows of the rank (the ranks count alike without it). `step` is the number of the step,
+    which must not decrease; the default is the number of steps that the wrapped optimizers have taken, or the number
+    of the call if there is none. A number may be a tensor of one element.
 
     Raises:
         ConfigError: called outside a `run`, a value is no number, a name is one of rayps's own, or `step` decreases.
