@@ -541,3 +541,25 @@ def test_a_group_without_a_command_shows_its_help(capsys: pytest.CaptureFixture[
     assert err.strip() == run(capsys, *group, "--help")[1].strip()
     cut = [line for line in err.splitlines() if line.endswith("...")]
     assert not [line for line in cut if "[ARGS]" not in line], "a command's summary does not fit into its line"
+
+
+def test_arguments_of_a_function_and_parameters_of_a_workload_are_set_by_their_names(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setitem(vars(rayps), "run", lambda target, **options: given.update(options) or [1])
+    assert run(capsys, "run", "a.py:f", "--set", "lr=0.3", "--set", "epochs=2") == (0, "worker-0: 1\n", "")
+    assert given["params"] == {"lr": 0.3, "epochs": 2}
+    file = tmp_path / "job.yaml"
+    file.write_text(JOB)
+    assert read(file, ["lr=0.3", "workers=4"]) == {"workload": "a:B", "workers": 4, "params": {"lr": 0.3}}
+    with pytest.raises(ConfigError, match=r"did you mean 'workers', or params\.wokers\?"):
+        read(file, ["wokers=4"])
+    with pytest.raises(ConfigError, match=r"to submit this workload, write `workload: .*line\.py:W` into a YAML"):
+        read(tmp_path / "line.py:W")
+
+
+def test_a_loop_has_the_limits_of_a_private_ray(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text("def f():\n    pass\n")
+    code, _, err = run(capsys, "run", f"{tmp_path / 'loop.py'}:f", "--workers", "1000")
+    assert code == 2 and "a private Ray on this machine has at most" in err

@@ -1,6 +1,7 @@
 """Deliberate mistakes: each ends in a short error that names what was given and the way out, and leaves nothing."""
 
 import gc
+import importlib
 import os
 import threading
 from pathlib import Path
@@ -16,6 +17,7 @@ import rayps
 from rayps.core.error_hints import hint
 from rayps.core.errors import DataError, RaypsError, TrainingError, WorkloadError
 from rayps.core.memory import available_bytes
+from rayps.core.user_code import place_of
 from rayps.runtime.model_memory import limited, measured
 
 
@@ -305,3 +307,14 @@ def test_in_worker_processes(ray_cluster, tmp_path, monkeypatch):
     assert isinstance(caught.value, RaypsError)
     assert list(tmp_path.iterdir()) == []
     assert Path("/dev/shm").is_dir()
+
+
+def test_a_file_below_the_current_directory_is_named_from_there(tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "own.py").write_text("def f():\n    raise ValueError\n")
+    monkeypatch.syspath_prepend(tmp_path / "sub")
+    with pytest.raises(ValueError) as caught:
+        importlib.import_module("own").f()
+    assert place_of(caught.value) == f" ({tmp_path}/sub/own.py:2)"
+    monkeypatch.chdir(tmp_path)
+    assert place_of(caught.value) == " (sub/own.py:2)"

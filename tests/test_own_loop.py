@@ -18,7 +18,7 @@ from rayps.core.job_status import Status
 from rayps.runtime.journal import Journal
 from rayps.runtime.own_loop.driver import LoopDriver
 from rayps.runtime.own_loop.log_points import QUIET_SECONDS, LogPoints, numbers_of
-from rayps.runtime.own_loop.named import arguments
+from rayps.runtime.own_loop.named import all_params, arguments
 from rayps.runtime.own_loop.state import PartsBySave, SavedPart, checkpoint_of, decoded, encoded, parts_of
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint
@@ -155,6 +155,33 @@ def test_logged_numbers_are_means_weighted_by_samples():
     [second] = points.merged(0.0)
     assert numbers_of(second) == {"loss": 7.0}
     assert second["samples"] == 4
+
+
+def test_a_number_that_is_not_finite_is_one_warning():
+    def train_fn():
+        for step in range(5):
+            rayps.log(loss=float("nan") if step > 2 else 1.0, step=step)
+
+    journal = Journal()
+    driver = LoopDriver(train_fn, JobSpec(run="test:loop", workers=2, timeout=20.0), journal)
+    assert driver.run(LocalCluster()).status is Status.SUCCEEDED
+    [event] = [event for event in journal.events if event["kind"] == "warning"]
+    assert "loss is nan in rayps.log of step 3" in event["message"]
+    assert [point["samples"] for point in journal.points] == [0] * 5
+
+
+def test_ranks_count_alike_without_samples():
+    points = LogPoints(2, "all_reduce")
+    points.add([point(0, 0, None, loss=1.0), point(1, 0, None, loss=4.0)], 0.0)
+    [merged] = points.merged(0.0)
+    assert (merged["loss"], merged["samples"]) == (2.5, 0)
+
+
+def test_the_parameters_of_a_run_have_the_defaults():
+    def train_fn(n, lr: float = 0.1, epochs: int = 6, other=object()):
+        pass
+
+    assert all_params(train_fn, {"n": 3, "lr": 0.3}) == {"n": 3, "lr": 0.3, "epochs": 6}
 
 
 def test_only_one_rank_may_log_and_a_late_number_gives_the_step_again():

@@ -548,3 +548,13 @@ def test_a_store_from_before_sweeps_is_read(tmp_path: Path) -> None:
     old.close()
     (job,), none = asyncio.run(_records(path))
     assert job.sweep is None and job.spec.params == {} and job.spec.workers == 2 and none == []
+
+
+def test_what_a_loop_logs_is_compared() -> None:
+    one = job("A", {}, spec={"run": "a.py:f", "params": {}}, metrics={"loss": 1.0, "skill": 3.0})
+    found = series([4.0, 2.0, 3.0], {})
+    for number, bucket in enumerate(found["series"]):
+        bucket["numbers"] = {"skill": float(number)}
+    shown = compared([one], {"A": found}, 0.0)
+    assert shown["metrics"] == ["skill", "loss"]
+    assert shown["rows"][0]["metrics"] == {"skill": {"last": 2.0, "best": 2.0}, "loss": {"last": 3.0, "best": 2.0}}

@@ -51,7 +51,7 @@ function NoPage({ path }: { path: string[] }) {
   return (
     <main class="page">
       <Empty title="There is no such page">
-        <p>The dashboard has no page <code>{path.join("/")}</code>. It has the jobs and the server groups, and a page for each of them.</p>
+        <p>The dashboard has no page <code>{path.join("/")}</code>. It has the jobs and the server groups, a page for each of them, and one for each sweep (<code>sweeps/NAME</code>).</p>
         <p class="empty-actions"><a class="button" href={href(["jobs"])}>All jobs</a> <a class="button" href={href(["servers"])}>Server groups</a></p>
       </Empty>
     </main>

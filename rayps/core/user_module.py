@@ -123,7 +123,9 @@ class Finder:
     def _from_file(self, root: Path, place: str) -> ModuleType:
         path = (root / Path(place).expanduser()).resolve()
         if not path.is_file():
-            near = difflib.get_close_matches(path.stem, [item.stem for item in path.parent.glob("*.py")], n=1)
+            near = difflib.get_close_matches(
+                path.stem, [item.stem for item in path.parent.glob("*.py")], n=1, cutoff=0.75
+            )
             hint = f": did you mean '{near[0]}.py'?" if near else ": give a path from the working directory"
             raise WorkloadError(f"there is no file {path}{hint}", file=str(path))
         self._add_path(path.parent)

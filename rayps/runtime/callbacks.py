@@ -97,14 +97,19 @@ class RunHandle:
     def keep(self, round: int, name: str, other: Path | None = None) -> Path | None:
         """Keep the checkpoint of `round` in the subfolder `name`; see `RunView`."""
         if self.folder is None:
-            raise ConfigError(
-                "there is no folder for checkpoints: give checkpoint=FOLDER (--checkpoint DIR)", field="checkpoint"
-            )
+            raise no_folder("a callback keeps a checkpoint")
         path = checkpoint.keep(self.folder, round, name, other)
         if path is not None:
             self._kept[name] = path
             self.best = next(iter(self._kept.values()))
         return path
+
+
+def no_folder(why: str) -> ConfigError:
+    """Return the error of a run that needs a folder for checkpoints and has none. `why` begins its text."""
+    return ConfigError(
+        f"{why}, and there is no folder for checkpoints: give checkpoint=FOLDER (--checkpoint DIR)", field="checkpoint"
+    )
 
 
 class CallbackRunner:

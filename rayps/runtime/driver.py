@@ -34,7 +34,7 @@ from rayps.core.user_module import pack
 from rayps.core.warm_start import StartFrom
 from rayps.federated.remote_replies import create_mailbox
 from rayps.runtime import decide_recovery as states
-from rayps.runtime.callbacks import RunHandle, runner_of
+from rayps.runtime.callbacks import RunHandle, no_folder, runner_of
 from rayps.runtime.decide_recovery import (
     Continue,
     EndEarly,
@@ -155,6 +155,8 @@ class Driver:
         if not self._again and (own := parameters.differing(self.workload, Workload)):
             text = ", ".join(f"{name} = {parameters.shown(value)}" for name, value in own.items())
             self.journal.event("parameters", text, params=self._params)
+        if self._callbacks.each_evaluation and not self.saves:
+            raise no_folder("a BestCheckpoint keeps checkpoints")
         if self.saves and self._callbacks.each_evaluation and self.spec.checkpoint_every is not None:
             message = "checkpoint_every has no effect with a BestCheckpoint: a state is saved at every evaluation"
             self.journal.event("warning", message)

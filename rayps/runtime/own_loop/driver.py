@@ -26,7 +26,7 @@ from rayps.runtime.decide_recovery import Continue, Decision, Fail, Finish, Rest
 from rayps.runtime.journal import Journal
 from rayps.runtime.own_loop.actor import LoopOutput
 from rayps.runtime.own_loop.log_points import LogPoints, numbers_of
-from rayps.runtime.own_loop.named import arguments
+from rayps.runtime.own_loop.named import all_params, arguments
 from rayps.runtime.own_loop.state import PartsBySave, SavedPart, checkpoint_of, parts_of
 from rayps.runtime.own_loop.watch import LoopWatch, death_error, uneven_steps_error
 from rayps.runtime.own_loop.world import LoopPlace
@@ -129,6 +129,7 @@ class LoopDriver:
         self._newest: list[SavedPart] | None = None  # the newest saved state, if there is no folder
         self._saved: tuple[int, int, Path | None] | None = None  # number, steps and path of the newest saved state
         self._progress: ProgressRecord = {"loss": None, "staleness": {}, "shards": []}
+        self._progress["params"] = all_params(function, spec.params)
         self._throughput = Throughput()
         self._fault: Exception | None = None  # an error of this driver, such as a full disk
 

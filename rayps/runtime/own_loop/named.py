@@ -8,7 +8,7 @@ from typing import Any
 
 from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.user_module import Finder
-from rayps.core.values import Json
+from rayps.core.values import Json, JsonObject
 from rayps.core.workload_name import misnamed_function
 
 FINDER = Finder("loop", "loops", "a function")
@@ -80,6 +80,16 @@ def arguments(function: Callable[..., Any], params: Mapping[str, Json]) -> dict[
                 field=f"params.{name}",
             )
     return dict(params)
+
+
+def all_params(function: Callable[..., Any], params: Mapping[str, Json]) -> JsonObject:
+    """Return the parameters of a run with the defaults of the function's other arguments, if JSON can hold them."""
+    defaults = {
+        name: p.default
+        for name, p in (_named(function) or {}).items()
+        if p.default is None or type(p.default) in _KINDS
+    }
+    return defaults | dict(params)
 
 
 def _fits(value: Json, default: Any) -> bool:
