@@ -448,6 +448,9 @@ def test_following_says_the_end_once_and_not_every_step(capsys: pytest.CaptureFi
                         "progress": {"epoch": i // 50, "epochs": 2, "loss": 1.0 / (i + 1)},
                     },
                 )
+            progress = {"epoch": 1, "epochs": 2, "loss": 0.01, "metrics": {"loss": 0.25}}
+            yield "job", {"status": "RUNNING", "reason": None, "progress": progress}
+            yield "job", {"status": "RUNNING", "reason": None, "progress": progress}
             yield "events", {"events": [{"kind": "finished", "message": "trained to the end"}]}
             yield "job", self.data
 
@@ -458,6 +461,7 @@ def test_following_says_the_end_once_and_not_every_step(capsys: pytest.CaptureFi
         "QUEUED: needs 8 CPUs, 2 free",
         "RUNNING epoch 1 of 2  batch loss 1",
         "RUNNING epoch 2 of 2  batch loss 0.0196",
+        "evaluation: loss 0.25",
         "job J is SUCCEEDED: trained to the end",
     ]
 

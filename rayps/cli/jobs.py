@@ -173,10 +173,15 @@ class _StatusLine:
         self._last = ""
         self._epoch: tuple[str, int] | None = None
         self._at = 0.0
+        self._evaluated: dict[str, float] = {}
 
     def update(self, data: JobAnswer) -> None:
         """Print what has changed in the newest data of the job."""
         progress = data.get("progress") or {}
+        evaluated = {} if data.get("spec", {}).get("run") else progress.get("metrics") or {}
+        if evaluated and evaluated != self._evaluated:
+            self._evaluated = dict(evaluated)
+            self._print(f"evaluation: {show.measures(evaluated)}")
         if data["status"] == Status.RUNNING and progress.get("epochs"):
             epoch = (data["status"], progress.get("epoch", 0))
             if progress.get("loss") is None or (

@@ -151,7 +151,13 @@ def table(columns: list[str], rows: Sequence[Sequence[Cell]], cut: tuple[str, ..
         found.add_row(
             *[cell if isinstance(cell, Text) else Text(plain(str(cell)) if terminal else str(cell)) for cell in row]
         )
-    console.print(found)
+    if terminal:
+        console.print(found)
+        return
+    with console.capture() as captured:
+        console.print(found)
+    for text in captured.get().rstrip("\n").split("\n"):
+        line(text.rstrip())
 
 
 def status(word: str) -> Text:
