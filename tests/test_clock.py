@@ -29,6 +29,12 @@ def test_the_bound_is_the_largest_lead_at_which_a_pull_is_served(staleness):
     assert clock.may_pull(0)
 
 
+def test_a_worker_that_repeats_a_push_pulls_by_its_own_count():
+    clock = Clock({0: 3, 1: 1}, 1)
+    assert not clock.may_pull(0) and clock.may_pull(0, 2)
+    assert not clock.may_pull(0, 3) and not clock.may_pull(0, 4)
+
+
 def test_without_a_bound_anyone_may_always_pull():
     clock = Clock(dict.fromkeys(range(2), 0), None)
     for step in range(1000):

@@ -90,12 +90,12 @@ def test_a_reader_that_vanishes_or_stays_too_long_lets_the_shards_go(house):  # 
     reader, pusher = joined(one, 0, timeout=0.5), joined(one, 1)
     began = time.monotonic()
     pusher.settle()
-    reader.session._stop_segments()
+    reader.session._stop_segments(0)
     pusher.push(ONES)
     pusher.settle()
     assert time.monotonic() - began >= 0.3  # held back until the reader's time was over
     again = joined(one, 0, timeout=600)
-    again.session._stop_segments()
+    again.session._stop_segments(0)
     again.close()  # dies while it holds them
     pusher.push(ONES)
     pusher.settle()
@@ -117,6 +117,34 @@ def test_a_push_cut_off_between_shards_is_named_by_who_waits_for_it(house):  # n
     new.push(ONES)  # completed
     found = moved(reader.pull())
     assert (found == 0.5).all()
+
+
+def test_a_replacement_repeats_a_push_although_the_bound_lets_nobody_so_far_ahead_pull(house):  # noqa: F811
+    """It died in its push: one shard counts it two ahead of rank 1, which waits for the other shard to have the push.
+
+    The replacement could not pull before rank 1 pushed, and rank 1 not before the replacement did.
+    """
+    one = house(2, 2, 1, plain)
+    first, slow = joined(one, 0), joined(one, 1, timeout=20.0)
+    slow.push(ONES)
+    slow.settle()
+    for _ in range(2):
+        first.push(ONES)
+    first.settle()
+    first.close()
+    one.loops[0].do(lambda shard: shard.push(0, 2, torch.ones(one.ranges[0][1], dtype=torch.float64), 1.0))
+    again = joined(one, 0, timeout=20.0)
+    assert again.step == 2
+
+    def work(rank):
+        if rank == 1:
+            return moved(slow.pull())
+        again.pull()
+        again.push(ONES)
+        return None
+
+    found = every(work, 2)[1]
+    assert (found == 2.0).all()  # three pushes of rank 0 and one of its own, each a half
 
 
 def test_a_shard_that_was_replaced_while_it_was_held_is_held_again(house, monkeypatch):  # noqa: F811

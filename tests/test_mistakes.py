@@ -205,7 +205,7 @@ def shared_memory():
 def test_a_mistake_ends_in_a_short_error(tmp_path, monkeypatch, work, kind, words):
     monkeypatch.chdir(tmp_path)
     gc.collect()
-    shared = shared_memory()
+    shared, threads = shared_memory(), set(threading.enumerate())
     children = {child.pid for child in psutil.Process().children(recursive=True)}
     with pytest.raises(kind) as caught:
         train(work(), workers=2, epochs=1)
@@ -218,7 +218,7 @@ def test_a_mistake_ends_in_a_short_error(tmp_path, monkeypatch, work, kind, word
     gc.collect()
     assert shared_memory() == shared
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= children
-    assert not [each for each in threading.enumerate() if each.name.startswith("worker-")]
+    assert not [each for each in set(threading.enumerate()) - threads if each.name.startswith("worker-")]
 
 
 # ---- models larger than the memory

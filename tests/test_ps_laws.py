@@ -307,10 +307,10 @@ def test_a_reader_that_vanishes_or_stays_too_long_lets_the_servers_go(cluster):
     options = {"staleness": None, "shards": 2, "replicas": 0, "cluster": cluster}
     with rayps.ServerGroup(torch.zeros(64), workers=2, timeout=1.0, **options) as shared:
         slow, pusher = shared.server(0), shared.server(1)
-        slow.session._stop_segments()
+        slow.session._stop_segments(0)
         pusher.push(torch.ones(64))
         pusher.settle()  # once the reader's time was over
-        slow.session._stop_segments()
+        slow.session._stop_segments(0)
         slow.session.hang_up()
         slow.close()  # dies while it holds them
         pusher.push(torch.ones(64))

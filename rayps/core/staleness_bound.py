@@ -28,9 +28,16 @@ class Clock:
         """Return how many rounds `rank` is ahead of the slowest rank."""
         return self.done[rank] - self.slowest
 
-    def may_pull(self, rank: int) -> bool:
-        """Return whether a pull of `rank` may be served now."""
-        return self.staleness is None or self.lead(rank) <= self.staleness
+    def may_pull(self, rank: int, step: int | None = None) -> bool:
+        """Return whether a pull of `rank` may be served now.
+
+        `step`: the number of rounds that the worker has pushed by its own count. It is below the clock if the worker
+        replaced one that died during a push: the worker must pull to repeat the push on the servers that lack it.
+        """
+        if self.staleness is None:
+            return True
+        lead = self.lead(rank)
+        return (lead if step is None else min(lead, step - self.slowest)) <= self.staleness
 
     def laggards(self) -> list[int]:
         """Return the ranks with the smallest clock: the other ranks wait for them."""

@@ -231,7 +231,7 @@ class Session:
         while True:
             breaks, began = self._connections.breaks, time.monotonic()
             try:
-                self._stop_segments()
+                self._stop_segments(step)
                 found = self.exchange(GroupMessage.PULL, pieces, step=step, outputs=outputs, rows=rows)
             except PeerTimeout as error:
                 if not error.data.get("behind") or time.monotonic() > deadline:
@@ -249,13 +249,13 @@ class Session:
                     seconds=self.timeout,
                 )
 
-    def _stop_segments(self) -> None:
+    def _stop_segments(self, step: int) -> None:
         """Make all dense segments stop after the same pushes.
 
         The first request is to segment 0 alone, whose server admits one reader at a time. A first request to two
         segments could go to two servers, and two readers could then wait for each other.
         """
-        pieces = self.exchange(GroupMessage.HOLD, {0: EMPTY}, step=1).pieces
+        pieces = self.exchange(GroupMessage.HOLD, {0: EMPTY}, step=step + 1).pieces
         others = dict.fromkeys(range(1, len(self.space.cuts)), EMPTY)
         if others:
             pieces |= self.exchange(GroupMessage.HOLD, others).pieces

@@ -39,8 +39,8 @@ class GroupMessage(enum.IntEnum):
     FLUSH = 9  # payload = head -> ACK, once all pushes of this rank are durable
     CHANGES = 10  # tables only; payload = head + versions (int64) -> VALUE: changes since these, as Arrow streams
     MARKS = 11  # payload = head -> VALUE: for each segment, the next step of each rank (int64)
-    # HOLD begins a consistent pull: from the answer on, pushes to these segments wait. With a = 1 the answer waits
-    # until the clock lets this rank pull
+    # HOLD begins a consistent pull: from the answer on, pushes to these segments wait. With a > 0 the answer waits
+    # until the clock lets this rank pull, which counts a - 1 pushes of its own
     HOLD = 12  # payload = head -> VALUE: for each segment, the number of applied steps of each rank (int64)
     # AIM: during a HOLD, apply the pushes below these steps nevertheless
     AIM = 13  # payload = head + a step for each rank (int64) -> ACK, once all these pushes are applied

@@ -305,8 +305,8 @@ class ServedSegment(Protocol):
     def replay(self, change: memoryview) -> None:
         """On a backup: apply one change that `push` or `pull` returned on the primary."""
 
-    def may_pull(self, rank: int) -> bool:
-        """Return whether a pull of `rank` may be served now."""
+    def may_pull(self, rank: int, step: int | None = None) -> bool:
+        """Return whether a pull of `rank`, which counts `step` pushes of its own, may be served now."""
 
     def laggards(self) -> list[int]:
         """Return the slowest ranks. Pulls of other ranks wait for the pushes of these ranks."""

@@ -233,7 +233,9 @@ class ConsistentReaders:
                 continue
             segments = {piece.segment: self._segment(piece.segment) for piece in request.pieces}
             if add_request is None:
-                if request.a and not all(segment.may_pull(request.peer.rank) for segment in segments.values()):
+                if request.a and not all(
+                    segment.may_pull(request.peer.rank, request.a - 1) for segment in segments.values()
+                ):
                     continue
                 add_request = self._hold = _Hold(request.peer, time.monotonic() + request.peer.patience, {})
             self._waiting.remove(request)

@@ -781,9 +781,9 @@ class DenseSegment:
 
     # ---- pulls
 
-    def may_pull(self, rank: int) -> bool:
-        """Return whether a pull of `rank` may be served now."""
-        return self._base is not None or self._shard.clock.may_pull(rank)
+    def may_pull(self, rank: int, step: int | None = None) -> bool:
+        """Return whether a pull of `rank`, which counts `step` pushes of its own, may be served now."""
+        return self._base is not None or self._shard.clock.may_pull(rank, step)
 
     def laggards(self) -> list[int]:
         """Return the slowest ranks. Pulls of other ranks wait for the pushes of these ranks."""

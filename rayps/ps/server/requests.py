@@ -516,7 +516,7 @@ class RequestHandler(PendingReplies):
         else:
             for assigned in touched:
                 segment = segment_of(assigned)
-                if not segment.may_pull(rank) or segment.marks().get(rank, 0) < request.a:
+                if not segment.may_pull(rank, request.a or None) or segment.marks().get(rank, 0) < request.a:
                     return False
             self._serve_pull(request, touched, shared)
         return True

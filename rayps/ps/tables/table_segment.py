@@ -264,9 +264,9 @@ class TableSegment:
         mark = self.ledger.marks[rank]
         return min(self._open.closed, mark) if self._open.gathers else mark
 
-    def may_pull(self, rank: int) -> bool:
-        """Return whether a pull of `rank` may be served now."""
-        return self.clock.may_pull(rank)
+    def may_pull(self, rank: int, step: int | None = None) -> bool:
+        """Return whether a pull of `rank`, which counts `step` pushes of its own, may be served now."""
+        return self.clock.may_pull(rank, step)
 
     def laggards(self) -> list[int]:
         """Return the slowest ranks, whose pushes the delayed pulls wait for."""
