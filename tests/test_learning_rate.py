@@ -156,7 +156,8 @@ def test_a_death_changes_nothing(strategy, victim, hook):
     law = train(
         Hooked(optimizer="momentum") if hook else Paced("onecycle", optimizer="momentum"), strategy, workers=2, steps=24
     )
-    assert distance(died(work, strategy, victim, 24).model(), law.model()) < EXACT
+    result = died(work, strategy, victim, 24)
+    assert distance(result.model(), law.model()) < EXACT, result.events
 
 
 class Hooked(Small):
