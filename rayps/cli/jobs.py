@@ -25,6 +25,13 @@ from rayps.service.rest_answers import CodeAnswer, JobAnswer
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="The job's id, as `rayps ls` shows it, or its beginning.")]
 Format = Annotated[Output, typer.Option("--output", "-o", help="table or json.")]
+Function = Annotated[
+    str | None,
+    typer.Option("--run", metavar="FILE:FUNCTION", help="In place of SPEC.yaml: a function with a loop of its own."),
+]
+Upload = Annotated[
+    bool, typer.Option(help="Pack the working directory and send it; --no-upload: a folder of the service's machine.")
+]
 FAILED = 1
 DETACHED = 130
 _PROGRESS_SECONDS = 5.0
@@ -40,10 +47,7 @@ def submit(
     file: Annotated[
         Path | None, typer.Argument(metavar="SPEC.yaml", help="The job: workload or run, strategy, workers, ...")
     ] = None,
-    run: Annotated[
-        str | None,
-        typer.Option(metavar="FILE:FUNCTION", help="In place of SPEC.yaml: a function with a loop of its own."),
-    ] = None,
+    run: Function = None,
     workers: Annotated[int | None, typer.Option(help="The number of workers.")] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Show the job's progress until it has ended; Ctrl-C detaches.")
@@ -78,10 +82,7 @@ def submit(
         Path | None,
         typer.Option(metavar="FILE", help="A requirements file, which pip installs for the job's processes."),
     ] = None,
-    upload: Annotated[
-        bool,
-        typer.Option(help="Pack the working directory and send it; --no-upload: a folder of the service's machine."),
-    ] = True,
+    upload: Upload = True,
     output: Format = Output.table,
 ) -> None:
     """Submit a job to the service."""

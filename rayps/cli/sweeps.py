@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rayps.cli import show
-from rayps.cli.jobs import Format
+from rayps.cli.jobs import Format, Function, Upload
 from rayps.cli.show import Output
 from rayps.cli.sparkline import sparkline
 from rayps.core.errors import ConfigError
@@ -33,10 +33,7 @@ def sweep(
     file: Annotated[
         Path | None, typer.Argument(metavar="SPEC.yaml", help="The job of which each value makes a variant.")
     ] = None,
-    run: Annotated[
-        str | None,
-        typer.Option(metavar="FILE:FUNCTION", help="In place of SPEC.yaml: a function with a loop of its own."),
-    ] = None,
+    run: Function = None,
     name: Annotated[
         str | None, typer.Option(help="The sweep's name (default: the workload or function and a number).")
     ] = None,
@@ -44,10 +41,7 @@ def sweep(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the file, e.g. --set params.lr=0.3."),
     ] = None,
-    upload: Annotated[
-        bool,
-        typer.Option(help="Pack the working directory and send it; --no-upload: a folder of the service's machine."),
-    ] = True,
+    upload: Upload = True,
     output: Format = Output.table,
 ) -> None:
     """Submit a job with several values of parameters or fields. If one job is refused, none is submitted."""

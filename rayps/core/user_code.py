@@ -7,13 +7,12 @@ exception as text, so that a job that waits for the thread can name the reason.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -137,7 +136,7 @@ def place_of(error: BaseException) -> str:
     own = [f for f in frames if "/site-packages/" not in f.filename] or frames
     if not own:
         return ""
-    with contextlib.suppress(OSError, ValueError):  # there may be no current directory
+    with suppress(OSError, ValueError):  # there may be no current directory
         return f" ({Path(own[-1].filename).relative_to(Path.cwd())}:{own[-1].lineno})"
     return f" ({own[-1].filename}:{own[-1].lineno})"
 

@@ -43,12 +43,7 @@ class BestCheckpoint(Callback):
         self._due: int | None = None  # the round of the best evaluation, until its checkpoint is kept
 
     def on_start(self, run: RunView) -> None:
-        """Refuse a run without a folder for checkpoints."""
-        if run.folder is None:
-            raise ConfigError(
-                "BestCheckpoint needs a folder for checkpoints: give checkpoint=FOLDER (--checkpoint DIR)",
-                field="checkpoint",
-            )
+        """Keep the best checkpoint of the run that this one resumes. The driver refuses a run without a folder."""
         if self.watch.best is not None:
             self._keep(run, self.watch.round, self.path)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from rayps.core.metrics import Totals, add_totals
 from rayps.core.user_code import user_code
 from rayps.data.base import Batch
-from rayps.workload.loss_result import LossResult, is_pair
+from rayps.workload.loss_result import LossResult, is_pair, whole
 
 Compute = Callable[[Batch], LossResult]  # the loss of one micro-batch
 Check = Callable[[Tensor], float]  # returns the value of a loss; raises an error if the loss is not a finite number
@@ -73,7 +73,7 @@ def accumulate(
                 divisor = divisor or (own if pairs else batch.size)
             factor = divisor / weight if pairs and weight else 1.0
             if number == len(parts) - 1 and weight and ready is not None:
-                ready(_whole(weight), factor / scale)
+                ready(whole(weight), factor / scale)
             if own:
                 share = divisor if pairs else divisor / own
                 loss = found.total if share == 1 else found.total / share
@@ -82,8 +82,4 @@ def accumulate(
     mean = total / weight if weight else math.nan
     if len(parts) == 1 and weight and not pairs:
         mean = value
-    return StepLoss(mean, _whole(weight), factor / scale, metrics)
-
-
-def _whole(weight: float) -> float:
-    return int(weight) if float(weight).is_integer() else weight
+    return StepLoss(mean, whole(weight), factor / scale, metrics)

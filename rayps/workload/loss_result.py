@@ -99,4 +99,9 @@ def _weight(given: object) -> float:
             f"loss(model, batch) returned a pair with the weight {what}: return (sum, weight) such as the sum of the "
             "tokens' losses and the number of tokens, a number of 0 or more"
         )
-    return int(number) if number.is_integer() else number
+    return whole(number)
+
+
+def whole(weight: float) -> float:
+    """Return a weight as an int if it is a whole number, such as a number of rows or tokens."""
+    return int(weight) if float(weight).is_integer() else weight

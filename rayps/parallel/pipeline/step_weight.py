@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rayps.comm.ring import Ring
 from rayps.workload.accumulate import StepLoss
-from rayps.workload.loss_result import LossResult, is_pair
+from rayps.workload.loss_result import LossResult, is_pair, whole
 
 
 class StepWeight:
@@ -61,4 +61,4 @@ class StepWeight:
         factor = self._divisor / weight if weight else 1.0
         if mean is not None:
             mean = mean * factor if weight else math.nan
-        return StepLoss(mean, int(weight) if weight.is_integer() else weight, factor)
+        return StepLoss(mean, whole(weight), factor)
