@@ -341,6 +341,11 @@ class TestOnRay:
         child(heads, "refused(lambda: port('auto'), 'several Rays run', PLAIN, GUARDED)")
         child(heads, "refused(lambda: port('auto'), 'RAY_ADDRESS is')", RAY_ADDRESS="ray://127.0.0.1:10001")
 
+    def test_a_token_in_the_home_does_not_hinder_a_ray_without_tokens(self, heads, tmp_path):
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text(secrets.token_hex(32))  # as a plain `ray.init()` leaves it
+        child(heads, "assert port(PLAIN) == at(PLAIN)", HOME=str(tmp_path))
+
     @pytest.mark.parametrize(
         ("given", "says"),
         [

@@ -728,9 +728,10 @@ def _joined(address: str, namespace: str, *, auto: bool) -> _Session:
     """Join the cluster at `host:port`."""
     environment = _Environment()
     _read_authentication()
-    has_token = _raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
-    if auto and "RAY_AUTH_MODE" not in os.environ and has_token:
-        os.environ["RAY_AUTH_MODE"] = "token"  # as ray.init(address="auto") does
+    if auto and "RAY_AUTH_MODE" not in os.environ:  # as ray.init(address="auto") does
+        # for "auto" only: this call loads the token of ~/.ray, and the process then refuses requests without it
+        if _raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+            os.environ["RAY_AUTH_MODE"] = "token"
         _read_authentication()
     _silence_death_reports()
     try:
