@@ -95,6 +95,22 @@ def test_the_cross_product_sets_fields_and_parameters() -> None:
     assert found[4].label == "lr=0.3 seed=1" and JOB["params"] == {"width": 8}
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "label"),
+    [
+        ("lr", [[None]], "lr=[[null]]"),
+        ("lr", {"name": 3}, 'lr={"name": 3}'),
+        ("strategy", [None], "strategy=[null]"),
+        ("strategy", [{"strategy": "admm"}, {"epochs": 2}], 'strategy=[{"strategy": "admm"}, {"epochs": 2}]'),
+        ("strategy", [{"strategy": "admm", "epochs": 2}, {"strategy": {"name": "s"}}], "strategy=2*admm > s"),
+        ("resources", {"gpu": 1}, 'resources={"gpu": 1}'),
+    ],
+)
+def test_each_value_has_a_label(name: str, value: Any, label: str) -> None:
+    (one,) = sweep_jobs(JOB, {name: [value]})
+    assert one.label == label
+
+
 def test_a_prefix_says_which_of_two_is_meant() -> None:
     one, two = sweep_jobs(JOB, {"params.seed": [1, 2], "job.seed": [7]})
     assert one.fields["params"] == {"width": 8, "seed": 1} and two.fields["params"]["seed"] == 2  # type: ignore[index]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -128,9 +129,21 @@ def _job(job: Mapping[str, Json], chosen: Mapping[tuple[str, str], Json]) -> Swe
 def _short(value: Json) -> str:
     if value is None or isinstance(value, bool):
         return {True: "true", False: "false", None: "none"}[value]
-    return (
-        written(value) if isinstance(value, (dict, list)) else f"{value:g}" if isinstance(value, float) else str(value)
-    )
+    if isinstance(value, (dict, list)):
+        return written(value) if _is_strategy(value) else json.dumps(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _is_strategy(value: Json) -> bool:
+    """Return whether a value has the wire form of a strategy, or of a list of phases."""
+    if isinstance(value, list):
+        phases = [each.get("strategy") if isinstance(each, dict) else None for each in value]
+        return bool(phases) and all(isinstance(each, str) or _is_strategy_dict(each) for each in phases)
+    return _is_strategy_dict(value)
+
+
+def _is_strategy_dict(value: Json) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("name"), str)
 
 
 def job_name(base: str, label: str) -> str:
