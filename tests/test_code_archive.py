@@ -9,7 +9,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rayps.core.code_archive import ArchiveEntry, hash_of, leaves, read, unpack, write
@@ -114,13 +114,21 @@ def test_nested_patterns_and_negation_select_the_files_that_git_selects(tmp_path
 
 
 PATTERNS = st.lists(
-    st.sampled_from(["*.x", "!*.x", "a/", "!a/", "/b", "b/*", "!b/c", "**/c", "c/**", "!c", "# text", "a/b", "!/a/b/"]),
+    st.sampled_from(
+        [
+            *("*.x", "!*.x", "a/", "!a/", "/b", "b/*", "!b/c", "**/c", "c/**", "!c", "# text", "a/b", "!/a/b/"),
+            *("*", "!*/", "**", "**/b/", "d/", "!d/a", "d/**", "?", "[ab]"),
+        ]
+    ),
     max_size=5,
 )
 
 
 @settings(max_examples=40, deadline=None)
 @given(top=PATTERNS, below=PATTERNS)
+@example(top=["a/b", "!a/"], below=[])  # the second pattern adds the folder a, not its folder b
+@example(top=["d/**"], below=["!*.x"])  # d itself is kept, so that its own patterns count
+@example(top=[], below=["a/", "!*/"])
 def test_any_patterns_select_what_git_selects(tmp_path_factory: pytest.TempPathFactory, top, below) -> None:
     root = tmp_path_factory.mktemp("patterns")
     names = ["a/b/c", "a/c", "a/1.x", "b/c", "b/2.x", "c/d", "3.x", "d/a/4", "d/b/5", "d/c.x", "e"]

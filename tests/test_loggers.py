@@ -13,6 +13,7 @@ from conftest import missing
 from small_work import Small, train
 
 import rayps
+from rayps.cluster.local import until
 from rayps.core.errors import ConfigError
 from rayps.loggers.background import Background
 from rayps.loggers.logger import Logger, needed, numbers_of
@@ -154,15 +155,21 @@ def test_an_offline_run_of_wandb_has_the_numbers(tmp_path, monkeypatch):
     result = train(Sized(), workers=2, epochs=2, callbacks=[logger])
     assert not [e for e in result.events if e["kind"] == "warning" and "WandB" in e["message"]]
     [file] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    losses = {}
-    for data in records_of(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            row = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
-            if "train/loss" in row:
-                losses[int(row["round"])] = float(row["train/loss"])
-    assert losses == pytest.approx(dict(enumerate(result.history["loss"].to_pylist(), 1)))
+
+    def read_losses():
+        losses = {}
+        for data in records_of(file.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "history":
+                row = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+                if "train/loss" in row:
+                    losses[int(row["round"])] = float(row["train/loss"])
+        return losses
+
+    expected = result.history["loss"].to_pylist()
+    until(lambda: len(read_losses()) == len(expected), 60)  # W&B's process writes the file after the run has ended
+    assert read_losses() == pytest.approx(dict(enumerate(expected, 1)))
 
 
 # ---- MLflow

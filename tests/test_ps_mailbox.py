@@ -265,8 +265,9 @@ def test_messages_that_arrive_with_the_memory_of_a_mailbox_are_served(group, mon
     sent, waiting, asked = threading.Event(), set(), Mailboxes.asked
 
     def asked_late(boxes):
-        waiting.add(boxes)
-        assert sent.wait(SECONDS)
+        if boxes._open:  # not a server of another test that still ends
+            waiting.add(boxes)
+            assert sent.wait(SECONDS)
         return asked(boxes)
 
     monkeypatch.setattr(Mailboxes, "asked", asked_late)

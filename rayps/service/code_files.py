@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pathspec import GitIgnoreSpec
+from pathspec import GitIgnoreSpec, RegexPattern
 
 from rayps.core.code_archive import MOST_FILES, ArchiveEntry, hash_of, leaves, write
 from rayps.core.errors import ConfigError
@@ -28,6 +29,7 @@ _NEVER = (
 )
 # a folder with one of these is a virtual environment, or the state of a service, which has its token
 _ENVIRONMENT = ("pyvenv.cfg", "conda-meta", "rayps.db", "service.lock")
+_SLASH = "ps_d"  # in a pattern of pathspec: the slash after the folder that the pattern has matched
 _MOST_VISITED = 200_000  # files that are looked at
 _LISTED = 5  # largest files that an error names
 MEGABYTE = 1_000_000
@@ -171,14 +173,34 @@ class _Rules:
         for found in (self._ours, self._git):
             for prefix in reversed(prefixes):  # the patterns of the deepest folder decide first
                 if prefix in found:
-                    ignored = found[prefix].check_file(text.removeprefix(prefix)).include
+                    ignored = _ignores(found[prefix], text.removeprefix(prefix))
                     if ignored is not None:
                         return not ignored
         for above, spec in self._above:
-            ignored = spec.check_file(above + text).include
+            ignored = _ignores(spec, above + text)
             if ignored is not None:
                 return not ignored
         return True
+
+
+def _ignores(spec: GitIgnoreSpec, path: str) -> bool | None:
+    """Return whether the last pattern that matches `path` ignores it; None if no pattern matches.
+
+    As in Git, a pattern that matches only a folder above `path` does not count: `!a/` does not add `a/b`. The path of a
+    folder ends with a slash.
+    """
+    for pattern in reversed(list(spec.patterns)):
+        regex = pattern.regex if isinstance(pattern, RegexPattern) else None
+        if regex is not None and any(_is_of(match, path) for match in regex.finditer(path)):
+            return bool(pattern.include)
+    return None
+
+
+def _is_of(match: re.Match[str], path: str) -> bool:
+    """Return whether a pattern has matched `path` itself: neither a folder above, nor only what is in this folder."""
+    if _SLASH in match.re.groupindex:
+        return match.end(_SLASH) in (-1, len(path))
+    return not (path.endswith("/") and match.end() == len(path))  # such as d/**, which leaves d itself
 
 
 def _lines(file: Path) -> list[str]:
