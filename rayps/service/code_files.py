@@ -127,15 +127,34 @@ def is_secret(path: str) -> bool:
     return any(fnmatch.fnmatchcase(part, pattern) for part in path.lower().split("/") for pattern in _SECRETS)
 
 
+class _Patterns:
+    """The patterns of one ignore file."""
+
+    def __init__(self, spec: GitIgnoreSpec) -> None:
+        patterns = [each for each in spec.patterns if isinstance(each, RegexPattern)]
+        self._last_first = [(each.regex, bool(each.include)) for each in reversed(patterns) if each.regex is not None]
+
+    def ignores(self, path: str) -> bool | None:
+        """Return whether the last pattern that matches `path` ignores it; None if no pattern matches.
+
+        As in Git, a pattern that matches only a folder above `path` does not count: `!a/` does not add `a/b`. The path
+        of a folder ends with a slash.
+        """
+        for regex, ignored in self._last_first:
+            for match in regex.finditer(path):
+                if _is_of(match, path):
+                    return ignored
+        return None
+
+
 class _Rules:
     """The patterns of the ignore files that were read so far; folders are entered from the top down."""
 
     def __init__(self, folder: Path) -> None:
-        self._spec = GitIgnoreSpec
         self._folder = folder
-        self._git: dict[str, GitIgnoreSpec] = {}  # from a folder's prefix such as "src/" to its patterns
-        self._ours: dict[str, GitIgnoreSpec] = {}
-        self._above: list[tuple[str, GitIgnoreSpec]] = []  # the path from the spec's folder to `folder`, and patterns
+        self._git: dict[str, _Patterns] = {}  # from a folder's prefix such as "src/" to its patterns
+        self._ours: dict[str, _Patterns] = {}
+        self._above: list[tuple[str, _Patterns]] = []  # the path from the spec's folder to `folder`, and patterns
         self._read_above()
 
     def _read_above(self) -> None:
@@ -149,9 +168,9 @@ class _Rules:
             if each == root:
                 files.insert(0, root / ".git" / "info" / "exclude")
             for file in reversed(files):
-                spec = self._spec.from_lines(_lines(file))
+                spec = GitIgnoreSpec.from_lines(_lines(file))
                 if not (prefix and spec.check_file(prefix).include):  # it ignores the working directory itself
-                    self._above.append((prefix, spec))
+                    self._above.append((prefix, _Patterns(spec)))
             if each == root:
                 return
             prefix = f"{each.name}/{prefix}"
@@ -161,7 +180,7 @@ class _Rules:
         for name, found in ((".gitignore", self._git), (".raypsignore", self._ours)):
             lines = _lines(self._folder / prefix / name)
             if lines:
-                found[prefix] = self._spec.from_lines(lines)
+                found[prefix] = _Patterns(GitIgnoreSpec.from_lines(lines))
 
     def keeps(self, path: str, *, folder: bool) -> bool:
         """Return whether a file, or the content of a folder, is code by the patterns that apply to its path."""
@@ -173,27 +192,14 @@ class _Rules:
         for found in (self._ours, self._git):
             for prefix in reversed(prefixes):  # the patterns of the deepest folder decide first
                 if prefix in found:
-                    ignored = _ignores(found[prefix], text.removeprefix(prefix))
+                    ignored = found[prefix].ignores(text.removeprefix(prefix))
                     if ignored is not None:
                         return not ignored
-        for above, spec in self._above:
-            ignored = _ignores(spec, above + text)
+        for above, patterns in self._above:
+            ignored = patterns.ignores(above + text)
             if ignored is not None:
                 return not ignored
         return True
-
-
-def _ignores(spec: GitIgnoreSpec, path: str) -> bool | None:
-    """Return whether the last pattern that matches `path` ignores it; None if no pattern matches.
-
-    As in Git, a pattern that matches only a folder above `path` does not count: `!a/` does not add `a/b`. The path of a
-    folder ends with a slash.
-    """
-    for pattern in reversed(list(spec.patterns)):
-        regex = pattern.regex if isinstance(pattern, RegexPattern) else None
-        if regex is not None and any(_is_of(match, path) for match in regex.finditer(path)):
-            return bool(pattern.include)
-    return None
 
 
 def _is_of(match: re.Match[str], path: str) -> bool:
