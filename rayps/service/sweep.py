@@ -137,13 +137,8 @@ def _short(value: Json) -> str:
 def _is_strategy(value: Json) -> bool:
     """Return whether a value has the wire form of a strategy, or of a list of phases."""
     if isinstance(value, list):
-        phases = [each.get("strategy") if isinstance(each, dict) else None for each in value]
-        return bool(phases) and all(isinstance(each, str) or _is_strategy_dict(each) for each in phases)
-    return _is_strategy_dict(value)
-
-
-def _is_strategy_dict(value: Json) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("name"), str)
+        return bool(value) and all(isinstance(each, dict) and _is_strategy(each.get("strategy")) for each in value)
+    return isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("name"), str))
 
 
 def job_name(base: str, label: str) -> str:
