@@ -31,8 +31,8 @@ def bound(name, x):
     if name == "int8":
         blocks = [block.max().expand_as(block) for block in wide.split(BLOCK)] if x.numel() else [wide]
         most = torch.cat(blocks)
-        eps = max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)  # elements are divided in float32
-        return most * (0.5 / 127 + 2**-9 * eps**0.5 + eps) + 1e-37
+        eps = torch.finfo(x.dtype).eps
+        return most * (0.5 / 127 + 2**-9 * eps**0.5 + max(eps, 2**-23)) + 1e-37  # elements are divided in float32
     k = codec(name).size(x.numel()) // 8
     left_out = wide.sort().values[: x.numel() - k]
     return torch.full_like(wide, left_out.max().item() if left_out.numel() else 0.0)
