@@ -284,6 +284,23 @@ def test_a_state_made_by_a_client():
     assert again.moments["b"]["momentum_buffer"].shape == (7,)
 
 
+def test_a_checkpoint_in_the_middle_of_a_round_does_not_count_the_open_pushes():
+    """A segment that begins with it accepts these pushes again, and ends where the first one ends."""
+    segment, again = loaded(made("bsp", "momentum")), made("bsp", "momentum")
+    for step in range(3):
+        for rank in range(WORKERS):
+            segment.push(rank, step, 1.0, data(rank, step))
+    for rank in (0, 2):
+        segment.push(rank, 3, 1.0, data(rank, 3))
+    part = part_of(segment.dump(), 3, segment.extent.lo)
+    assert part.done == {0: 3, 1: 3, 2: 3}
+    again.load(state_of(part.params, segment.extent.layout, segment.extent.lo, moments=part.moments, marks=part.ledger))
+    for rank in range(WORKERS):
+        again.push(rank, 3, 1.0, data(rank, 3))
+    segment.push(1, 3, 1.0, data(1, 3))
+    assert bits(again) == bits(segment)
+
+
 def test_kept_states_are_of_their_round_and_travel():
     segment = loaded(made("bsp", "momentum"))
     segment.keep([2, 3])

@@ -16,7 +16,7 @@ from rayps.core.errors import ConfigError, NotFound, RaypsError, WorkloadError
 from rayps.core.job_status import Status
 from rayps.core.repeated_pushes import Ledger
 from rayps.core.user_module import pack
-from rayps.ps.column_space import first_state
+from rayps.ps.column_space import Collector, first_state
 from rayps.ps.group import start
 from rayps.ps.job_space import JobSpace
 from rayps.ps.protocol.space import Space
@@ -207,6 +207,35 @@ def test_without_copies_what_is_lost_comes_back_from_the_last_checkpoint_and_the
     assert result.history.column("round").to_pylist() == list(range(40))
     if staleness == 0:
         assert same(result, fixed)
+
+
+class Uneven(Small):
+    """In each round the third call of `loss` takes longer, so that two workers have pushed when the third begins."""
+
+    def loss(self, model, batch):
+        seen = importlib.import_module("small_work").SEEN
+        if seen[self.tag] % 3 == 2:
+            time.sleep(0.05)
+        return super().loss(model, batch)
+
+
+def test_a_checkpoint_in_the_middle_of_a_round_restores_lost_segments_exactly(cluster, tag, monkeypatch):
+    fetch = Collector._fetch
+
+    def late(collector, session, rounds):  # the request arrives after two of the three pushes of the next round
+        assert until(lambda: SEEN[tag] >= 3 * rounds + 2, 30)
+        time.sleep(0.02)
+        fetch(collector, session, rounds)
+
+    work = Uneven(n=90, tag=tag)
+    fixed = train(work, ParameterServer(shards=2), cluster, epochs=4)
+    SEEN.clear()
+    monkeypatch.setattr(Collector, "_fetch", late)
+    cluster.kill_when(tag, 24, ("ServerActor", "server-1"))
+    strategy = ParameterServer(shards=2, staleness=0, replicas=0)
+    result = train(work, strategy, cluster, checkpoint_every=2, epochs=4)
+    assert "restored" in kinds(result)
+    assert same(result, fixed)
 
 
 class Slots(torch.nn.Module):

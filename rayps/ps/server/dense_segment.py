@@ -320,6 +320,11 @@ class ShardState:
     kept: dict[int, bytes] = field(default_factory=dict)  # round -> retained state
     wanted: list[int] = field(default_factory=list)  # rounds after which a state was requested
 
+    def applied(self) -> Ledger:
+        """Return the ledger of the pushes that the parameters contain: without those of open rounds."""
+        first = min((step for step, *_ in self.pushes), default=None)
+        return self.ledger if first is None else Ledger(min(mark, first) for mark in self.ledger.marks.values())
+
     def pack(self) -> bytes:
         """Encode the state; see `rayps.tensors.packing`."""
         tensors = [self.params.detach().reshape(-1)]
@@ -961,6 +966,10 @@ def state_of(
 
 
 def part_of(state: Buffer, rounds: int, lo: int) -> ShardPart:
-    """Return a dense segment's state as a shard's share of a checkpoint. Raises CheckpointError if it is truncated."""
+    """Return a dense segment's state as a shard's share of a checkpoint.
+
+    The parameters do not contain the pushes of open rounds, so the ledger does not count them: workers repeat them.
+    Raises CheckpointError if the state is truncated.
+    """
     found = ShardState.unpack(state)
-    return ShardPart(rounds, lo, found.params.clone(), found.moments, found.ledger)
+    return ShardPart(rounds, lo, found.params.clone(), found.moments, found.applied())
