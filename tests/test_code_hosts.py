@@ -169,7 +169,9 @@ def test_workers_on_a_host_without_a_shared_folder_get_code_data_and_packages(
     subprocess.run(at, env=env, input=packed, check=True)
     for host in (0, 1):
         assert machines.run(host, "sh", "-c", "test ! -e /tmp/project && echo absent") == "absent\n"
-    token = machines.run(0, "cat", "/tmp/state/token").strip()
+    # the port listens before the service has written its token
+    wait = "for n in $(seq 600); do test -s /tmp/state/token && exec cat /tmp/state/token; sleep 0.1; done; exit 1"
+    token = machines.run(0, "sh", "-c", wait).strip()
     user = {"RAYPS_URL": f"http://{head}:8420", "RAYPS_TOKEN": token}
     options = {
         "workload": "src/line.py:Needs",

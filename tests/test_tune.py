@@ -23,6 +23,7 @@ def trial(config):
     import ray, torch, rayps
 
     def train_fn(lr: float = 0.1):
+        torch.manual_seed(0)  # both trials start at the same parameters, so that their losses compare
         model = torch.nn.Linear(3, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
         rayps.wrap(model, optimizer)

@@ -55,7 +55,7 @@ def test_a_round_of_clients_says_who_counted_and_why_others_did_not(tab: Tab, fa
     assert "update is not finite" in page.inner_text("#cohorts .card-foot")
     assert "Simulated attack: sign_flip(clients=2,scale=5)" in page.inner_text("#cohorts")
     page.click("#cohorts >> text=As a table")
-    assert page.locator("#cohorts table.plain tbody tr").count() == 20
+    until("the table", lambda: page.locator("#cohorts table.plain tbody tr").count() == 20)
     assert page.locator("#events li").count() < 10  # rounds of clients are no lines among the events
 
 
