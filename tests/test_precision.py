@@ -47,6 +47,13 @@ class Paced(Half):
         return lambda step: 0.8**step
 
 
+class MeanOfGradients(rayps.Strategy):
+    """The example of `rayps.Strategy`: `grad` and `ring.mean` in place of `mean_grad`."""
+
+    def round(self, w):
+        w.step(w.ring.mean(w.grad(w.batch())))
+
+
 def dealt(work, workers, epochs):
     """For each step: the workers' batches."""
     data = work.data()
@@ -139,7 +146,9 @@ def test_fp16_on_one_worker_is_a_grad_scaler(strategy, clip):
 
 
 @pytest.mark.parametrize(
-    "strategy", [AllReduce(), AllReduce(bucket_mb=1e-4), AllReduce(compression="top_k:1.0")], ids=str
+    "strategy",
+    [AllReduce(), AllReduce(bucket_mb=1e-4), AllReduce(compression="top_k:1.0"), MeanOfGradients()],
+    ids=lambda strategy: strategy.name,
 )
 def test_fp16_in_step_skips_on_all_workers(strategy):
     """Worker by worker in plain torch, with one scale for all: a gradient that overflows anywhere skips the step."""

@@ -226,6 +226,19 @@ def test_a_function_travels_too(folder: Path) -> None:
     assert unpack(content)(4) == 8
 
 
+def test_the_code_of_a_function_names_its_file_after_the_travel(folder: Path) -> None:
+    """cloudpickle 3.1.3 replaces the name by "<dynamic-code>", and errors of workers would not name the file."""
+
+    def outer() -> str:
+        return (lambda: "inner")()
+
+    found = unpack(pack(outer))
+    codes = [found.__code__, *(each for each in found.__code__.co_consts if hasattr(each, "co_filename"))]
+    assert [code.co_filename for code in codes] == [__file__] * 2
+    kind = unpack(pack(load("line.py:Line", str(folder)))).__class__
+    assert kind.model.__code__.co_filename == str(folder / "line.py")
+
+
 def test_what_cannot_be_sent_is_refused(folder: Path) -> None:
     found = load("line:Line", str(folder))
     found.lock = threading.Lock()  # type: ignore[attr-defined]

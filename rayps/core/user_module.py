@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import io
 import linecache
 import pickle
 import site
@@ -20,10 +21,11 @@ import sysconfig
 import threading
 import traceback
 import weakref
+from collections import ChainMap
 from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType, ModuleType
-from typing import Any, cast
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, ClassVar, cast
 
 import cloudpickle
 
@@ -182,6 +184,25 @@ def _where(error: BaseException) -> str:
     return f"\nin {mine[-1].filename}:{mine[-1].lineno}: {mine[-1].line}" if mine else ""
 
 
+def _code(code: CodeType) -> tuple[Callable[..., CodeType], tuple[Any, ...]]:
+    _, args = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return _code_of_file, (code.co_filename, *args)
+
+
+def _code_of_file(file: str, *args: Any) -> CodeType:
+    return CodeType(*args).replace(co_filename=file)
+
+
+class SourcePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles as cloudpickle does, and keeps the name of the file of each function's code.
+
+    cloudpickle from 3.1.3 on replaces this name by "<dynamic-code>". An error of the user's code in another process
+    would then not name the file.
+    """
+
+    dispatch_table: ClassVar[ChainMap[Any, Any]] = ChainMap({CodeType: _code}, cloudpickle.Pickler.dispatch_table)
+
+
 def pack(workload: Any) -> bytes:
     """Pickle a workload, a training function or a class, and include the user's modules in the bytes.
 
@@ -194,7 +215,9 @@ def pack(workload: Any) -> bytes:
         for module in modules:
             cloudpickle.register_pickle_by_value(module)
         try:
-            return bytes(cloudpickle.dumps(workload))
+            packed = io.BytesIO()
+            SourcePickler(packed).dump(workload)
+            return packed.getvalue()
         except (Exception, SystemExit) as error:
             raise WorkloadError(
                 f"{_name(workload)} cannot be sent to workers: {type(error).__name__}: {error}\n"

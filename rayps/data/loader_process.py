@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from rayps.core.errors import RaypsError
-from rayps.core.user_module import unpack
+from rayps.core.user_module import SourcePickler, unpack
 from rayps.data.base import Batch, Data, Place, Position
 
 _COUNT = struct.Struct("<QQ")  # bytes of the pickle, number of buffers
@@ -90,7 +90,7 @@ def _exactly(file: IO[bytes], size: int) -> bytearray:
     return found
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(SourcePickler):
     """Pickles the bytes of plain tensors as buffers, and classes of the user's modules by value."""
 
     def __init__(self, file: IO[bytes], protocol: int, buffer_callback: Any) -> None:

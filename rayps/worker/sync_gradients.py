@@ -64,11 +64,20 @@ class SyncWorker(RingWorker):
     def grad(self, batch: Batch) -> Gradient:
         """Return the gradient as `Worker.grad` does.
 
-        In the next `step` every parameter has a gradient, which is zero if backward has computed none.
+        In the next `step` every parameter has a gradient, which is zero if backward has computed none. In fp16 all
+        workers must call this together: if the gradient of one has overflowed, the gradient of each is zero, with 0
+        samples, and the next `step` does nothing. Also raises LinkError if a connection fails.
         """
         self._skip(())
         self._take_part(batch)
-        return self._gradient(batch)[0]  # after an overflow it has no samples, and the step by the others' is taken
+        gradient = self._gradient(batch)[0]
+        if self.scaling.scale is not None:
+            overflow = self.means.exact_ring.max(torch.tensor([self.scaling.overflow], dtype=torch.uint8))
+            self._decide(bool(overflow), all_ranks=True)
+            if self.scaling.skips:
+                gradient.packed.zero_()
+                gradient.samples = 0
+        return gradient
 
     def mean_grad(self, batch: Batch) -> Tensor:
         """Return `ring.mean(grad(batch))`, read-only. It is computed in buckets that are sent while backward continues.
