@@ -1,6 +1,9 @@
 """Learning-rate schedules: under every strategy the rate of a step is the one that plain torch has at that step."""
 
 import importlib
+import json
+import struct
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,14 +17,20 @@ import rayps
 from rayps import ADMM, AllReduce, DiLoCo, Downpour, FedAvg, Hogwild, LocalSGD, ParameterServer, Pipeline
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import WorkloadError
+from rayps.core.phase_rounds import Boundary
+from rayps.core.repeated_pushes import Ledger
+from rayps.core.topology import Servers, servers_of
 from rayps.ps.protocol.pieces import Extent
 from rayps.ps.protocol.space import Space, SparseTable
-from rayps.ps.server.dense_segment import DenseSegment, Shard
+from rayps.ps.server.dense_segment import DenseSegment, Shard, part_of
 from rayps.ps.tables.row_optimizers import Scheduled
 from rayps.ps.tables.table_segment import TableSegment
 from rayps.ps.tables.wire_format import encode_push
+from rayps.strategies.base import Strategy
 from rayps.tensors import checkpoint, learning_rate
+from rayps.tensors.checkpoint import SavedState
 from rayps.tensors.flat import Layout
+from rayps.tensors.snapshot import Snapshot
 
 EXACT = 1e-12
 FIXED = ParameterServer(shards=2)
@@ -342,6 +351,88 @@ def test_late_and_repeated_pushes_get_the_rate_of_their_round(elastic):
     shards = [one.shard, copy.shard] if elastic else [one]
     for shard in shards:
         assert shard.params.item() == pytest.approx(law, abs=1e-14)
+
+
+class SumOf(Strategy):
+    """Needs each push of a round: its step is the sum of those with a weight."""
+
+    topology = Servers()
+
+    def on_round(self, shard, values, weights):
+        found = [value for value, weight in zip(values, weights, strict=True) if weight]
+        if found:
+            shard.step(sum(found))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [ParameterServer(staleness=0), SumOf(), ParameterServer(staleness=3), ParameterServer(staleness=None), Downpour()],
+    ids=str,
+)
+def test_a_segment_counts_the_steps_that_are_skipped_in_fp16_wherever_it_is(strategy):
+    """A backup that begins at any push, a segment that is moved after each, and a checkpoint give the same rates."""
+    layout = Layout.of([("w", torch.zeros(1, dtype=torch.float64))])
+    space = Space("s", 0, 2, strategy, layout, ((0, 1),))
+    made = replace(recipe(), skips=True)
+    pairs = (
+        "grad grad, skip skip, grad skip, none grad, skip none, none none, grad skip, skip skip, skip grad, grad grad"
+    )
+    rounds = [pair.split() for pair in pairs.split(", ")]  # of ranks 0 and 1; "none": a batch without rows
+    one, moved = DenseSegment(space, 0, made), DenseSegment(space, 0, made)
+    one.keep([4, 9])
+    copies, law, skipped = [], 0.0, [0, 0]
+    in_step = servers_of(strategy).in_step
+    for step, kinds in enumerate(rounds):
+        values = {rank: 2.0 + rank + step for rank, kind in enumerate(kinds) if kind == "grad"}
+        if in_step:
+            total = sum(values.values()) / (1 if isinstance(strategy, SumOf) else max(1, len(values)))
+            law -= total * 0.9 ** (step - skipped[0])
+            skipped = [count + ("skip" in kinds and not values) for count in skipped]
+        for rank, kind in enumerate(kinds):
+            if not in_step and kind == "grad":
+                law -= values[rank] / (1 if isinstance(strategy, Downpour) else 2) * 0.9 ** (step - skipped[rank])
+            data = b"" if kind == "skip" else struct.pack("d", values.get(rank, 0.0))
+            copies.append(DenseSegment(space, 0, made))
+            copies[-1].load(one.dump())
+            for change in one.push(rank, step, float(kind == "grad"), memoryview(bytearray(data))):
+                for copy in copies:
+                    copy.replay(memoryview(change))
+            moved.push(rank, step, float(kind == "grad"), memoryview(bytearray(data)))
+            state, moved = moved.dump(), DenseSegment(space, 0, made)
+            moved.load(state)
+            skipped[rank] += not in_step and kind == "skip"
+    counts = dict(enumerate(skipped))
+    for segment in (one, moved, *copies):
+        assert segment.shard.params.item() == pytest.approx(law, abs=1e-12)
+        assert segment.ledger.skipped == counts
+    for kept in (4, 9):
+        part = part_of(one.part(kept), kept, 0)
+        snapshot = Snapshot(layout, part.params, part.moments, positions=[kept] * 2, ledgers=[(0, 1, part.ledger)])
+        state = SavedState(snapshot.to_state().tensors, json.loads(json.dumps(snapshot.to_state().meta)))
+        snapshot = Snapshot.from_state(state)
+        again = DenseSegment(space, 0, made)
+        again.begin(snapshot.params, snapshot.ledger(0, 1), snapshot.moments, Boundary(0, -1))
+        assert snapshot.skipped == again.ledger.skipped[0]
+        for step, kinds in list(enumerate(rounds))[kept:]:
+            for rank, kind in enumerate(kinds):
+                data = b"" if kind == "skip" else struct.pack("d", 2.0 + rank + step if kind == "grad" else 0.0)
+                again.push(rank, step, float(kind == "grad"), memoryview(bytearray(data)))
+        assert again.shard.params.item() == pytest.approx(law, abs=1e-12) and again.ledger.skipped == counts
+
+
+def test_servers_of_another_schedule_count_no_steps():
+    layout = Layout.of([("w", torch.zeros(1, dtype=torch.float64))])
+    space = Space("s", 0, 1, ParameterServer(), layout, ((0, 1),))
+    for factory in (recipe(), lambda p: torch.optim.SGD(p, lr=1.0)):
+        one = DenseSegment(space, 0, factory)
+        one.begin(torch.zeros(1, dtype=torch.float64), Ledger([3], skipped={0: 2}), {}, Boundary(0, -1))
+        one.push(0, 3, 0.0, memoryview(b""))
+        assert one.ledger == Ledger([4])
+    assert not learning_rate.recipe_of(Paced()).skips
+    for precision, every, skips in (("fp16", "step", True), ("fp16", "epoch", False), ("bf16", "step", False)):
+        work = Paced(every=every)
+        work.precision = precision
+        assert learning_rate.recipe_of(work).skips is skips
 
 
 # ---- apart, federated, tables

@@ -55,6 +55,17 @@ def test_it_is_saved_and_loaded_as_plain_data(pushes):
     assert Ledger.from_json(data) != ledger
 
 
+def test_skipped_steps_are_counted_where_they_are_counted():
+    ledger = Ledger([4, 2], {1: [5]}, {0: 3, 1: 1})
+    assert Ledger.from_json(ledger.to_json()) == ledger == ledger.copy() != Ledger([4, 2], {1: [5]})
+    assert "skipped" not in Ledger([4, 2]).to_json()  # as in the states of earlier versions
+    assert Ledger.from_json({"marks": [4, 2], "above": {}}).skipped is None
+    ledger.copy().skipped[0] = 9
+    assert ledger.skipped == {0: 3, 1: 1}
+    assert union([ledger, Ledger([5, 2]), Ledger([3, 3], skipped={0: 2, 1: 2})]).skipped == {0: 3, 1: 2}
+    assert union([Ledger([4, 2]), Ledger([5, 2])]).skipped is None
+
+
 @given(PUSHES, st.integers(0, 2), st.integers(0, 15))
 def test_what_nobody_has_any_more_is_skipped_and_counted(pushes, rank, step):
     ledger = filed(pushes)
@@ -96,6 +107,8 @@ def test_anywhere_is_what_one_of_them_has(several):
         None,
         {"marks": [1], "above": {"7": [2]}},
         {"marks": [1], "above": [3]},
+        {"marks": [1], "above": {}, "skipped": [1, 2]},
+        {"marks": [1], "above": {}, "skipped": ["x"]},
     ],
 )
 def test_what_is_no_ledger_is_refused(data):

@@ -1,15 +1,20 @@
 """Precision: bf16 is plain torch under autocast, and fp16 is a plain loop with `torch.amp.GradScaler`."""
 
 import copy
+import importlib
+import time
 
 import pytest
 import torch
-from small_work import OPTIMIZERS, Small, distance, rows, train, vector
+from small_work import OPTIMIZERS, Small, Watched, distance, rows, train, vector
 from torch import nn
 
 import rayps
 from rayps import AllReduce, DiLoCo, Downpour, FedAvg, Hogwild, LocalSGD, ParallelSGD, ParameterServer
+from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ConfigError, TrainingError
+from rayps.ps.group import start
+from rayps.tensors import checkpoint
 from rayps.tensors.loss_scale import INTERVAL, LossScale
 
 LOUD = (3, 4, 9)  # rows in the data whose losses are so large that gradients overflow in fp16 at a scale above 2^7
@@ -228,12 +233,156 @@ def test_a_server_ignores_a_skipped_push():
     assert distance(result.model(), model) < 1e-6
 
 
-@pytest.mark.parametrize("strategy", [AllReduce(), LocalSGD(period=4)], ids=str)
+SERVERS = [
+    ParameterServer(),
+    ParameterServer(shards=2),
+    ParameterServer(shards=2, replicas=1),
+    ParameterServer(staleness=3),
+    ParameterServer(shards=2, staleness=None, compression="top_k:1.0"),
+    ParameterServer(shards=2, staleness=None),
+    ParameterServer(shards=2, staleness=None, replicas=1),
+    Downpour(),
+    Downpour(shards=2),
+]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        AllReduce(),
+        LocalSGD(period=4),
+        Hogwild(),
+        *SERVERS,
+        [(1, ParameterServer(staleness=3)), AllReduce()],
+        [(1, AllReduce()), Downpour()],
+        [(1, LocalSGD(period=4)), ParameterServer(shards=2)],
+    ],
+    ids=str,
+)
 def test_a_skip_steps_no_schedule(strategy):
     work = Paced("fp16", loud=LOUD)
     model, skipped = scaled_loop(work, 2, lambda step: 0.8**step)
     assert skipped
     assert distance(train(work, strategy, epochs=2).model(), model) < 1e-7
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), *SERVERS], ids=str)
+def test_a_resume_continues_the_schedule_without_the_skipped_steps(strategy, tmp_path):
+    work = Paced("fp16", loud=LOUD)
+    model, _ = scaled_loop(work, 2, lambda step: 0.8**step)
+    half = train(work, strategy, steps=15, checkpoint=tmp_path)
+    skipped = sum(half.history["skipped"].to_pylist())
+    assert skipped >= 2
+    recorded = checkpoint.load(tmp_path / "step-00000015").meta["schedule"]
+    assert recorded["tick"] == 14 - skipped and recorded["groups"] == [{"lr": 1e-3 * 0.8 ** (14 - skipped)}]
+    resumed = train(work, strategy, steps=24, checkpoint=tmp_path, resume=True)
+    assert not any("was saved with the schedule" in event["message"] for event in resumed.events)
+    assert distance(resumed.model(), model) < 1e-7
+
+
+class Slow(Paced):
+    """Its losses are counted, so that a test can end an actor after some of them."""
+
+    def loss(self, model, batch):
+        importlib.import_module("small_work").SEEN[self.tag] += 1
+        time.sleep(0.005)
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    "strategy", [ParameterServer(shards=2), ParameterServer(shards=2, staleness=None), Downpour(shards=2)], ids=str
+)
+def test_a_server_that_is_replaced_counts_the_skipped_steps_again(strategy):
+    work = Slow("fp16", loud=LOUD, tag=f"fp16-death-{strategy}")
+    model, skipped = scaled_loop(Paced("fp16", loud=LOUD), 3, lambda step: 0.8**step)
+    cluster = Watched()
+    try:
+        killer = cluster.kill_when(work.tag, 22, ("ShardActor", 1))
+        result = train(work, strategy, cluster, epochs=3, checkpoint_every=4)
+        killer.join(60)
+    finally:
+        cluster.close()
+    assert skipped and not killer.is_alive()
+    assert {"replaced", "restarted"} & {event["kind"] for event in result.events}
+    assert distance(result.model(), model) < 1e-7
+
+
+class ByEpoch(Paced):
+    schedule_every = "epoch"
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), ParameterServer(), Downpour()], ids=str)
+def test_a_schedule_of_epochs_does_not_concern_skips(strategy):
+    work = ByEpoch("fp16", loud=LOUD)
+    model, skipped = scaled_loop(work, 1)
+    assert skipped
+    assert distance(train(work, strategy, epochs=1).model(), model) < 1e-7
+    assert distance(train(work, strategy, epochs=2).model(), train(work, AllReduce(), epochs=2).model()) < 1e-7
+
+
+def test_a_round_that_one_worker_skips_is_a_step_of_the_schedule_and_one_that_all_skip_is_none():
+    work = Paced("fp16", loud=tuple(range(0, 24, 3)))
+    torch.manual_seed(0)
+    model = work.model()
+    optimizer, scales, ticks, kinds = work.optimizer(list(model.parameters())), [2.0**16] * 2, 0, set()
+    for parts in dealt(work, 2, 2):
+        total, weight, overflows = 0.0, 0, 0
+        for k, batch in enumerate(parts):
+            grad, overflow = grads_of(work, model, batch, scales[k])
+            overflows += overflow
+            if overflow:
+                scales[k] /= 2
+            else:
+                total, weight = total + batch.size * grad, weight + batch.size
+        kinds.add(overflows)
+        if weight:
+            optimizer.param_groups[0]["lr"] = 1e-3 * 0.8**ticks
+            step_by(model, optimizer, total / weight)
+            ticks += 1
+    assert kinds == {0, 1, 2}
+    for strategy in (ParameterServer(shards=2), ParameterServer(shards=2, replicas=1)):
+        assert distance(train(work, strategy, workers=2, epochs=2).model(), model) < 1e-6
+
+
+class Decayed(Paced):
+    def optimizer(self, params):
+        return torch.optim.SGD(params, lr=1e-3, weight_decay=3.0)
+
+
+@pytest.mark.parametrize("server_group", [False, True])
+@pytest.mark.parametrize("n", [1, 3, 5, 24])
+def test_a_push_of_several_gradients_decays_the_weights_once_for_each_that_was_not_skipped(n, server_group):
+    work = Decayed("fp16", loud=LOUD)
+    torch.manual_seed(0)
+    model, scale, total, count, ticks = work.model(), 2.0**16, 0.0, 0, 0
+    optimizer = work.optimizer(list(model.parameters()))
+    own = copy.deepcopy(model)  # the worker's copy, with the schedule of its own steps
+    stepper = work.optimizer(list(own.parameters()))
+    batches = [batch for (batch,) in dealt(work, 1, 2)]
+    for done, batch in enumerate(batches, 1):
+        grad, overflow = grads_of(work, own, batch, scale)
+        if overflow:
+            scale /= 2
+        else:
+            stepper.param_groups[0]["lr"] = 1e-3 * 0.8**ticks
+            step_by(own, stepper, grad)
+            total, count, ticks = total + grad, count + 1, ticks + 1
+        if done % n == 0 or done == len(batches):
+            if count:
+                optimizer.param_groups[0] |= {"lr": 1e-3 * 0.8 ** (ticks - 1), "weight_decay": 3.0 * count}
+                step_by(model, optimizer, total)
+            own.load_state_dict(model.state_dict())
+            total, count = 0.0, 0
+    assert ticks < len(batches)
+    strategy = Downpour(n_push=n, n_fetch=n, shards=2)
+    if server_group:
+        cluster = LocalCluster()
+        with start(cluster, "common", servers=2, replicas=1, detached=False):
+            result = train(work, strategy, cluster, epochs=2, server_group="common")
+        cluster.close()
+    else:
+        result = train(work, strategy, epochs=2)
+    assert distance(result.model(), model) < 1e-7
 
 
 @pytest.mark.parametrize("strategy", [AllReduce(), LocalSGD(period=3)], ids=str)

@@ -9,6 +9,7 @@ from rayps.core.strategy import Phase
 from rayps.strategies.all_reduce import AllReduce
 from rayps.tensors import checkpoint, optim
 from rayps.tensors.flat import FlatModel, outside_vector
+from rayps.tensors.loss_scale import KEY, LossScale, skipped
 from rayps.tensors.snapshot import Snapshot
 
 
@@ -116,3 +117,44 @@ def test_it_remembers_which_pushes_each_range_holds(tmp_path):
     back.align()
     assert back.ledger(0, half) == Ledger([6, 6])
     assert made(positions=(3, 5))[1].ledger(0, 1) == Ledger([3, 5])
+
+
+def scaled(skipped):
+    scale = LossScale()
+    for _ in range(skipped):
+        scale.update(True)
+    return {KEY: scale.state()}
+
+
+def test_it_has_the_number_of_rounds_that_are_no_step_of_a_schedule():
+    """In fp16, what the servers have counted, or without servers the count of worker 0."""
+    _, snapshot = made(positions=(8, 6))
+    size = snapshot.layout.size
+    assert (snapshot.skipped, snapshot.ledger(0, size).skipped) == (0, None)
+    snapshot.shared = scaled(4)
+    assert (snapshot.skipped, snapshot.ledger(0, size).skipped) == (4, {0: 4, 1: 4})
+    snapshot.ledgers = [(0, 9, Ledger([8, 6])), (9, size, Ledger([8, 6]))]  # servers without a schedule
+    assert (snapshot.skipped, snapshot.ledger(0, size).skipped) == (4, {0: 4, 1: 4})
+    snapshot.ledgers = [(0, 9, Ledger([8, 6], skipped={0: 3, 1: 1})), (9, size, Ledger([8, 7], skipped={0: 3, 1: 2}))]
+    assert (snapshot.skipped, snapshot.ledger(0, 9).skipped) == (2, {0: 3, 1: 1})
+
+
+@pytest.mark.parametrize("without", ["align", "workers", "strategy", "rounds"])
+def test_what_servers_have_counted_is_used_without_servers_too(without):
+    _, snapshot = made(positions=(6, 6))
+    snapshot.strategy, before = "parameter_server", scaled(4)
+    snapshot.shared = dict(before)
+    snapshot.ledgers = [(0, snapshot.layout.size, Ledger([6, 6], skipped={0: 1, 1: 1}))]
+    match without:
+        case "align":
+            snapshot.align()
+        case "workers":
+            snapshot.enter_phase(run(3, 3).spans[0])
+        case "strategy":
+            snapshot.enter_strategy("all_reduce", 2)
+        case "rounds":
+            snapshot.resume(run(2, 2))
+    assert snapshot.skipped == skipped(snapshot.shared) == 1
+    assert set(snapshot.ledger(0, 1).skipped.values()) == {1}
+    assert snapshot.shared[KEY].tolist()[:2] == before[KEY].tolist()[:2]  # the scale itself does not change
+    assert skipped(before) == 4

@@ -3,14 +3,15 @@
 A push is identified by (rank, step). Retries and replays may arrive in any order and any number of times; the ledger
 shows whether a push is new. For each rank the ledger stores a mark, below which all steps are applied, and the few
 applied steps above the mark. The ledger is saved and loaded with the parameters. A restored shard therefore knows
-exactly which pushes its parameters include. Vector clocks as filters of repeated messages: Li et al., "Scaling
-Distributed Machine Learning with the Parameter Server", OSDI 2014, section 4.1.
+exactly which pushes its parameters include. In fp16 the ledger also has the number of skipped pushes, because a server
+needs it wherever it needs the ledger. Vector clocks as filters of repeated messages: Li et al., "Scaling Distributed
+Machine Learning with the Parameter Server", OSDI 2014, section 4.1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from rayps.core.errors import CheckpointError
 
@@ -22,16 +23,25 @@ class LedgerJson(TypedDict):
 
     marks: list[int]  # one for each rank
     above: dict[str, list[int]]  # from rank to its applied steps above a gap
+    skipped: NotRequired[list[int]]  # one for each rank; missing if they are not counted
 
 
 class Ledger:
     """The pushes of ranks 0 to n-1 that have been applied.
 
     `marks[rank]` is the rank's clock: the number of its steps applied without a gap. Only the ledger writes `marks`.
+    `skipped[rank]` is the number of the rank's recorded steps that a schedule does not count, because their gradients
+    have overflowed in fp16. It is None if these steps are not counted.
     """
 
-    def __init__(self, marks: Iterable[int], above: Mapping[int, Iterable[int]] | None = None) -> None:
+    def __init__(
+        self,
+        marks: Iterable[int],
+        above: Mapping[int, Iterable[int]] | None = None,
+        skipped: Mapping[int, int] | None = None,
+    ) -> None:
         self.marks = dict(enumerate(marks))
+        self.skipped = None if skipped is None else dict(skipped)
         self._above: dict[int, set[int]] = {rank: set() for rank in self.marks}
         for rank, steps in (above or {}).items():
             for step in steps:
@@ -85,18 +95,24 @@ class Ledger:
 
     def copy(self) -> Ledger:
         """Return a copy."""
-        return Ledger(self.marks.values(), self._above)
+        return Ledger(self.marks.values(), self._above, self.skipped)
 
     def to_json(self) -> LedgerJson:
         """Return the ledger as plain data, for a snapshot."""
         above = {str(rank): sorted(steps) for rank, steps in self._above.items() if steps}
-        return {"marks": list(self.marks.values()), "above": above}
+        found: LedgerJson = {"marks": list(self.marks.values()), "above": above}
+        if self.skipped is not None:
+            found["skipped"] = list(self.skipped.values())
+        return found
 
     @classmethod
     def from_json(cls, data: LedgerJson) -> Ledger:
         """Return the ledger from which `to_json` returned `data`. Raises CheckpointError if `data` is damaged."""
         try:
-            return cls(map(int, data["marks"]), {int(rank): map(int, steps) for rank, steps in data["above"].items()})
+            above = {int(rank): map(int, steps) for rank, steps in data["above"].items()}
+            counts = data.get("skipped")
+            skipped = None if counts is None else dict(zip(range(len(data["marks"])), map(int, counts), strict=True))
+            return cls(map(int, data["marks"]), above, skipped)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"the checkpoint's ledger of pushes is damaged: {str(data)[:100]!r}") from error
 
@@ -123,7 +139,10 @@ class Ledger:
 def union(ledgers: Iterable[Ledger]) -> Ledger:
     """Return a ledger with all pushes of `ledgers`, for a range that several shards held before."""
     held = list(ledgers)
-    found = Ledger(max(ledger.marks[rank] for ledger in held) for rank in held[0].marks)
+    marks = [max(ledger.marks[rank] for ledger in held) for rank in held[0].marks]
+    counts = [ledger.skipped for ledger in held if ledger.skipped is not None]
+    skipped = {rank: max(count[rank] for count in counts) for rank in held[0].marks} if counts else None
+    found = Ledger(marks, skipped=skipped)
     for ledger in held:
         for rank, steps in ledger.to_json()["above"].items():
             for step in steps:

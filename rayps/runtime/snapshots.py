@@ -98,7 +98,7 @@ class Checkpointer:
         self._callbacks.restore(state.meta, again=again)
         saved.check(drawn.layout)
         ticks, was = Ticks(saved.origin, saved.steps_per_epoch), state.meta.get("schedule")
-        now = plan.schedule.facts(saved.layout, saved.round, ticks).get("schedule")
+        now = plan.schedule.facts(saved.layout, saved.round, ticks, saved.skipped).get("schedule")
         if was != now:
             self._journal.event(
                 "warning",
@@ -133,7 +133,8 @@ class Checkpointer:
         newer = group.collect(self.snapshot)
         if newer is None:
             return
-        schedule = plan.schedule.facts(newer.layout, newer.round, Ticks(newer.origin, newer.steps_per_epoch))
+        ticks = Ticks(newer.origin, newer.steps_per_epoch)
+        schedule = plan.schedule.facts(newer.layout, newer.round, ticks, newer.skipped)
         maker = {"workload": self._spec.workload, "strategy": str(self._spec.strategy), "seed": self._spec.seed}
         state = newer.to_state(generation=generation, **maker, **schedule, **self._callbacks.state())
         checkpoint.must_be_finite(state, f"after round {newer.round - 1}", round=newer.round - 1)

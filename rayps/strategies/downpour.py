@@ -14,7 +14,9 @@ A server applies each push on arrival, without waiting for others: w <- w - step
 not 1/N of it. N replicas therefore act as one replica that sees N times the batches, with late gradients. If the
 training diverges, use `adagrad`, `warm_start`, or a smaller rate. Because a is the sum of n_push gradients, a push
 applies the weight decay n_push times (but once if the decay is decoupled and the step ignores the gradient's scale, as
-in AdamW).
+in AdamW). A step that is skipped in fp16 is not in the sum: the worker first pushes an empty gradient for the skipped
+steps, so that the servers count them, and then a for the others. If a replica dies between these two pushes, the
+gradients of as many of its steps are lost.
 
 There are two differences from the paper. The paper's client pushes after steps 0, n_push, 2 n_push...; here a push is
 sent after every n_push gradients, so that a push is always the sum of n_push gradients. The paper's client fetches in a
@@ -96,8 +98,12 @@ class Downpour(Strategy):
         if g.samples and not fetches:  # before a fetch no step is needed: the fetch replaces this copy
             w.step(g)
         if (t + 1) % self.n_push == 0 or t + 1 == w.plan.end:
-            w.server.push(w.clipped(a), float(memory["samples"]), rounds=memory["steps"])
-            memory |= {"steps": 0, "samples": 0}
+            steps, skipped = memory["steps"], memory["skipped"]
+            if skipped:
+                w.server.push(a[:0], 0.0, rounds=skipped)
+            if steps > skipped:
+                w.server.push(w.clipped(a), float(memory["samples"]), rounds=steps - skipped)
+            memory |= {"steps": 0, "skipped": 0, "samples": 0}
             if not fetches:
                 w.server.settle()  # wait until the push is sent: the next step changes a
 
@@ -111,7 +117,11 @@ class Downpour(Strategy):
             memory["a"] += g.vector
         else:
             memory["a"] = g.vector.clone() if "a" not in memory else memory["a"].copy_(g.vector)
-        memory |= {"steps": steps + 1, "samples": memory.get("samples", 0) + g.samples}
+        memory |= {
+            "steps": steps + 1,
+            "skipped": memory.get("skipped", 0) + g.skipped,
+            "samples": memory.get("samples", 0) + g.samples,
+        }
         total: Vector = memory["a"]
         return total
 

@@ -78,12 +78,14 @@ class Layout:
 class Gradient:
     """The gradient of the mean loss over `samples` samples.
 
-    `packed` [size + 1] is the gradient, followed by one element in which a ring sends the number of samples.
+    `packed` [size + 1] is the gradient, followed by one element in which a ring sends the number of samples. If the
+    gradient has overflowed in fp16, it is `skipped`: a zero vector of 0 samples.
     """
 
     packed: Tensor
     samples: float
     loss: float = math.nan
+    skipped: bool = False
 
     @property
     def vector(self) -> Tensor:

@@ -1,9 +1,10 @@
 """Learning-rate schedules: the values of an optimizer's groups at each tick, from a workload's `schedule`. No sockets.
 
 A tick is the number of a round or of an epoch. A push contains its round. A server therefore uses the rate of that
-round for a late or repeated push too. Each process evaluates the scheduler on a skeleton: an optimizer with the same
-groups, over parameters without memory. The values that the scheduler changes (rates, and momentum under OneCycleLR) are
-copied to the optimizer that takes the steps.
+round for a late or repeated push too. In fp16, rounds that are skipped are not counted (`Recipe.skips`): servers count
+the pushes that workers send in their place, in the ledger, and workers count their skipped steps. Each process
+evaluates the scheduler on a skeleton: an optimizer with the same groups, over parameters without memory. The values
+that the scheduler changes (rates, and momentum under OneCycleLR) are copied to the optimizer that takes the steps.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Trainable(Protocol):
     """The methods of a workload that a schedule uses."""
 
     schedule_every: str
+    precision: str | None
 
     def optimizer(self, params: list[nn.Parameter]) -> Optimizer:
         """Return the optimizer of `params`."""
@@ -71,11 +73,15 @@ class Ticks:
 
 @dataclass(frozen=True)
 class Recipe:
-    """An optimizer factory with a schedule. It can be called like the factory itself."""
+    """An optimizer factory with a schedule. It can be called like the factory itself.
+
+    `skips`: in fp16, a step that is skipped because its gradient has overflowed is no tick.
+    """
 
     factory: Factory
     make: Maker
     every: str = "step"
+    skips: bool = False
 
     def __call__(self, params: list[nn.Parameter]) -> Optimizer:
         """Return the optimizer of `factory` over `params`."""
@@ -93,7 +99,14 @@ def recipe_of(workload: Trainable) -> Factory:
     method = getattr(workload.schedule, "__func__", workload.schedule)
     if getattr(method, "is_none", False):
         return factory_of(workload.optimizer)
-    return Recipe(factory_of(workload.optimizer), workload.schedule, workload.schedule_every)
+    every = workload.schedule_every
+    skips = workload.precision == "fp16" and every == "step"
+    return Recipe(factory_of(workload.optimizer), workload.schedule, every, skips)
+
+
+def skips_ticks(factory: Factory) -> bool:
+    """Return whether the schedule of a factory does not count the steps that are skipped in fp16."""
+    return isinstance(factory, Recipe) and factory.skips
 
 
 def within(factory: Factory, change: Callable[[Factory], Factory]) -> Factory:
@@ -204,17 +217,19 @@ class ScheduleRecord:
         self._factory = factory
         self._rates: Rates | None = None
 
-    def facts(self, layout: Layout, done: int, ticks: Ticks) -> dict[str, ScheduleFacts]:
+    def facts(self, layout: Layout, done: int, ticks: Ticks, skipped: int) -> dict[str, ScheduleFacts]:
         """Return {"schedule": the schedule's state at the last of `done` rounds}, or {} if there is no schedule.
 
-        Raises WorkloadError if the schedule cannot be evaluated.
+        `skipped` of these rounds were skipped in fp16: the state is that of the last step that was taken. Raises
+        WorkloadError if the schedule cannot be evaluated.
         """
         if not isinstance(self._factory, Recipe):
             return {}
         if self._rates is None:
             self._rates = rates_of(self._factory, layout)
             assert self._rates is not None
-        tick = max(0, ticks.of(self._factory.every, done - 1))
+        last = done - 1 - (skipped if self._factory.skips else 0)
+        tick = max(0, ticks.of(self._factory.every, last))
         groups: list[dict[str, float | list[float]]] = [{} for _ in self._rates.made]
         for (group, key), value in self._rates.at(tick).items():
             groups[group][key] = list(value) if isinstance(value, tuple) else value

@@ -22,6 +22,7 @@ SMALLEST = 1.0
 class LossScale:
     """The scale, the number of steps since it changed or a step was skipped, and the number of skipped steps.
 
+    A schedule does not count skipped steps: if servers have counted them before, `skipped` begins with their number.
     `skipped_by_all` is the number of rounds in which, as every worker knows, no worker took a step.
     """
 
@@ -51,6 +52,20 @@ class LossScale:
         """Restore what `state` returned."""
         scale, steps, skipped, by_all = state.tolist()
         self.scale, self._steps, self.skipped, self.skipped_by_all = scale, int(steps), int(skipped), int(by_all)
+
+
+def skipped(tensors: Mapping[str, Tensor]) -> int:
+    """Return the number of steps that a worker has skipped, by its tensors. It is 0 without a scale."""
+    return int(tensors[KEY][2]) if KEY in tensors else 0
+
+
+def with_skipped(tensors: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Return a worker's tensors with `count` as the number of skipped steps, if there is a scale among them."""
+    if KEY not in tensors:
+        return dict(tensors)
+    state = tensors[KEY].clone()
+    state[2] = count
+    return {**tensors, KEY: state}
 
 
 def skipped_by_all(tensors: Mapping[str, Any]) -> int:

@@ -27,11 +27,10 @@ from rayps.core.phase_rounds import OPEN, Calendar, PhaseSpan
 from rayps.core.records import Point, RingTable
 from rayps.core.repeated_pushes import Ledger, union
 from rayps.core.values import JsonObject
-from rayps.tensors import weight_average
+from rayps.tensors import loss_scale, weight_average
 from rayps.tensors.checkpoint import SavedState
 from rayps.tensors.flat import Layout
 from rayps.tensors.local_state import LocalState, below
-from rayps.tensors.loss_scale import KEY, skipped_by_all
 from rayps.tensors.optim import Moments, ParamState, by_name, moments_of
 from rayps.tensors.weight_average import Average
 
@@ -82,13 +81,35 @@ class Snapshot:
         """Return the ledger of the pushes that elements lo to hi include.
 
         If several shards held these elements, a push that only some of the shards had applied counts as applied. Some
-        elements then lack the push, but no element includes it twice.
+        elements then lack the push, but no element includes it twice. If no shard has counted the steps that were
+        skipped in fp16, the count of worker 0 is used for all ranks, as its scale is.
         """
         held = [ledger for a, b, ledger in self.ledgers if a < hi and lo < b]
-        return union(held) if held else Ledger(self.positions)
+        found = union(held) if held else Ledger(self.positions)
+        if found.skipped is None and loss_scale.KEY in self.shared:
+            found.skipped = dict.fromkeys(found.marks, loss_scale.skipped(self.shared))
+        return found
+
+    @property
+    def skipped(self) -> int:
+        """The number of the slowest worker's rounds that were skipped in fp16, and that a schedule does not count.
+
+        If servers follow a schedule, they have counted these rounds; with staleness 0, those that all workers skipped.
+        Otherwise this is the count of worker 0.
+        """
+        held = [ledger for lo, hi, ledger in self.ledgers if lo < hi]
+        found = union(held) if held else Ledger([])
+        if found.skipped is None:
+            return loss_scale.skipped(self.shared)
+        return found.skipped[min(found.marks, key=found.marks.__getitem__)]
+
+    def _record_skipped(self) -> None:
+        """Store the number of skipped rounds with the scale, for workers and servers that continue without ledgers."""
+        self.shared = loss_scale.with_skipped(self.shared, self.skipped)
 
     def align(self) -> None:
         """Set all positions to the slowest worker's, for a strategy whose workers are always in the same round."""
+        self._record_skipped()
         self.positions = [self.round] * len(self.positions)
         self.ledgers = []
 
@@ -99,7 +120,7 @@ class Snapshot:
 
     def averaged(self, average: Average | None) -> Snapshot:
         """Return the snapshot with the workload's average in place of the parameters, if there is one by now."""
-        step = self.round - skipped_by_all(self.shared)
+        step = self.round - loss_scale.skipped_by_all(self.shared)
         found = weight_average.averaged(average, self.shared, self.params, step)
         return self if found is None else replace(self, params=found)
 
@@ -232,6 +253,7 @@ class Snapshot:
                     "resume with the same number of workers and the same batch size, or from a checkpoint at an "
                     "epoch's end"
                 )
+            self._record_skipped()
             self.positions = [calendar.after(epoch + done // self.steps_per_epoch)] * len(self.positions)
             self.ledgers = []
             if self.steps_per_epoch != span.steps:
@@ -249,7 +271,8 @@ class Snapshot:
         workers then continue from the consensus.
         """
         if self.strategy != strategy:  # the average of the weights and the loss scale are the job's, not the strategy's
-            scale = {KEY: self.shared[KEY]} if KEY in self.shared else {}
+            self._record_skipped()
+            scale = {key: self.shared[key] for key in self.shared if key == loss_scale.KEY}
             self.shared = weight_average.only(self.shared) | scale
         if self.strategy != strategy or len(self.own) != workers:
             self.own = {}
@@ -261,6 +284,7 @@ class Snapshot:
         If the phase has another number of replicas, all positions become that of the slowest worker.
         """
         if len(self.positions) != span.replicas:
+            self._record_skipped()
             self.positions = [self.round] * span.replicas
             self.ledgers, self.ring, self.rng, self.cursors = [], None, {}, {}
         if self.columns != span.columns:

@@ -224,7 +224,7 @@ class Worker:
                 if fault is not None and self.scaling.may_skip:
                     self.scaling.overflow = True
                     gradient.packed.zero_()
-                    gradient.samples = 0
+                    gradient.samples, gradient.skipped = 0, True
                 else:
                     self._must_be_finite(self.plan.rank, fault)
         return gradient, used

@@ -63,7 +63,7 @@ class Loop:
         """Run one round: set the learning rates by the schedule, then call the strategy's `round`."""
         if self.w.local is not None:
             skipped = self.w.scaling.skipped if self.w.workload.schedule_every == "step" else 0
-            self.w.local.at(self.w.position - skipped)
+            self.w.local.at(max(0, self.w.position - skipped))  # a resume may have renumbered the rounds
         self.w.plan.strategy.round(self._view())
 
     def agree(self) -> bool:

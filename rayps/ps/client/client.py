@@ -102,13 +102,16 @@ class GroupServer:
 
         If the strategy's pushes cover several rounds (`PerPush.spans`), the push counts as `rounds` steps, the number
         of rounds since the worker's last push. A Gradient has its own weight, the number of its samples. Elements
-        outside the range are not stepped, unless other workers push them in the same round. With `defer`, `value` must
-        not change before the next call of a method of this object.
+        outside the range are not stepped, unless other workers push them in the same round. An empty range with weight
+        0, or a Gradient that was skipped in fp16, is a step that a learning-rate schedule in fp16 does not count. With
+        `defer`, `value` must not change before the next call of a method of this object.
 
         Raises:
             PeerTimeout, PeerLost, StaleGeneration: as `Session.exchange`.
         """
         vector, weight = (value.vector, float(value.samples)) if isinstance(value, Gradient) else (value, float(weight))
+        if isinstance(value, Gradient) and value.skipped:
+            vector = vector[:0]
         count = vector.numel()
         self._vector.check_range(lo, lo + count)
         self.settle()

@@ -33,7 +33,7 @@ from rayps.ps.protocol.pieces import DensePiece, Extent, KnownRows, area_piece
 from rayps.ps.protocol.rows import KEPT_LISTS, Area, ShardRows, gathered, step_rows
 from rayps.ps.protocol.space import Space
 from rayps.tensors.flat import Layout
-from rayps.tensors.learning_rate import Ticks, pace_of, within
+from rayps.tensors.learning_rate import Ticks, pace_of, skips_ticks, within
 from rayps.tensors.optim import Factory, Moments, SlicedOptimizer, fitting
 from rayps.tensors.optim import cut as cut_moments
 from rayps.tensors.packing import flat_bytes, full_moments, pack_state, plain_moments, tensor_of, unpack_state
@@ -77,7 +77,8 @@ class ShardFacts:
 
 # ---- changes: what backups apply
 
-CHANGE = struct.Struct("<qqqd")  # kind; then rank, step, weight of a push, or round, number of values, 0
+# kind; then rank, step, weight of a push; or round, number of values, and 1 if the round was skipped in fp16, else 0
+CHANGE = struct.Struct("<qqqd")
 ONE = struct.Struct("<qqd")  # rank, bytes and weight of one value of a round
 PUSHED, MEAN, VALUES = 1, 2, 3
 
@@ -96,6 +97,11 @@ class OpenPush(NamedTuple):
     value: Tensor
     weight: float
     area: Area
+
+    @property
+    def skipped(self) -> bool:
+        """Whether a worker sent it in place of a gradient that has overflowed in fp16."""
+        return not self.weight and not isinstance(self.area, ShardRows) and self.area[0] == self.area[1]
 
 
 class ChangeLog:
@@ -128,12 +134,15 @@ class ChangeLog:
             ]
             self._changes.append(b"".join([CHANGE.pack(VALUES, finished, len(pushes), 0.0), *heads, *values]))
 
-    def closed(self, finished: int) -> None:
-        """Count a closed round if changes are rounds, and record its mean if changes are means."""
+    def closed(self, finished: int, skipped: bool) -> None:
+        """Count a closed round if changes are rounds, and record its mean if changes are means.
+
+        `skipped`: the round is no step of the schedule, because all of its gradients have overflowed in fp16.
+        """
         if self.kind != PUSHED:
             self.seq += 1
             if self.recording and self.kind == MEAN:
-                self._changes.append(CHANGE.pack(MEAN, finished, bool(self._mean), 0.0) + self._mean)
+                self._changes.append(CHANGE.pack(MEAN, finished, bool(self._mean), skipped) + self._mean)
                 self._mean = b""
 
     def since(self, seq: int) -> list[bytes]:
@@ -157,7 +166,10 @@ class SegmentOptimizer:
         self._pace = pace_of(factory, extent.layout, self._sliced.optimizer, ticks)
 
     def begin(self, area: Area, step: int) -> None:
-        """Set the area that the next step changes, and the round `step`, which determines the learning rate."""
+        """Set the area that the next step changes, and the round `step`, which determines the learning rate.
+
+        In fp16 this is the number of the round without the rounds that were skipped (`Shard.tick`).
+        """
         self.area = area
         if self._pace is not None:
             self._pace.at(step)
@@ -323,7 +335,9 @@ class ShardState:
     def applied(self) -> Ledger:
         """Return the ledger of the pushes that the parameters contain: without those of open rounds."""
         first = min((step for step, *_ in self.pushes), default=None)
-        return self.ledger if first is None else Ledger(min(mark, first) for mark in self.ledger.marks.values())
+        if first is None:
+            return self.ledger
+        return Ledger((min(mark, first) for mark in self.ledger.marks.values()), skipped=self.ledger.skipped)
 
     def pack(self) -> bytes:
         """Encode the state; see `rayps.tensors.packing`."""
@@ -390,6 +404,10 @@ class Shard:
         self.extent, self.strategy = extent, strategy
         self.slice = SharedSlice(params, private=private)
         self.ledger = start.copy() if isinstance(start, Ledger) else Ledger(start)
+        if not skips_ticks(factory):
+            self.ledger.skipped = None
+        elif self.ledger.skipped is None:
+            self.ledger.skipped = dict.fromkeys(self.ledger.marks, 0)
         self.clock = Clock(self.ledger.marks, servers.staleness)
         self.size = len(self.ledger.marks)  # number of workers
         self.closed = self.clock.slowest  # number of closed rounds
@@ -458,8 +476,10 @@ class Shard:
         elif by_reference and not self._borrows:
             value, by_reference = value.clone(), False
         if count:
-            optimizer.begin(area, step)
+            optimizer.begin(area, step if self.ledger.skipped is None else self.tick(rank, step))
             self.strategy.on_push(self, value, weight)
+        if self.ledger.skipped is not None and not count and not weight and self._open is None:
+            self.ledger.skipped[rank] += self.rounds
         if self.changes.kind == PUSHED:
             self.changes.seq += 1
         if self._open is not None:
@@ -467,6 +487,11 @@ class Shard:
         if step == self.closed or self.spans:  # otherwise a rank that has not pushed step `closed` keeps the round open
             self.finish()
         return True
+
+    def tick(self, rank: int, step: int) -> int:
+        """Return round `step` of `rank` as a schedule counts rounds: without the rounds that were skipped in fp16."""
+        skipped = self.ledger.skipped
+        return step if skipped is None else max(0, step - skipped[rank])
 
     def skip(self, rank: int, step: int) -> None:
         """Count a rank's missing pushes below `step` as lost, because no worker retains them."""
@@ -489,18 +514,23 @@ class Shard:
 
     def _close(self, finished: int) -> None:
         """Close a round: apply its pushes by the strategy's `on_round`."""
+        skipped = False
         if self._open is not None:
             pushes = self._open.remove_round(finished)
             if self.changes.recording:
                 self.changes.gathered(finished, pushes)
             values, area = gathered([(push.value, push.area) for _, push in pushes], self.optimizer.whole[1])
             if area.elements if isinstance(area, ShardRows) else area[0] < area[1]:
-                self.optimizer.begin(area, finished)
+                self.optimizer.begin(area, self.tick(0, finished))
                 self.strategy.on_round(self, values, [push.weight for _, push in pushes])
-        self._closed(finished)
+            if self.ledger.skipped is not None:
+                skipped = any(push.skipped for _, push in pushes) and not any(push.weight for _, push in pushes)
+        self._closed(finished, skipped)
 
-    def _closed(self, finished: int) -> None:
-        self.changes.closed(finished)
+    def _closed(self, finished: int, skipped: bool) -> None:
+        if skipped and self.ledger.skipped is not None:
+            self.ledger.skipped = {rank: count + 1 for rank, count in self.ledger.skipped.items()}
+        self.changes.closed(finished, skipped)
         if self.retained.due(finished + 1):
             self.retained.retain(finished + 1, self.state(parts=False).pack())
 
@@ -516,7 +546,7 @@ class Shard:
             value, offset, rows = self.extent.read_push(body)
             self.push(first, second, value, weight, offset, rows=rows)
         elif kind == MEAN:
-            self._close_as(first, self.extent.read_push(body) if second else None)
+            self._close_as(first, self.extent.read_push(body) if second else None, skipped=bool(weight))
         elif kind == VALUES:
             at = second * ONE.size
             for i in range(second):
@@ -527,7 +557,7 @@ class Shard:
         else:
             raise ValueError(f"a change has kind {kind}, which a dense segment cannot apply")
 
-    def _close_as(self, finished: int, mean: DensePiece | None) -> None:
+    def _close_as(self, finished: int, mean: DensePiece | None, *, skipped: bool) -> None:
         """Close a round with the mean that the primary computed."""
         for rank in self.ledger.marks:
             self.ledger.skip(rank, finished + 1)
@@ -536,9 +566,9 @@ class Shard:
         self.closed = finished + 1  # the state may contain pushes of later rounds: later changes close those
         if mean is not None:
             value, area = self._open_push(mean)
-            self.optimizer.begin(area, finished)
+            self.optimizer.begin(area, self.tick(0, finished))
             self.step(value)
-        self._closed(finished)
+        self._closed(finished, skipped)
 
     def _open_push(self, piece: DensePiece) -> tuple[Tensor, Area]:
         """Return a piece's elements and area, as in `OpenPush`. A range is extended with zeros to the whole shard."""
