@@ -76,7 +76,7 @@ class SyncWorker(RingWorker):
             self._decide(bool(overflow), all_ranks=True)
             if self.scaling.skips:
                 gradient.packed.zero_()
-                gradient.samples = 0
+                gradient.samples, gradient.skipped = 0, True
         return gradient
 
     def mean_grad(self, batch: Batch) -> Tensor:
