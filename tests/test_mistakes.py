@@ -16,7 +16,7 @@ from torch import nn
 import rayps
 from rayps.core.error_hints import hint
 from rayps.core.errors import DataError, RaypsError, TrainingError, WorkloadError
-from rayps.core.memory import available_bytes
+from rayps.core.memory import available_bytes, total_bytes
 from rayps.core.user_code import place_of
 from rayps.runtime.model_memory import limited, measured
 
@@ -262,17 +262,17 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_built(work):
 
 
 def test_memory_of_the_machine_and_of_a_cgroup(tmp_path):
-    assert available_bytes(tmp_path) is None
+    assert available_bytes(tmp_path) is None and total_bytes(tmp_path) is None
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   8 kB\n")
-    assert available_bytes(tmp_path) == 8192
+    assert available_bytes(tmp_path) == 8192 and total_bytes(tmp_path) == 9216
     cgroup = tmp_path / "sys" / "fs" / "cgroup"
     cgroup.mkdir(parents=True)
     (cgroup / "memory.max").write_text("max\n")
     (cgroup / "memory.current").write_text("1000\n")
     assert available_bytes(tmp_path) == 8192
     (cgroup / "memory.max").write_text("3000\n")
-    assert available_bytes(tmp_path) == 2000
+    assert available_bytes(tmp_path) == 2000 and total_bytes(tmp_path) == 3000
     (cgroup / "memory.stat").write_text("anon 1\ninactive_file 500\n")  # cached files are dropped when needed
     assert available_bytes(tmp_path) == 2500
     assert available_bytes() > 0

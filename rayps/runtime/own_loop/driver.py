@@ -215,6 +215,7 @@ class LoopDriver:
                     gpus=wanted.get("gpu", 0.0),
                     gang=gang,
                     index=rank,
+                    warm=not self._code.requirements,  # an imported package keeps its version
                 )
             )
         generation = self._generation
