@@ -49,6 +49,8 @@ def tasks(
             "loss": "loss",
             "plain": "plain torch",
             "difference": "difference",
-            "refused": "refused",
         },
     )
+    for row in rows:
+        if row.refused and output is Output.table and not as_json:
+            show.line(f"{row.task}, {row.strategy}: refused: {row.refused}")

@@ -17,7 +17,9 @@ from rayps_api.guard import is_private
 from rayps_api.rollup import Rollup, Rollups
 from service_site import Site
 
+from rayps.cluster.warm import WarmState
 from rayps.core.job_status import Status
+from rayps.service.scheduler import Scheduler, View
 
 
 @pytest.fixture(scope="module")
@@ -415,12 +417,23 @@ def test_cluster_strategies_metrics_docs(site: Site) -> None:
         "total": {"cpu": 8.0},
         "free": {},
         "reason": "Ray is starting",
+        "warm": None,
     }
     names = {strategy["name"] for strategy in site.http.get("/api/v1/strategies").json()}
     assert {"all_reduce", "parameter_server"} <= names
     text = site.http.get("/metrics").text
     assert 'rayps_jobs{status="QUEUED"}' in text and "rayps_ray_ready 0.0" in text
     assert "/api/v1/jobs" in site.http.get("/docs").text
+    assert "rayps_warm" not in text
+
+
+def test_the_memory_of_warm_processes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = View(True, None, {}, {}, WarmState(3, 2, 1, 700))
+    monkeypatch.setattr(Scheduler, "view", property(lambda self: seen, lambda self, value: None), raising=False)
+    assert site.http.get("/api/v1/cluster").json()["warm"] == {"wanted": 3, "ready": 2, "starting": 1, "memory": 700}
+    lines = site.http.get("/metrics").text.splitlines()
+    assert 'rayps_warm_processes{state="ready"} 2.0' in lines and 'rayps_warm_processes{state="starting"} 1.0' in lines
+    assert "rayps_warm_bytes 700.0" in lines
 
 
 def test_the_dashboard_is_found_or_says_how_to_build_it(site: Site) -> None:

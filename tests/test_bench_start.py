@@ -1,9 +1,16 @@
 """The benchmark of starts: what it records, in which order, and what it refuses."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 import rayps
+from rayps.bench import start
 from rayps.bench.first_steps import STEPS, FirstSteps, first_times
+from rayps.bench.ray_train_start import make_steps, train_by_ray_train
 from rayps.bench.start import bench_start, warm_processes
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ConfigError
@@ -51,3 +58,31 @@ def test_what_cannot_be_measured_is_refused():
     with pytest.raises(ConfigError, match="repeats is 0"):
         bench_start(["cold"], repeats=0)
     assert warm_processes("of no service") == 0
+
+
+def test_ray_train_makes_the_same_first_steps(tmp_path):
+    ranks = []
+
+    def prepare(model):
+        ranks.append(model)
+        return model
+
+    make_steps(str(tmp_path), 1, 2, prepare)
+    loss, step = first_times(tmp_path, 1)
+    assert loss < step and len(ranks) == 1
+
+
+def test_ray_train_is_skipped_with_the_reason_where_it_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray.train", None)
+    found = train_by_ray_train({"workers": 1, "folder": str(tmp_path)})
+    assert "pip install 'rayps[bench]'" in found["skipped"]
+
+    def script(command, **options):
+        Path(command[-1]).write_text(json.dumps(found))
+        return process(["true"])
+
+    process = subprocess.Popen
+    monkeypatch.setattr(start.subprocess, "Popen", script)
+    monkeypatch.setattr(start, "_CALM_SECONDS", 0.0)
+    [row] = bench_start(["ray_train"], workers=1, repeats=2)
+    assert row.first_step is None and row.shown == f"skipped: {found['skipped']}"

@@ -1,9 +1,12 @@
 """The table of final losses: strategies in step reach the plain loop's loss, and refusals are told."""
 
+import json
+
 import pytest
 from required_module import required
 
-from benchmarks.tasks import STRATEGIES, bench_tasks
+from benchmarks.__main__ import main
+from benchmarks.tasks import STRATEGIES, TaskRow, bench_tasks
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ConfigError
 
@@ -41,3 +44,16 @@ def test_a_pipeline_trains_the_language_model_in_batches_of_its_own(cluster):
 def test_an_unknown_task_is_refused(cluster):
     with pytest.raises(ConfigError, match="no task 'chess'; use some of convnet, lm, recommender"):
         bench_tasks(cluster, ["chess"])
+
+
+@pytest.mark.parametrize("option", ["--output=table", "--json"])
+def test_the_command_prints_why_a_strategy_is_refused(monkeypatch, capsys, option):
+    """A column for it had no room left on a terminal of 80 columns."""
+    rows = [TaskRow("lm", "all_reduce", 3, 0.5, 0.5, 1.0), TaskRow("lm", "x", 3, None, None, None, "it has tables")]
+    monkeypatch.setattr("benchmarks.cli_tasks.run", lambda address, workers, measure: rows)
+    assert main(["tasks", option]) == 0
+    out = capsys.readouterr().out
+    if option == "--json":
+        assert [row["refused"] for row in json.loads(out)] == ["", "it has tables"]
+    else:
+        assert out.splitlines()[-1] == "lm, x: refused: it has tables" and len(out.splitlines()) == 4

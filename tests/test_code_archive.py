@@ -374,6 +374,18 @@ def test_requirements_are_read_from_files_and_lists(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "name", ["uv.lock", "poetry.lock", "pdm.lock", "Pipfile.lock", "pylock.toml", "pylock.dev.toml", "pyproject.toml"]
+)
+def test_lock_files_of_another_form_are_refused_with_the_way_out(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('[[package]]\nname = "einops"\nversion = "0.8.1"\n')
+    with pytest.raises(ConfigError, match=r"is no requirements file:\n.*`uv export --format requirements-txt`"):
+        read_requirements(tmp_path / name)
+    for line in (tmp_path / name).read_text().splitlines():  # under another name
+        assert "uv export" in (refused_requirement(line) or "")
+    assert [refused_requirement(line) for line in ("a == 1", "a[b]==1", "a>=1; python_version == '3.11'")] == [None] * 3
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "-r other.txt",

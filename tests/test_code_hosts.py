@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from code_work import project, wheel
+from conftest import missing
 
 from rayps.bench.netns import Hosts
 from rayps.core.errors import ClusterError
@@ -65,7 +66,7 @@ class Machines:
         )
         assert process.stdout is not None and process.stderr is not None
         if process.stdout.readline() != b"ready\n":
-            pytest.skip(f"this machine cannot make mount namespaces: {process.stderr.read().decode().strip()}")
+            missing(f"right to make mount namespaces: {process.stderr.read().decode().strip()}")
         return process
 
     def command(self, host: int, *words: str, **environ: str) -> tuple[list[str], dict[str, str]]:
@@ -106,11 +107,11 @@ class Machines:
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
     if shutil.which("unshare") is None:
-        pytest.skip("unshare is missing: install util-linux")
+        missing("unshare: install util-linux")
     try:
         net = Hosts(3, "1gbit")
     except ClusterError as error:
-        pytest.skip(str(error))
+        missing(f"right to make network namespaces: {error}")
     logs = tmp_path_factory.mktemp("logs")
     with net:
         found = Machines(net)

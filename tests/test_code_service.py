@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import os
 import shutil
@@ -216,6 +217,24 @@ def test_requirements_are_installed_for_the_job_alone(client, home: Path) -> Non
     assert done["metrics"]["tiny"] == 7.0 and done["spec"]["requirements"] == requirements
     assert "installing" in [event["kind"] for event in job.events()]
     drop(job)
+
+
+def test_a_lock_file_with_hashes_is_installed_and_a_wrong_hash_is_not(client, home: Path, tmp_path: Path) -> None:
+    """pip requires a hash of each package then; the packages of the cluster are constraints without hashes."""
+    path = wheel(tmp_path / "wheels")
+    lock = home / "requirements.lock"
+    lines = ["--no-index", f"--find-links {path.parent}", "rayps_tiny_test_package==1.0 \\", "    --hash=sha256:{}", ""]
+    jobs = []
+    for text in (hashlib.sha256(path.read_bytes()).hexdigest(), "0" * 64):
+        lock.write_text("\n".join(lines).format(text))
+        jobs.append(
+            client.submit("src/line.py:Needs", working_dir=home, epochs=1, requirements=lock, max_failures=0).wait(300)
+        )
+    good, bad = (job.data for job in jobs)
+    assert good["status"] == "SUCCEEDED" and good["metrics"]["tiny"] == 7.0, good["reason"]
+    assert bad["status"] == "FAILED" and "DO NOT MATCH THE HASHES" in bad["reason"], bad["reason"]
+    for job in jobs:
+        drop(job)
 
 
 @pytest.mark.parametrize(

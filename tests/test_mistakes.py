@@ -1,23 +1,24 @@
 """Deliberate mistakes: each ends in a short error that names what was given and the way out, and leaves nothing."""
 
-import gc
 import importlib
-import os
+import re
 import threading
-from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import torch.nn.functional as F
-from small_work import train
 from torch import nn
 
 import rayps
+from benchmarks.leftovers import Leftovers
+from benchmarks.mistakes import MISTAKES as NINE
+from benchmarks.mistakes import Mistake
+from rayps.cluster.local import LocalCluster
 from rayps.core.error_hints import hint
-from rayps.core.errors import DataError, RaypsError, TrainingError, WorkloadError
-from rayps.core.memory import available_bytes
+from rayps.core.errors import DataError, TrainingError, WorkloadError
+from rayps.core.memory import available_bytes, total_bytes
 from rayps.core.user_code import place_of
+from rayps.core.user_module import pack, unpack
 from rayps.runtime.model_memory import limited, measured
 
 
@@ -192,33 +193,28 @@ MISTAKES = [
     (Huge, WorkloadError, ["ran out of memory", "divide it among several"]),
     (HugeBatch, WorkloadError, ["ran out of memory", "smaller batches"]),
 ]
+NAMED = {work.__name__: Mistake(work, kind, tuple(words)) for work, kind, words in MISTAKES} | NINE
 
 
-def shared_memory():
-    """What this process has of shared memory: open anonymous files, and names in /dev/shm that contain its id."""
-    links = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    named = [name for name in os.listdir("/dev/shm") if str(os.getpid()) in name]  # noqa: PTH208
-    return sorted([link for link in links if link.startswith("/memfd:")] + named)
-
-
-@pytest.mark.parametrize(("work", "kind", "words"), MISTAKES, ids=lambda value: getattr(value, "__name__", None))
-def test_a_mistake_ends_in_a_short_error(tmp_path, monkeypatch, work, kind, words):
+@pytest.mark.parametrize("name", NAMED)
+def test_a_mistake_ends_in_a_short_error(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    gc.collect()
-    shared, threads = shared_memory(), set(threading.enumerate())
-    children = {child.pid for child in psutil.Process().children(recursive=True)}
-    with pytest.raises(kind) as caught:
-        train(work(), workers=2, epochs=1)
-    text = str(caught.value)
-    for each in words:
-        assert each in text
-    assert len(text.splitlines()) <= 3, text
+    leftovers, threads, mistake = Leftovers(), set(threading.enumerate()), NAMED[name]
+    cluster = LocalCluster()
+    try:
+        check(mistake, mistake.commit(cluster))
+    finally:
+        cluster.close()
     assert list(tmp_path.iterdir()) == []
-    del caught
-    gc.collect()
-    assert shared_memory() == shared
-    assert {child.pid for child in psutil.Process().children(recursive=True)} <= children
+    assert leftovers.left() == []
     assert not [each for each in set(threading.enumerate()) - threads if each.name.startswith("worker-")]
+
+
+def check(mistake, error):
+    assert isinstance(error, mistake.error), error
+    for each in mistake.words:
+        assert each in str(error)
+    assert len(str(error).splitlines()) <= 3, error
 
 
 # ---- models larger than the memory
@@ -262,17 +258,17 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_built(work):
 
 
 def test_memory_of_the_machine_and_of_a_cgroup(tmp_path):
-    assert available_bytes(tmp_path) is None
+    assert available_bytes(tmp_path) is None and total_bytes(tmp_path) is None
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   8 kB\n")
-    assert available_bytes(tmp_path) == 8192
+    assert available_bytes(tmp_path) == 8192 and total_bytes(tmp_path) == 9216
     cgroup = tmp_path / "sys" / "fs" / "cgroup"
     cgroup.mkdir(parents=True)
     (cgroup / "memory.max").write_text("max\n")
     (cgroup / "memory.current").write_text("1000\n")
     assert available_bytes(tmp_path) == 8192
     (cgroup / "memory.max").write_text("3000\n")
-    assert available_bytes(tmp_path) == 2000
+    assert available_bytes(tmp_path) == 2000 and total_bytes(tmp_path) == 3000
     (cgroup / "memory.stat").write_text("anon 1\ninactive_file 500\n")  # cached files are dropped when needed
     assert available_bytes(tmp_path) == 2500
     assert available_bytes() > 0
@@ -298,15 +294,20 @@ def test_a_hint_never_raises():
 
 
 @pytest.mark.ray
-def test_in_worker_processes(ray_cluster, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", NINE)
+def test_in_worker_processes(ray_cluster, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    for work, kind, words in (MISTAKES[1], MISTAKES[6], MISTAKES[12]):
-        with pytest.raises(kind) as caught:
-            rayps.train(work(), workers=2, epochs=1, cluster=ray_cluster, progress=False)
-        assert all(each in str(caught.value) for each in words)
-    assert isinstance(caught.value, RaypsError)
+    leftovers = Leftovers()
+    check(NINE[name], NINE[name].commit(ray_cluster))
     assert list(tmp_path.iterdir()) == []
-    assert Path("/dev/shm").is_dir()
+    assert leftovers.left() == []
+
+
+def test_the_line_of_code_that_was_pickled_by_value_is_named():
+    """Its code has no file name: an error of a worker process named `<dynamic-code>`."""
+    with pytest.raises(RuntimeError) as caught:
+        unpack(pack(Shapes())).loss(nn.Linear(5, 3), rayps.data.Batch(torch.zeros(2, 4), torch.zeros(2), 2))
+    assert re.search(r"test_mistakes\.py:\d+\)$", place_of(caught.value))
 
 
 def test_a_file_below_the_current_directory_is_named_from_there(tmp_path, monkeypatch):

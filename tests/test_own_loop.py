@@ -12,8 +12,9 @@ from process_cluster import ProcessCluster
 from small_work import Small, distance, plain, vector
 
 import rayps
+from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ActorDied, CheckpointError, ConfigError, TrainingError, WorkloadError
+from rayps.core.errors import ActorDied, CheckpointError, ClusterError, ConfigError, TrainingError, WorkloadError
 from rayps.core.job_status import Status
 from rayps.runtime.journal import Journal
 from rayps.runtime.own_loop.driver import LoopDriver
@@ -155,6 +156,28 @@ def test_logged_numbers_are_means_weighted_by_samples():
     [second] = points.merged(0.0)
     assert numbers_of(second) == {"loss": 7.0}
     assert second["samples"] == 4
+
+
+@pytest.mark.parametrize(("requirements", "more"), [((), 0.0), (("einops==0.8.0",), 900.0)])
+def test_workers_get_one_shared_code_and_the_time_to_install_requirements(tmp_path, requirements, more):
+    """Each worker got the archive by itself, and the ring gave up while the other hosts installed packages."""
+    shared, given = [], []
+
+    class Recording(LocalCluster):
+        def share(self, value):
+            shared.append(value)
+            return value
+
+        def spawn(self, target, packed, place, *, code, **options):
+            given.append((place, code))
+            if len(given) == 2:
+                raise ClusterError("recorded")
+
+    code = JobCode("job", archive=b"1", requirements=requirements)
+    driver = LoopDriver(lambda: None, JobSpec(run="test:loop", workers=2, timeout=7.0), Journal(tmp_path), code=code)
+    assert driver.run(Recording()).message == "recorded"
+    assert shared == [code] and all(found is code for _, found in given)
+    assert [(place.timeout, place.start) for place, _ in given] == [(7.0, 7.0 + more)] * 2
 
 
 def test_a_number_that_is_not_finite_is_one_warning():

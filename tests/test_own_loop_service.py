@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from test_service import ROOT, Serve, one, serve  # noqa: F401  fixtures
+from test_service import ROOT, Serve, one, serve, until  # noqa: F401  fixtures
 
 pytestmark = pytest.mark.ray
 
@@ -85,3 +87,23 @@ def test_a_loop_is_a_job_and_goes_on_after_kill_9(serve: Serve, tmp_path: Path) 
     slow.wait(timeout=120)
     assert slow.data["status"] == "STOPPED"
     assert slow.data["checkpoint"]
+
+
+@pytest.mark.chaos
+def test_a_loop_whose_driver_is_killed_has_an_equal_result(serve: Serve, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "loop.py").write_text(LOOP)
+    client = serve.client()
+    found = {}
+    for name, pause in (("whole", 0.0), ("killed", 0.3)):
+        job = client.submit(run="loop.py:train_fn", working_dir=tmp_path, workers=2, name=name, params={"pause": pause})
+        if name == "killed":
+            home = serve.state / "jobs" / job.id
+            until(lambda home=home: any((home / "checkpoints").glob("step-*")), 120)
+            os.kill(json.loads((home / "driver.json").read_text())["pid"], signal.SIGKILL)
+        job.wait(timeout=240)
+        assert job.data["status"] == "SUCCEEDED", job.data
+        assert sorted({point["round"] for point in job.metrics()}) == list(range(1, 13))
+        found[name] = job.data["metrics"]
+    kinds = [event["kind"] for event in job.events()]
+    assert kinds.count("driver_restarted") == 1 and job.data["attempt"] == 2
+    assert found["killed"] == pytest.approx(found["whole"], abs=0)

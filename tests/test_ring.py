@@ -810,6 +810,18 @@ def test_join_names_who_is_missing():
         Ring.join("x", 2, 2)
 
 
+def test_a_rank_may_join_later_than_the_later_waits_last():
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(Ring.join, "later", 0, 2, timeout=5.0, join_timeout=60.0)
+        with pytest.raises(PeerTimeout, match=r"did not join within 0\.1 s"):
+            Ring.join("later-alone", 0, 2, timeout=60.0, join_timeout=0.1)
+        second = pool.submit(Ring.join, "later", 1, 2, timeout=5.0, join_timeout=60.0)
+        rings = [first.result(), second.result()]
+    assert every(rings, lambda ring: ring.sum(torch.ones(1)).item()) == [2, 2]
+    for ring in rings:
+        ring.close()
+
+
 def test_a_ring_that_meets_by_name_listens_at_the_clusters_address(monkeypatch):
     monkeypatch.setattr("rayps.comm.ring.rendezvous.host_address", lambda: "127.0.0.2")
     with ThreadPoolExecutor(2) as pool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rayps.cluster.warm import WarmState
 from rayps.core.errors import ClusterError, ConfigError
 from rayps.core.job_status import Status, may_move
 from rayps.service import drivers, processes
@@ -425,10 +426,15 @@ class FakeCluster:
     def __init__(self) -> None:
         self.actors: dict[str, FakeHandle] = {}
         self.spawned: list[FakeHandle] = []
+        self.warm: list[bool | None] = []
         self.room = {"cpu": 8.0, "gpu": 0.0}
+
+    def keep_warm(self, wanted: int) -> WarmState:
+        return WarmState(wanted, 1, 0, 1000)
 
     def spawn(self, target: str, *args: Any, name: str, **kwargs: Any) -> FakeHandle:
         assert target == "rayps.runtime.driver_actor:DriverActor" and kwargs["detached"] and kwargs["here"]
+        self.warm.append(kwargs.get("warm"))
         if name in self.actors:
             raise ClusterError(f"{name} lives already")
         handle = FakeHandle(name, args)
@@ -527,6 +533,19 @@ def test_a_job_from_queue_to_result(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert await scheduler.tick() == [] and cluster.actors  # it gets a while to end itself
         monkeypatch.setattr(drivers, "_END_SECONDS", 0.0)
         assert await scheduler.tick() == [] and not cluster.actors
+
+    serve(tmp_path, body)
+
+
+def test_warm_processes_are_seen_and_not_for_jobs_with_requirements(tmp_path: Path) -> None:
+    async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
+        await add(store)
+        await scheduler.tick()
+        assert scheduler.view.warm is None and cluster.warm == [True]
+        keeps = Scheduler(store, place, tmp_path / "jobs", view_seconds=0.3, warm=2)
+        await add(store, requirements=("einops==0.8.0",))
+        await keeps.tick()
+        assert keeps.view.warm == WarmState(2, 1, 0, 1000) and cluster.warm == [True, False]
 
     serve(tmp_path, body)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -85,6 +86,7 @@ async def cluster(running: RunningService) -> Any:
         "total": total,
         "free": view.free or {},
         "reason": view.reason,
+        "warm": None if view.warm is None else asdict(view.warm),
     }
 
 
@@ -134,6 +136,11 @@ async def prometheus(running: RunningService) -> Response:
         gauge = Gauge(f"rayps_ray_{name}", f"Ray's {name} resources", ["kind"], registry=registry)
         for kind, amount in (bundle or {}).items():
             gauge.labels(kind).set(amount)
+    if view.warm is not None:
+        processes = Gauge("rayps_warm_processes", "Warm processes by state", ["state"], registry=registry)
+        for state, number in (("ready", view.warm.ready), ("starting", view.warm.starting)):
+            processes.labels(state).set(number)
+        Gauge("rayps_warm_bytes", "Memory of the warm processes", registry=registry).set(view.warm.memory)
     _of_groups(running, registry)
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 

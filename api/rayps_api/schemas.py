@@ -230,6 +230,15 @@ class FilesOut(BaseModel):
     files: list[FileOut]
 
 
+class WarmOut(BaseModel):
+    """The processes of `rayps serve --warm` on the service's host."""
+
+    wanted: int
+    ready: int = Field(description="Processes that wait for a job.")
+    starting: int = Field(description="Processes that are importing.")
+    memory: int = Field(description="Bytes that the ready processes occupy.")
+
+
 class ClusterOut(BaseModel):
     """The state of the Ray cluster that runs the jobs."""
 
@@ -242,6 +251,7 @@ class ClusterOut(BaseModel):
     total: dict[str, float]
     free: dict[str, float]
     reason: str | None
+    warm: WarmOut | None = Field(description="None if the service keeps no warm processes.")
 
 
 class GroupIn(BaseModel):

@@ -118,7 +118,8 @@ class Handler(BaseHTTPRequestHandler):
         world = self.world
         if parts == ["cluster"]:
             return self.reply(200, {"ready": True, "address": "127.0.0.1:6379", "owned": True, "cores": 2, "reason": None,
-                                    "total": {"cpu": 16, "gpu": 0}, "free": {"cpu": 12, "gpu": 0}})
+                                    "total": {"cpu": 16, "gpu": 0}, "free": {"cpu": 12, "gpu": 0},
+                                    "warm": None})
         if parts == ["jobs"]:
             with world.lock:
                 jobs = [job.to_json() for job in sorted(world.jobs.values(), key=lambda job: -job.created)]

@@ -209,6 +209,7 @@ export interface ClusterState {
   total: Record<string, number>;
   free: Record<string, number>;
   reason: string | null;
+  warm?: { wanted: number; ready: number; starting: number; memory: number } | null; // processes that wait for a job
 }
 
 /** A server of a group. */

@@ -29,7 +29,7 @@ from rayps.service.client import Client
 from rayps.service.processes import die_with_parent
 from rayps.service.settings import Settings
 
-SCENES = ("ray", "cold", "joined", "service", "warm")
+SCENES = ("ray", "cold", "joined", "service", "warm", "ray_train")
 _RUN_SECONDS = 300.0
 _WARM_MARK = "RAYPS_BENCH_SERVICE"  # an environment variable that all processes of the measured service inherit
 _CALM_SECONDS = 3.0  # seconds before a measurement, in which processes of the previous one end
@@ -39,22 +39,30 @@ _CALM_SECONDS = 3.0  # seconds before a measurement, in which processes of the p
 class StartRow:
     """One scene. Times are medians in seconds from the call; `parts` are seconds of parts, in their order.
 
-    `ray` has no losses: its `first_step` is the whole time of the import of ray and of `ray.init`.
+    `ray` has no losses: its `first_step` is the whole time of the import of ray and of `ray.init`. A scene that was
+    skipped has no times.
     """
 
     scene: str
     workers: int
     repeats: int
     first_loss: float | None  # until the last worker computes its first loss
-    first_step: float  # until the last worker has made its first step
-    slowest: float  # the longest `first_step` of all repeats
+    first_step: float | None  # until the last worker has made its first step
+    slowest: float | None  # the longest `first_step` of all repeats
     load: float  # the system's load average over a minute, when the scene began
     parts: dict[str, float] = field(default_factory=dict)
+    skipped: str = ""  # why the scene was skipped
 
     @property
     def shown(self) -> str:
-        """The parts as text."""
+        """The parts as text, or why the scene was skipped."""
+        if self.skipped:
+            return f"skipped: {self.skipped}"
         return ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.parts.items())
+
+
+class _Skipped(Exception):
+    """A scene cannot be measured here; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +82,8 @@ def bench_start(
     - `joined`: `rayps.train` on a running Ray cluster of this machine.
     - `service`: a job of a running service, from `submit`.
     - `warm`: the same, with a warm process for the driver and for each worker.
+    - `ray_train`: a TorchTrainer of Ray Train without a Ray, which trains the same workload in DistributedDataParallel.
+      The scene is skipped, with a reason, where Ray Train is not installed.
 
     Raises:
         ConfigError: there is no such scene, or a number is too small.
@@ -88,17 +98,22 @@ def bench_start(
     rows = []
     for scene in scenes:
         load = os.getloadavg()[0]
-        if scene in ("service", "warm"):
-            found = _jobs(workers, repeats, warm=scene == "warm")
-        elif scene == "joined":
-            with _running_ray(workers) as address:
-                _script(scene, workers, address)  # the first run on a new Ray also waits for Ray's own processes
-                found = [_script(scene, workers, address) for _ in range(repeats)]
-        else:
-            found = [_script(scene, workers, None) for _ in range(repeats)]
-        rows.append(_row(scene, workers, found, load))
+        try:
+            rows.append(_row(scene, workers, _measured(scene, workers, repeats), load))
+        except _Skipped as reason:
+            rows.append(StartRow(scene, workers, 0, None, None, None, load, skipped=str(reason)))
         report(rows[-1])
     return rows
+
+
+def _measured(scene: str, workers: int, repeats: int) -> list[_Start]:
+    if scene in ("service", "warm"):
+        return _jobs(workers, repeats, warm=scene == "warm")
+    if scene == "joined":
+        with _running_ray(workers) as address:
+            _script(scene, workers, address)  # the first run on a new Ray also waits for Ray's own processes
+            return [_script(scene, workers, address) for _ in range(repeats)]
+    return [_script(scene, workers, None) for _ in range(repeats)]
 
 
 def _row(scene: str, workers: int, found: list[_Start], load: float) -> StartRow:
@@ -110,7 +125,7 @@ def _row(scene: str, workers: int, found: list[_Start], load: float) -> StartRow
 
 
 def _script(scene: str, workers: int, address: str | None) -> _Start:
-    """Run `rayps.bench.start_script` in a new process."""
+    """Run `rayps.bench.start_script` in a new process. Raises _Skipped if the scene lacks a package."""
     time.sleep(_CALM_SECONDS)
     with tempfile.TemporaryDirectory(prefix="rayps-bench-") as name:
         folder, out, log = Path(name, "losses"), Path(name, "out.json"), Path(name, "log")
@@ -132,9 +147,13 @@ def _script(scene: str, workers: int, address: str | None) -> _Start:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
             raise ClusterError(f"a run of {scene} failed (exit code {code}):\n{tail}", scene=scene)
         result = json.loads(out.read_text())
+        if "skipped" in result:
+            raise _Skipped(result["skipped"])
         began, parts = result["began"], result["parts"]
         if scene == "ray":
             return _Start(None, sum(parts.values()), parts)
+        if scene == "ray_train" and (times := first_times(folder, workers)) is not None:
+            parts["workers"] = times[0] - began - sum(parts.values())
         return _started(folder, workers, began, parts)
 
 

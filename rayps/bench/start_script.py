@@ -3,7 +3,7 @@
     python -m rayps.bench.start_script CONFIG OUT
 
 CONFIG is JSON: {"scene", "workers", "folder", "address"}. OUT is the file for the result: {"began", "parts"} with the
-wall clock at the call, and from each part's name to its seconds.
+wall clock at the call, and from each part's name to its seconds; or {"skipped"} with the reason.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rayps.bench.first_steps import STEPS, FirstSteps
+from rayps.bench.ray_train_start import train_by_ray_train
 
 # parts of a call of `rayps.train`: name, module, class, method; each is timed at its first call
 PARTS = (
@@ -76,7 +77,8 @@ def open_ray(config: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Run the scene that the command line names."""
     config = json.loads(sys.argv[1])
-    found = open_ray(config) if config["scene"] == "ray" else train(config)
+    scenes: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"ray": open_ray, "ray_train": train_by_ray_train}
+    found = scenes.get(config["scene"], train)(config)
     Path(sys.argv[2]).write_text(json.dumps(found))
 
 

@@ -19,9 +19,9 @@ def start(
         str,
         typer.Option(
             help="What to measure: ray (ray.init alone), cold (rayps.train without a Ray), joined (on a running "
-            "cluster), service (a job of a service), warm (with warm processes)."
+            "cluster), service (a job of a service), warm (with warm processes), ray_train (Ray Train's TorchTrainer)."
         ),
-    ] = "ray,cold,joined,service,warm",
+    ] = "ray,cold,joined,service,warm,ray_train",
     workers: Annotated[int, typer.Option(help="Workers.")] = 2,
     repeats: Annotated[int, typer.Option(help="Number of measurements of each scene; the table has medians.")] = 5,
     output: Format = Output.table,
@@ -34,7 +34,8 @@ def start(
     from rayps.bench.start import bench_start
 
     def report(row: StartRow) -> None:
-        show.note(f"{row.scene}: {row.first_step:.2f} s ({row.shown}; load {row.load:.1f})")
+        seconds = "" if row.first_step is None else f"{row.first_step:.2f} s "
+        show.note(f"{row.scene}: {seconds}({row.shown}; load {row.load:.1f})")
 
     rows = bench_start(scenes.split(","), workers=workers, repeats=repeats, report=report)
     show_rows(

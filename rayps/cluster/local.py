@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+from rayps.cluster.warm import WarmState
 from rayps.core.errors import ActorDied, ConfigError, NoResources
 
 _Shared = TypeVar("_Shared")
@@ -79,7 +80,7 @@ class Actors(Protocol):
         `detached`: the actor outlives this process. `here`: the actor runs on this host. `gang` and `index`: the actor
         runs in the bundle `index` of the reservation `gang`. `restarts`: how often the cluster starts the actor again,
         with the same arguments, after its process died (-1: always). A cluster of threads ignores `restarts`.
-        `warm`: the actor may take a process that `keep_warm` has started.
+        `warm`: the actor may take a process that `keep_warm` has started, if it has the environment of a new process.
         """
 
     def find(self, name: str) -> ActorHandle | None:
@@ -94,8 +95,11 @@ class Actors(Protocol):
     def hosts(self, free: bool = True) -> dict[str, Bundle]:
         """Return the resources of each host: the free ones, or all if `free` is False."""
 
-    def keep_warm(self, wanted: int) -> None:
-        """Keep `wanted` processes on this host that wait for an actor: see `rayps.cluster.warm`. Call it repeatedly."""
+    def keep_warm(self, wanted: int) -> WarmState:
+        """Keep `wanted` processes on this host that wait for an actor: see `rayps.cluster.warm`. Call it repeatedly.
+
+        Return how many there are, and their memory.
+        """
 
     def kill(self, handle: ActorHandle) -> None:
         """End an actor at once."""
@@ -274,8 +278,9 @@ class LocalCluster:
         self._handles[name] = handle
         return handle
 
-    def keep_warm(self, wanted: int) -> None:
+    def keep_warm(self, wanted: int) -> WarmState:
         """Do nothing: an actor needs no process."""
+        return WarmState(wanted)
 
     def find(self, name: str) -> _LocalHandle | None:
         """Return the running actor of this name, or None if there is none."""

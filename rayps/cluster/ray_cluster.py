@@ -15,12 +15,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import ray
 from ray._private import services
 from ray._private.state import available_resources_per_node as _available_resources_per_node
+from ray._private.worker import global_worker
 from ray.experimental import internal_kv
 from ray.util.placement_group import (
     PlacementGroup,
@@ -44,7 +45,20 @@ from rayps.cluster.local import (
 )
 from rayps.cluster.placement import within
 from rayps.cluster.scratch import Scratch
-from rayps.cluster.warm import IDLE_SECONDS, MODULES, QUIET_SECONDS, WarmFacts, free_memory, own_memory, to_start
+from rayps.cluster.warm import (
+    IDLE_SECONDS,
+    MODULES,
+    QUIET_SECONDS,
+    START_SECONDS,
+    WarmFacts,
+    WarmState,
+    environment_key,
+    free_memory,
+    memory_share,
+    own_memory,
+    to_end,
+    to_start,
+)
 from rayps.cluster.which_ray import AUTO, RAY_ADDRESS, Move, Owner, busy, foreign, head, move, token_refused
 from rayps.core.errors import ActorDied, ClusterError, NoResources, RaypsError, first_line
 from rayps.core.loading import without_collection
@@ -59,7 +73,7 @@ _ANSWER_SECONDS = 5.0  # seconds within which a head must accept a connection
 _MOVE_SECONDS = 180.0  # seconds to wait while another thread starts, joins or leaves a Ray
 _PING_SECONDS = 20.0  # seconds within which the owner of a process that was warm must answer
 _TAKE_SECONDS = 5.0  # seconds within which a warm process must answer
-_WARM, _ALIAS = "warm/", "warm-alias/"  # prefixes of keys: of warm processes by host, of actors that took one
+_WARM, _ALIAS = "warm/", "warm-alias/"  # prefixes of keys: of warm processes by place, of actors that took one
 _QUIET: JsonObject = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
 
 
@@ -166,16 +180,16 @@ class _Shell:
 class WarmProcess:
     """The Ray actor of a warm process (see `rayps.cluster.warm`). A job takes it, and it then contains a rayps actor.
 
-    It registers itself when its imports are done, and ends itself after `idle` seconds if no job takes it. Once taken,
-    it ends when the actor that took it has died.
+    It registers itself and its memory in bytes when its imports are done, and ends itself after `idle` seconds if no
+    job takes it. Once taken, it ends when the actor that took it has died, or has not used it after `START_SECONDS`.
     """
 
     def __init__(self, name: str, modules: Sequence[str], idle: float) -> None:
         with without_collection(freeze=True):
             for module in modules:
                 importlib.import_module(module)
-        self._key = f"{_WARM}{ray.get_runtime_context().get_node_id()}/{name}"
-        self._lock, self._taken = threading.Lock(), False
+        self._key = f"{_warm_place(None)}{name}"
+        self._lock, self._taken, self._used = threading.Lock(), False, threading.Event()
         self._made = threading.Event()
         self._actor: Any = None
         self._error: Exception | None = None
@@ -195,6 +209,7 @@ class WarmProcess:
 
         Ray replaces references among the arguments by their values, which it does not do inside of a tuple.
         """
+        self._used.set()
         if owner is not None:
             threading.Thread(target=self._end_with, args=(owner,), daemon=True, name="rayps-owner").start()
         try:
@@ -215,10 +230,16 @@ class WarmProcess:
     def ping(self) -> None:
         """Do nothing: the answer shows that the process lives."""
 
-    def _end_if_idle(self, idle: float) -> None:
-        time.sleep(idle)
+    def end(self) -> None:
+        """End the process unless a job has taken it."""
         if self.take():
             os._exit(0)
+
+    def _end_if_idle(self, idle: float) -> None:
+        time.sleep(idle)
+        self.end()
+        if not self._used.wait(START_SECONDS):  # the actor that took it has died
+            os._exit(1)
 
     def _end_with(self, owner: ray.actor.ActorHandle) -> None:
         while True:
@@ -594,23 +615,32 @@ class RayCluster:
         """Return the running actor of this name, or None if there is none."""
         self._check()
         for known in (name, _alias(name)):
-            with suppress(ValueError):
-                if known is not None:
-                    return RayHandle(name, ray.get_actor(known, namespace=NAMESPACE))
+            if known is not None and (actor := _named(known)) is not None:
+                return RayHandle(name, actor)
         return None
 
-    def keep_warm(self, wanted: int) -> None:
-        """Start a process that waits for a job if this host has fewer than `wanted` and `warm.to_start` allows it.
+    def keep_warm(self, wanted: int) -> WarmState:
+        """Start or end a process that waits for a job, as `warm.to_start` and `warm.to_end` decide; return their state.
 
         Processes that wait longer than `warm.IDLE_SECONDS` end. If this method is called no more, all of them end.
         """
         self._check()
-        ready = len(_warm_here(ray.get_runtime_context().get_node_id()))
+        ready = _living_warm(_warm_place(None))
         self._starting = [ref for ref in self._starting if not ray.wait([ref], timeout=0)[0]]
-        if ready < self._warm_ready:
+        if len(ready) < self._warm_ready:
             self._warm_taken = time.monotonic()
-        self._warm_ready = ready
-        facts = WarmFacts(wanted, ready, len(self._starting), time.monotonic() - self._warm_taken, free_memory())
+        self._warm_ready = len(ready)
+        facts = WarmFacts(
+            wanted,
+            len(ready),
+            len(self._starting),
+            time.monotonic() - self._warm_taken,
+            free_memory(),
+            memory_share(max(ready.values(), default=0)),
+        )
+        for name in sorted(ready)[: to_end(facts)]:
+            if (actor := _named(name)) is not None:
+                actor.end.remote()
         for _ in range(to_start(facts)):
             name = f"warm-{secrets.token_hex(8)}"
             where = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -620,18 +650,26 @@ class RayCluster:
                 name, MODULES, IDLE_SECONDS
             )
             self._starting.append(actor.ping.remote())
+        return WarmState(wanted, len(ready), len(self._starting), sum(ready.values()))
 
     def _take_warm(self, name: str | None, detached: bool, host: str | None) -> ray.actor.ActorHandle | None:
-        """Return a warm process of a host, which this call has taken, or None if there is none."""
+        """Return a warm process of a host, which this call has taken, or None if there is none.
+
+        The process has the environment that a new process of this program would have.
+        """
         if not detached and ray.get_runtime_context().get_actor_id() is None:
             return None  # this process is no actor: the taken process could not see that it has ended
-        for found in _warm_here(host or ray.get_runtime_context().get_node_id()):
+        place = _warm_place(host)
+        for found in _warm_at(place):
+            actor = _named(found)
             try:
-                actor = ray.get_actor(found, namespace=NAMESPACE)
-                if not ray.get(actor.take.remote(), timeout=_TAKE_SECONDS):
+                if actor is not None and not ray.get(actor.take.remote(), timeout=_TAKE_SECONDS):
                     continue
-            except (ValueError, ray.exceptions.RayError):
-                _RayKeyValues().delete(f"{_WARM}{host}/{found}")  # it died without a word
+            except ray.exceptions.RayError:
+                ray.kill(actor, no_restart=True)  # it is dead, or silent: a process that is taken later would stay
+                actor = None
+            if actor is None:
+                _RayKeyValues().delete(f"{place}{found}")  # it died without a word
                 continue
             if name is not None:
                 _RayKeyValues().put(f"{_ALIAS}{name}", found.encode())
@@ -801,11 +839,36 @@ def _host_of(gang: Reservation | None, index: int | None) -> str | None:
     return None if gang is None or index is None else gang.hosts()[index]
 
 
-def _warm_here(host: str) -> list[str]:
-    """Return the names of the warm processes of a host."""
-    prefix = f"{_WARM}{host}/"
-    keys = internal_kv._internal_kv_list(prefix.encode(), namespace=NAMESPACE)
-    return sorted(key.decode().removeprefix(prefix) for key in keys)
+def _warm_place(host: str | None) -> str:
+    """Return the prefix of the keys of a host's warm processes with this process's environment. None is this host."""
+    context = ray.get_runtime_context()
+    paths = global_worker.core_worker.get_job_config().py_driver_sys_path
+    return f"{_WARM}{host or context.get_node_id()}/{environment_key(context.get_runtime_env_string(), paths)}/"
+
+
+def _warm_at(place: str) -> list[str]:
+    """Return the names of the registered warm processes of a place: some of them may have died."""
+    keys = internal_kv._internal_kv_list(place.encode(), namespace=NAMESPACE)
+    return sorted(key.decode().removeprefix(place) for key in keys)
+
+
+def _living_warm(place: str) -> dict[str, int]:
+    """Return the bytes of memory of each living warm process of a place; remove the keys of those that died."""
+    living = {}
+    for name in _warm_at(place):
+        if _named(name) is None:
+            _RayKeyValues().delete(f"{place}{name}")
+        else:
+            living[name] = int(_RayKeyValues().get(f"{place}{name}") or 0)
+    return living
+
+
+def _named(name: str) -> ray.actor.ActorHandle | None:
+    """Return the living actor of Ray with this name, or None."""
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
 
 
 def _alias(name: str) -> str | None:

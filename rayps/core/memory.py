@@ -1,4 +1,4 @@
-"""How much memory this process can still allocate: of the machine, and of the memory cgroup of a container."""
+"""How much memory there is, and can still be allocated: of the machine, and of the memory cgroup of a container."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CGROUPS = (
 
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Return the bytes that can still be allocated, or None if the system does not report it."""
-    found = [_of_machine(root)]
+    found = [_of_machine(root, "MemAvailable:")]
     for folder, most, used, cached in _CGROUPS:
         limit, taken = _number(root / folder / most), _number(root / folder / used)
         if limit is not None and taken is not None:
@@ -22,12 +22,18 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     return min((each for each in found if each is not None), default=None)
 
 
-def _of_machine(root: Path) -> int | None:
+def total_bytes(root: Path = Path("/")) -> int | None:
+    """Return the bytes of memory, or None if the system does not report it."""
+    limits = [_number(root / folder / most) for folder, most, _, _ in _CGROUPS]
+    return min((each for each in (_of_machine(root, "MemTotal:"), *limits) if each is not None), default=None)
+
+
+def _of_machine(root: Path, entry: str) -> int | None:
     try:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError):
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(entry)), None)
 
 
 def _entry(path: Path, name: str) -> int:

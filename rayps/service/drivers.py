@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, ActorHandle, Actors, Bundle
+from rayps.cluster.warm import WarmState
 from rayps.core.errors import ClusterError
 from rayps.core.failpoint import passing
 from rayps.core.records import AttemptRecord
@@ -64,11 +65,15 @@ class RayHome(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DriverView:
-    """The ids of the jobs whose driver is alive, and the cluster's free and total resources, as of one moment."""
+    """The ids of the jobs whose driver is alive, and the cluster's free and total resources, as of one moment.
+
+    `warm`: the processes that wait for a job; None if the service keeps none.
+    """
 
     drivers: frozenset[str]
     free: Bundle
     total: Bundle
+    warm: WarmState | None = None
 
 
 class Drivers:
@@ -105,9 +110,8 @@ class Drivers:
             if handle is not None:
                 self._handles[job_id] = handle
                 living.add(job_id)
-        if self._warm:
-            cluster.keep_warm(self._warm)
-        return DriverView(frozenset(living), cluster.free(), cluster.total())
+        warm = cluster.keep_warm(self._warm) if self._warm else None
+        return DriverView(frozenset(living), cluster.free(), cluster.total(), warm)
 
     def start(self, job: JobRecord, start: Start) -> None:
         """Start the driver of an attempt; first kill the previous attempt's process if it is still alive.
@@ -129,7 +133,7 @@ class Drivers:
                 detached=True,
                 here=True,
                 cpus=0.0,
-                warm=True,
+                warm=not job.spec.requirements,  # an imported package keeps its version
             )
             passing("launch: started, not noted")
         finally:

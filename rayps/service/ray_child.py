@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, Actors, Bundle, resolve
+from rayps.cluster.warm import WarmState
 from rayps.core.errors import ClusterError, RaypsError
 from rayps.core.values import Keywords
 
@@ -84,9 +85,9 @@ class Child:
             raise ClusterError(f"there is no actor {name}")
         return handle.call(method, *args).result(timeout=CALL_SECONDS)
 
-    def do_keep_warm(self, wanted: int) -> None:
-        """Keep processes that wait for an actor."""
-        self._cluster.keep_warm(wanted)
+    def do_keep_warm(self, wanted: int) -> WarmState:
+        """Keep processes that wait for an actor, and return their state."""
+        return self._cluster.keep_warm(wanted)
 
     def do_free(self) -> Bundle:
         """Return the free resources."""

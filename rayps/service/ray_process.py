@@ -27,6 +27,7 @@ from typing import Any, TypeAlias
 
 import rayps
 from rayps.cluster.local import PROTOCOL, ActorHandle, Bundle, Reservation
+from rayps.cluster.warm import WarmState
 from rayps.core.errors import ClusterError, RaypsError
 
 log = logging.getLogger(__name__)
@@ -180,9 +181,10 @@ class ClusterProcess:
         found: dict[str, Bundle] = self._do("hosts", free)
         return found
 
-    def keep_warm(self, wanted: int) -> None:
-        """Keep processes that wait for an actor: see `rayps.cluster.warm`."""
-        self._do("keep_warm", wanted)
+    def keep_warm(self, wanted: int) -> WarmState:
+        """Keep processes that wait for an actor, and return their state: see `rayps.cluster.warm`."""
+        found: WarmState = self._do("keep_warm", wanted)
+        return found
 
     def kill(self, handle: ActorHandle) -> None:
         """End an actor at once."""

@@ -75,6 +75,15 @@ class CodeAnswer(TypedDict):
     origin: CodeOrigin | None
 
 
+class WarmAnswer(TypedDict):
+    """The processes of `rayps serve --warm`: their numbers, and the bytes of memory of those that are ready."""
+
+    wanted: int
+    ready: int
+    starting: int
+    memory: int
+
+
 class ClusterAnswer(TypedDict):
     """The state of the Ray cluster that runs the jobs."""
 
@@ -85,6 +94,7 @@ class ClusterAnswer(TypedDict):
     total: dict[str, float]
     free: dict[str, float]
     reason: str | None
+    warm: WarmAnswer | None
 
 
 class GroupRow(TypedDict):

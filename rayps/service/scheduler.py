@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rayps.cluster.local import Actors, Bundle
+from rayps.cluster.warm import WarmState
 from rayps.core.errors import ClusterError, ConfigError, Conflict, NotFound, RaypsError, first_line
 from rayps.core.failpoint import passing
 from rayps.core.job_status import Status, may_move
@@ -54,12 +55,13 @@ _TIMEOUT_FACTOR = 5.0  # a job may show no progress for 5 times its `timeout`, o
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The newest known state of the Ray cluster: whether the cluster answers, why not, and its resources."""
+    """The newest known state of the Ray cluster: whether it answers, why not, its resources, its warm processes."""
 
     ready: bool = False
     reason: str | None = "Ray is starting"
     total: Bundle | None = None
     free: Bundle | None = None
+    warm: WarmState | None = None
 
 
 class Scheduler:
@@ -233,7 +235,7 @@ class Scheduler:
             self.view = View(False, reason, self.view.total, None)
             return None
         self._pending_view = None
-        self.view = View(True, None, seen.total, seen.free)
+        self.view = View(True, None, seen.total, seen.free, seen.warm)
         return seen
 
     async def _wait_for(self, view: asyncio.Future[DriverView]) -> None:

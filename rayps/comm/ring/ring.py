@@ -124,16 +124,18 @@ class Ring:
         size: int,
         *,
         timeout: float = 60.0,
+        join_timeout: float | None = None,
         host: str | None = None,
         **options: Unpack[RingOptions],
     ) -> Ring:
         """Form a ring with the other actors that call `join` with the same `name` and `size`.
 
         `host` is the address of this host. `timeout` limits, in seconds, the search for the other ranks and every later
-        wait. `options` are those of `form`. Raises PeerTimeout, which names the missing ranks, if a rank does not join
-        in time, and ConfigError if an argument is not valid.
+        wait; `join_timeout`, if given, limits the search instead. `options` are those of `form`. Raises PeerTimeout,
+        which names the missing ranks, if a rank does not join in time, and ConfigError if an argument is not valid.
         """
-        listener, secret, generation, addresses = find_ranks(name, rank, size, timeout, host)
+        seconds = timeout if join_timeout is None else join_timeout
+        listener, secret, generation, addresses = find_ranks(name, rank, size, seconds, host)
         with listener:
             return cls.form(
                 rank, addresses, listener, secret=secret, generation=generation, timeout=timeout, label=name, **options

@@ -17,6 +17,7 @@ from typing import Any
 from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import ActorHandle, ActorReply, Cluster, LocalCluster, Reservation
 from rayps.cluster.members import ActorHost
+from rayps.cluster.user_packages import install_seconds
 from rayps.core.errors import ActorDied, LinkError, RaypsError, TrainingError
 from rayps.core.job_status import Status
 from rayps.core.metrics import Throughput
@@ -166,9 +167,10 @@ class LoopDriver:
             packed = pack(self._function)
             wanted = {"cpu": 1.0} | self.spec.resources
             gang = cluster.reserve([wanted] * self.spec.workers, self.spec.timeout)
+            code = cluster.share(self._code)  # an archive is then kept once on each host
             decision: Decision = Restart((), "")
             while isinstance(decision, Restart):
-                self._begin(cluster, packed, gang)
+                self._begin(cluster, packed, code, gang)
                 try:
                     decision = self._follow()
                 finally:
@@ -188,7 +190,7 @@ class LoopDriver:
 
     # ---- one generation
 
-    def _begin(self, cluster: Cluster, packed: bytes, gang: Reservation | None) -> None:
+    def _begin(self, cluster: Cluster, packed: bytes, code: JobCode, gang: Reservation | None) -> None:
         spec = self.spec
         self._generation += 1
         self._points.restart(self._generation)
@@ -200,21 +202,25 @@ class LoopDriver:
         self._set_status(Status.STARTING if self._generation == 1 else Status.RECOVERING, "starting workers")
         wanted = {"cpu": 1.0} | spec.resources
         name = f"run-{time.time_ns()}"
+        start = spec.timeout + (install_seconds() if self._code.requirements else 0.0)
         handles: list[ActorHandle] = []
         for rank in range(spec.workers):
-            place = LoopPlace(rank, spec.workers, name, spec.timeout, dict(spec.params), spec.strategy, self.saves)
+            place = LoopPlace(
+                rank, spec.workers, name, spec.timeout, start, dict(spec.params), spec.strategy, self.saves
+            )
             handles.append(
                 cluster.spawn(
                     "rayps.runtime.own_loop.actor:LoopActor",
                     packed,
                     place,
-                    code=self._code,
+                    code=code,
                     capture=self._capture and not isinstance(cluster, LocalCluster),
                     sends=self._sends,
                     cpus=wanted["cpu"],
                     gpus=wanted.get("gpu", 0.0),
                     gang=gang,
                     index=rank,
+                    warm=not self._code.requirements,  # an imported package keeps its version
                 )
             )
         generation = self._generation

@@ -49,6 +49,7 @@ class LoopPlace:
     size: int
     name: str  # a name of the run and its generation, by which its workers find each other
     timeout: float  # seconds
+    start: float  # seconds within which all workers must have begun: `timeout`, and the time to install requirements
     params: dict[str, Json] = field(default_factory=dict)
     strategy: StrategySpec = "all_reduce"  # the strategy of `rayps.wrap`, unless the call names one
     saves: bool = False  # whether the run has a folder for saved states

@@ -158,7 +158,8 @@ class _Wrapping:
     def connect(self, number: int, schedule: Maker | None) -> RoundThread:
         """Connect the workers, which then have rank 0's parameters or those of the saved state."""
         here, optimizer, servers = self._here, self._optimizer, self._servers
-        ring = Ring.join(self._name, here.rank, here.size, timeout=here.place.timeout)
+        place = here.place
+        ring = Ring.join(self._name, here.rank, here.size, timeout=place.timeout, join_timeout=place.start)
         if here.rank == 0 and here.size > 1:
             log.info(ring.choice)
         flat = FlatModel(self._model, ring.buffer if self._leaves_early() else None)
