@@ -119,7 +119,7 @@ class Driver:
             else runner_of(callbacks, workload, handle, spec.timeout)
         )
         self._evaluation_batches = evaluation_batches
-        self._checkpoints = Checkpointer(spec, journal, checkpoints, resume, self._callbacks)
+        self._checkpoints = Checkpointer(spec, journal, checkpoints, resume, self._callbacks, workload)
         self._recoveries = RecoveryExecutor(journal, failures)
         self._record = RunRecord(journal, spec.workers, self._round_and_facts, self._callbacks.deliver)
         self._record.traces = None if profile is None else TraceFolder(profile, journal)

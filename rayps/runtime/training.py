@@ -96,7 +96,7 @@ class Result:
             if snapshot is self.snapshot:
                 raise ConfigError(
                     "there is no average of the weights: give the workload one, such as average = rayps.EMA(0.999), "
-                    "and as many steps as its start",
+                    "and as many steps as its start, or leave average out to take the last parameters",
                     field="average",
                 )
         model = snapshot.fill(self.workload.model())
@@ -106,21 +106,23 @@ class Result:
             model = load(model, self.checkpoint / checkpoints.TABLES)
         return model.eval()
 
-    def save(self, folder: str | Path) -> Path:
+    def save(self, folder: str | Path, *, average: bool = False) -> Path:
         """Write the trained model into a new folder that needs no rayps, and return the folder.
 
         Parameters and buffers are in `model.safetensors`, each tied tensor once; `rayps.load_state(model, folder)` or
         `safetensors.torch.load_model` reads them. If the model has `save_pretrained` (Hugging Face), it writes the
-        folder, so that `from_pretrained` reads it. The rows of sparse tables are in the folder `tables`.
+        folder, so that `from_pretrained` reads it. The rows of sparse tables are in the folder `tables`. `average` is
+        that of `model`: the parameters are the average of the weights.
 
         Raises:
             CheckpointError: the folder has files already, or cannot be written.
+            ConfigError: `average` is True, and the workload has no average.
 
         Example:
             rayps.train(work, workers=2).save("digits")
             model = rayps.load_state(Digits().model(), "digits")
         """
-        return save_model(self.model(), folder)
+        return save_model(self.model(average=average), folder)
 
 
 def train(
