@@ -1,5 +1,10 @@
 """Accumulation and losses of tokens: k micro-batches on N workers are one padded batch of plain torch."""
 
+import importlib
+import re
+import threading
+from collections import defaultdict
+
 import pytest
 import torch
 from small_work import Small, distance, plain, train, vector
@@ -9,8 +14,12 @@ from torch import nn
 
 import rayps
 from rayps import ADMM, AllReduce, DiLoCo, Downpour, FedAvg, Hogwild, LocalSGD, ParallelSGD, ParameterServer
+from rayps.comm.ring import Ring
+from rayps.comm.ring.compressed_mean import CompressedRing
 from rayps.core.errors import ConfigError, WorkloadError
+from rayps.ps.client.client import GroupServer
 from rayps.ps.tables import embedding
+from rayps.worker.buckets import Buckets
 
 EXACT = 1e-11
 HALF = 2e-2  # bf16 has 8 bits: another order of additions moves the result by about this much
@@ -340,6 +349,72 @@ def test_a_parameter_that_only_some_micro_batches_use(strategy, optimizer):
     work = Forked(n=60, batch=2, optimizer=optimizer)
     result = train(work, strategy, workers=2, epochs=3)
     assert distance(result.model(), forked_law(work, 2, 3)) < EXACT
+
+
+class Told(Small):
+    """Records its losses, among the records of what its worker sends."""
+
+    def __init__(self, accumulate):
+        super().__init__(n=4 * 6 * 6)
+        self.accumulate = accumulate
+
+    def loss(self, model, batch):
+        if torch.is_grad_enabled():  # not in an evaluation
+            importlib.import_module("test_accumulate").record("loss")
+        return super().loss(model, batch)
+
+
+RECORDS = defaultdict(list)  # from a worker's thread to its losses and exchanges, in their order
+EXCHANGES = [(Buckets, "_send_bucket"), (Ring, "mean"), (CompressedRing, "mean"), (GroupServer, "push")]
+EXCHANGES += [(Ring, "max"), (GroupServer, "pull"), (Ring, "sum")]
+
+
+def record(what):
+    RECORDS[threading.get_ident()].append(what)
+
+
+def recorded(kind, method):
+    plainly = getattr(kind, method)
+
+    def call(self, *args, **kwargs):
+        record(f"{kind.__name__}.{method}")
+        return plainly(self, *args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        AllReduce(bucket_mb=0),
+        AllReduce(bucket_mb=1e-4),
+        AllReduce(compression="fp16"),
+        ParameterServer(shards=2),
+        ParameterServer(shards=2, staleness=2),
+        ParameterServer(shards=2, compression="int8"),
+    ],
+    ids=str,
+)
+def test_nothing_is_sent_between_micro_batches(monkeypatch, strategy):
+    """A step of 4 micro-batches has the exchanges and the bytes of a step of one batch, around its losses."""
+    for kind, method in EXCHANGES:
+        monkeypatch.setattr(kind, method, recorded(kind, method))
+    found = {}
+    for k in (1, 4):
+        RECORDS.clear()
+        result = train(Told(k), strategy, workers=2, steps=6)
+        assert result.history["samples"].to_pylist() == [2 * 3 * k] * 6
+        workers = sorted(each for each in RECORDS.values() if "loss" in each)
+        assert [each.count("loss") for each in workers] == [6 * k] * 2
+        together = [re.sub(rf"(loss ){{{k}}}", "step ", " ".join([*each, ""])) for each in workers]
+        assert all("loss" not in each for each in together), "the losses of a step have nothing between them"
+        found[k] = together, result.history["bytes"].to_pylist()
+    assert found[1] == found[4]
+    sent = "GroupServer.push" if isinstance(strategy, ParameterServer) else "CompressedRing.mean"
+    if isinstance(strategy, AllReduce) and strategy.compression is None:
+        sent = "Buckets._send_bucket"
+    per_step = 2 if strategy == AllReduce(bucket_mb=1e-4) else 1
+    assert [each.count(sent) for each in found[4][0]] == [6 * per_step] * 2 and all(found[4][1])
 
 
 class Reels(Films):

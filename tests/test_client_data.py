@@ -530,6 +530,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert says in err and len(err.splitlines()) <= 3, err
 
 
+def test_the_command_sets_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "import rayps, torch\nclass Few(rayps.Workload):\n    clients: int = 3\n    model = loss = None\n"
+    text += "    def data(self):\n        divided = rayps.data.iid(self.clients)\n"
+    text += "        return rayps.data.tensors(torch.ones(40, 1), torch.ones(40), batch_size=4, client=divided)\n"
+    (tmp_path / "few.py").write_text(text)
+    for changes, count in (([], 3), (["--set", "clients=7"], 7)):
+        assert cli.main(["clients", str(tmp_path / "few.py") + ":Few", *changes, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["clients"] == count
+
+
 # ------------------------------------------------------------------------------------------------ errors
 
 

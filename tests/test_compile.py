@@ -72,6 +72,21 @@ def test_compile_is_checked(value):
         train(Compiled(value))
 
 
+@pytest.mark.parametrize("value", ["eager", {"backend": "eager", "dynamic": True}])
+def test_compile_is_a_parameter(tmp_path, request, value):
+    text = f"import sys; sys.path.insert(0, {str(request.path.parent)!r})\nfrom small_work import Small\n"
+    (tmp_path / "mine.py").write_text(text + "class Mine(Small):\n    compile = {'backend': 'eager'}\n")
+    target = f"{tmp_path / 'mine.py'}:Mine"
+    found = train(target, workers=2, params={"compile": value})
+    [event] = [event for event in found.events if event["kind"] == "parameters"]
+    assert found.params["compile"] == event["params"]["compile"] == value
+    assert "compile = " in event["message"]
+    assert distance(found.model(), train(target, workers=2, params={"compile": False}).model()) < CLOSE
+    assert train(target).params["compile"] == {"backend": "eager"}
+    with pytest.raises(ConfigError, match=r"params.compile is 1 .*give true or false or text or a mapping"):
+        train(target, params={"compile": 1})
+
+
 def test_what_is_refused_says_what_to_do():
     with pytest.raises(ConfigError, match=r"layer\.compile\(\)"):
         train(Compiled(), AllReduce(replica=rayps.Pipeline(stages=2, micro_batches=2)), workers=2)

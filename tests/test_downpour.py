@@ -410,7 +410,7 @@ class Ordered(Small):
 def test_a_warm_start_is_one_replica_alone(warm, n_push):
     ORDER.clear()
     work = Ordered(n=72, batch=1, jitter=0.002, tag="downpour-warm")
-    train(work, Downpour(warm_start=min(warm, 24), n_push=n_push), workers=3, epochs=1)
+    train(work, Downpour(warm_start=warm, n_push=n_push), workers=3, epochs=1, timeout=10)
     first = {int((b.x * 72).round()) for b in work.data().batches(rank=0, size=3, seed=0, epoch=0)}
     alone = next((i for i, row in enumerate(ORDER) if row not in first), len(ORDER))
     pushed = -(-min(warm, 24) // n_push) * n_push

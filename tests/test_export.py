@@ -13,6 +13,7 @@ from rayps.cli import main as cli
 from rayps.core.errors import CheckpointError, ConfigError, NotFound
 from rayps.runtime.saved_model import export_checkpoint
 from rayps.service.client import Client
+from rayps.tensors import checkpoint
 
 WORK = """
 import sys; sys.path.insert(0, {tests!r})
@@ -78,6 +79,140 @@ def test_a_checkpoint_folder_is_exported(work, monkeypatch, capsys):
     assert cli.main(["export", "saved", "none", "--workload", "mine.py:Other"]) == 2
     assert "another model" in capsys.readouterr().err
     assert files(work) == ["by_name", "mine.py", "older", "saved", "with_code"]
+
+
+class Averaged(Small):
+    def __init__(self, average=None, **options):
+        super().__init__(**options)
+        self.average = average
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "parameter_server:shards=2", "local_sgd:period=3"])
+@pytest.mark.parametrize("average", [rayps.EMA(0.8), rayps.SWA(start=4, every=2)], ids=str)
+def test_the_average_of_the_weights_is_exported(tmp_path, monkeypatch, capsys, strategy, average):
+    monkeypatch.chdir(tmp_path)
+    options = {"workers": 2, "epochs": 2, "checkpoint": "saved", "callbacks": [rayps.BestCheckpoint("error")]}
+    result = train(Averaged(average, n=40), strategy, **options)
+    wanted = result.model(average=True)
+    assert distance(wanted, result.model()) > 0
+    result.save("by_save", average=True)
+    result.save("last")
+    assert cli.main(["export", "saved", "by_name", "--average"]) == 0
+    export_checkpoint(result.checkpoint, "by_model", Small(), average=True)
+    for folder in ("by_save", "by_name", "by_model"):
+        assert distance(rayps.load_state(Small().model(), folder), wanted) == 0
+    assert distance(rayps.load_state(Small().model(), "last"), result.model()) == 0
+    # what was evaluated is the average
+    assert cli.main(["export", "saved", "best", "--checkpoint", "best", "--average"]) == 0
+    data = Small(n=40).data()
+    error = (rayps.load_state(Small().model(), "best")(data.x) - data.y).abs().mean().item()
+    shown = [each for each in result.history["evaluation_error"].to_pylist() if each is not None]
+    assert error == pytest.approx(min(shown), rel=1e-9)
+    # the documented way to start from it
+    begun = train(Small(n=40), steps=1, start_from="by_name", checkpoint="further")
+    assert "by_name" in next(event["message"] for event in begun.events if event["kind"] == "started_from")
+
+
+def test_a_checkpoint_without_an_average_says_the_way_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    train(Small(), checkpoint="none")
+    late = train(Averaged(rayps.SWA(start=1000)), checkpoint="late")
+    for folder, text in (("none", "was trained without one"), ("late", "SWA(start=1000, every=1) has not begun")):
+        assert cli.main(["export", folder, "out", "--average"]) == 2
+        found = capsys.readouterr().err
+        assert "no average of the weights" in found and text in found and "--average" in found
+    with pytest.raises(ConfigError, match="leave average out"):
+        late.save("out", average=True)
+    assert files(tmp_path) == ["late", "none"]
+
+
+def test_a_checkpoint_that_does_not_name_its_average_takes_that_of_the_workload(tmp_path, monkeypatch):
+    average = rayps.EMA(0.8)
+    result = train(Averaged(average), checkpoint=tmp_path / "saved")
+    state = checkpoint.load(result.checkpoint)
+    del state.meta["average"]
+    old = checkpoint.save(tmp_path / "old", 12, state)
+    export_checkpoint(old, tmp_path / "out", Averaged(average), average=True)
+    assert distance(rayps.load_state(Small().model(), tmp_path / "out"), result.model(average=True)) == 0
+    with pytest.raises(ConfigError, match="give the workload"):
+        export_checkpoint(old, tmp_path / "more", None, average=True)
+
+
+WIDE = """
+import sys; sys.path.insert(0, {tests!r})
+import torch
+from small_work import Small
+class Wide(Small):
+    width: int = 4
+    rate: float = float("inf")
+    def model(self):
+        return torch.nn.Sequential(torch.nn.Linear(5, self.width), torch.nn.Linear(self.width, 1)).double()
+class Doubled(Wide):
+    def __init__(self):
+        super().__init__()
+        self.width = 2 * self.width
+"""
+
+
+class Unnamed(Small):
+    """A model whose width is no parameter, as in a checkpoint that does not record it."""
+
+    def model(self):
+        return torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Linear(8, 1)).double()
+
+
+@pytest.fixture
+def wide(tmp_path, request, monkeypatch):
+    (tmp_path / "wide.py").write_text(WIDE.format(tests=str(request.path.parent)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def width(folder):
+    return len(safetensors.torch.load_file(f"{folder}/model.safetensors")["0.weight"])
+
+
+def test_the_parameters_that_a_checkpoint_records_shape_the_model(wide, capsys):
+    train("wide.py:Wide", params={"width": 8}, checkpoint="saved")
+    train("wide.py:Doubled", checkpoint="doubled")
+    train(Unnamed(), checkpoint="unnamed")
+    assert cli.main(["export", "saved", "recorded", "--workload", "wide.py:Wide"]) == 0
+    assert cli.main(["export", "doubled", "computed", "--workload", "wide.py:Doubled"]) == 0
+    assert cli.main(["export", "unnamed", "given", "--workload", "wide.py:Wide", "--set", "width=8"]) == 0
+    assert [width(each) for each in ("recorded", "computed", "given")] == [8, 8, 8]
+    capsys.readouterr()
+    for source, changes in (("unnamed", []), ("saved", ["--set", "width=3"])):
+        assert cli.main(["export", source, "no", "--workload", "wide.py:Wide", *changes]) == 2
+        assert "--set NAME=VALUE" in capsys.readouterr().err
+    assert cli.main(["export", "saved", "no", "--workload", "wide.py:Wide", "--set", "widht=8"]) == 2
+    assert "did you mean 'width'" in capsys.readouterr().err
+    assert cli.main(["export", "saved", "no", "--set", "width=8"]) == 2
+    assert "--workload" in capsys.readouterr().err
+
+
+def test_the_parameters_of_a_job_shape_the_model(at, wide, capsys):
+    job = at.add(workload="wide.py:Wide", working_dir=str(wide), params={"width": 8})
+    home = at.start(job)
+    train(Unnamed(), epochs=2, checkpoint=home / "checkpoints")
+    assert cli.main(["export", job, "own"]) == 0
+    assert cli.main(["export", job, "other", "--workload", "wide.py:Wide"]) == 0
+    assert [width("own"), width("other")] == [8, 8]
+    capsys.readouterr()
+    assert cli.main(["export", job, "no", "--set", "width=3"]) == 2
+    assert "another model" in capsys.readouterr().err
+    # the job has another parameter than the model: --set is the way out
+    job = at.add(workload="wide.py:Wide", working_dir=str(wide))
+    train(Unnamed(), epochs=2, checkpoint=at.start(job) / "checkpoints")
+    for changes in ([], ["--workload", "wide.py:Wide"]):
+        assert cli.main(["export", job, f"set{len(changes)}", *changes, "--set", "width=8"]) == 0
+        assert width(f"set{len(changes)}") == 8
+
+
+def test_the_average_of_a_job_is_exported(at, work, capsys):
+    job = at.add(workload="mine.py:Mine", working_dir=str(work))
+    result = train(Averaged(rayps.EMA(0.8)), workers=2, epochs=2, checkpoint=at.start(job) / "checkpoints")
+    assert cli.main(["export", job, str(work / "out"), "--average"]) == 0
+    assert distance(rayps.load_state(Small().model(), work / "out"), result.model(average=True)) == 0
 
 
 def test_a_job_is_exported_through_the_service(at, work, capsys):

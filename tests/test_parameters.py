@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Optional, Union
 
@@ -12,6 +13,7 @@ import torch
 
 import rayps
 from rayps.core.errors import ConfigError, WorkloadError
+from rayps.core.values import Json
 from rayps.workload import parameters
 from rayps.workload.base import load
 from rayps.workload.parameters import REQUIRED, checked, create, declared, differing, effective
@@ -44,6 +46,8 @@ class Work(Base):
     mode = "fast"
     flag = True
     both: ClassVar[int] = 3
+    rates: dict[str, float] = {}  # noqa: RUF012
+    options: Mapping[str, Json] = {}
     net: torch.nn.Module | None = None
     unknown: NotThere = 3  # type: ignore[name-defined]  # noqa: F821
     rows = [1, 2]  # noqa: RUF012
@@ -62,11 +66,11 @@ class Work(Base):
 def test_the_fields_of_the_user_and_of_the_base_class_are_parameters() -> None:
     found = declared(Work)
     base = declared(rayps.Workload)
-    assert {"clip_norm", "schedule_every"} <= set(base)
+    assert {"clip_norm", "schedule_every", "compile", "accumulate", "precision", "sync_batchnorm"} == set(base)
     assert list(found) == [
         *base,
         *("lr", "layers", "betas", "sizes", "act", "decay", "warm", "either", "table", "noted"),
-        *("n", "dropout", "mode", "flag"),
+        *("n", "dropout", "mode", "flag", "rates", "options"),
     ]
     assert found["lr"].default == 0.1 and found["n"].type is int and found["flag"].type is bool
 
@@ -95,6 +99,10 @@ GOOD = [
     ("clip_norm", 2, 2.0),
     ("clip_norm", None, None),
     ("schedule_every", "epoch", "epoch"),
+    ("rates", {}, {}),
+    ("rates", {"head": 1, "body": 0.1}, {"head": 1.0, "body": 0.1}),
+    ("options", {"a": {"b": [1, None]}}, {"a": {"b": [1, None]}}),
+    *[("compile", value, value) for value in (True, False, "eager", {"mode": "max-autotune", "dynamic": True})],
 ]
 BAD = [
     *[("lr", value) for value in ("0.3", True, None, [0.1], {"a": 1}, math.inf, math.nan, 10**400)],
@@ -111,6 +119,9 @@ BAD = [
     *[("mode", value) for value in (3, None, True, ["a"])],
     *[("flag", value) for value in (0, 1, "true", None)],
     *[("clip_norm", value) for value in ("1", True)],
+    *[("rates", value) for value in (0.1, [0.1], {"a": "b"}, {"a": True}, {1: 0.1}, {"a": math.nan}, None)],
+    *[("options", value) for value in ("a", [], None, {1: 2}, {"a": math.inf})],
+    *[("compile", value) for value in (1, 0.5, None, [True], {1: 2})],
 ]
 
 

@@ -48,7 +48,7 @@ class Deep(rayps.Workload):
 
 
 FILE = """
-import rayps, torch
+import dataclasses, rayps, torch
 from torch import nn
 
 class Deep(rayps.Workload):
@@ -68,6 +68,12 @@ class Round(Deep):
             def forward(self, x):
                 return x + self.layer(x)
         return Own()
+
+@dataclasses.dataclass(frozen=True)
+class Wide(Deep):
+    width: int = 4
+    def model(self):
+        return nn.Sequential(nn.Linear(12, self.width), nn.Linear(self.width, 12))
 """
 
 
@@ -252,6 +258,15 @@ def test_a_batch_of_another_size(capsys, at):
     assert code in (0, None) and re.search(r"activations between 2 stages\s+32\s+3.07 KB", out)
 
 
+def test_parameters_of_the_workload_shape_the_model(capsys, at):
+    counts = []
+    for given in ([], ["--set", "width=8"], ["--set", "width=8", "--batch", "4"]):
+        code, out, err = run(capsys, "deep.py:Wide", *given, "--json")
+        assert code in (0, None), err
+        counts.append(json.loads(out)["costs"]["memory"][0]["parameters"])
+    assert counts == [4 * (2 * 12 * width + width + 12) for width in (4, 8, 8)]
+
+
 @pytest.mark.parametrize("write", [to_json, to_csv])
 def test_a_table_of_ones_own(capsys, at, write):
     rows = table("1f1b", 2, 2)
@@ -279,6 +294,9 @@ def test_a_table_of_ones_own(capsys, at, write):
         (["--batch", "0"], "batch is 0"),
         (["--parameters", "0.5"], "parameters is 0.5"),
         (["deep.py:Deep", "--parameters", "5"], "omit --parameters"),
+        (["deep.py:Wide", "--set", "widht=8"], "did you mean 'width'"),
+        (["deep.py:Wide", "--set", "width=eight"], "a whole number"),
+        (["--set", "width=8"], "give a workload"),
         (["--table", "none.json"], "needs one strategy with a pipeline"),
         (["--table", "none.json", "--strategy", "pipeline:stages=2"], "cannot be read"),
         (["none.py:Deep"], "no file"),

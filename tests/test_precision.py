@@ -13,6 +13,7 @@ import rayps
 from rayps import AllReduce, DiLoCo, Downpour, FedAvg, Hogwild, LocalSGD, ParallelSGD, ParameterServer
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ConfigError, TrainingError
+from rayps.ps.client.client import GroupServer
 from rayps.ps.group import start
 from rayps.tensors import checkpoint
 from rayps.tensors.loss_scale import INTERVAL, LossScale
@@ -231,6 +232,45 @@ def test_a_server_ignores_a_skipped_push():
             step_by(model, optimizer, total / weight)
     result = train(work, ParameterServer(shards=2), workers=2, epochs=2)
     assert distance(result.model(), model) < 1e-6
+
+
+@pytest.mark.parametrize("compression", [None, "top_k:0.2", "fp16"])
+@pytest.mark.parametrize("staleness", [0, 3, None])
+def test_each_worker_of_a_server_skips_its_own_pushes(monkeypatch, staleness, compression):
+    """A skipped push has no samples, changes no error feedback, and is counted; nothing that is sent is infinite."""
+    pushes = []
+    plainly = GroupServer.push
+
+    def push(self, value, *args, **kwargs):
+        before = None if self.feedback is None else self.feedback.residual.clone()
+        plainly(self, value, *args, **kwargs)
+        after = None if before is None else self.feedback.residual.clone()
+        pushes.append((id(self), value.samples, value.vector.clone(), before, after))
+
+    monkeypatch.setattr(GroupServer, "push", push)
+    work = Half("fp16", loud=range(2, 24, 3), n=48)
+    work.clip_norm = 0.5  # clipped gradients are no numbers of fp16, so that its error feedback has a sense
+    torch.manual_seed(0)
+    first = work.model()
+    strategy = ParameterServer(shards=2, staleness=staleness, compression=compression)
+    result = train(work, strategy, workers=3, epochs=3)
+    assert len(pushes) == 3 * 24 and len({worker for worker, *_ in pushes}) == 3
+    skipped = [samples for _, samples, *_ in pushes].count(0)
+    assert 9 <= skipped < 3 * 24, "a scale of 2^16 is halved at least 9 times before the loud rows fit"
+    assert sum(result.history["skipped"].to_pylist()) == skipped
+    firsts = [event["message"] for event in result.events if event["kind"] == "skipped"]
+    assert len(firsts) == len({worker for worker, samples, *_ in pushes if not samples})
+    for _, samples, vector_sent, before, after in pushes:
+        assert torch.isfinite(vector_sent).all() and bool(vector_sent.any()) == bool(samples)
+        if after is not None:
+            assert torch.isfinite(after).all()
+            assert samples or torch.equal(before, after)
+    if compression is not None:
+        assert any(bool(after.any()) for *_, after in pushes)
+    assert torch.isfinite(vector(result.model())).all()
+    momentum = [state["momentum_buffer"] for state in result.snapshot.moments.values()]
+    assert momentum and all(torch.isfinite(each).all() for each in momentum)
+    assert distance(result.model(), first) > 1e-3
 
 
 SERVERS = [

@@ -265,7 +265,7 @@ def test_values_on_the_command_line_are_yaml() -> None:
 # ---------------------------------------------------------------------------------------------- a job's parameters
 
 
-@pytest.mark.parametrize("params", [{"_lr": 1}, {"a-b": 1}, {"": 1}, {"lr": float("nan")}, {"lr": {"a": 1}}, [1], "lr"])
+@pytest.mark.parametrize("params", [{"_lr": 1}, {"a-b": 1}, {"": 1}, {"lr": float("nan")}, {"lr": {1: 1}}, [1], "lr"])
 def test_a_job_refuses_what_no_parameter_can_be(params: Any) -> None:
     with pytest.raises(ConfigError, match="params"):
         JobSpec("a:B", params=params).check()
@@ -277,8 +277,11 @@ def test_a_parameter_of_a_wrong_type_is_refused_by_the_service(client: Client, h
     with pytest.raises(ConfigError, match="did you mean 'width'"):
         client.submit("w.py:W", working_dir=home, params={"widht": 3})
     assert client.jobs() == []
-    job = client.submit("w.py:W", working_dir=home, params={"lr": 1, "width": 3})
-    assert job.params == {"lr": 1, "width": 3} and job.data["spec"]["params"] == job.params
+    with pytest.raises(ConfigError, match=r"params.compile is 1 \(an int\)"):
+        client.submit("w.py:W", working_dir=home, params={"compile": 1})
+    given = {"lr": 1, "width": 3, "compile": {"backend": "eager", "options": {"debug": True}}}
+    job = client.submit("w.py:W", working_dir=home, params=given)
+    assert job.params == given and job.data["spec"]["params"] == job.params
     assert job.data["sweep"] is None
     job.stop().wait(60).delete()
 

@@ -46,7 +46,8 @@ class StartIn(BaseModel):
 
 ParameterName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,99}$")]
 Scalar: TypeAlias = bool | int | Annotated[float, Field(allow_inf_nan=False)] | str | None
-ParameterValue: TypeAlias = Scalar | list[Scalar | list[Scalar]]
+Scalars: TypeAlias = Scalar | list[Scalar | list[Scalar]]
+ParameterValue: TypeAlias = Scalars | dict[Line, Scalars | dict[Line, Scalars]]
 Requirement = Annotated[str, Field(min_length=1, max_length=LONGEST_LINE), AfterValidator(_printable)]
 
 
@@ -100,7 +101,7 @@ class JobIn(BaseModel):
     params: dict[ParameterName, ParameterValue] = Field(
         default_factory=dict,
         max_length=MOST_PARAMS,
-        examples=[{"lr": 0.3, "layers": [64, 32]}],
+        examples=[{"lr": 0.3, "layers": [64, 32], "compile": {"mode": "max-autotune"}}],
         description="Values by name: of the fields of the workload's class, or of the function's arguments.",
     )
     code: str | None = Field(None, pattern=HASH)

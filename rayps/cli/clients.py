@@ -10,6 +10,7 @@ import typer
 from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.core.errors import ConfigError
+from rayps.service.job_file import assignments
 
 if TYPE_CHECKING:
     from rayps.data.clients import Clients
@@ -28,6 +29,10 @@ def clients(
             "iid(clients=20), by_quantity(clients=20).",
         ),
     ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Set a parameter of the workload, e.g. --set clients=20."),
+    ] = None,
     evaluation: Annotated[bool, typer.Option("--evaluation", help="Show the evaluation data.")] = False,
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw each client's labels into this SVG file.")
@@ -39,7 +44,7 @@ def clients(
     from rayps.data import rule
     from rayps.workload.base import load
 
-    workload = load(target, str(Path.cwd()))
+    workload = load(target, str(Path.cwd()), assignments(changes or []))
     data = workload.evaluation_data() if evaluation else workload.data()
     if client is not None:
         data = data.with_clients(rule(client) if "(" in client or ":" in client else client)

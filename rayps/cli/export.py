@@ -6,8 +6,9 @@ import contextlib
 import re
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +16,10 @@ from rayps.cli import show
 from rayps.core.errors import ConfigError
 from rayps.core.values import JsonObject
 from rayps.service.client import Client
+from rayps.service.job_file import assignments
+
+if TYPE_CHECKING:
+    from rayps.workload.base import Workload
 
 _MANIFEST = "manifest.json"
 
@@ -33,10 +38,23 @@ def export(
         ),
     ] = None,
     checkpoint: Annotated[str, typer.Option(metavar="WHICH", help="newest, best, a round, or a name.")] = "newest",
+    average: Annotated[
+        bool, typer.Option("--average", help="Write the average of the weights (EMA, SWA), not the last weights.")
+    ] = False,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="Set a parameter of the workload (default: as the model was trained), e.g. --set width=8.",
+        ),
+    ] = None,
 ) -> None:
     """Write a trained model into a new folder. The files are safetensors, or what save_pretrained writes."""
+    params = assignments(changes or [])
     if Path(source).is_dir():
-        _write(_local(Path(source), checkpoint), folder, workload, None)
+        made = None if workload is None else _Maker(workload, None, {}, params)
+        _write(_local(Path(source), checkpoint), folder, made, params, average=average)
         return
     with Client() as client:
         job = client.job(source)
@@ -58,10 +76,12 @@ def export(
             home = spec.get("working_dir")
             if workload is None and spec.get("code") is not None:
                 home = str(job.write_code(draft / "code"))
-            if workload is None and home is not None and Path(home).is_dir():
-                _write(draft / "state", folder, spec["workload"], home, spec.get("params"))
-            else:
-                _write(draft / "state", folder, workload, None)
+            made, own = None, spec.get("params") or {}
+            if workload is not None:
+                made = _Maker(workload, None, own, params)
+            elif (target := spec["workload"]) is not None and home is not None and Path(home).is_dir():
+                made = _Maker(target, home, {}, own | params)
+            _write(draft / "state", folder, made, params, average=average)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
@@ -94,15 +114,40 @@ def _local(source: Path, wanted: str) -> Path:
     return source / which(names, wanted, str(source))
 
 
-def _write(path: Path, folder: Path, target: str | None, home: str | None, params: JsonObject | None = None) -> None:
-    from rayps.runtime.saved_model import export_checkpoint
-    from rayps.workload.base import load
+@dataclass(frozen=True)
+class _Maker:
+    """The workload that makes the model, and the folder with its files; `params` replace those it was trained with.
 
-    absolute = folder.expanduser().absolute()
-    with contextlib.chdir(home) if home is not None else contextlib.nullcontext():  # model() may read files
-        made = None if target is None else load(target, home, params)
-        export_checkpoint(path.absolute(), absolute, made)
-    if target is None:
+    `trained` are parameters of the job beside those that the checkpoint records.
+    """
+
+    target: str
+    home: str | None
+    trained: JsonObject
+    params: JsonObject
+
+    def make(self, recorded: JsonObject) -> Workload:
+        """Return the workload; `recorded` are the parameters that the checkpoint records."""
+        from rayps.workload.base import load_trained
+
+        return load_trained(self.target, self.home, recorded | self.trained, self.params)
+
+
+def _write(path: Path, folder: Path, maker: _Maker | None, params: JsonObject, *, average: bool) -> None:
+    from rayps.runtime.saved_model import export_checkpoint
+    from rayps.tensors.checkpoint import meta_of
+
+    if maker is None and params:
+        raise ConfigError(
+            f"--set {next(iter(params))} sets a parameter of the workload that makes the model: give --workload",
+            field="set",
+        )
+    source, absolute = path.absolute(), folder.expanduser().absolute()
+    home = contextlib.nullcontext() if maker is None or maker.home is None else contextlib.chdir(maker.home)
+    with home:  # model() may read files
+        made = None if maker is None else maker.make(meta_of(source).get("params", {}))
+        export_checkpoint(source, absolute, made, average=average)
+    if maker is None:
         show.note("the tensors are saved by name, without the code of a model: give --workload to use save_pretrained")
     show.line(str(folder))
 

@@ -28,6 +28,7 @@ from rayps.core.strategy_families import learns_by_client
 from rayps.core.topology import replica_of, replicas_in
 from rayps.core.traffic import Sizes
 from rayps.core.values import Json, JsonObject
+from rayps.service.job_file import assignments
 from rayps.strategies.catalogue import parse, wire
 
 if TYPE_CHECKING:
@@ -74,6 +75,10 @@ def plan(
         Path | None, typer.Option("--table", metavar="FILE", help="Check and draw your own schedule, JSON or CSV.")
     ] = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the schedule as a picture.")] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Set a parameter of the workload, e.g. --set width=8."),
+    ] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --output json.")] = False,
 ) -> None:
@@ -82,11 +87,12 @@ def plan(
     The plan also shows when workers are idle and what a step costs. Nothing is started.
     """
     phases = parse(strategy, Path.cwd())
-    _check_options(target, batch, parameters, times)
+    params = assignments(changes or [])
+    _check_options(target, batch, parameters, times, params)
     own = _user_table(schedule, phases)
     limit = None if memory is None else size(memory, "memory")
     found = []
-    workload = None if target is None else _workload(target, batch)
+    workload = None if target is None else _workload(target, batch, params)
     divisions = [None] * len(phases) if workload is None else _divisions(workload, target, phases, workers)
     for phase, division in zip(phases, divisions, strict=True):
         count = _workers(phase.strategy, workers)
@@ -290,7 +296,9 @@ def _remedy(most: str, strategy: StrategyView) -> str:
     return "raise stages, or the size of tensor_parallel"
 
 
-def _check_options(target: str | None, batch: int | None, parameters: float | None, times: bool) -> None:
+def _check_options(
+    target: str | None, batch: int | None, parameters: float | None, times: bool, params: JsonObject
+) -> None:
     if target is not None and parameters is not None:
         raise ConfigError(
             "--parameters is for a plan without a workload. Here the workload's model defines the number of "
@@ -300,6 +308,11 @@ def _check_options(target: str | None, batch: int | None, parameters: float | No
     if times and target is None:
         raise ConfigError(
             "--times measures the layers of a workload: give a workload, e.g. digits.py:Digits", field="times"
+        )
+    if params and target is None:
+        raise ConfigError(
+            f"--set {next(iter(params))} sets a parameter of a workload: give a workload, e.g. digits.py:Digits",
+            field="set",
         )
     if parameters is not None and not (1 <= parameters < 1e18 and parameters == int(parameters)):
         raise ConfigError(f"parameters is {parameters:g}: give a whole number of at least 1", field="parameters")
@@ -335,10 +348,10 @@ def _user_table(path: Path | None, phases: list[Phase]) -> Table | None:
     return rows
 
 
-def _workload(target: str, batch: int | None) -> Workload:
+def _workload(target: str, batch: int | None, params: JsonObject) -> Workload:
     from rayps.workload.base import load
 
-    workload = load(target)
+    workload = load(target, params=params)
     if batch is not None:
         whole = workload.data
 
@@ -347,7 +360,7 @@ def _workload(target: str, batch: int | None) -> Workload:
             found.batch_size = batch
             return found
 
-        workload.data = data  # type: ignore[method-assign]
+        object.__setattr__(workload, "data", data)  # a workload may be a frozen dataclass
     return workload
 
 

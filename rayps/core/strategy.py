@@ -69,7 +69,10 @@ class ServerView(Protocol):
         """Wait until the servers have acknowledged every push."""
 
     def wait(self, rank: int, rounds: int) -> None:
-        """Wait until the servers have pushes of worker `rank` that together count as `rounds` steps."""
+        """Wait until the servers have pushes of worker `rank` that together count as `rounds` steps.
+
+        A worker pushes no more than `plan.end` steps: a larger number is never reached, and ends in a timeout.
+        """
 
 
 class RoundPlan(Protocol):

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 from rayps.core.error_hints import hint
@@ -23,7 +22,6 @@ from rayps.core.errors import RaypsError, WorkloadError
 
 _PACKAGE = str(Path(__file__).parents[1])
 START_SECONDS = 180.0  # seconds for a process to start and import torch, and for the first call of a method
-_BY_VALUE = "<dynamic-code>"  # cloudpickle's file name of code that it pickled by value
 _LOOK_SECONDS = 0.1
 _MOST_ENDS = 1000  # most exceptions of ended threads that a process records
 _NO_MEMORY = (
@@ -134,24 +132,13 @@ def place_of(error: BaseException) -> str:
 
     A file below the current directory is named from there: a job's code is in a folder that is removed at its end.
     """
-    lines = [(_file_of(frame), line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    found = [(file, line) for file, line in lines if not file.startswith(_PACKAGE)]
-    own = [(file, line) for file, line in found if "/site-packages/" not in file] or found
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_PACKAGE)]
+    own = [f for f in frames if "/site-packages/" not in f.filename] or frames
     if not own:
         return ""
-    file, line = own[-1]
     with suppress(OSError, ValueError):  # there may be no current directory
-        return f" ({Path(file).relative_to(Path.cwd())}:{line})"
-    return f" ({file}:{line})"
-
-
-def _file_of(frame: FrameType) -> str:
-    """Return the source file of a frame.
-
-    The code of a function that was pickled by value has no file name; its globals have that of its module.
-    """
-    file = frame.f_code.co_filename
-    return str(frame.f_globals.get("__file__") or file) if file == _BY_VALUE else file
+        return f" ({Path(own[-1].filename).relative_to(Path.cwd())}:{own[-1].lineno})"
+    return f" ({own[-1].filename}:{own[-1].lineno})"
 
 
 def placed(message: str, where: str) -> str:

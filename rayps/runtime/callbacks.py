@@ -18,12 +18,15 @@ from rayps.core.metrics import until
 from rayps.core.records import Event, OutcomeRecord, Point
 from rayps.core.user_code import awaited, user_code
 from rayps.core.values import JsonObject
+from rayps.runtime.best_checkpoint import BestCheckpoint
+from rayps.runtime.early_stopping import EarlyStopping
 from rayps.runtime.journal import Journal
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint
 from rayps.workload.base import Workload
 from rayps.workload.callback import Callback
 
+_WATCHING = (EarlyStopping, BestCheckpoint)  # the callbacks that need a metric
 _JOB_FIELDS = ("workload", "strategy", "workers", "epochs", "steps", "seed")
 
 
@@ -125,6 +128,39 @@ class CallbackRunner:
         self._seen = SeenRounds()
         self._held: list[Point] = []  # points that were reported after a stop
         self._started = self._restored = False
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the callbacks, in the order in which they are called."""
+        return list(self._named)
+
+    def check_folder(self, checkpoint_every: int | None) -> str | None:
+        """Return a warning if `checkpoint_every` has no effect, else None.
+
+        Raises ConfigError if a callback keeps checkpoints, and the run has no folder for them.
+        """
+        if not self.each_evaluation:
+            return None
+        if self.run.folder is None:
+            raise no_folder("a BestCheckpoint keeps checkpoints")
+        if checkpoint_every is None:
+            return None
+        return "checkpoint_every has no effect with a BestCheckpoint: a state is saved at every evaluation"
+
+    def check_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Refuse what `on_evaluation` of an EarlyStopping or a BestCheckpoint will refuse. No callback is called.
+
+        Callbacks after one of the user's are not checked: it may log the metric that they watch.
+
+        Raises:
+            ConfigError: an evaluation with these metrics lacks the one that a callback watches.
+        """
+        for callback in self._those("on_evaluation").values():
+            method = type(callback).on_evaluation
+            if isinstance(callback, _WATCHING) and method in [kind.on_evaluation for kind in _WATCHING]:
+                callback.watch.check(metrics)
+            elif not method.__module__.startswith("rayps."):
+                return
 
     @property
     def each_evaluation(self) -> bool:

@@ -34,7 +34,7 @@ from rayps.core.user_module import pack
 from rayps.core.warm_start import StartFrom
 from rayps.federated.remote_replies import create_mailbox
 from rayps.runtime import decide_recovery as states
-from rayps.runtime.callbacks import RunHandle, no_folder, runner_of
+from rayps.runtime.callbacks import CallbackRunner, RunHandle, runner_of
 from rayps.runtime.decide_recovery import (
     Continue,
     EndEarly,
@@ -91,8 +91,9 @@ class Driver:
         again: bool = False,
         tries: bool = False,
         profile: Path | None = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Sequence[Callback] | None = (),
         code: JobCode | None = None,
+        evaluation_batches: int | None = None,
     ) -> None:
         """Prepare a driver; `name` is the name of the job, and of its space on a server group.
 
@@ -100,8 +101,9 @@ class Driver:
         workers' output becomes log lines. `failures`: the failures under earlier drivers of the job. `again`: whether
         an earlier driver of the job has died. `tries`: whether to try one batch in a child process while workers start
         (see `rayps.runtime.preflight`). `profile` is the folder for traces of a few rounds; None if there are none.
-        `callbacks` are called in addition to those of the workload. `code`: what the workers import the user's modules
-        from, unless it is the folder `spec.working_dir`.
+        `callbacks` are called in addition to those of the workload; if they are None, no callback is called. `code`:
+        what the workers import the user's modules from, unless it is the folder `spec.working_dir`.
+        `evaluation_batches`: the most batches that each worker evaluates; None means all.
         """
         self.workload, self.spec, self.journal = workload, spec.check(), journal
         self.trial = Trial()
@@ -111,8 +113,13 @@ class Driver:
         self._params = parameters.effective(workload)
         self._stop = threading.Event()
         handle = RunHandle(self._name, spec, journal, checkpoints)
-        self._callbacks = runner_of(callbacks, workload, handle, spec.timeout)
-        self._checkpoints = Checkpointer(spec, journal, checkpoints, resume, self._callbacks)
+        self._callbacks = (
+            CallbackRunner([], handle, spec.timeout)
+            if callbacks is None
+            else runner_of(callbacks, workload, handle, spec.timeout)
+        )
+        self._evaluation_batches = evaluation_batches
+        self._checkpoints = Checkpointer(spec, journal, checkpoints, resume, self._callbacks, workload)
         self._recoveries = RecoveryExecutor(journal, failures)
         self._record = RunRecord(journal, spec.workers, self._round_and_facts, self._callbacks.deliver)
         self._record.traces = None if profile is None else TraceFolder(profile, journal)
@@ -155,11 +162,8 @@ class Driver:
         if not self._again and (own := parameters.differing(self.workload, Workload)):
             text = ", ".join(f"{name} = {parameters.shown(value)}" for name, value in own.items())
             self.journal.event("parameters", text, params=self._params)
-        if self._callbacks.each_evaluation and not self.saves:
-            raise no_folder("a BestCheckpoint keeps checkpoints")
-        if self.saves and self._callbacks.each_evaluation and self.spec.checkpoint_every is not None:
-            message = "checkpoint_every has no effect with a BestCheckpoint: a state is saved at every evaluation"
-            self.journal.event("warning", message)
+        if (note := self._callbacks.check_folder(self.spec.checkpoint_every)) is not None:
+            self.journal.event("warning", note)
         calendar = Calendar(
             self._phases, found.steps, self.spec.workers, epochs=self.spec.epochs, rounds=self.spec.steps
         )
@@ -304,6 +308,7 @@ class Driver:
         each = self.saves and self._callbacks.each_evaluation
         known = self._record.evaluated
         orders = phase.orders(self.spec, self._generation, known, self._plan.mailbox, each=each)
+        orders = replace(orders, evaluation_batches=self._evaluation_batches)
         if (traces := self._record.traces) is not None:
             orders = replace(orders, profile=traces.ranks_to_trace(self.spec.workers))
         self._group.begin(orders, self._checkpoints.snapshot, state.rebuild)

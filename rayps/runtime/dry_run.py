@@ -1,14 +1,13 @@
 """A dry run: a few rounds of each phase in real workers, and a report of what the whole run would do.
 
 Each phase trains three rounds from new parameters, is evaluated on three batches per worker, saves a checkpoint, and a
-second group of workers resumes from it for one more round. The checkpoints are in a temporary folder.
+second group of workers resumes from it for one more round. The checkpoints are in a temporary folder. Callbacks are
+checked, and not called.
 """
 
 from __future__ import annotations
 
-import copy
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,8 +24,8 @@ from rayps.core.strategy import Phase
 from rayps.core.strategy_families import has_remote_clients
 from rayps.core.user_code import awaited
 from rayps.core.warm_start import StartFrom
-from rayps.data.base import Batch, Data
 from rayps.parallel.division.division import Division
+from rayps.runtime.callbacks import CallbackRunner
 from rayps.runtime.cost_report import expected
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
@@ -61,28 +60,12 @@ class Rehearsal:
     outcome: Outcome
 
 
-class FewBatches:
-    """A workload's method that returns its data, cut to a few batches per worker."""
-
-    def __init__(self, method: Callable[[], Data]) -> None:
-        self.method = method
-
-    def __call__(self) -> Data:
-        """Return the data, of which `batches` yields at most `BATCHES`."""
-        found = copy.copy(self.method())
-        found.batches = partial(_first, found.batches)  # type: ignore[method-assign]
-        return found
-
-
-def _first(batches: Callable[..., Iterator[Batch]], **place: int) -> Iterator[Batch]:
-    return itertools.islice(batches(**place), BATCHES)
-
-
 def rehearse(
     workload: Workload,
     spec: JobSpec,
     phases: list[Phase],
     journal: Journal,
+    callbacks: CallbackRunner,
     *,
     open_cluster: Callable[[], Cluster],
     folder: Path,
@@ -90,10 +73,11 @@ def rehearse(
 ) -> Rehearsal:
     """Run a few rounds of each phase, and return what the whole run would do.
 
-    `folder` is a temporary folder. `tries` is as in `Driver`. Warnings of the rounds go to `journal`.
+    `folder` is a temporary folder. `tries` is as in `Driver`. Warnings of the rounds go to `journal`. The run's
+    `callbacks` are checked as the run checks them, and none of their methods is called: loggers would write.
 
     Raises:
-        UserError: the user's code or an option is wrong.
+        UserError: the user's code or an option is wrong, or an evaluation lacks the metric that a callback watches.
         TrainingError, ClusterError, NoResources: as in `rayps.train`.
     """
     if any(has_remote_clients(phase.strategy) for phase in phases):
@@ -105,8 +89,8 @@ def rehearse(
     found = awaited(check, spec.timeout, where="driver", stopped=lambda: False)
     assert found is not None, "nobody requests a stop"
     calendar = Calendar(phases, found.steps, spec.workers, epochs=spec.epochs, rounds=spec.steps)
-    few = copy.copy(workload)
-    few.evaluation_data = FewBatches(workload.evaluation_data)  # type: ignore[method-assign]
+    if (warning := callbacks.check_folder(spec.checkpoint_every)) is not None:
+        journal.event("warning", warning)
     cluster, reports = open_cluster(), list[PhaseReport]()
     for number, phase in enumerate(phases):
         one = replace(
@@ -118,12 +102,13 @@ def rehearse(
             profile=False,
         )
         saved = folder / f"phase-{number}"
-        outcome, seconds = _rounds(few, one, saved, journal, cluster, tries=tries)
+        outcome, seconds = _rounds(workload, one, saved, journal, cluster, tries=tries)
+        callbacks.check_metrics(outcome.metrics)
         size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
         count = max(1, len(list(saved.glob("step-*"))))
         cost = _costs(workload, spec, phase, found.divisions[number])
         reports.append(_report(phase, calendar.spans[number], seconds, size // count, *cost))
-    return Rehearsal(_text(reports, calendar, spec), reports, outcome)
+    return Rehearsal(_text(reports, calendar, spec, callbacks.names), reports, outcome)
 
 
 def _rounds(
@@ -135,7 +120,14 @@ def _rounds(
     for rounds in (BATCHES, BATCHES + 1):
         inner = Journal(on_event=partial(_pass_on, journal))
         driver = Driver(
-            workload, replace(spec, steps=rounds), inner, checkpoints=saved, resume=resume, tries=tries and not resume
+            workload,
+            replace(spec, steps=rounds),
+            inner,
+            checkpoints=saved,
+            resume=resume,
+            tries=tries and not resume,
+            callbacks=None,
+            evaluation_batches=BATCHES,
         )
         outcome = driver.run(cluster)
         if outcome.status is not Status.SUCCEEDED or outcome.checkpoint is None:
@@ -178,7 +170,7 @@ def _report(
     }
 
 
-def _text(reports: list[PhaseReport], calendar: Calendar, spec: JobSpec) -> str:
+def _text(reports: list[PhaseReport], calendar: Calendar, spec: JobSpec, callbacks: list[str]) -> str:
     lines = [
         f"dry run: data, loss, backward, optimizer, schedule, evaluation, checkpoint and resume work with "
         f"{spec.workers} worker{'s'[: spec.workers != 1]}; nothing was kept",
@@ -198,6 +190,8 @@ def _text(reports: list[PhaseReport], calendar: Calendar, spec: JobSpec) -> str:
         if each["traffic"]:
             lines.append(f"  traffic of a step, all workers, by formula: {amount(each['traffic'])}")
         lines.append(f"  a checkpoint: {amount(each['checkpoint'])}")
+    if callbacks:
+        lines.append(f"callbacks were checked, and not called: {', '.join(callbacks)}")
     return "\n".join(lines)
 
 

@@ -38,12 +38,7 @@ class MetricWatch:
 
         Raises ConfigError if there is no such metric.
         """
-        if self.metric not in metrics:
-            raise ConfigError(
-                f"metric is {self.metric!r}, and the evaluation has no such metric: the metrics are "
-                f"{', '.join(metrics) or 'none'}",
-                field="metric",
-            )
+        self.check(metrics)
         value = float(metrics[self.metric])
         if math.isnan(value):
             return False
@@ -53,6 +48,15 @@ class MetricWatch:
                 return False
         self.best, self.round = value, round
         return True
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Raise ConfigError if an evaluation has no such metric."""
+        if self.metric not in metrics:
+            raise ConfigError(
+                f"metric is {self.metric!r}, and the evaluation has no such metric: the metrics are "
+                f"{', '.join(metrics) or 'none'}",
+                field="metric",
+            )
 
     def state(self) -> JsonObject:
         """Return the best value and its round as JSON-ready data."""

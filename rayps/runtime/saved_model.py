@@ -17,10 +17,10 @@ from typing import TypeVar
 import safetensors.torch
 from torch import nn
 
-from rayps.core.errors import CheckpointError
+from rayps.core.errors import CheckpointError, ConfigError
 from rayps.core.warm_start import StartFrom
 from rayps.ps.tables import embedding
-from rayps.tensors import checkpoint
+from rayps.tensors import checkpoint, weight_average
 from rayps.tensors.flat import Layout
 from rayps.tensors.named_tensors import MODEL_FILE, ModelNames, start_point
 from rayps.tensors.snapshot import Snapshot
@@ -52,21 +52,31 @@ def save_model(model: nn.Module, folder: str | Path) -> Path:
     return new_folder(folder, write)
 
 
-def export_checkpoint(path: str | Path, folder: str | Path, workload: Workload | None) -> Path:
+def export_checkpoint(
+    path: str | Path, folder: str | Path, workload: Workload | None, *, average: bool = False
+) -> Path:
     """Write the model of a checkpoint into a new folder, as `save_model` does. Return the folder.
 
     Without `workload` there is no model: the tensors are written by name into `model.safetensors`, and the rows of
-    sparse tables are copied.
+    sparse tables are copied. With `average` the parameters are the average of the weights (`Workload.average`); buffers
+    and rows are those of the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint cannot be used, is of another model, or the folder cannot be written.
+        ConfigError: `average` is True, and the checkpoint has no average.
         WorkloadError: the workload's `model()` failed.
     """
     path = Path(path)
-    snapshot = Snapshot.from_state(checkpoint.load(path))
+    state = checkpoint.load(path)
+    snapshot = Snapshot.from_state(state)
+    if average:
+        snapshot = _averaged(snapshot, state.meta, workload)
     if workload is not None:
         model = model_of(workload)
-        snapshot.check(Layout.of((name, p) for name, p in model.named_parameters() if p.requires_grad))
+        layout = Layout.of((name, p) for name, p in model.named_parameters() if p.requires_grad)
+        snapshot.check(
+            layout, "give the workload that was trained (--workload), with its parameters (--set NAME=VALUE)"
+        )
         snapshot.fill(model)
         if has_tables(model):
             embedding.load(model, path / checkpoint.TABLES)
@@ -78,6 +88,26 @@ def export_checkpoint(path: str | Path, folder: str | Path, workload: Workload |
             shutil.copytree(path / checkpoint.TABLES, draft / checkpoint.TABLES)
 
     return new_folder(folder, write)
+
+
+def _averaged(snapshot: Snapshot, meta: checkpoint.Meta, workload: Workload | None) -> Snapshot:
+    """Return the snapshot with the average of the weights in place of the parameters.
+
+    A checkpoint of an earlier version does not name its kind of average, which is then that of `workload`. Raises
+    ConfigError if there is no average.
+    """
+    way_out = "leave average out (--average) to take the last parameters"
+    if "average" in meta:
+        kind, way = weight_average.from_json(meta["average"]), f"it was trained without one; {way_out}"
+    else:
+        held = workload if weight_average.PARAMS in snapshot.shared else None
+        kind, way = None if held is None else held.average, f"give the workload whose average it is; {way_out}"
+    found = snapshot.averaged(kind)
+    if found is snapshot:
+        if kind is not None:
+            way = f"{kind} has not begun after {snapshot.round} steps; give a later checkpoint, or {way_out}"
+        raise ConfigError(f"the checkpoint has no average of the weights: {way}", field="average")
+    return found
 
 
 def new_folder(folder: str | Path, write: Callable[[Path], None]) -> Path:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rayps.core.phase_rounds import Boundary
+from rayps.core.values import JsonObject
 from rayps.parallel.division.division import Division
 from rayps.ps.server.dense_segment import ShardPart
 from rayps.runtime.journal import Journal
@@ -26,6 +27,7 @@ from rayps.tensors.checkpoint import Meta
 from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import WorkerPart
+from rayps.workload import parameters
 from rayps.workload.base import Workload
 from rayps.workload.model import drawn_apart
 
@@ -38,10 +40,23 @@ class Checkpointer:
     """Holds the newest state of a run in memory, and saves it on disk if the run has a folder."""
 
     def __init__(
-        self, spec: JobSpec, journal: Journal, folder: Path | None, resume: Path | None, callbacks: CallbackRunner
+        self,
+        spec: JobSpec,
+        journal: Journal,
+        folder: Path | None,
+        resume: Path | None,
+        callbacks: CallbackRunner,
+        workload: Workload,
     ) -> None:
-        """Prepare: `folder` is for new checkpoints, `resume` is the checkpoint to start from; None if there is none."""
+        """Prepare: `folder` is for new checkpoints, `resume` is the checkpoint to start from; None if there is none.
+
+        The parameters and the average of `workload` are written to each checkpoint.
+        """
         self._callbacks = callbacks
+        self._recorded: JsonObject = {
+            "params": parameters.effective(workload),
+            "average": weight_average.to_json(workload.average),
+        }
         self.folder, self.resume, self.saved = folder, resume, resume
         self.newest: Snapshot | None = None
         # the states of sparse tables at the end of the run, if no checkpoint has them
@@ -136,7 +151,8 @@ class Checkpointer:
         ticks = Ticks(newer.origin, newer.steps_per_epoch)
         schedule = plan.schedule.facts(newer.layout, newer.round, ticks, newer.skipped)
         maker = {"workload": self._spec.workload, "strategy": str(self._spec.strategy), "seed": self._spec.seed}
-        state = newer.to_state(generation=generation, **maker, **schedule, **self._callbacks.state())
+        recorded = self._recorded | self._callbacks.state()
+        state = newer.to_state(generation=generation, **maker, **schedule, **recorded)
         checkpoint.must_be_finite(state, f"after round {newer.round - 1}", round=newer.round - 1)
         self.newest = newer
         if self.folder is not None:

@@ -26,6 +26,7 @@ from rayps.core.records import Event, ProgressRecord
 from rayps.core.strategy import Phase
 from rayps.core.values import Json, JsonObject
 from rayps.ps.tables.embedding import load, load_states
+from rayps.runtime.callbacks import CallbackRunner, RunHandle, runner_of
 from rayps.runtime.display import Display
 from rayps.runtime.driver import Driver
 from rayps.runtime.dry_run import rehearse
@@ -95,7 +96,7 @@ class Result:
             if snapshot is self.snapshot:
                 raise ConfigError(
                     "there is no average of the weights: give the workload one, such as average = rayps.EMA(0.999), "
-                    "and as many steps as its start",
+                    "and as many steps as its start, or leave average out to take the last parameters",
                     field="average",
                 )
         model = snapshot.fill(self.workload.model())
@@ -105,21 +106,23 @@ class Result:
             model = load(model, self.checkpoint / checkpoints.TABLES)
         return model.eval()
 
-    def save(self, folder: str | Path) -> Path:
+    def save(self, folder: str | Path, *, average: bool = False) -> Path:
         """Write the trained model into a new folder that needs no rayps, and return the folder.
 
         Parameters and buffers are in `model.safetensors`, each tied tensor once; `rayps.load_state(model, folder)` or
         `safetensors.torch.load_model` reads them. If the model has `save_pretrained` (Hugging Face), it writes the
-        folder, so that `from_pretrained` reads it. The rows of sparse tables are in the folder `tables`.
+        folder, so that `from_pretrained` reads it. The rows of sparse tables are in the folder `tables`. `average` is
+        that of `model`: the parameters are the average of the weights.
 
         Raises:
             CheckpointError: the folder has files already, or cannot be written.
+            ConfigError: `average` is True, and the workload has no average.
 
         Example:
             rayps.train(work, workers=2).save("digits")
             model = rayps.load_state(Digits().model(), "digits")
         """
-        return save_model(self.model(), folder)
+        return save_model(self.model(average=average), folder)
 
 
 def train(
@@ -176,7 +179,8 @@ def train(
     `profile` is a new folder for traces of a few rounds, one file for each worker, which https://ui.perfetto.dev opens.
 
     `dry_run` trains only three rounds of each strategy in real workers, with evaluation, a checkpoint and a resume, and
-    then reports the rounds, time, memory and traffic of the whole run as the last event. It leaves nothing behind.
+    then reports the rounds, time, memory and traffic of the whole run as the last event. It leaves nothing behind:
+    callbacks are checked, but not called.
 
     `address` is the Ray cluster to join: "host:port" of its head, or "auto" for the one that RAY_ADDRESS names or that
     runs on this machine. Without `address`, the run uses the Ray that the process has joined. If there is none, a
@@ -257,7 +261,9 @@ def train(
     own = cluster is None
     if dry_run:
         try:
-            return _rehearsed(workload, spec, phases, journal, cluster, address)
+            run = RunHandle(spec.name or "dry run", spec, journal, folder)
+            found = runner_of(callbacks, workload, run, spec.timeout)
+            return _rehearsed(workload, spec, phases, journal, found, cluster, address)
         finally:
             if display:
                 display.close()
@@ -323,6 +329,7 @@ def _rehearsed(
     spec: JobSpec,
     phases: list[Phase],
     journal: Journal,
+    callbacks: CallbackRunner,
     cluster: Cluster | None,
     address: str | None,
 ) -> Result:
@@ -338,7 +345,10 @@ def _rehearsed(
     own = cluster is None
     try:
         with tempfile.TemporaryDirectory(prefix="rayps-dry-run-") as folder:
-            found = rehearse(workload, spec, phases, journal, open_cluster=open_cluster, folder=Path(folder), tries=own)
+            path = Path(folder)
+            found = rehearse(
+                workload, spec, phases, journal, callbacks, open_cluster=open_cluster, folder=path, tries=own
+            )
     finally:
         for each in opened:
             each.close()

@@ -377,6 +377,7 @@ class WorkerGroup:
             rank in orders.profile,
             orders.evaluate_every,
             orders.each_boundary,
+            orders.evaluation_batches,
         )
 
     @property

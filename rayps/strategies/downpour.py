@@ -26,6 +26,7 @@ background thread; here a worker waits for the parameters that it fetches, and c
   none, the servers step by the workload's optimizer. Each worker's own copy steps by the workload's optimizer, with its
   own state.
 - `warm_start`: the number of rounds that one replica runs alone, before the others start (section 4.1: "warmstarting").
+  In a phase with fewer rounds, the others start after its last one.
 
 A workload's `clip_norm` clips g in the step of a worker's copy, and a in a push. Per step, a worker sends 1/n_push and
 receives 1/n_fetch of the parameters' bytes.
@@ -89,7 +90,8 @@ class Downpour(Strategy):
         """Take one step of the client in the paper's appendix."""
         t, memory = w.position, w.memory
         if not memory and w.rank > 0:
-            w.server.wait(0, self.warm_start)  # until rank 0 has done `warm_start` rounds
+            # until rank 0 has done `warm_start` rounds, or all of a shorter phase
+            w.server.wait(0, min(self.warm_start, w.plan.end))
         if not memory or t % self.n_fetch == 0:
             w.params = w.server.pull()
         g = w.grad(w.batch())

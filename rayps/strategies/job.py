@@ -174,7 +174,8 @@ class JobSpec:
                 )
             if not _is_parameter_value(value):
                 raise ConfigError(
-                    f"params.{name} is {value!r}: give a finite number, text, true, false, null, or a list of these",
+                    f"params.{name} is {value!r}: give a finite number, text, true, false, null, or a list or "
+                    "mapping of these",
                     field=f"params.{name}",
                 )
         if len(self.params) > MOST_PARAMS or len(json.dumps(self.params)) > MOST_PARAMS_BYTES:
@@ -235,6 +236,8 @@ class JobSpec:
 
 
 def _is_parameter_value(value: Json) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and _is_parameter_value(each) for name, each in value.items())
     if isinstance(value, (list, tuple)):
         return all(_is_parameter_value(each) for each in value)
     if isinstance(value, float):

@@ -298,6 +298,15 @@ def load(path: str | Path) -> SavedState:
     return state
 
 
+def meta_of(path: str | Path) -> Meta:
+    """Return the JSON data of one checkpoint, whose tensors are not read.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, its manifest is damaged, or it is not one of rayps.
+    """
+    return _manifest(Path(path))["meta"]
+
+
 def _valid_before(path: Path) -> Path | None:
     """Return the newest valid checkpoint of an earlier step in the same folder, or None if there is none."""
     for other in _steps(path.parent) if _STEP.fullmatch(path.name) else []:

@@ -193,8 +193,8 @@ class Snapshot:
             cursors={int(rank): cursor for rank, cursor in state.meta.get("cursors", {}).items()},
         )
 
-    def check(self, layout: Layout) -> None:
-        """Refuse a snapshot of another model.
+    def check(self, layout: Layout, way_out: str = "give a checkpoint of this model, or start without resume") -> None:
+        """Refuse a snapshot of another model. `way_out` ends the error.
 
         Raises:
             CheckpointError: the model has other parameters. The error names the first parameter that differs.
@@ -204,8 +204,7 @@ class Snapshot:
             if mine.get(name) != other.get(name):
                 raise CheckpointError(
                     f"the checkpoint is of another model: parameter {name!r} has shape {mine.get(name)} in the "
-                    f"checkpoint and {other.get(name)} in this model\ngive a checkpoint of this model, or start "
-                    "without resume"
+                    f"checkpoint and {other.get(name)} in this model\n{way_out}"
                 )
 
     def without_frozen(self) -> Snapshot:

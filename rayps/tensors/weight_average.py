@@ -12,13 +12,14 @@ strategy's own tensors, which are in every checkpoint.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from rayps.core.errors import ConfigError
+from rayps.core.values import JsonObject, Keywords
 
 PREFIX = "average/"
 PARAMS = f"{PREFIX}params"  # the average, a vector [size]
@@ -116,6 +117,19 @@ def averaged(average: Average | None, state: Mapping[str, Any], params: Tensor, 
         update(average, held, params, step)
     found: Tensor | None = held.get(PARAMS)
     return found
+
+
+def to_json(average: Average | None) -> JsonObject | None:
+    """Return an average as JSON data, for a checkpoint: its class and its numbers. None without an average."""
+    return None if average is None else {"kind": type(average).__name__, **asdict(average)}
+
+
+def from_json(data: JsonObject | None) -> Average | None:
+    """Return the average that `to_json` returned as JSON data."""
+    if data is None:
+        return None
+    numbers: Keywords = {name: value for name, value in data.items() if name != "kind"}
+    return EMA(**numbers) if data["kind"] == "EMA" else SWA(**numbers)
 
 
 def only(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ rounds.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -533,7 +534,8 @@ class RoundLog:
 def evaluated(w: Worker, *, whole: bool = False) -> Totals:
     """Evaluate the model over this worker's share of the evaluation data, or over all of it if `whole`.
 
-    Return a dict from a metric's name to its `Total` over the share. Raises WorkloadError or DataError if the user's
+    A plan with `evaluation_batches` reads no more batches than these. Return a dict from a metric's name to its `Total`
+    over what was read. Raises WorkloadError or DataError if the user's
     code fails, and LinkError if a connection within the replica fails.
     """
     rank, size = (0, 1) if whole else (w.rank, w.size)
@@ -542,7 +544,8 @@ def evaluated(w: Worker, *, whole: bool = False) -> Totals:
     model.eval()
     with torch.no_grad(), user_code("evaluate"):
         data = w.workload.evaluation_data()
-        for batch in data.batches(rank=rank, size=size, seed=w.plan.seed, epoch=0):
+        batches = data.batches(rank=rank, size=size, seed=w.plan.seed, epoch=0)
+        for batch in itertools.islice(batches, w.plan.evaluation_batches):
             if batch.size:
                 with user_code("evaluate"):  # each batch is a call of its own for the time limit
                     found = w.part.evaluate(batch.to(w.device))

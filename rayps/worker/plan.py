@@ -39,6 +39,7 @@ class Orders:
     profile: frozenset[int] = frozenset()  # the ranks that trace some of their rounds
     evaluate_every: int | None = None  # rounds between two evaluations; None: after each epoch
     each_boundary: bool = False  # whether the driver takes a snapshot at every boundary, for which workers wait
+    evaluation_batches: int | None = None  # the most batches of a worker's evaluation; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class WorkerPlan:
     profile: bool = False  # whether this worker traces some of its rounds
     evaluate_every: int | None = None  # rounds between two evaluations; None: after each epoch
     each_boundary: bool = False  # whether to wait at a boundary until the driver has the states of earlier ones
+    evaluation_batches: int | None = None  # the most batches of an evaluation; None: all
 
     @property
     def last_epoch(self) -> int | None:

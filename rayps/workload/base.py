@@ -245,6 +245,28 @@ def load(target: str, working_dir: str | None = None, params: Mapping[str, Json]
     return _instance(FINDER.find(target, working_dir, Workload), target, params or {})
 
 
+def load_trained(
+    target: str, working_dir: str | None, recorded: Mapping[str, Json], params: Mapping[str, Json]
+) -> Workload:
+    """Return the workload as `load` does, for a model that was trained with the parameters `recorded`.
+
+    `params` replace recorded ones. A recorded parameter that the class refuses, because it is not the class that was
+    trained, or computes the value itself, is left out.
+
+    Raises:
+        WorkloadError, ConfigError: as `load`.
+    """
+    held = {**recorded, **params}
+    while True:
+        try:
+            return load(target, working_dir, held)
+        except ConfigError as error:
+            name = str(error.data.get("field", "")).removeprefix("params.")
+            if name not in held or name in params:
+                raise
+            del held[name]
+
+
 def _instance(kind: type[Workload], target: str, params: Mapping[str, Json]) -> Workload:
     missing = ", ".join(f"{name}()" for name in sorted(getattr(kind, "__abstractmethods__", ())))
     if missing:

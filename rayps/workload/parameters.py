@@ -8,8 +8,10 @@ A parameter is a public class attribute with a default, in the user's class or i
         activation: Literal["relu", "tanh"] = "relu"
         dropout = 0.0                       # without an annotation, the type of the default: int, float, str or bool
 
-An annotated type is int, float, str, bool, None, Literal, Optional or a union of these, or a list or tuple of these.
-A dataclass's parameters are its fields. The fields of `rayps.Workload`, such as `clip_norm`, are parameters too.
+An annotated type is int, float, str, bool, None, Literal, Optional or a union of these, a list or tuple of these, or a
+mapping from text to these (dict or Mapping) or to any JSON data (`rayps.core.values.Json`).
+A dataclass's parameters are its fields. The fields of `rayps.Workload`, such as `clip_norm` and `compile`, are
+parameters too.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from rayps.core.errors import ConfigError
-from rayps.core.values import Json, JsonObject
+from rayps.core.values import Json, JsonObject, is_json
 
 W = TypeVar("W")
 _SCALARS = (int, float, str, bool)
+_MAPPINGS = (dict, Mapping)  # origins of the types of mappings
 _NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
 
 
@@ -198,7 +201,9 @@ def _arguments(kind: type) -> set[str]:
 
 
 def _plain(value: Any) -> bool:
-    """Return whether a default is data: a number, text, true, false, None, or a list or tuple of these."""
+    """Return whether a default is data: a number, text, true, false, None, or a list, tuple or mapping of these."""
+    if isinstance(value, Mapping):
+        return all(isinstance(name, str) and _plain(each) for name, each in value.items())
     if isinstance(value, (list, tuple)):
         return all(_plain(each) for each in value)
     return value is None or isinstance(value, _SCALARS)
@@ -215,7 +220,7 @@ def _unknown(kind: type, name: str, known: Mapping[str, Parameter]) -> str:
     if hint is not None and held is not REQUIRED:
         return (
             f"{what}: its type {_written(hint)} cannot be set, only int, float, str, bool, Literal, Optional, and "
-            "lists and tuples of these"
+            "lists, tuples and mappings of these"
         )
     if held is not REQUIRED:
         return f"{what}: annotate the field, e.g. `{name}: list[int] = ...`"
@@ -230,24 +235,32 @@ def _unknown(kind: type, name: str, known: Mapping[str, Parameter]) -> str:
 
 def _supported(hint: Any) -> bool:
     origin, inner = get_origin(hint), get_args(hint)
-    if hint in _SCALARS or hint is None or hint is type(None) or origin is Literal:
+    if hint in _SCALARS or hint is None or hint is type(None) or origin is Literal or hint == Json:
         return True
     if origin in (Union, types.UnionType):
         return all(_supported(each) for each in inner)
     if origin is Annotated:
         return _supported(inner[0])
+    if origin in _MAPPINGS:
+        return inner[0] is str and _supported(inner[1])
     return origin in (list, tuple) and all(each is Ellipsis or _supported(each) for each in inner)
 
 
 def _converted(hint: Any, value: Json) -> Any:
     """Return `value` in the type `hint`, or raise _Refused."""
     origin, inner = get_origin(hint), get_args(hint)
+    if hint == Json:
+        if not is_json(value):
+            raise _Refused(_expected(hint))
+        return value
     if origin in (Union, types.UnionType):
         return _of_union(inner, value)
     if origin is Annotated:
         return _converted(inner[0], value)
     if origin is Literal:
         return _of_literal(inner, value)
+    if origin in _MAPPINGS:
+        return _of_mapping(hint, inner[1], value)
     if origin in (list, tuple):
         return _of_sequence(origin, inner, value)
     kind = type(None) if hint is None else hint
@@ -298,8 +311,19 @@ def _of_sequence(kind: Callable[[list[Any]], Any], inner: Sequence[Any], value: 
         raise _Refused(_expected(whole)) from None
 
 
+def _of_mapping(hint: Any, inner: Any, value: Json) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise _Refused(_expected(hint))
+    try:
+        return {name: _converted(inner, each) for name, each in value.items()}
+    except _Refused:
+        raise _Refused(_expected(hint)) from None
+
+
 def _expected(hint: Any) -> str:
     origin, inner = get_origin(hint), get_args(hint)
+    if hint == Json:
+        return "any JSON data"
     if origin is Literal:
         return f"one of {', '.join(shown(each) for each in inner)}"
     if origin in (Union, types.UnionType):
@@ -308,13 +332,18 @@ def _expected(hint: Any) -> str:
         return _expected(inner[0])
     if origin is list or (origin is tuple and inner[1:] == (Ellipsis,)):
         return f"a list, each item {_expected(inner[0])}"
+    if origin in _MAPPINGS:
+        return f"a mapping, each value {_expected(inner[1])}"
     if origin is tuple:
         return f"a list of {len(inner)} items: {', '.join(_expected(each) for each in inner)}"
     return _NAMES[type(None) if hint is None else hint]
 
 
 def _written(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) and get_origin(hint) is None else str(hint).replace("typing.", "")
+    if isinstance(hint, type) and get_origin(hint) is None:
+        return hint.__name__
+    text = str(hint).replace(str(Json), "Json")
+    return text.replace("typing.", "").replace("collections.abc.", "")
 
 
 def _kind_of(value: Json) -> str:
@@ -337,6 +366,8 @@ def _same(now: Any, value: Any) -> bool:
 def _json(value: Any) -> Json:
     if isinstance(value, (list, tuple)):
         return [_json(each) for each in value]
+    if isinstance(value, Mapping):
+        return {str(name): _json(each) for name, each in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if value is None or isinstance(value, _SCALARS) else repr(value)
