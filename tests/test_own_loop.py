@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from process_cluster import ProcessCluster
@@ -194,6 +195,21 @@ def test_only_one_rank_may_log_and_a_late_number_gives_the_step_again():
     assert again["loss"] == 2.0
 
 
+def test_numbers_of_numpy_and_torch_are_logged():
+    def train_fn():
+        rayps.log(a=np.float32(0.5), b=np.array(2.0), c=torch.tensor([3]), d=np.int64(4), samples=np.float32(8), step=0)
+        for value in (np.ones(2), "1", 1j, np.array("a")):
+            with pytest.raises(ConfigError, match="give a number"):
+                rayps.log(e=value)
+
+    journal = Journal()
+    driver = LoopDriver(train_fn, JobSpec(run="test:loop", workers=1, timeout=20.0), journal)
+    assert driver.run(LocalCluster()).status is Status.SUCCEEDED
+    [point] = journal.points
+    assert [point[name] for name in "abcd"] == [0.5, 2.0, 3.0, 4.0]
+    assert point["samples"] == 8
+
+
 # ---- parameters
 
 
@@ -350,6 +366,42 @@ def test_gradients_that_leave_during_backward_equal_plain_torch(back, strategy):
     work = Fixed(n=31, batch=4, optimizer="adam")
     for found in run(loop(work, strategy, save=False, back=back), workers=3):
         assert distance(found, plain(work, 3, epochs=1)[0]) < EXACT
+
+
+@pytest.mark.parametrize(
+    "strategy", ["all_reduce", "all_reduce:bucket_mb=0.0001", "parameter_server", "local_sgd:period=1"]
+)
+@pytest.mark.parametrize("weights", [(0.5, 0.5), (0.25, 0.75), (1.5, 0.5), (1, 0)])
+def test_samples_are_a_weight_that_may_be_a_fraction(strategy, weights):
+    def train_fn():
+        here = rayps.world()
+        model = torch.nn.Linear(1, 1, bias=False).double()
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        rayps.wrap(model, optimizer, strategy, steps=2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            optimizer.samples = weights[here.rank]
+            (model.weight.sum() * (1.0, 3.0)[here.rank]).backward()  # the gradients are 1 and 3
+            optimizer.step()
+        return model.weight.item()
+
+    mean = (weights[0] + 3 * weights[1]) / sum(weights)
+    assert run(train_fn) == pytest.approx([-2 * mean] * 2, abs=EXACT)
+
+
+@pytest.mark.parametrize("samples", [-1, float("nan"), float("inf"), "8", None, True])
+def test_samples_that_are_no_weight_are_refused(samples):
+    def train_fn():
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        rayps.wrap(model, optimizer)
+        optimizer.samples = samples
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(ConfigError, match=r"optimizer\.samples is .*: give the weight of the batch"):
+        run(train_fn)
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ class RoundThread:
         self._thread.start()
         self._wait()
 
-    def step(self, closure: Callable[[], float] | None, samples: int) -> float | None:
+    def step(self, closure: Callable[[], float] | None, samples: float) -> float | None:
         """Pass the gradient in `.grad` to the strategy's round, and return when the next round requests a batch."""
         self._own_step.check()
         loss = closure() if closure is not None else None
@@ -130,7 +130,7 @@ class RoundThread:
             self.links.early.held = False
         return loss
 
-    def clip(self, max_norm: float, samples: int, params: list[nn.Parameter]) -> Tensor:
+    def clip(self, max_norm: float, samples: float, params: list[nn.Parameter]) -> Tensor:
         """Clip the gradient that the optimizer will use, and return its norm.
 
         The mean gradient is computed first, unless this step has done so already.
@@ -176,7 +176,7 @@ class RoundThread:
                 parameter=name,
             )
 
-    def _offer(self, samples: int) -> None:
+    def _offer(self, samples: float) -> None:
         """Pass the gradient in `.grad` to the strategy's round, and let the round continue."""
         self._used, self._unused, self._samples = [p.grad is not None for p in self.flat.parameters], [], samples
         self._gradient = None

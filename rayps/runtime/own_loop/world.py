@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 import threading
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -133,13 +135,13 @@ def params() -> dict[str, Json]:
     return dict(world().place.params)
 
 
-def log(*, step: int | None = None, samples: float | None = None, **numbers: float | Tensor) -> None:
+def log(*, step: int | None = None, samples: float | None = None, **numbers: SupportsFloat) -> None:
     """Log named numbers of a step, such as `rayps.log(loss=loss, accuracy=0.9)`.
 
     A job's history and page show the mean of each number over the ranks that logged it at this step, weighted by
     `samples`, the number of rows of the rank (the ranks count alike without it). `step` is the number of the step,
     which must not decrease; the default is the number of steps that the wrapped optimizers have taken, or the number
-    of the call if there is none. A number may be a tensor of one element.
+    of the call if there is none. A number may be a tensor or a numpy array of one element.
 
     Raises:
         ConfigError: called outside a `run`, a value is no number, a name is one of rayps's own, or `step` decreases.
@@ -158,15 +160,15 @@ def log(*, step: int | None = None, samples: float | None = None, **numbers: flo
             f"rayps.log was given step={step!r} after step {here.logged}: give whole numbers that do not decrease",
             field="step",
         )
-    given = 0 if samples is None else samples
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given < math.inf:
+    weight = None if samples is None or isinstance(samples, bool) else plain_number(samples)
+    if samples is not None and (weight is None or not 0 <= weight < math.inf):
         raise ConfigError(f"rayps.log was given samples={samples!r}: give a number of at least 0", field="samples")
     found = {name: _number(name, value) for name, value in numbers.items()}
     now = time.monotonic()
     with here.lock:
         seconds, here.logged, here.logged_at = now - here.logged_at, at, now
         here.points.append(
-            {"kind": "round", "rank": here.rank, "round": at, "samples": samples, "seconds": seconds, "numbers": found}
+            {"kind": "round", "rank": here.rank, "round": at, "samples": weight, "seconds": seconds, "numbers": found}
         )
     here.produced()
 
@@ -240,11 +242,19 @@ def restore() -> Any:
 def _number(name: str, value: Any) -> float:
     if name in RESERVED:
         raise ConfigError(f"rayps.log was given {name}, a name of rayps's own: choose another name", field=name)
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    if not isinstance(value, (int, float)):
+    found = plain_number(value)
+    if found is None:
         raise ConfigError(
             f"rayps.log was given {name} of {type(value).__name__}: give a number, or a tensor of one element",
             field=name,
         )
-    return float(value)
+    return found
+
+
+def plain_number(value: Any) -> float | None:
+    """Return a number of Python, numpy or torch as a float, or None if `value` is not one real number."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        value = value.item() if math.prod(value.shape) == 1 else None
+    elif isinstance(value, np.generic):
+        value = value.item()
+    return float(value) if isinstance(value, numbers.Real) else None

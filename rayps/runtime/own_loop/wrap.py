@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import math
 import pickle
 from collections.abc import Callable, Iterator
 from types import MethodType
@@ -26,7 +27,7 @@ from rayps.ps.server_group import ServerGroup
 from rayps.runtime.own_loop.early import EarlyGradients
 from rayps.runtime.own_loop.rounds import LoopLinks, OwnStepper, RoundState, RoundThread
 from rayps.runtime.own_loop.view import ENDLESS, LoopPlan, LoopView
-from rayps.runtime.own_loop.world import World, world
+from rayps.runtime.own_loop.world import World, plain_number, world
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.catalogue import StrategySpec, parse_for_loop
 from rayps.tensors.flat import FlatModel, Gradient, outside_vector
@@ -50,8 +51,8 @@ def wrap(
 
     The loop is written as in plain torch: zero_grad, loss, backward, step. `strategy` is a strategy as in
     `rayps.train`; the default is that of the run (`rayps.run(..., strategy=...)`), or all_reduce if it has none. Set
-    `optimizer.samples` to the number of samples in the batch (default 1). This number is the worker's weight in means
-    over the workers.
+    `optimizer.samples` to the number of samples in the batch (default 1). This number, which may be a fraction, is the
+    worker's weight in means over the workers.
 
     Under all_reduce without compression, gradients leave while backward continues. Several backward passes before a
     step add up, as in plain torch. To send nothing before the last of them, put the others into
@@ -115,16 +116,18 @@ def _extend(optimizer: Optimizer, rounds: RoundThread, here: World) -> None:
     early = rounds.links.early
     optimizer.samples = 1  # type: ignore[attr-defined]
     if early is not None:
-        early.weight = lambda: getattr(optimizer, "samples", 1)
+        early.weight = lambda: _weight(getattr(optimizer, "samples", 1))
 
     def step(self: _Wrapped, closure: Callable[[], float] | None = None) -> float | None:
-        loss = rounds.step(closure, self.samples)
+        loss = rounds.step(closure, _weight(self.samples))
         here.steps += 1
         here.produced()
         return loss
 
     def clip_grad_norm_(self: _Wrapped, max_norm: float) -> Tensor:
-        return rounds.clip(_norm(max_norm), self.samples, [p for group in self.param_groups for p in group["params"]])
+        return rounds.clip(
+            _norm(max_norm), _weight(self.samples), [p for group in self.param_groups for p in group["params"]]
+        )
 
     @contextlib.contextmanager
     def no_sync(self: _Wrapped) -> Iterator[None]:
@@ -356,10 +359,22 @@ def _norm(given: Json) -> float:
     return float(given)
 
 
+def _weight(given: object) -> float:
+    """Return `optimizer.samples` as a number. Raises ConfigError if it is not a finite number of at least 0."""
+    found = None if isinstance(given, bool) else plain_number(given)
+    if found is None or not 0 <= found < math.inf:
+        raise ConfigError(
+            f"optimizer.samples is {given!r}: give the weight of the batch, such as its number of rows: a finite "
+            "number of at least 0",
+            field="samples",
+        )
+    return found
+
+
 class _Wrapped(Protocol):
     """The user's optimizer after `wrap`."""
 
-    samples: int
+    samples: float
     param_groups: list[Group]
 
 
