@@ -430,6 +430,67 @@ def test_downpour_of_one_worker_equals_train(n_push):
     assert distance(found, result.snapshot.params) < EXACT
 
 
+@pytest.mark.parametrize("steps", [None, 10, 4])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "local_sgd:period=4",
+        "local_sgd:period=50",
+        "diloco:period=50",
+        "diloco:period=5,overlap=2",
+        "downpour:n_push=50,n_fetch=50",
+        "downpour:n_push=4,n_fetch=4",
+    ],
+)
+def test_a_loop_that_ends_within_a_period_is_averaged_at_the_end_and_warned(strategy, steps):
+    def train_fn():
+        here = rayps.world()
+        model = Fixed().model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        rayps.wrap(model, optimizer, strategy, steps=steps)
+        for step in range(10):
+            optimizer.zero_grad()
+            x = torch.full((2, 5), 1.0 + here.rank + step, dtype=torch.float64)
+            model(x).square().mean().backward()
+            optimizer.step()
+        return model, vector(model)  # the model itself is read when the run has ended
+
+    journal = Journal()
+    driver = LoopDriver(train_fn, JobSpec(run="test:loop", workers=2, timeout=20.0), journal)
+    assert driver.run(LocalCluster()).status is Status.SUCCEEDED, driver.status
+    (first, before), (second, other) = driver.results
+    warnings = [event["message"] for event in journal.events if event["kind"] == "warning"]
+    if steps == 10:  # the last step ended the period
+        assert warnings == []
+        assert torch.equal(vector(first), before)
+        if "downpour" not in strategy:
+            assert torch.equal(before, other)
+        return
+    assert torch.equal(vector(first), vector(second))
+    assert distance(before, other) > 0
+    if "downpour" not in strategy:
+        assert distance(vector(first), (before + other) / 2) < EXACT
+    [warning] = warnings
+    assert "steps=10" in warning
+    assert ("n_push" if "downpour" in strategy else "period") in warning
+
+
+def test_unequal_numbers_of_steps_within_a_period_are_warned():
+    def train_fn():
+        model = Fixed().model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        rayps.wrap(model, optimizer, "local_sgd:period=2")
+        for _ in range(2 + rayps.world().rank):
+            model(torch.ones(2, 5, dtype=torch.float64)).mean().backward()
+            optimizer.step()
+
+    journal = Journal()
+    driver = LoopDriver(train_fn, JobSpec(run="test:loop", workers=2, timeout=20.0), journal)
+    assert driver.run(LocalCluster()).status is Status.SUCCEEDED
+    [warning] = [event["message"] for event in journal.events if event["kind"] == "warning"]
+    assert "unequal numbers of steps" in warning
+
+
 @pytest.mark.parametrize("strategy", ["hogwild", "admm", "parallel_sgd", "fedavg"])
 def test_other_strategies_are_refused_with_the_way_out(strategy):
     with pytest.raises(ConfigError, match=r"use rayps\.train.* or one of all_reduce, parameter_server"):

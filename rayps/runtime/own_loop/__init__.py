@@ -11,5 +11,6 @@ named.py        the function that "file.py:train_fn" names, and its parameters
 wrap.py         `rayps.wrap`: an optimizer whose step is a round of a strategy
 rounds.py       the thread that runs the rounds, in turns with the loop
 view.py         the worker that a strategy's round uses
+last_period.py  the end of a loop whose last period is incomplete
 early.py        gradients that leave during backward
 """

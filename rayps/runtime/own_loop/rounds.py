@@ -190,6 +190,22 @@ class RoundThread:
             self._gradient = Gradient(self.flat.collect_grad(), self._samples)
         return self._gradient
 
+    def end_period(self) -> bool:
+        """End the strategy's last period as a run that ends early does; all workers call it after their last step.
+
+        Return whether the workers' parameters were apart. The round's thread must wait for a batch.
+        """
+        view: Any = self._view
+        self._strategy.finish(view)
+        agreed, server = self._strategy.consensus(view), self.links.server
+        if server is not None:
+            server.settle()
+            self.links.ring.barrier()  # all workers have pushed
+            agreed = server.read()
+        if agreed is not None:
+            view.params = agreed
+        return agreed is not None
+
     def close(self) -> None:
         """End the thread, in which a round is waiting for a batch."""
         self._ending = True

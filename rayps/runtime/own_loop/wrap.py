@@ -25,6 +25,7 @@ from rayps.core.topology import Peers, Servers, compression_in, servers_of
 from rayps.core.values import Json, JsonObject
 from rayps.ps.server_group import ServerGroup
 from rayps.runtime.own_loop.early import EarlyGradients
+from rayps.runtime.own_loop.last_period import incomplete_period, open_steps
 from rayps.runtime.own_loop.rounds import LoopLinks, OwnStepper, RoundState, RoundThread
 from rayps.runtime.own_loop.view import ENDLESS, LoopPlan, LoopView
 from rayps.runtime.own_loop.world import World, plain_number, world
@@ -60,8 +61,9 @@ def wrap(
     a second time.
 
     Under strategies whose workers train separately (local_sgd, diloco, downpour), give `steps`, the number of steps of
-    the whole loop, so that the last one ends with an average or a push. Without it, the workers' parameters differ by
-    what they have done since the last one.
+    the whole loop, so that the last one ends with an average or a push. Without it, a last period that is incomplete is
+    ended when the function has returned, and a warning says so: what the function measured and saved before is of each
+    worker's own parameters.
 
     `schedule` is a function such as `Workload.schedule`, which returns a scheduler, for example
     `rayps.wrap(model, optimizer, schedule=lambda optimizer: CosineAnnealingLR(optimizer, T_max=1000))`. This scheduler
@@ -102,7 +104,7 @@ def wrap(
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise ConfigError(f"steps is {steps!r}: give the number of the loop's steps, at least 1", field="steps")
     number = next(here.wraps)
-    wrapping = _Wrapping(here, chosen, f"{here.place.name}/{number}", model, optimizer)
+    wrapping = _Wrapping(here, chosen, f"{here.place.name}/{number}", model, optimizer, steps)
     rounds = wrapping.connect(number, schedule)
     here.wrapped.append(wrapping)
     here.closing.append(wrapping.disconnect)
@@ -149,8 +151,10 @@ def _extend(optimizer: Optimizer, rounds: RoundThread, here: World) -> None:
 class _Wrapping:
     """A wrapped model and optimizer: their connections, and their part of a saved state."""
 
-    def __init__(self, here: World, strategy: StrategyView, name: str, model: nn.Module, optimizer: Optimizer) -> None:
-        self._here, self._strategy, self._name = here, strategy, name
+    def __init__(
+        self, here: World, strategy: StrategyView, name: str, model: nn.Module, optimizer: Optimizer, steps: int | None
+    ) -> None:
+        self._here, self._strategy, self._name, self._steps = here, strategy, name, steps
         self._model, self._optimizer = model, optimizer
         self._servers = servers_of(strategy)
         # whether workers have parameters of their own between two rounds
@@ -266,7 +270,7 @@ class _Wrapping:
         return RoundState(mine["position"], dict(mine["memory"]), dict(common["shared"]))
 
     def disconnect(self, failed: bool) -> None:
-        """End the connections."""
+        """End the connections. Before, all workers end an incomplete period together, unless the loop has failed."""
         rounds = self._rounds
         assert rounds is not None
         links = rounds.links
@@ -274,6 +278,8 @@ class _Wrapping:
             links.ring.abort()  # the other ranks must not wait for this one
             if links.server is not None:
                 links.server.hang_up()
+        elif self._apart:
+            self._end_period(rounds)
         rounds.close()
         if links.early is not None:
             links.early.close()
@@ -285,6 +291,17 @@ class _Wrapping:
         links.ring.close()
         if self._group is not None:
             self._group.close()
+
+    def _end_period(self, rounds: RoundThread) -> None:
+        """Give all workers equal parameters if the loop ended between two averages or pushes; warn if it did."""
+        strategy, steps = self._strategy, open_steps(self._strategy, rounds.state.memory)
+        most, least = rounds.links.ring.max(torch.tensor([steps, -steps])).tolist()
+        even = most == -least or rounds.links.server is not None
+        if not (most or strategy.needs_end) or (even and not rounds.end_period()) or self._here.rank:
+            return
+        message = incomplete_period(strategy, most, rounds.state.position, self._steps, even=even)
+        with self._here.lock:
+            self._here.events.append({"kind": "warning", "message": message})
 
 
 def _servers(
