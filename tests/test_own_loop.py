@@ -1,6 +1,7 @@
 """A loop of one's own as a run with a record: numbers, saved states, parameters, deaths; on threads and processes."""
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -48,14 +49,14 @@ def run(function, workers=2, **options):
     return rayps.run(function, workers=workers, **options)
 
 
-def loop(work, strategy=None, *, steps=None, save=True, die=None, marks=None, back=None):
+def loop(work, strategy=None, *, steps=None, save=True, die=None, marks=None, back=None, schedule=None, end=None):
     """A loop over one epoch that logs and saves each step; `die` is (rank, step) of a death, once."""
 
     def train_fn():
         here = rayps.world()
         model = work.model()
         optimizer = work.optimizer(list(model.parameters()))
-        rayps.wrap(model, optimizer, strategy, steps=steps)
+        rayps.wrap(model, optimizer, strategy, steps=steps, schedule=schedule)
         begun = (rayps.restore() or {"step": 0})["step"]
         if marks is not None:
             with marks.open("a") as file:
@@ -63,6 +64,8 @@ def loop(work, strategy=None, *, steps=None, save=True, die=None, marks=None, ba
         for step, batch in enumerate(work.data().batches(rank=here.rank, size=here.size, seed=0, epoch=0)):
             if step < begun:
                 continue
+            if step == end:
+                break
             optimizer.zero_grad()
             optimizer.samples = batch.size
             if batch.size:
@@ -77,6 +80,8 @@ def loop(work, strategy=None, *, steps=None, save=True, die=None, marks=None, ba
                 rayps.save({"step": step + 1})
             if die is not None and (here.rank, step) == die[:2] and not Path(die[2]).exists():
                 Path(die[2]).touch()
+                while len(die) > 3 and not list(die[3].glob("step-0000000[2-9]")):  # the driver knows the first state
+                    time.sleep(0.02)
                 raise Death("a worker's death")
         return vector(model)
 
@@ -244,6 +249,38 @@ def test_after_a_death_the_result_is_the_same(strategy, folder, tmp_path):
     assert begun[:2] == [0, 0]
     assert len(begun) == 4
     assert begun[2] == begun[3] <= 3
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "parameter_server",
+        "parameter_server:shards=2",
+        "parameter_server:shards=2,replicas=1",
+        "parameter_server:compression=top_k:0.5",
+        "all_reduce",
+        "downpour:n_push=2,n_fetch=3",
+    ],
+)
+def test_after_a_death_schedules_and_the_optimizers_of_servers_continue(strategy, optimizer, tmp_path):
+    workers = 1 if "downpour" in strategy else 2  # several workers of downpour push in any order
+    work = Fixed(n=40, batch=4, optimizer=optimizer)
+    schedule = functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.7)
+    whole = run(loop(work, strategy, steps=5, schedule=schedule), workers=workers)
+    marks, die = tmp_path / "marks", (workers - 1, 2, str(tmp_path / "died"), tmp_path / "states")
+    died = loop(work, strategy, steps=5, die=die, marks=marks, schedule=schedule)
+    found = run(died, workers=workers, max_failures=1, checkpoint=tmp_path / "states")
+    assert 1 <= int(marks.read_text().split()[-1]) <= 3
+    assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+
+
+def test_a_resumed_run_has_the_state_of_other_servers(tmp_path):
+    work = Fixed(n=40, batch=4, optimizer="adam")
+    whole = run(loop(work, "parameter_server:shards=3"))
+    run(loop(work, "parameter_server:shards=2", end=2), checkpoint=tmp_path / "states")
+    found = run(loop(work, "parameter_server:shards=3"), checkpoint=tmp_path / "states", resume=True)
+    assert all(distance(a, b) < EXACT for a, b in zip(found, whole, strict=True))
 
 
 def test_without_a_save_it_starts_anew_and_says_so(tmp_path):

@@ -17,7 +17,7 @@ def incomplete_period(strategy: StrategyView, steps: int, taken: int, known: int
     `known` is the argument `steps` of `wrap`. `even`: whether the workers had taken equally many steps.
     """
     local = strategy.loop == LOCAL_UPDATES
-    what, knob = ("average", "period") if local else ("push", "n_push and n_fetch")
+    what, knob = ("average", "a period that divides it") if local else ("push", "n_push and n_fetch that divide it")
     which = f"its last {steps} of {taken} steps had no {what}" if steps else f"its last {what} had not arrived"
     if even:
         then = (
@@ -30,5 +30,5 @@ def incomplete_period(strategy: StrategyView, steps: int, taken: int, known: int
     return (
         f"the loop ended within a period of {strategy.name}: {which}{given}; {then}. Give "
         f"rayps.wrap(model, optimizer, ..., steps={taken}), the number of the loop's steps on each worker, so that the "
-        f"last one ends with the {what}, or a {knob} that divides it"
+        f"last one ends with the {what}, or {knob}"
     )

@@ -37,23 +37,27 @@ class OwnStepper:
     If servers take the steps (`remote`), `check` raises an error after a change of the optimizer's groups.
     """
 
-    def __init__(self, optimizer: Optimizer, pace: Pace | None, remote: bool, begun: int = 0) -> None:
-        """Prepare the steps of `optimizer`; `begun` is the number of steps taken before."""
-        self._step, self._pace, self._optimizer, self._number = optimizer.step, pace, optimizer, begun
-        self._groups_at_wrap = [plain_values(group) for group in optimizer.param_groups] if remote else []
+    def __init__(self, optimizer: Optimizer, pace: Pace | None, remote: bool) -> None:
+        """Prepare the steps of `optimizer`."""
+        self._step, self._pace, self._optimizer, self._remote = optimizer.step, pace, optimizer, remote
+        self._note_groups()
 
-    def __call__(self) -> None:
-        """Take a step with the current gradients."""
+    def _note_groups(self) -> None:
+        groups = self._optimizer.param_groups if self._remote else []
+        self._noted = [plain_values(group) for group in groups]
+
+    def __call__(self, step: int) -> None:
+        """Take the loop's step with this number, from 0, with the current gradients."""
         if self._pace is not None:
-            self._pace.at(self._number)
-        self._number += 1
+            self._pace.at(step)
+            self._note_groups()
         self._step()
 
     def check(self) -> None:
         """Raise ConfigError if servers take the steps and this worker has changed the optimizer's groups."""
-        for at_wrap, group in zip(self._groups_at_wrap, self._optimizer.param_groups, strict=False):
+        for noted, group in zip(self._noted, self._optimizer.param_groups, strict=False):
             now = plain_values(group)
-            for key, value in at_wrap.items():
+            for key, value in noted.items():
                 if now.get(key) != value:
                     raise ConfigError(
                         f"{key} of the optimizer was changed from {value!r} to {now.get(key)!r}, but under a parameter "
@@ -263,7 +267,7 @@ class RoundThread:
             dropped, self._clip = self._clip == "dropped", ""
             if dropped:
                 return
-        self._own_step()
+        self._own_step(self.state.position - 1)
 
     def _run(self) -> None:
         view: Any = self._view  # the part of a WorkerView that strategies under `wrap` need

@@ -23,7 +23,8 @@ from rayps.core.strategy import StrategyView
 from rayps.core.strategy_families import LOCAL_UPDATES
 from rayps.core.topology import Peers, Servers, compression_in, servers_of
 from rayps.core.values import Json, JsonObject
-from rayps.ps.server_group import ServerGroup
+from rayps.ps.client.client import GroupServer
+from rayps.ps.server_group import ServerGroup, present_state
 from rayps.runtime.own_loop.early import EarlyGradients
 from rayps.runtime.own_loop.last_period import incomplete_period, open_steps
 from rayps.runtime.own_loop.rounds import LoopLinks, OwnStepper, RoundState, RoundThread
@@ -171,6 +172,8 @@ class _Wrapping:
         flat = FlatModel(self._model, ring.buffer if self._leaves_early() else None)
         flat.drop_grad()  # no gradient yet, as in plain torch: a parameter without a gradient was not used
         saved = here.wrap_states(number)
+        # a schedule begins with the rates that the loop has set: a saved optimizer has those of its last step
+        scheduled = None if schedule is None else Recipe(_optimizer_factory(optimizer, flat), schedule)
         if saved is not None:
             self._load(flat, *saved)
         for value in [flat.vector, *outside_vector(self._model).values()]:
@@ -178,9 +181,7 @@ class _Wrapping:
         state = RoundState()
         if saved is not None:
             state = self._resume(flat, *saved)
-        factory = _optimizer_factory(optimizer, flat)
-        if schedule is not None:
-            factory = Recipe(factory, schedule)
+        factory = scheduled or _optimizer_factory(optimizer, flat)
         steps_here = servers is None or servers.own_copies
         pace = pace_of(factory, flat.layout, optimizer, Ticks()) if steps_here else None
         links = self._links(ring, flat)
@@ -189,9 +190,10 @@ class _Wrapping:
                 self._name, here, lambda: _servers(servers, flat, factory, here, state.position, saved)
             )
             links.server = self._group.server(here.rank)
+            _restore_feedback(links.server, saved)
         if saved is not None:
             links.means.restore(state.memory)
-        stepper = OwnStepper(optimizer, pace, servers is not None, state.position)
+        stepper = OwnStepper(optimizer, pace, servers is not None)
         self._rounds = RoundThread(self._strategy, flat, stepper, links, state)
         return self._rounds
 
@@ -241,7 +243,10 @@ class _Wrapping:
         if self._here.rank == 0:
             found["shared"] = state.shared
             if links.server is not None:
-                found["servers"] = links.server.read()
+                found["servers"], found["moments"] = present_state(links.server)
+                found["pushed"] = links.server.step
+        if links.server is not None and links.server.feedback is not None:
+            found["feedback"] = links.server.feedback.residual
         return found
 
     def _load(self, flat: FlatModel, own: JsonObject, first: JsonObject) -> None:
@@ -326,8 +331,17 @@ def _servers(
         timeout=here.place.timeout,
         optimizer=factory,
         topology=servers,
-        begun=begun,
+        begun=found.get("pushed", begun),
+        moments=found.get("moments"),
     )
+
+
+def _restore_feedback(server: GroupServer, saved: list[JsonObject] | None) -> None:
+    """Restore what this worker's compressed pushes have not sent yet."""
+    own: dict[str, Any] = {} if saved is None else saved[0]
+    left = own.get("feedback")
+    if server.feedback is not None and left is not None:
+        server.feedback.residual.copy_(left)
 
 
 def _shared_group(name: str, here: World, make: Callable[[], ServerGroup]) -> ServerGroup:
