@@ -19,7 +19,7 @@ from rayps.core.errors import ActorDied, CheckpointError, ConfigError, TrainingE
 from rayps.core.job_status import Status
 from rayps.runtime.journal import Journal
 from rayps.runtime.own_loop.driver import LoopDriver
-from rayps.runtime.own_loop.log_points import QUIET_SECONDS, LogPoints, numbers_of
+from rayps.runtime.own_loop.log_points import LATE_SECONDS, OPEN, QUIET_SECONDS, LogPoints, numbers_of
 from rayps.runtime.own_loop.named import all_params, arguments
 from rayps.runtime.own_loop.state import PartsBySave, SavedPart, checkpoint_of, decoded, encoded, parts_of
 from rayps.strategies.job import JobSpec
@@ -215,6 +215,22 @@ def test_numbers_of_numpy_and_torch_are_logged():
     assert point["samples"] == 8
 
 
+def test_a_rank_that_stops_logging_does_not_hold_back_the_history():
+    points = LogPoints(2, "all_reduce")
+    points.add([point(0, 0, loss=1.0), point(1, 0, loss=3.0)], 0.0)
+    assert [p["loss"] for p in points.merged(0.0)] == [2.0]
+    points.add([point(0, 1, loss=1.0)], 0.0)
+    assert points.merged(LATE_SECONDS - 1) == []
+    assert [p["round"] for p in points.merged(LATE_SECONDS)] == [1]
+    points.add([point(0, step, loss=1.0) for step in range(2, 1000)], 20.0)
+    assert [p["round"] for p in points.merged(20.0)] == list(range(2, 1000 - OPEN))
+    points.add([point(1, 900, loss=3.0)], 20.0)  # late, and of a step that is kept
+    assert [(p["round"], p["loss"]) for p in points.merged(20.0)] == [(900, 2.0)]
+    points.add([point(1, 5, loss=3.0)], 20.0)  # too late: the point of step 5 keeps the number of rank 0
+    assert points.merged(20.0) == []
+    assert [p["round"] for p in points.merged(30.0)] == list(range(1000 - OPEN, 1000))
+
+
 # ---- parameters
 
 
@@ -295,6 +311,59 @@ def test_without_a_save_it_starts_anew_and_says_so(tmp_path):
     assert "start anew, because rayps.save has kept no state yet" in event["message"]
     assert distance(driver.results[0], plain(work, 2, epochs=1)[0]) < EXACT
     assert [p["round"] for p in journal.points][-1] == 2
+
+
+def test_a_loop_without_wrap_goes_on_in_its_history(tmp_path):
+    def train_fn(folder):
+        begun = (rayps.restore() or {"step": 0})["step"]
+        for step in range(begun, 6):
+            rayps.log(loss=float(step))
+            rayps.save({"step": step + 1})
+            if step == 3 and not (folder / "died").exists() and rayps.world().rank == 1:
+                while not list((folder / "states").glob("step-0000000[3-9]")):
+                    time.sleep(0.02)
+                (folder / "died").touch()
+                raise Death("a worker's death")
+
+    journal = Journal()
+    spec = JobSpec(run="test:loop", workers=2, timeout=20.0, max_failures=1)
+    driver = LoopDriver(functools.partial(train_fn, tmp_path), spec, journal, checkpoints=tmp_path / "states")
+    assert driver.run(LocalCluster()).status is Status.SUCCEEDED
+    assert [event["kind"] for event in journal.events].count("restarted") == 1
+    newest = {point["round"]: point["loss"] for point in journal.points}
+    assert newest == {step: float(step) for step in range(6)}
+
+
+def test_a_loop_that_starts_anew_may_log_its_first_steps_again(tmp_path):
+    def train_fn():
+        for step in range(3):
+            rayps.log(loss=1.0, step=step)
+            rayps.save({"best": step})
+
+    for resume in (False, True):
+        run(train_fn, workers=1, checkpoint=tmp_path, resume=resume)
+
+
+def test_a_job_keeps_as_many_states_as_it_says_and_has_its_seed_and_threads(tmp_path):
+    def train_fn():
+        for n in range(4):
+            rayps.save({"n": n})
+        return torch.rand(2), torch.get_num_threads()
+
+    before, found = torch.get_num_threads(), []
+    try:
+        for seed in (0, 0, 7):
+            spec = JobSpec(run="test:loop", timeout=20.0, seed=seed, keep_checkpoints=3, resources={"cpu": 2.0}).check()
+            driver = LoopDriver(train_fn, spec, Journal(), checkpoints=tmp_path / f"{len(found)}")
+            assert driver.run(LocalCluster()).status is Status.SUCCEEDED
+            assert len(list((tmp_path / f"{len(found)}").glob("step-????????"))) == 3
+            found += driver.results
+    finally:
+        torch.set_num_threads(before)
+    (first, threads), (second, _), (other, _) = found
+    assert threads == 2
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
 
 
 def test_too_many_deaths_end_the_run(tmp_path):
@@ -559,7 +628,20 @@ def test_a_job_has_a_workload_or_a_function():
         ({}, "a job needs a workload"),
         ({"run": "a.py:f", "workload": "b.py:B"}, "give one of the two"),
         ({"run": "f"}, "a module or file and a function"),
-        ({"run": "a.py:f", "epochs": 2}, "the loop of a.py:f decides"),
+        ({"run": "a.py:f", "epochs": 2}, "the loop decides about it: make it an argument"),
+        ({"run": "a.py:f", "evaluate_every": 2}, "decides when it evaluates"),
+        ({"run": "a.py:f", "checkpoint_every": 2}, r"when it calls rayps\.save"),
+        ({"run": "a.py:f", "profile": True}, r"torch\.profiler"),
+        ({"run": "a.py:f", "start_from": "x.safetensors"}, r"rayps\.load_state"),
+        ({"run": "a.py:f", "server_group": "g"}, r"rayps\.ServerGroup\(parameters, group=NAME"),
+        ({"run": "a.py:f", "strategy": "fedavg"}, r"cannot run fedavg: use rayps\.train"),
+        ({"run": "a.py:f", "strategy": "hogwild", "workers": 2}, "cannot run hogwild"),
+        ({"run": "a.py:f", "strategy": "admm"}, "cannot run admm"),
+        (
+            {"run": "a.py:f", "workers": 2, "strategy": {"name": "all_reduce", "replica": {"name": "pipeline"}}},
+            "a replica of several workers",
+        ),
+        ({"run": "a.py:f", "strategy": [{"epochs": 1, "strategy": "all_reduce"}, "local_sgd"]}, "takes one strategy"),
     ]:
         with pytest.raises(ConfigError, match=words):
             JobSpec.from_dict(data)

@@ -202,7 +202,8 @@ class LoopDriver:
         name = f"run-{time.time_ns()}"
         handles: list[ActorHandle] = []
         for rank in range(spec.workers):
-            place = LoopPlace(rank, spec.workers, name, spec.timeout, dict(spec.params), spec.strategy, self.saves)
+            params = dict(spec.params)
+            place = LoopPlace(rank, spec.workers, name, spec.timeout, params, spec.strategy, self.saves, spec.seed)
             handles.append(
                 cluster.spawn(
                     "rayps.runtime.own_loop.actor:LoopActor",
@@ -211,6 +212,7 @@ class LoopDriver:
                     code=self._code,
                     capture=self._capture and not isinstance(cluster, LocalCluster),
                     sends=self._sends,
+                    threads=max(1, int(wanted["cpu"])),
                     cpus=wanted["cpu"],
                     gpus=wanted.get("gpu", 0.0),
                     gang=gang,
@@ -344,7 +346,7 @@ class LoopDriver:
             if self._folder is None:
                 self._newest, self._saved = ordered, (number, steps, None)
                 return
-            path = checkpoint.save(self._folder, number, checkpoint_of(parts))
+            path = checkpoint.save(self._folder, number, checkpoint_of(parts), self.spec.keep_checkpoints)
             self._saved = number, steps, path
         with self._lock:
             self.journal.event(

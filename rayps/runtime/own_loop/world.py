@@ -54,6 +54,7 @@ class LoopPlace:
     params: dict[str, Json] = field(default_factory=dict)
     strategy: StrategySpec = "all_reduce"  # the strategy of `rayps.wrap`, unless the call names one
     saves: bool = False  # whether the run has a folder for saved states
+    seed: int = 0
 
 
 @dataclass(slots=True)
@@ -74,6 +75,7 @@ class World:
     lock: threading.Condition = field(default_factory=threading.Condition)
     saved: int = 0  # the number of the last save
     logged: int = -1  # the step of the last logged point
+    logged_before: int = -1  # the same, of the state from which the function continues
     logged_at: float = field(default_factory=time.monotonic)
 
     @property
@@ -85,6 +87,11 @@ class World:
     def size(self) -> int:
         """The number of workers of the run."""
         return self.place.size
+
+    @property
+    def last_logged(self) -> int:
+        """The step of the last logged point of the run, also of one before the function was started again."""
+        return self.logged_before if self.logged < 0 else self.logged
 
     def wrap_states(self, number: int) -> list[JsonObject] | None:
         """Return this rank's and rank 0's saved state of the wrap with this number, or None if there is none."""
@@ -154,7 +161,7 @@ def log(*, step: int | None = None, samples: float | None = None, **numbers: Sup
         rayps.run(train_fn, workers=2)
     """
     here = world()
-    at = (here.steps or here.logged + 1) if step is None else step
+    at = (here.steps or here.last_logged + 1) if step is None else step
     if isinstance(at, bool) or not isinstance(at, int) or at < max(here.logged, 0):
         raise ConfigError(
             f"rayps.log was given step={step!r} after step {here.logged}: give whole numbers that do not decrease",
@@ -212,7 +219,7 @@ def save(state: Any = None, *, every_rank: bool = False) -> None:
                 seconds=here.place.timeout,
             )
         here.saved += 1
-        here.parts.append(SavedPart(here.saved, here.steps, tensors, tree))
+        here.parts.append(SavedPart(here.saved, here.steps, tensors, tree, here.last_logged))
     here.produced()
 
 
@@ -231,10 +238,11 @@ def restore() -> Any:
 
         rayps.run(train_fn, workers=1)  # [None]
     """
-    restored = world().restored
-    if restored is None:
+    here = world()
+    if here.restored is None:
         return None
-    own, first = restored
+    own, first = here.restored
+    here.logged_before = own.logged
     torch.set_rng_state(own.content("random"))
     return (own if own.content("own") else first).content("state")
 

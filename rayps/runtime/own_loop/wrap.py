@@ -110,7 +110,7 @@ def wrap(
     here.wrapped.append(wrapping)
     here.closing.append(wrapping.disconnect)
     _extend(optimizer, rounds, here)
-    rounds.start(LoopView(rounds, here, optimizer, LoopPlan(ENDLESS if steps is None else steps)))
+    rounds.start(LoopView(rounds, here, optimizer, LoopPlan(ENDLESS if steps is None else steps, seed=here.place.seed)))
     return model, optimizer
 
 
