@@ -57,6 +57,7 @@ _HOMES = {
     "Sum": "rayps.workload.metric_values",
     "TensorParallel": "rayps.core.replica",
     "Workload": "rayps.workload.base",
+    "batches": "rayps.runtime.own_loop.batches",
     "data": "rayps.data",
     "hash_ids": "rayps.ps.tables.ids",
     "load_state": "rayps.runtime.saved_model",
@@ -86,6 +87,7 @@ if TYPE_CHECKING:
     from rayps.ps.tables.ids import hash_ids as hash_ids
     from rayps.runtime.best_checkpoint import BestCheckpoint as BestCheckpoint
     from rayps.runtime.early_stopping import EarlyStopping as EarlyStopping
+    from rayps.runtime.own_loop.batches import batches as batches
     from rayps.runtime.own_loop.run import run as run
     from rayps.runtime.own_loop.world import log as log
     from rayps.runtime.own_loop.world import params as params

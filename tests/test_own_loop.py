@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import os
 import threading
 import time
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from process_cluster import ProcessCluster
-from small_work import Small, distance, plain, vector
+from small_work import SEEN, Small, distance, plain, vector
 
 import rayps
 from rayps.cluster.local import LocalCluster
+from rayps.comm.ring.bucketed_mean import SentBuckets, SharedMemoryMean
 from rayps.core.errors import ActorDied, CheckpointError, ConfigError, TrainingError, WorkloadError
 from rayps.core.job_status import Status
 from rayps.runtime.journal import Journal
@@ -404,10 +406,20 @@ def test_a_mistake_is_not_repeated(tmp_path):
     assert calls.read_text() == "called "
 
 
+def test_an_iterator_that_has_ended_is_named():
+    def train_fn():
+        batches = iter([1])
+        while True:
+            next(batches)
+
+    with pytest.raises(WorkloadError, match=r"(?s)train_fn\(\) raised StopIteration \(.*iter\(loader\)"):
+        run(train_fn, workers=1)
+
+
 def test_kill_9_of_a_worker_changes_nothing(tmp_path):
     gone = tmp_path / "gone"
 
-    def train_fn():
+    def train_fn(dies: bool):
         import signal
 
         begun = rayps.restore() or {"step": 0, "x": torch.ones(3)}
@@ -415,7 +427,7 @@ def test_kill_9_of_a_worker_changes_nothing(tmp_path):
         for step in range(begun["step"], 6):
             x = x * 1.5 + step + torch.rand(3)
             rayps.save({"step": step + 1, "x": x}, every_rank=True)
-            if step == 3 and rayps.world().rank == 1 and not gone.exists():
+            if dies and step == 3 and rayps.world().rank == 1 and not gone.exists():
                 gone.touch()
                 while not list((tmp_path / "states").glob("step-????????")):  # until a state is complete
                     time.sleep(0.05)
@@ -423,11 +435,42 @@ def test_kill_9_of_a_worker_changes_nothing(tmp_path):
         return x, begun["step"]
 
     with contextlib.closing(ProcessCluster()) as cluster:
-        found = run(train_fn, cluster=cluster, checkpoint=tmp_path / "states", max_failures=1, timeout=60.0)
+        options = {"cluster": cluster, "timeout": 60.0}
+        whole = run(train_fn, params={"dies": False}, **options)
+        folder = tmp_path / "states"
+        found = run(train_fn, params={"dies": True}, checkpoint=folder, max_failures=1, **options)
         assert gone.exists()
+        for (x, _), (undisturbed, _) in zip(found, whole, strict=True):
+            assert torch.equal(x, undisturbed)
+        assert not torch.equal(found[0][0], found[1][0])  # each rank has random numbers of its own
         assert {begun for _, begun in found} <= {1, 2, 3, 4}
         assert len({begun for _, begun in found}) == 1
     assert checkpoint.newest(tmp_path / "states").name == "step-00000006"
+
+
+# ---- data
+
+
+@pytest.mark.parametrize("ahead", [None, 0, 2])
+def test_a_loop_reads_ahead_as_its_data_says(ahead):
+    data = rayps.data.tensors(torch.arange(20.0), batch_size=3)
+    loaded = data if ahead is None else data.loaded_by(ahead)
+
+    def train_fn():
+        here = rayps.world()
+        found = [[batch.x.tolist() for batch in rayps.batches(loaded, epoch=epoch, start=epoch)] for epoch in range(2)]
+        return found, [pid for loader in here.loaders.values() for pid in loader.pids], here.rank
+
+    for found, pids, rank in run(train_fn, timeout=60.0):
+        plain_ones = [
+            [batch.x.tolist() for batch in data.batches(rank=rank, size=2, seed=0, epoch=epoch, start=epoch)]
+            for epoch in range(2)
+        ]
+        assert found == plain_ones
+        assert len(pids) == (ahead or 0)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)  # they have ended with the function
+    with pytest.raises(ConfigError, match=r"rayps\.run"):
+        rayps.batches(data)
 
 
 # ---- wrap
@@ -472,6 +515,42 @@ def test_gradients_that_leave_during_backward_equal_plain_torch(back, strategy):
     work = Fixed(n=31, batch=4, optimizer="adam")
     for found in run(loop(work, strategy, save=False, back=back), workers=3):
         assert distance(found, plain(work, 3, epochs=1)[0]) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("strategy", "early"), [("all_reduce:bucket_mb=0.0001", True), ("all_reduce:bucket_mb=0", False)]
+)
+def test_buckets_leave_before_backward_has_ended(strategy, early, monkeypatch):
+    SEEN.clear()
+
+    def watch(kind):
+        submit = kind.submit
+
+        def watched(self, i):
+            SEEN["in backward" if SEEN["backward", threading.get_ident()] else "after it"] += 1
+            submit(self, i)
+
+        monkeypatch.setattr(kind, "submit", watched)
+
+    for kind in (SharedMemoryMean, SentBuckets):
+        watch(kind)
+
+    def train_fn():
+        seen, thread = importlib.import_module("small_work").SEEN, threading.get_ident()  # the function is a copy
+        model = Fixed().model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        rayps.wrap(model, optimizer, strategy)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 5, dtype=torch.float64)).mean()
+            seen["backward", thread] = 1
+            loss.backward()
+            seen["backward", thread] = 0
+            optimizer.step()
+
+    run(train_fn)
+    # 2 ranks send 2 buckets in each of 4 steps, of which the first finds out how many gradients there are
+    assert (SEEN["in backward"], SEEN["after it"]) == ((12, 4) if early else (0, 0))
 
 
 @pytest.mark.parametrize(

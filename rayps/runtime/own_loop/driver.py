@@ -379,7 +379,7 @@ class LoopDriver:
             self.journal.event(
                 "warning",
                 f"{odd} is {numbers[odd]} in rayps.log of step {step}: lower the learning rate, clip gradients by "
-                "optimizer.clip_grad_norm_, or raise an error in the loop to end the run there",
+                "optimizer.clip_grad_norm_(max_norm), or raise an error in the loop to end the run there",
                 round=step,
             )
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from rayps.core.errors import ConfigError, PeerTimeout
 from rayps.core.records import Event, Point
 from rayps.core.values import Json, JsonObject
+from rayps.data.loader import Loader
 from rayps.runtime.own_loop.state import SavedPart, encoded
 from rayps.strategies.catalogue import StrategySpec
 
@@ -71,6 +72,7 @@ class World:
     events: list[Event] = field(default_factory=list)
     parts: list[SavedPart] = field(default_factory=list)
     wrapped: list[WrapState] = field(default_factory=list)
+    loaders: dict[int, Loader] = field(default_factory=dict)  # by the id of their data, which they hold
     wraps: itertools.count[int] = field(default_factory=itertools.count)
     lock: threading.Condition = field(default_factory=threading.Condition)
     saved: int = 0  # the number of the last save
@@ -123,8 +125,8 @@ def world() -> World:
         return current.get()
     except LookupError:
         raise ConfigError(
-            "rayps.world(), wrap(), log(), save(), restore() and params() work only in a function that rayps.run "
-            "calls, in the thread in which it is called: start your loop by rayps.run(train_fn, workers=4)"
+            "rayps.world(), wrap(), log(), save(), restore(), params() and batches() work only in a function that "
+            "rayps.run calls, in the thread in which it is called: start your loop by rayps.run(train_fn, workers=4)"
         ) from None
 
 
