@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import math
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ from process_cluster import ProcessCluster
 from small_work import SEEN, Small, distance, plain, vector
 
 import rayps
+from rayps.cli import main as cli
 from rayps.cluster.local import LocalCluster
 from rayps.comm.ring.bucketed_mean import SentBuckets, SharedMemoryMean
 from rayps.core.errors import ActorDied, CheckpointError, ConfigError, TrainingError, WorkloadError
@@ -446,6 +448,71 @@ def test_kill_9_of_a_worker_changes_nothing(tmp_path):
         assert {begun for _, begun in found} <= {1, 2, 3, 4}
         assert len({begun for _, begun in found}) == 1
     assert checkpoint.newest(tmp_path / "states").name == "step-00000006"
+
+
+# ---- means and modules
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_mean_over_workers_is_equal_on_all(workers):
+    def train_fn():
+        rank = rayps.world().rank
+        return rayps.mean(rank), rayps.mean(torch.tensor(float(rank)), samples=rank), rayps.mean(1, samples=0)
+
+    for plain_mean, weighted, empty in run(train_fn, workers=workers):
+        assert plain_mean == (workers - 1) / 2
+        assert weighted == pytest.approx(5 / 3) if workers > 1 else math.isnan(weighted)
+        assert math.isnan(empty)
+    for value, samples in [("1", 1), (torch.ones(2), 1), (1.0, -1), (1.0, float("nan"))]:
+        with pytest.raises(ConfigError, match=r"rayps\.mean was given"):
+            run(lambda value=value, samples=samples: rayps.mean(value, samples=samples), workers=1)
+
+
+def test_a_worker_that_fails_ends_the_mean_of_the_others():
+    def train_fn():
+        rayps.mean(1.0)
+        if rayps.world().rank:
+            raise ValueError("my own mistake")
+        rayps.mean(2.0)
+
+    with pytest.raises(WorkloadError, match="my own mistake"):
+        run(train_fn)
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "parameter_server:shards=2", "local_sgd:period=1"])
+def test_the_modules_of_a_saved_state_are_exported(strategy, tmp_path, capsys):
+    def make():
+        return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+
+    def train_fn():
+        model, average = make(), make()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        rayps.wrap(model, optimizer, strategy, steps=3)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 3)).square().mean().backward()
+            optimizer.step()
+        rayps.save({"nets": {"average": average}, "optimizer": optimizer, "step": 3})
+        return model.state_dict(), average.state_dict()
+
+    found = run(train_fn, checkpoint=tmp_path / "states")
+    assert cli.main(["export", str(tmp_path / "states"), str(tmp_path / "out")]) == 0
+    assert "model" in capsys.readouterr().err
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "model.safetensors",
+        "nets.average.safetensors",
+    ]
+    for name, expected in (("out", found[0][0]), ("out/nets.average.safetensors", found[0][1])):
+        read = rayps.load_state(make(), tmp_path / name).state_dict()
+        assert all(torch.equal(read[key], value) for key, value in expected.items())
+    assert cli.main(["export", str(tmp_path / "states"), str(tmp_path / "no"), "--workload", "a.py:A"]) == 2
+    assert "leave --workload out" in capsys.readouterr().err
+
+
+def test_a_state_without_a_module_is_not_exported(tmp_path, capsys):
+    run(lambda: rayps.save({"step": 1}), checkpoint=tmp_path / "states")
+    assert cli.main(["export", str(tmp_path / "states"), str(tmp_path / "out")]) == 2
+    assert "has no module: save one in the loop" in capsys.readouterr().err
 
 
 # ---- data

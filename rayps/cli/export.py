@@ -41,13 +41,6 @@ def export(
     with Client() as client:
         job = client.job(source)
         spec = job.data["spec"]
-        if spec.get("run") is not None:
-            raise ConfigError(
-                f"job {job.id} runs the function {spec['run']}, and the states that its loop saves are not models: "
-                "save the model at the end of the loop, e.g. with safetensors.torch.save_file(model.state_dict(), "
-                f"path);\nrayps submit --clone {job.id} --resume {job.id} goes on from the last state",
-                field="job",
-            )
         ends = (path for path in job.files() if path.startswith("checkpoints/") and path.endswith(f"/{_MANIFEST}"))
         names = [path.removeprefix("checkpoints/").removesuffix(f"/{_MANIFEST}") for path in ends]
         chosen = which(sorted(names), checkpoint, f"job {job.id}")
@@ -55,8 +48,8 @@ def export(
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.download-", dir=folder.absolute().parent))
         try:
             job.download(f"checkpoints/{chosen}", draft / "state")
-            home = spec.get("working_dir")
-            if workload is None and spec.get("code") is not None:
+            home = spec.get("working_dir") if spec.get("run") is None else None
+            if home is not None and workload is None and spec.get("code") is not None:
                 home = str(job.write_code(draft / "code"))
             if workload is None and home is not None and Path(home).is_dir():
                 _write(draft / "state", folder, spec["workload"], home, spec.get("params"))
@@ -95,10 +88,25 @@ def _local(source: Path, wanted: str) -> Path:
 
 
 def _write(path: Path, folder: Path, target: str | None, home: str | None, params: JsonObject | None = None) -> None:
+    from rayps.runtime.own_loop.export import export_modules
+    from rayps.runtime.own_loop.state import KIND, parts_of
     from rayps.runtime.saved_model import export_checkpoint
+    from rayps.tensors import checkpoint
     from rayps.workload.base import load
 
     absolute = folder.expanduser().absolute()
+    state = checkpoint.load(path)
+    if KIND in state.meta:
+        if target is not None:
+            raise ConfigError(
+                "this is the state of a loop, whose modules are exported by the names in rayps.save: leave --workload "
+                "out",
+                field="workload",
+            )
+        names = export_modules(parts_of(state, None, str(path))[0], absolute, str(path))
+        show.note(f"modules of the saved state: {', '.join(names)}; rayps.load_state(model, FOLDER/NAME.safetensors)")
+        show.line(str(folder))
+        return
     with contextlib.chdir(home) if home is not None else contextlib.nullcontext():  # model() may read files
         made = None if target is None else load(target, home, params)
         export_checkpoint(path.absolute(), absolute, made)

@@ -3,6 +3,8 @@
 world.py        what the user's function calls: world, params, log, save, restore
 state.py        a state as tensors and JSON data, and the parts that ranks save
 batches.py      `rayps.batches`: the worker's batches, read ahead
+means.py        `rayps.mean`: a mean over the workers
+export.py       the modules of a saved state as files
 actor.py        one worker's process
 watch.py        what workers print, log and save, as the driver collects it
 log_points.py   the means over ranks of the numbers that `log` was given

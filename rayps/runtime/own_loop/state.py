@@ -107,8 +107,8 @@ def checkpoint_of(parts: Mapping[int, SavedPart]) -> SavedState:
     return state
 
 
-def parts_of(state: SavedState, workers: int, path: str) -> list[SavedPart]:
-    """Return the ranks' parts of a checkpoint.
+def parts_of(state: SavedState, workers: int | None, path: str) -> list[SavedPart]:
+    """Return the ranks' parts of a checkpoint, which must have been saved by `workers`, unless None.
 
     Raises:
         CheckpointError: a workload's job saved the checkpoint, or a run with another number of workers did.
@@ -121,14 +121,14 @@ def parts_of(state: SavedState, workers: int, path: str) -> list[SavedPart]:
             path=path,
         )
     ranks = found["ranks"]
-    if len(ranks) != workers:
+    if workers is not None and len(ranks) != workers:
         raise CheckpointError(
             f"{path} was saved by {len(ranks)} workers, and this run has {workers}: resume it with "
             f"workers={len(ranks)}",
             path=path,
         )
     parts = []
-    for rank in range(workers):
+    for rank in range(len(ranks)):
         prefix, held = f"rank_{rank}/", ranks[str(rank)]
         tensors = {name.removeprefix(prefix): t for name, t in state.tensors.items() if name.startswith(prefix)}
         number, steps, logged = int(found["number"]), int(held["steps"]), int(held.get("logged", -1))

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rayps.comm.ring import Ring
 from rayps.core.errors import ConfigError, PeerTimeout
 from rayps.core.records import Event, Point
 from rayps.core.values import Json, JsonObject
@@ -73,6 +74,7 @@ class World:
     parts: list[SavedPart] = field(default_factory=list)
     wrapped: list[WrapState] = field(default_factory=list)
     loaders: dict[int, Loader] = field(default_factory=dict)  # by the id of their data, which they hold
+    ring: Ring | None = None  # of `rayps.mean`
     wraps: itertools.count[int] = field(default_factory=itertools.count)
     lock: threading.Condition = field(default_factory=threading.Condition)
     saved: int = 0  # the number of the last save
@@ -125,8 +127,9 @@ def world() -> World:
         return current.get()
     except LookupError:
         raise ConfigError(
-            "rayps.world(), wrap(), log(), save(), restore(), params() and batches() work only in a function that "
-            "rayps.run calls, in the thread in which it is called: start your loop by rayps.run(train_fn, workers=4)"
+            "rayps.world(), wrap(), log(), save(), restore(), params(), batches() and mean() work only in a function "
+            "that rayps.run calls, in the thread in which it is called: start your loop by rayps.run(train_fn, "
+            "workers=4)"
         ) from None
 
 

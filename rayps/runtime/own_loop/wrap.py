@@ -242,12 +242,21 @@ class _Wrapping:
             found["optimizer"] = self._optimizer.state_dict()
         if self._here.rank == 0:
             found["shared"] = state.shared
+            found["layout"] = self._layout(self._rounds.flat)
             if links.server is not None:
                 found["servers"], found["moments"] = present_state(links.server)
                 found["pushed"] = links.server.step
         if links.server is not None and links.server.feedback is not None:
             found["feedback"] = links.server.feedback.residual
         return found
+
+    def _layout(self, flat: FlatModel) -> JsonObject:
+        """Return the names of the model's learning parameters, with shapes, and of the buffers in its state dict."""
+        kept = self._model.state_dict(keep_vars=True)
+        return {
+            "parameters": [[entry.name, list(entry.shape)] for entry in flat.layout.entries],
+            "buffers": [name for name, _ in self._model.named_buffers() if name in kept],
+        }
 
     def _load(self, flat: FlatModel, own: JsonObject, first: JsonObject) -> None:
         """Load the parameters and the optimizer's state, before the workers agree on rank 0's parameters."""
