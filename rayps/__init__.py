@@ -57,10 +57,12 @@ _HOMES = {
     "Sum": "rayps.workload.metric_values",
     "TensorParallel": "rayps.core.replica",
     "Workload": "rayps.workload.base",
+    "batches": "rayps.runtime.own_loop.batches",
     "data": "rayps.data",
     "hash_ids": "rayps.ps.tables.ids",
     "load_state": "rayps.runtime.saved_model",
     "loggers": "rayps.loggers",
+    "mean": "rayps.runtime.own_loop.means",
     "log": "rayps.runtime.own_loop.world",
     "params": "rayps.runtime.own_loop.world",
     "restore": "rayps.runtime.own_loop.world",
@@ -86,6 +88,8 @@ if TYPE_CHECKING:
     from rayps.ps.tables.ids import hash_ids as hash_ids
     from rayps.runtime.best_checkpoint import BestCheckpoint as BestCheckpoint
     from rayps.runtime.early_stopping import EarlyStopping as EarlyStopping
+    from rayps.runtime.own_loop.batches import batches as batches
+    from rayps.runtime.own_loop.means import mean as mean
     from rayps.runtime.own_loop.run import run as run
     from rayps.runtime.own_loop.world import log as log
     from rayps.runtime.own_loop.world import params as params

@@ -1,24 +1,30 @@
 """A loop of one's own as a run with a record: numbers, saved states, parameters, deaths; on threads and processes."""
 
 import contextlib
+import functools
+import importlib
+import math
 import os
 import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from process_cluster import ProcessCluster
-from small_work import Small, distance, plain, vector
+from small_work import SEEN, Small, distance, plain, vector
 
 import rayps
+from rayps.cli import main as cli
 from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import LocalCluster
+from rayps.comm.ring.bucketed_mean import SentBuckets, SharedMemoryMean
 from rayps.core.errors import ActorDied, CheckpointError, ClusterError, ConfigError, TrainingError, WorkloadError
 from rayps.core.job_status import Status
 from rayps.runtime.journal import Journal
 from rayps.runtime.own_loop.driver import LoopDriver
-from rayps.runtime.own_loop.log_points import QUIET_SECONDS, LogPoints, numbers_of
+from rayps.runtime.own_loop.log_points import LATE_SECONDS, OPEN, QUIET_SECONDS, LogPoints, numbers_of
 from rayps.runtime.own_loop.named import all_params, arguments
 from rayps.runtime.own_loop.state import PartsBySave, SavedPart, checkpoint_of, decoded, encoded, parts_of
 from rayps.strategies.job import JobSpec
@@ -48,14 +54,14 @@ def run(function, workers=2, **options):
     return rayps.run(function, workers=workers, **options)
 
 
-def loop(work, strategy=None, *, steps=None, save=True, die=None, marks=None, back=None):
+def loop(work, strategy=None, *, steps=None, save=True, die=None, marks=None, back=None, schedule=None, end=None):
     """A loop over one epoch that logs and saves each step; `die` is (rank, step) of a death, once."""
 
     def train_fn():
         here = rayps.world()
         model = work.model()
         optimizer = work.optimizer(list(model.parameters()))
-        rayps.wrap(model, optimizer, strategy, steps=steps)
+        rayps.wrap(model, optimizer, strategy, steps=steps, schedule=schedule)
         begun = (rayps.restore() or {"step": 0})["step"]
         if marks is not None:
             with marks.open("a") as file:
@@ -63,6 +69,8 @@ def loop(work, strategy=None, *, steps=None, save=True, die=None, marks=None, ba
         for step, batch in enumerate(work.data().batches(rank=here.rank, size=here.size, seed=0, epoch=0)):
             if step < begun:
                 continue
+            if step == end:
+                break
             optimizer.zero_grad()
             optimizer.samples = batch.size
             if batch.size:
@@ -77,6 +85,8 @@ def loop(work, strategy=None, *, steps=None, save=True, die=None, marks=None, ba
                 rayps.save({"step": step + 1})
             if die is not None and (here.rank, step) == die[:2] and not Path(die[2]).exists():
                 Path(die[2]).touch()
+                while len(die) > 3 and not list(die[3].glob("step-0000000[2-9]")):  # the driver knows the first state
+                    time.sleep(0.02)
                 raise Death("a worker's death")
         return vector(model)
 
@@ -217,6 +227,37 @@ def test_only_one_rank_may_log_and_a_late_number_gives_the_step_again():
     assert again["loss"] == 2.0
 
 
+def test_numbers_of_numpy_and_torch_are_logged():
+    def train_fn():
+        rayps.log(a=np.float32(0.5), b=np.array(2.0), c=torch.tensor([3]), d=np.int64(4), samples=np.float32(8), step=0)
+        for value in (np.ones(2), "1", 1j, np.array("a")):
+            with pytest.raises(ConfigError, match="give a number"):
+                rayps.log(e=value)
+
+    journal = Journal()
+    driver = LoopDriver(train_fn, JobSpec(run="test:loop", workers=1, timeout=20.0), journal)
+    assert driver.run(LocalCluster()).status is Status.SUCCEEDED
+    [point] = journal.points
+    assert [point[name] for name in "abcd"] == [0.5, 2.0, 3.0, 4.0]
+    assert point["samples"] == 8
+
+
+def test_a_rank_that_stops_logging_does_not_hold_back_the_history():
+    points = LogPoints(2, "all_reduce")
+    points.add([point(0, 0, loss=1.0), point(1, 0, loss=3.0)], 0.0)
+    assert [p["loss"] for p in points.merged(0.0)] == [2.0]
+    points.add([point(0, 1, loss=1.0)], 0.0)
+    assert points.merged(LATE_SECONDS - 1) == []
+    assert [p["round"] for p in points.merged(LATE_SECONDS)] == [1]
+    points.add([point(0, step, loss=1.0) for step in range(2, 1000)], 20.0)
+    assert [p["round"] for p in points.merged(20.0)] == list(range(2, 1000 - OPEN))
+    points.add([point(1, 900, loss=3.0)], 20.0)  # late, and of a step that is kept
+    assert [(p["round"], p["loss"]) for p in points.merged(20.0)] == [(900, 2.0)]
+    points.add([point(1, 5, loss=3.0)], 20.0)  # too late: the point of step 5 keeps the number of rank 0
+    assert points.merged(20.0) == []
+    assert [p["round"] for p in points.merged(30.0)] == list(range(1000 - OPEN, 1000))
+
+
 # ---- parameters
 
 
@@ -253,6 +294,38 @@ def test_after_a_death_the_result_is_the_same(strategy, folder, tmp_path):
     assert begun[2] == begun[3] <= 3
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "parameter_server",
+        "parameter_server:shards=2",
+        "parameter_server:shards=2,replicas=1",
+        "parameter_server:compression=top_k:0.5",
+        "all_reduce",
+        "downpour:n_push=2,n_fetch=3",
+    ],
+)
+def test_after_a_death_schedules_and_the_optimizers_of_servers_continue(strategy, optimizer, tmp_path):
+    workers = 1 if "downpour" in strategy else 2  # several workers of downpour push in any order
+    work = Fixed(n=40, batch=4, optimizer=optimizer)
+    schedule = functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.7)
+    whole = run(loop(work, strategy, steps=5, schedule=schedule), workers=workers)
+    marks, die = tmp_path / "marks", (workers - 1, 2, str(tmp_path / "died"), tmp_path / "states")
+    died = loop(work, strategy, steps=5, die=die, marks=marks, schedule=schedule)
+    found = run(died, workers=workers, max_failures=1, checkpoint=tmp_path / "states")
+    assert 1 <= int(marks.read_text().split()[-1]) <= 3
+    assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+
+
+def test_a_resumed_run_has_the_state_of_other_servers(tmp_path):
+    work = Fixed(n=40, batch=4, optimizer="adam")
+    whole = run(loop(work, "parameter_server:shards=3"))
+    run(loop(work, "parameter_server:shards=2", end=2), checkpoint=tmp_path / "states")
+    found = run(loop(work, "parameter_server:shards=3"), checkpoint=tmp_path / "states", resume=True)
+    assert all(distance(a, b) < EXACT for a, b in zip(found, whole, strict=True))
+
+
 def test_without_a_save_it_starts_anew_and_says_so(tmp_path):
     work = Fixed(n=24, batch=4)
     spec = JobSpec(run="test:loop", workers=2, timeout=20.0)
@@ -265,6 +338,59 @@ def test_without_a_save_it_starts_anew_and_says_so(tmp_path):
     assert "start anew, because rayps.save has kept no state yet" in event["message"]
     assert distance(driver.results[0], plain(work, 2, epochs=1)[0]) < EXACT
     assert [p["round"] for p in journal.points][-1] == 2
+
+
+def test_a_loop_without_wrap_goes_on_in_its_history(tmp_path):
+    def train_fn(folder):
+        begun = (rayps.restore() or {"step": 0})["step"]
+        for step in range(begun, 6):
+            rayps.log(loss=float(step))
+            rayps.save({"step": step + 1})
+            if step == 3 and not (folder / "died").exists() and rayps.world().rank == 1:
+                while not list((folder / "states").glob("step-0000000[3-9]")):
+                    time.sleep(0.02)
+                (folder / "died").touch()
+                raise Death("a worker's death")
+
+    journal = Journal()
+    spec = JobSpec(run="test:loop", workers=2, timeout=20.0, max_failures=1)
+    driver = LoopDriver(functools.partial(train_fn, tmp_path), spec, journal, checkpoints=tmp_path / "states")
+    assert driver.run(LocalCluster()).status is Status.SUCCEEDED
+    assert [event["kind"] for event in journal.events].count("restarted") == 1
+    newest = {point["round"]: point["loss"] for point in journal.points}
+    assert newest == {step: float(step) for step in range(6)}
+
+
+def test_a_loop_that_starts_anew_may_log_its_first_steps_again(tmp_path):
+    def train_fn():
+        for step in range(3):
+            rayps.log(loss=1.0, step=step)
+            rayps.save({"best": step})
+
+    for resume in (False, True):
+        run(train_fn, workers=1, checkpoint=tmp_path, resume=resume)
+
+
+def test_a_job_keeps_as_many_states_as_it_says_and_has_its_seed_and_threads(tmp_path):
+    def train_fn():
+        for n in range(4):
+            rayps.save({"n": n})
+        return torch.rand(2), torch.get_num_threads()
+
+    before, found = torch.get_num_threads(), []
+    try:
+        for seed in (0, 0, 7):
+            spec = JobSpec(run="test:loop", timeout=20.0, seed=seed, keep_checkpoints=3, resources={"cpu": 2.0}).check()
+            driver = LoopDriver(train_fn, spec, Journal(), checkpoints=tmp_path / f"{len(found)}")
+            assert driver.run(LocalCluster()).status is Status.SUCCEEDED
+            assert len(list((tmp_path / f"{len(found)}").glob("step-????????"))) == 3
+            found += driver.results
+    finally:
+        torch.set_num_threads(before)
+    (first, threads), (second, _), (other, _) = found
+    assert threads == 2
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
 
 
 def test_too_many_deaths_end_the_run(tmp_path):
@@ -305,10 +431,20 @@ def test_a_mistake_is_not_repeated(tmp_path):
     assert calls.read_text() == "called "
 
 
+def test_an_iterator_that_has_ended_is_named():
+    def train_fn():
+        batches = iter([1])
+        while True:
+            next(batches)
+
+    with pytest.raises(WorkloadError, match=r"(?s)train_fn\(\) raised StopIteration \(.*iter\(loader\)"):
+        run(train_fn, workers=1)
+
+
 def test_kill_9_of_a_worker_changes_nothing(tmp_path):
     gone = tmp_path / "gone"
 
-    def train_fn():
+    def train_fn(dies: bool):
         import signal
 
         begun = rayps.restore() or {"step": 0, "x": torch.ones(3)}
@@ -316,7 +452,7 @@ def test_kill_9_of_a_worker_changes_nothing(tmp_path):
         for step in range(begun["step"], 6):
             x = x * 1.5 + step + torch.rand(3)
             rayps.save({"step": step + 1, "x": x}, every_rank=True)
-            if step == 3 and rayps.world().rank == 1 and not gone.exists():
+            if dies and step == 3 and rayps.world().rank == 1 and not gone.exists():
                 gone.touch()
                 while not list((tmp_path / "states").glob("step-????????")):  # until a state is complete
                     time.sleep(0.05)
@@ -324,11 +460,107 @@ def test_kill_9_of_a_worker_changes_nothing(tmp_path):
         return x, begun["step"]
 
     with contextlib.closing(ProcessCluster()) as cluster:
-        found = run(train_fn, cluster=cluster, checkpoint=tmp_path / "states", max_failures=1, timeout=60.0)
+        options = {"cluster": cluster, "timeout": 60.0}
+        whole = run(train_fn, params={"dies": False}, **options)
+        folder = tmp_path / "states"
+        found = run(train_fn, params={"dies": True}, checkpoint=folder, max_failures=1, **options)
         assert gone.exists()
+        for (x, _), (undisturbed, _) in zip(found, whole, strict=True):
+            assert torch.equal(x, undisturbed)
+        assert not torch.equal(found[0][0], found[1][0])  # each rank has random numbers of its own
         assert {begun for _, begun in found} <= {1, 2, 3, 4}
         assert len({begun for _, begun in found}) == 1
     assert checkpoint.newest(tmp_path / "states").name == "step-00000006"
+
+
+# ---- means and modules
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_mean_over_workers_is_equal_on_all(workers):
+    def train_fn():
+        rank = rayps.world().rank
+        return rayps.mean(rank), rayps.mean(torch.tensor(float(rank)), samples=rank), rayps.mean(1, samples=0)
+
+    for plain_mean, weighted, empty in run(train_fn, workers=workers):
+        assert plain_mean == (workers - 1) / 2
+        assert weighted == pytest.approx(5 / 3) if workers > 1 else math.isnan(weighted)
+        assert math.isnan(empty)
+    for value, samples in [("1", 1), (torch.ones(2), 1), (1.0, -1), (1.0, float("nan"))]:
+        with pytest.raises(ConfigError, match=r"rayps\.mean was given"):
+            run(lambda value=value, samples=samples: rayps.mean(value, samples=samples), workers=1)
+
+
+def test_a_worker_that_fails_ends_the_mean_of_the_others():
+    def train_fn():
+        rayps.mean(1.0)
+        if rayps.world().rank:
+            raise ValueError("my own mistake")
+        rayps.mean(2.0)
+
+    with pytest.raises(WorkloadError, match="my own mistake"):
+        run(train_fn)
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "parameter_server:shards=2", "local_sgd:period=1"])
+def test_the_modules_of_a_saved_state_are_exported(strategy, tmp_path, capsys):
+    def make():
+        return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+
+    def train_fn():
+        model, average = make(), make()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        rayps.wrap(model, optimizer, strategy, steps=3)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 3)).square().mean().backward()
+            optimizer.step()
+        rayps.save({"nets": {"average": average}, "optimizer": optimizer, "step": 3})
+        return model.state_dict(), average.state_dict()
+
+    found = run(train_fn, checkpoint=tmp_path / "states")
+    assert cli.main(["export", str(tmp_path / "states"), str(tmp_path / "out")]) == 0
+    assert "model" in capsys.readouterr().err
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "model.safetensors",
+        "nets.average.safetensors",
+    ]
+    for name, expected in (("out", found[0][0]), ("out/nets.average.safetensors", found[0][1])):
+        read = rayps.load_state(make(), tmp_path / name).state_dict()
+        assert all(torch.equal(read[key], value) for key, value in expected.items())
+    assert cli.main(["export", str(tmp_path / "states"), str(tmp_path / "no"), "--workload", "a.py:A"]) == 2
+    assert "leave --workload out" in capsys.readouterr().err
+
+
+def test_a_state_without_a_module_is_not_exported(tmp_path, capsys):
+    run(lambda: rayps.save({"step": 1}), checkpoint=tmp_path / "states")
+    assert cli.main(["export", str(tmp_path / "states"), str(tmp_path / "out")]) == 2
+    assert "has no module: save one in the loop" in capsys.readouterr().err
+
+
+# ---- data
+
+
+@pytest.mark.parametrize("ahead", [None, 0, 2])
+def test_a_loop_reads_ahead_as_its_data_says(ahead):
+    data = rayps.data.tensors(torch.arange(20.0), batch_size=3)
+    loaded = data if ahead is None else data.loaded_by(ahead)
+
+    def train_fn():
+        here = rayps.world()
+        found = [[batch.x.tolist() for batch in rayps.batches(loaded, epoch=epoch, start=epoch)] for epoch in range(2)]
+        return found, [pid for loader in here.loaders.values() for pid in loader.pids], here.rank
+
+    for found, pids, rank in run(train_fn, timeout=60.0):
+        plain_ones = [
+            [batch.x.tolist() for batch in data.batches(rank=rank, size=2, seed=0, epoch=epoch, start=epoch)]
+            for epoch in range(2)
+        ]
+        assert found == plain_ones
+        assert len(pids) == (ahead or 0)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)  # they have ended with the function
+    with pytest.raises(ConfigError, match=r"rayps\.run"):
+        rayps.batches(data)
 
 
 # ---- wrap
@@ -376,6 +608,78 @@ def test_gradients_that_leave_during_backward_equal_plain_torch(back, strategy):
 
 
 @pytest.mark.parametrize(
+    ("strategy", "early"), [("all_reduce:bucket_mb=0.0001", True), ("all_reduce:bucket_mb=0", False)]
+)
+def test_buckets_leave_before_backward_has_ended(strategy, early, monkeypatch):
+    SEEN.clear()
+
+    def watch(kind):
+        submit = kind.submit
+
+        def watched(self, i):
+            SEEN["in backward" if SEEN["backward", threading.get_ident()] else "after it"] += 1
+            submit(self, i)
+
+        monkeypatch.setattr(kind, "submit", watched)
+
+    for kind in (SharedMemoryMean, SentBuckets):
+        watch(kind)
+
+    def train_fn():
+        seen, thread = importlib.import_module("small_work").SEEN, threading.get_ident()  # the function is a copy
+        model = Fixed().model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        rayps.wrap(model, optimizer, strategy)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 5, dtype=torch.float64)).mean()
+            seen["backward", thread] = 1
+            loss.backward()
+            seen["backward", thread] = 0
+            optimizer.step()
+
+    run(train_fn)
+    # 2 ranks send 2 buckets in each of 4 steps, of which the first finds out how many gradients there are
+    assert (SEEN["in backward"], SEEN["after it"]) == ((12, 4) if early else (0, 0))
+
+
+@pytest.mark.parametrize(
+    "strategy", ["all_reduce", "all_reduce:bucket_mb=0.0001", "parameter_server", "local_sgd:period=1"]
+)
+@pytest.mark.parametrize("weights", [(0.5, 0.5), (0.25, 0.75), (1.5, 0.5), (1, 0)])
+def test_samples_are_a_weight_that_may_be_a_fraction(strategy, weights):
+    def train_fn():
+        here = rayps.world()
+        model = torch.nn.Linear(1, 1, bias=False).double()
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        rayps.wrap(model, optimizer, strategy, steps=2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            optimizer.samples = weights[here.rank]
+            (model.weight.sum() * (1.0, 3.0)[here.rank]).backward()  # the gradients are 1 and 3
+            optimizer.step()
+        return model.weight.item()
+
+    mean = (weights[0] + 3 * weights[1]) / sum(weights)
+    assert run(train_fn) == pytest.approx([-2 * mean] * 2, abs=EXACT)
+
+
+@pytest.mark.parametrize("samples", [-1, float("nan"), float("inf"), "8", None, True])
+def test_samples_that_are_no_weight_are_refused(samples):
+    def train_fn():
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        rayps.wrap(model, optimizer)
+        optimizer.samples = samples
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(ConfigError, match=r"optimizer\.samples is .*: give the weight of the batch"):
+        run(train_fn)
+
+
+@pytest.mark.parametrize(
     "strategy",
     [
         "local_sgd:period=3",
@@ -399,6 +703,67 @@ def test_downpour_of_one_worker_equals_train(n_push):
     result = rayps.train(work, strategy=strategy, workers=1, epochs=1, cluster=LocalCluster(), progress=False)
     [found] = run(loop(work, strategy, steps=10, save=False), workers=1)
     assert distance(found, result.snapshot.params) < EXACT
+
+
+@pytest.mark.parametrize("steps", [None, 10, 4])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "local_sgd:period=4",
+        "local_sgd:period=50",
+        "diloco:period=50",
+        "diloco:period=5,overlap=2",
+        "downpour:n_push=50,n_fetch=50",
+        "downpour:n_push=4,n_fetch=4",
+    ],
+)
+def test_a_loop_that_ends_within_a_period_is_averaged_at_the_end_and_warned(strategy, steps):
+    def train_fn():
+        here = rayps.world()
+        model = Fixed().model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        rayps.wrap(model, optimizer, strategy, steps=steps)
+        for step in range(10):
+            optimizer.zero_grad()
+            x = torch.full((2, 5), 1.0 + here.rank + step, dtype=torch.float64)
+            model(x).square().mean().backward()
+            optimizer.step()
+        return model, vector(model)  # the model itself is read when the run has ended
+
+    journal = Journal()
+    driver = LoopDriver(train_fn, JobSpec(run="test:loop", workers=2, timeout=20.0), journal)
+    assert driver.run(LocalCluster()).status is Status.SUCCEEDED, driver.status
+    (first, before), (second, other) = driver.results
+    warnings = [event["message"] for event in journal.events if event["kind"] == "warning"]
+    if steps == 10:  # the last step ended the period
+        assert warnings == []
+        assert torch.equal(vector(first), before)
+        if "downpour" not in strategy:
+            assert torch.equal(before, other)
+        return
+    assert torch.equal(vector(first), vector(second))
+    assert distance(before, other) > 0
+    if "downpour" not in strategy:
+        assert distance(vector(first), (before + other) / 2) < EXACT
+    [warning] = warnings
+    assert "steps=10" in warning
+    assert ("n_push" if "downpour" in strategy else "period") in warning
+
+
+def test_unequal_numbers_of_steps_within_a_period_are_warned():
+    def train_fn():
+        model = Fixed().model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        rayps.wrap(model, optimizer, "local_sgd:period=2")
+        for _ in range(2 + rayps.world().rank):
+            model(torch.ones(2, 5, dtype=torch.float64)).mean().backward()
+            optimizer.step()
+
+    journal = Journal()
+    driver = LoopDriver(train_fn, JobSpec(run="test:loop", workers=2, timeout=20.0), journal)
+    assert driver.run(LocalCluster()).status is Status.SUCCEEDED
+    [warning] = [event["message"] for event in journal.events if event["kind"] == "warning"]
+    assert "unequal numbers of steps" in warning
 
 
 @pytest.mark.parametrize("strategy", ["hogwild", "admm", "parallel_sgd", "fedavg"])
@@ -432,7 +797,20 @@ def test_a_job_has_a_workload_or_a_function():
         ({}, "a job needs a workload"),
         ({"run": "a.py:f", "workload": "b.py:B"}, "give one of the two"),
         ({"run": "f"}, "a module or file and a function"),
-        ({"run": "a.py:f", "epochs": 2}, "the loop of a.py:f decides"),
+        ({"run": "a.py:f", "epochs": 2}, "the loop decides about it: make it an argument"),
+        ({"run": "a.py:f", "evaluate_every": 2}, "decides when it evaluates"),
+        ({"run": "a.py:f", "checkpoint_every": 2}, r"when it calls rayps\.save"),
+        ({"run": "a.py:f", "profile": True}, r"torch\.profiler"),
+        ({"run": "a.py:f", "start_from": "x.safetensors"}, r"rayps\.load_state"),
+        ({"run": "a.py:f", "server_group": "g"}, r"rayps\.ServerGroup\(parameters, group=NAME"),
+        ({"run": "a.py:f", "strategy": "fedavg"}, r"cannot run fedavg: use rayps\.train"),
+        ({"run": "a.py:f", "strategy": "hogwild", "workers": 2}, "cannot run hogwild"),
+        ({"run": "a.py:f", "strategy": "admm"}, "cannot run admm"),
+        (
+            {"run": "a.py:f", "workers": 2, "strategy": {"name": "all_reduce", "replica": {"name": "pipeline"}}},
+            "a replica of several workers",
+        ),
+        ({"run": "a.py:f", "strategy": [{"epochs": 1, "strategy": "all_reduce"}, "local_sgd"]}, "takes one strategy"),
     ]:
         with pytest.raises(ConfigError, match=words):
             JobSpec.from_dict(data)

@@ -59,13 +59,6 @@ def export(
     with Client() as client:
         job = client.job(source)
         spec = job.data["spec"]
-        if spec.get("run") is not None:
-            raise ConfigError(
-                f"job {job.id} runs the function {spec['run']}, and the states that its loop saves are not models: "
-                "save the model at the end of the loop, e.g. with safetensors.torch.save_file(model.state_dict(), "
-                f"path);\nrayps submit --clone {job.id} --resume {job.id} goes on from the last state",
-                field="job",
-            )
         ends = (path for path in job.files() if path.startswith("checkpoints/") and path.endswith(f"/{_MANIFEST}"))
         names = [path.removeprefix("checkpoints/").removesuffix(f"/{_MANIFEST}") for path in ends]
         chosen = which(sorted(names), checkpoint, f"job {job.id}")
@@ -73,8 +66,8 @@ def export(
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.download-", dir=folder.absolute().parent))
         try:
             job.download(f"checkpoints/{chosen}", draft / "state")
-            home = spec.get("working_dir")
-            if workload is None and spec.get("code") is not None:
+            home = spec.get("working_dir") if spec.get("run") is None else None
+            if home is not None and workload is None and spec.get("code") is not None:
                 home = str(job.write_code(draft / "code"))
             made, own = None, spec.get("params") or {}
             if workload is not None:
@@ -134,22 +127,45 @@ class _Maker:
 
 
 def _write(path: Path, folder: Path, maker: _Maker | None, params: JsonObject, *, average: bool) -> None:
+    from rayps.runtime.own_loop.state import KIND
     from rayps.runtime.saved_model import export_checkpoint
     from rayps.tensors.checkpoint import meta_of
 
+    source, absolute = path.absolute(), folder.expanduser().absolute()
+    meta = meta_of(source)
+    if KIND in meta:
+        _write_modules(source, absolute, maker, params, average=average)
+        show.line(str(folder))
+        return
     if maker is None and params:
         raise ConfigError(
             f"--set {next(iter(params))} sets a parameter of the workload that makes the model: give --workload",
             field="set",
         )
-    source, absolute = path.absolute(), folder.expanduser().absolute()
     home = contextlib.nullcontext() if maker is None or maker.home is None else contextlib.chdir(maker.home)
     with home:  # model() may read files
-        made = None if maker is None else maker.make(meta_of(source).get("params", {}))
+        made = None if maker is None else maker.make(meta.get("params", {}))
         export_checkpoint(source, absolute, made, average=average)
     if maker is None:
         show.note("the tensors are saved by name, without the code of a model: give --workload to use save_pretrained")
     show.line(str(folder))
+
+
+def _write_modules(source: Path, folder: Path, maker: _Maker | None, params: JsonObject, *, average: bool) -> None:
+    """Write the modules in the saved state of a loop. Raises ConfigError if options of a workload's model are given."""
+    from rayps.runtime.own_loop.export import export_modules
+    from rayps.runtime.own_loop.state import parts_of
+    from rayps.tensors import checkpoint
+
+    given = {"--workload": maker is not None, "--set": bool(params), "--average": average}
+    if any(given.values()):
+        raise ConfigError(
+            "this is the state of a loop, whose modules are exported by the names in rayps.save: leave "
+            f"{', '.join(option for option, there in given.items() if there)} out",
+            field="workload",
+        )
+    names = export_modules(parts_of(checkpoint.load(source), None, str(source))[0], folder, str(source))
+    show.note(f"modules of the saved state: {', '.join(names)}; rayps.load_state(model, FOLDER/NAME.safetensors)")
 
 
 def add(app: typer.Typer) -> None:

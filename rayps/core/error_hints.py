@@ -32,6 +32,11 @@ class _Tensor(Protocol):
 
 def hint(error: BaseException) -> str:
     """Return one line on how to mend an error of the user's code, or "" if the error is not known here."""
+    if isinstance(error, StopIteration):
+        return (
+            "next() was called on an iterator that has ended, such as one epoch of a DataLoader: begin the next epoch "
+            "by iter(loader), or write `for batch in loader`"
+        )
     text = str(error)
     for pattern, explain in _KNOWN:
         found = re.search(pattern, text)

@@ -121,7 +121,8 @@ def _raised(method: str, error: BaseException) -> WorkloadError:
     ends = isinstance(error, (SystemExit, KeyboardInterrupt))
     way_out = "do not end the process of a worker: return, or raise an error with the reason" if ends else hint(error)
     return WorkloadError(
-        f"{method}() raised {type(error).__name__}: {reason}{where}" + (f"\n{way_out}" if way_out else ""),
+        f"{method}() raised {type(error).__name__}{': ' if reason else ''}{reason}{where}"
+        + (f"\n{way_out}" if way_out else ""),
         traceback="".join(traceback.format_exception(error)),
         raised=type(error).__name__,
     )

@@ -30,13 +30,14 @@ from rayps.ps import group as elastic
 from rayps.ps.client.client import GroupServer, compress
 from rayps.ps.client.connections import take_rank
 from rayps.ps.client.session import KEEP_BYTES, Session
+from rayps.ps.column_space import segment_states
 from rayps.ps.group import ManagerClient
 from rayps.ps.manager.status import COUNTS
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.rows import cut, cuts
 from rayps.ps.protocol.segment_map import StaticMap
 from rayps.ps.protocol.space import Quota, Space
-from rayps.ps.server.dense_segment import state_of
+from rayps.ps.server.dense_segment import part_of, state_of
 from rayps.ps.server.shard_actor import ShardPlan
 from rayps.tensors import optim
 from rayps.tensors.flat import Gradient, Layout
@@ -101,6 +102,7 @@ class ServerGroup:
         cluster: Cluster | None = None,
         topology: Servers | None = None,
         begun: int = 0,
+        moments: optim.Moments | None = None,
     ) -> None:
         is_elastic = replicas is not None or group is not None
         _refuse_mixtures(is_elastic, replicas, group, name, segments, quota)
@@ -138,13 +140,20 @@ class ServerGroup:
                 pack(factory),
                 quota=quota or Quota(),
             )
-            self._own = self._opened(group, space, vector, begun)
+            self._own = self._opened(group, space, vector, begun, moments)
             return
         space = Space("shared", 1, workers, strategy, self.layout, tuple(cuts(self.layout, shards)))
-        snapshot = Snapshot(self.layout, vector, positions=[begun] * workers)
+        snapshot = Snapshot(self.layout, vector, moments or {}, positions=[begun] * workers)
         self._fixed = self._start(factory, space, snapshot)
 
-    def _opened(self, group: str | elastic.ManagerClient | None, space: Space, vector: Tensor, begun: int) -> OwnSpace:
+    def _opened(
+        self,
+        group: str | elastic.ManagerClient | None,
+        space: Space,
+        vector: Tensor,
+        begun: int,
+        moments: optim.Moments | None,
+    ) -> OwnSpace:
         """Open `space` on the given group, or on a new group, and load `vector` into the space."""
         assert self._cluster is not None
         servers, private = space.servers, group is None
@@ -160,7 +169,8 @@ class ServerGroup:
         elif isinstance(group, str):
             group = elastic.find(self._cluster, group)
         try:
-            return OwnSpace.open(group, space, vector, self.timeout, private=private, marks=[begun] * self.workers)
+            marks = [begun] * self.workers
+            return OwnSpace.open(group, space, vector, self.timeout, private=private, marks=marks, moments=moments)
         except BaseException:
             if private:
                 group.stop()
@@ -347,6 +357,20 @@ def _named(params: Any) -> dict[str, Tensor]:
     return dict(named)
 
 
+def present_state(server: GroupServer) -> tuple[Tensor, optim.Moments]:
+    """Return the vector and the optimizer's state of whole parameters, by name, as a worker's servers have them now.
+
+    Each segment is of one version; if workers run in step, of its last complete round.
+    """
+    server.settle()
+    space = server.session.space
+    layout, cuts = space.layout, space.cuts
+    assert layout is not None, "a GroupServer has a vector"
+    states = segment_states(server.session, range(len(cuts)))
+    parts = [part_of(state, 0, cuts[index][0]) for index, state in states]
+    return torch.cat([part.params for part in parts]), optim.join([part.moments for part in parts], layout)
+
+
 def _sgd(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1.0)
 
@@ -460,9 +484,19 @@ class OwnSpace:
 
     @classmethod
     def open(
-        cls, group: ManagerClient, space: Space, vector: Tensor, timeout: float, *, private: bool, marks: Sequence[int]
+        cls,
+        group: ManagerClient,
+        space: Space,
+        vector: Tensor,
+        timeout: float,
+        *,
+        private: bool,
+        marks: Sequence[int],
+        moments: optim.Moments | None = None,
     ) -> OwnSpace:
-        """Open a space, and load `vector` into it. `marks`: the first step of each rank. `private`: see `OwnSpace`.
+        """Open a space, and load `vector` and the optimizer's state `moments` into it.
+
+        `marks`: the first step of each rank. `private`: see `OwnSpace`.
 
         Raises:
             Conflict: a space of that name is open.
@@ -473,7 +507,10 @@ class OwnSpace:
         session = Session(group.contact(), opened, -1, timeout=timeout)
         try:
             assert opened.layout is not None
-            states = {i: state_of(vector[a:b], opened.layout, a, marks=marks) for i, (a, b) in enumerate(opened.cuts)}
+            states = {
+                i: state_of(vector[a:b], opened.layout, a, moments=moments, marks=marks)
+                for i, (a, b) in enumerate(opened.cuts)
+            }
             session.exchange(GroupMessage.LOAD, states)
             if gone := found.lost():  # a server died while the values were loaded
                 session.exchange(GroupMessage.LOAD, {i: states[i] for i in gone})

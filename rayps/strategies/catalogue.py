@@ -53,6 +53,7 @@ __all__ = [
     "Strategy",
     "WorkerView",
     "catalogue",
+    "check_for_loop",
     "described",
     "own_names",
     "parse",
@@ -173,7 +174,15 @@ def parse_for_loop(given: StrategySpec) -> StrategyView:
     Raises:
         ConfigError: `given` cannot be parsed, changes the strategy during the run, or works only in a loop of rayps.
     """
-    phases = parse(given, Path.cwd())
+    return check_for_loop(parse(given, Path.cwd()))
+
+
+def check_for_loop(phases: Sequence[Phase]) -> StrategyView:
+    """Return the strategy of a training loop that a user wrote, which is the only one of `phases`.
+
+    Raises:
+        ConfigError: there are several phases, or the strategy works only in a loop of rayps.
+    """
     if len(phases) > 1:
         raise ConfigError(
             f"wrap takes one strategy, and {len(phases)} were given: to change the strategy, call wrap again in your "

@@ -109,6 +109,13 @@ class Downpour(Strategy):
             if not fetches:
                 w.server.settle()  # wait until the push is sent: the next step changes a
 
+    def finish(self, w: WorkerView) -> None:
+        """Push the sum of the gradients since the last push, if the last round was not known as the last."""
+        steps = w.memory.get("steps", 0)
+        if steps:
+            w.server.push(w.clipped(w.memory["a"]), float(w.memory["samples"]), rounds=steps)
+            w.memory |= {"steps": 0, "samples": 0}
+
     def _add_gradient(self, memory: RoundMemory, g: Gradient) -> Vector:
         """Add `g` to the sum of the gradients since the last push, and return the sum."""
         steps = memory.get("steps", 0)

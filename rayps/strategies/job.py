@@ -13,10 +13,22 @@ from rayps.core.requirements import refused_requirement
 from rayps.core.values import Json, JsonObject, Keywords
 from rayps.core.warm_start import StartFrom
 from rayps.core.workload_name import misnamed_function
-from rayps.strategies.catalogue import StrategySpec, parse
+from rayps.strategies.catalogue import StrategySpec, check_for_loop, parse
 
 MOST_PARAMS = 1000  # values of `params`
 MOST_PARAMS_BYTES = 100_000  # of all values as JSON
+_DECIDES = "the loop decides about it: make it an argument of the function and give it in params"
+# the fields that a job with a loop of its own does not have, and what to do instead
+_NOT_IN_LOOPS = {
+    "epochs": _DECIDES,
+    "steps": _DECIDES,
+    "checkpoint_every": "the loop decides when it calls rayps.save: give an argument of the function in params",
+    "evaluate_every": "the loop decides when it evaluates: give an argument of the function in params",
+    "profile": "use torch.profiler in the loop",
+    "start_from": "load the parameters in the loop: model.load_state_dict(rayps.load_state(path)) before rayps.wrap",
+    "server_group": "rayps.wrap starts servers of its own; to use a running group, open rayps.ServerGroup(parameters, "
+    "group=NAME, workers=...) in the function, and pull and push there",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +44,7 @@ class JobSpec:
     workers: int = 1
     epochs: int | None = None
     steps: int | None = None
-    seed: int = 0
+    seed: int = 0  # of parameters and the order of rows; of torch's random numbers in a loop of the user's own
     resources: dict[str, float] = field(default_factory=lambda: {"cpu": 1})
     working_dir: str | None = None
     checkpoint_every: int | None = None
@@ -48,7 +60,7 @@ class JobSpec:
     # values of the workload's parameters, or of the loop's arguments, by name; types are checked when it is imported
     params: JsonObject = field(default_factory=dict)
     evaluate_every: int | None = None  # rounds between two evaluations; None: an evaluation after each epoch
-    keep_checkpoints: int = 2  # the number of newest checkpoints that are kept
+    keep_checkpoints: int = 2  # the number of newest checkpoints, or saved states of a loop, that are kept
     code: str | None = None  # the SHA-256 of the uploaded archive of the working directory
     requirements: list[str] | None = None  # lines of a requirements file, which pip installs for the job's processes
     run: str | None = None  # "file.py:train_fn": a function with a loop of its own, which rayps calls on each worker
@@ -108,12 +120,11 @@ class JobSpec:
         reason = misnamed_function(target) if isinstance(target, str) else f"run is {target!r}: give 'file.py:train_fn'"
         if reason is not None:
             raise ConfigError(reason, field="run")
-        for name in ("epochs", "steps", "checkpoint_every", "server_group"):
-            if getattr(self, name) is not None:
+        for name, way in _NOT_IN_LOOPS.items():
+            value = getattr(self, name)
+            if value is not None and value is not False:
                 raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}, and the loop of {target} decides about it: leave {name} out, "
-                    f"or make it an argument of the function and give it in params",
-                    field=name,
+                    f"{name} is {value!r}, and {target} has a loop of its own: leave {name} out; {way}", field=name
                 )
 
     def _check_layout(self) -> None:
@@ -121,6 +132,8 @@ class JobSpec:
             phases = parse(self.strategy)
         except ConfigError:
             return  # a user's own strategy is not imported here, but checked before the run
+        if self.run is not None:
+            check_for_loop(phases)
         for number, phase in enumerate(phases, 1):
             try:
                 phase.strategy.grid(self.workers)

@@ -2,6 +2,9 @@
 
 world.py        what the user's function calls: world, params, log, save, restore
 state.py        a state as tensors and JSON data, and the parts that ranks save
+batches.py      `rayps.batches`: the worker's batches, read ahead
+means.py        `rayps.mean`: a mean over the workers
+export.py       the modules of a saved state as files
 actor.py        one worker's process
 watch.py        what workers print, log and save, as the driver collects it
 log_points.py   the means over ranks of the numbers that `log` was given
@@ -11,5 +14,6 @@ named.py        the function that "file.py:train_fn" names, and its parameters
 wrap.py         `rayps.wrap`: an optimizer whose step is a round of a strategy
 rounds.py       the thread that runs the rounds, in turns with the loop
 view.py         the worker that a strategy's round uses
+last_period.py  the end of a loop whose last period is incomplete
 early.py        gradients that leave during backward
 """

@@ -63,9 +63,19 @@ class LoopActor:
     """One worker's process of a `run`."""
 
     def __init__(
-        self, packed: bytes, place: LoopPlace, *, code: JobCode | None = None, capture: bool = False, sends: bool = True
+        self,
+        packed: bytes,
+        place: LoopPlace,
+        *,
+        code: JobCode | None = None,
+        capture: bool = False,
+        sends: bool = True,
+        threads: int = 1,
     ) -> None:
-        """Prepare the worker. `capture`: whether lines are sent to the driver. `sends`: whether the result is."""
+        """Prepare the worker, whose operators use `threads` threads.
+
+        `capture`: whether lines are sent to the driver. `sends`: whether the result is.
+        """
         self._packed, self._world, self._job_code = packed, World(place), code or JobCode("")
         self._code: OpenCode | None = None
         self._logs, self._returned, self._over = LogBuffer(), False, False
@@ -75,7 +85,7 @@ class LoopActor:
         self._world.produced = self._produced
         if capture:  # log records reach stderr by the user's own handlers, as in a plain process
             self._logs.capture(records=False)
-        torch.set_num_threads(1)
+        torch.set_num_threads(threads)
 
     def place(self) -> ActorHost:
         """Return where this worker runs."""
@@ -85,6 +95,7 @@ class LoopActor:
         """Call the user's function in its `World`. `own` and `first` are this rank's and rank 0's saved state."""
         here = self._world
         current.set(here)
+        torch.manual_seed(here.place.seed * 1_000_003 + here.rank)  # as in a run of a workload
         if own is not None and first is not None:
             here.restored, here.steps, here.saved = (own, first), own.steps, own.number
         failed = True

@@ -206,7 +206,7 @@ class LoopDriver:
         handles: list[ActorHandle] = []
         for rank in range(spec.workers):
             place = LoopPlace(
-                rank, spec.workers, name, spec.timeout, start, dict(spec.params), spec.strategy, self.saves
+                rank, spec.workers, name, spec.timeout, start, dict(spec.params), spec.strategy, self.saves, spec.seed
             )
             handles.append(
                 cluster.spawn(
@@ -216,6 +216,7 @@ class LoopDriver:
                     code=code,
                     capture=self._capture and not isinstance(cluster, LocalCluster),
                     sends=self._sends,
+                    threads=max(1, int(wanted["cpu"])),
                     cpus=wanted["cpu"],
                     gpus=wanted.get("gpu", 0.0),
                     gang=gang,
@@ -350,7 +351,7 @@ class LoopDriver:
             if self._folder is None:
                 self._newest, self._saved = ordered, (number, steps, None)
                 return
-            path = checkpoint.save(self._folder, number, checkpoint_of(parts))
+            path = checkpoint.save(self._folder, number, checkpoint_of(parts), self.spec.keep_checkpoints)
             self._saved = number, steps, path
         with self._lock:
             self.journal.event(
@@ -383,7 +384,7 @@ class LoopDriver:
             self.journal.event(
                 "warning",
                 f"{odd} is {numbers[odd]} in rayps.log of step {step}: lower the learning rate, clip gradients by "
-                "optimizer.clip_grad_norm_, or raise an error in the loop to end the run there",
+                "optimizer.clip_grad_norm_(max_norm), or raise an error in the loop to end the run there",
                 round=step,
             )
 

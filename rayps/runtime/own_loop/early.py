@@ -69,7 +69,7 @@ class EarlyGradients:
     def _begin(self, samples: float) -> None:
         if self._begun is None:
             self._begun = samples
-            self._buckets.begin(int(samples), drop=False)
+            self._buckets.begin(samples, drop=False)
 
     def _is_current(self, i: int) -> bool:
         grad, version = self._sent[i]

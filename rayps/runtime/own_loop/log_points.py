@@ -7,15 +7,18 @@ from collections.abc import Collection
 from rayps.core.records import Point
 
 QUIET_SECONDS = 2.0  # seconds that a step waits for a rank that has logged nothing so far
-KEPT = 64  # newest steps to which a late number can still be added
+LATE_SECONDS = 10.0  # seconds that a step waits for a rank that has logged an earlier step
+OPEN = 64  # newest steps that wait at all
+KEPT = 256  # newest merged steps to which a late number can still be added
 
 
 class LogPoints:
     """Collects what ranks log, and merges the points of a step when no other rank will log it.
 
-    A step is complete when each rank has logged it or a later step, has ended, or has never logged anything for
-    `QUIET_SECONDS`. A later number of a complete step gives its point again, with all numbers; the history keeps the
-    last one.
+    A step is complete when each rank has logged it or a later step, has ended, or has not logged it for `LATE_SECONDS`
+    (`QUIET_SECONDS` if it has never logged anything), or when `OPEN` later steps wait. A later number of a complete
+    step gives its point again, with all numbers; the history keeps the last one. A number that is more than `KEPT`
+    steps late is dropped.
     """
 
     def __init__(self, size: int, strategy: str) -> None:
@@ -24,16 +27,20 @@ class LogPoints:
         self._parts: dict[int, dict[int, Point]] = {}  # by step and rank
         self._open: dict[int, float] = {}  # the steps to be merged, and when their first part arrived
         self._reached: dict[int, int] = {}  # the newest step that each rank has logged
+        self._dropped = -1  # the newest step to which no number can be added
 
     def restart(self, generation: int) -> None:
         """Begin a generation, whose ranks repeat steps."""
         self.generation = generation
-        self._parts, self._open, self._reached = {}, {}, {}
+        self._parts, self._open, self._reached, self._dropped = {}, {}, {}, -1
 
     def add(self, points: list[Point], now: float) -> None:
         """Add points of single ranks."""
         for point in points:
             rank, number = point["rank"], point["round"]
+            self._reached[rank] = number
+            if number <= self._dropped:
+                continue
             held = self._parts.setdefault(number, {})
             before = held.get(rank)
             if before is not None:
@@ -41,26 +48,28 @@ class LogPoints:
                 point = point | {"numbers": numbers, "seconds": before["seconds"] + point["seconds"]}
             held[rank] = point
             self._open.setdefault(number, now)
-            self._reached[rank] = number
 
     def merged(self, now: float, ended: Collection[int] = ()) -> list[Point]:
         """Return the points of the steps that are now complete, in order. `ended`: ranks that log nothing more."""
-        done = []
-        for number in sorted(self._open):
-            waited = [
-                rank
-                for rank in range(self.size)
-                if rank not in self._parts[number]
-                and rank not in ended
-                and self._reached.get(rank, number) <= number
-                and (rank in self._reached or now - self._open[number] < QUIET_SECONDS)
-            ]
-            if not waited:
-                del self._open[number]
-                done.append(self._mean(number))
+        waiting = sorted(self._open)
+        done = waiting[:-OPEN] + [
+            number
+            for number in waiting[-OPEN:]
+            if not any(self._awaits(number, rank, now, ended) for rank in range(self.size))
+        ]
+        for number in done:
+            del self._open[number]
+        merged = [self._mean(number) for number in done]
         for number in [n for n in sorted(self._parts) if n not in self._open][:-KEPT]:
             del self._parts[number]
-        return done
+            self._dropped = max(self._dropped, number)
+        return merged
+
+    def _awaits(self, number: int, rank: int, now: float, ended: Collection[int]) -> bool:
+        """Return whether an open step waits for a rank's number."""
+        if rank in self._parts[number] or rank in ended or self._reached.get(rank, number) > number:
+            return False
+        return now - self._open[number] < (LATE_SECONDS if rank in self._reached else QUIET_SECONDS)
 
     def _mean(self, number: int) -> Point:
         points = [point for _, point in sorted(self._parts[number].items())]

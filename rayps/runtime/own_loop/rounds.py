@@ -37,23 +37,27 @@ class OwnStepper:
     If servers take the steps (`remote`), `check` raises an error after a change of the optimizer's groups.
     """
 
-    def __init__(self, optimizer: Optimizer, pace: Pace | None, remote: bool, begun: int = 0) -> None:
-        """Prepare the steps of `optimizer`; `begun` is the number of steps taken before."""
-        self._step, self._pace, self._optimizer, self._number = optimizer.step, pace, optimizer, begun
-        self._groups_at_wrap = [plain_values(group) for group in optimizer.param_groups] if remote else []
+    def __init__(self, optimizer: Optimizer, pace: Pace | None, remote: bool) -> None:
+        """Prepare the steps of `optimizer`."""
+        self._step, self._pace, self._optimizer, self._remote = optimizer.step, pace, optimizer, remote
+        self._note_groups()
 
-    def __call__(self) -> None:
-        """Take a step with the current gradients."""
+    def _note_groups(self) -> None:
+        groups = self._optimizer.param_groups if self._remote else []
+        self._noted = [plain_values(group) for group in groups]
+
+    def __call__(self, step: int) -> None:
+        """Take the loop's step with this number, from 0, with the current gradients."""
         if self._pace is not None:
-            self._pace.at(self._number)
-        self._number += 1
+            self._pace.at(step)
+            self._note_groups()
         self._step()
 
     def check(self) -> None:
         """Raise ConfigError if servers take the steps and this worker has changed the optimizer's groups."""
-        for at_wrap, group in zip(self._groups_at_wrap, self._optimizer.param_groups, strict=False):
+        for noted, group in zip(self._noted, self._optimizer.param_groups, strict=False):
             now = plain_values(group)
-            for key, value in at_wrap.items():
+            for key, value in noted.items():
                 if now.get(key) != value:
                     raise ConfigError(
                         f"{key} of the optimizer was changed from {value!r} to {now.get(key)!r}, but under a parameter "
@@ -116,7 +120,7 @@ class RoundThread:
         self._thread.start()
         self._wait()
 
-    def step(self, closure: Callable[[], float] | None, samples: int) -> float | None:
+    def step(self, closure: Callable[[], float] | None, samples: float) -> float | None:
         """Pass the gradient in `.grad` to the strategy's round, and return when the next round requests a batch."""
         self._own_step.check()
         loss = closure() if closure is not None else None
@@ -130,7 +134,7 @@ class RoundThread:
             self.links.early.held = False
         return loss
 
-    def clip(self, max_norm: float, samples: int, params: list[nn.Parameter]) -> Tensor:
+    def clip(self, max_norm: float, samples: float, params: list[nn.Parameter]) -> Tensor:
         """Clip the gradient that the optimizer will use, and return its norm.
 
         The mean gradient is computed first, unless this step has done so already.
@@ -176,7 +180,7 @@ class RoundThread:
                 parameter=name,
             )
 
-    def _offer(self, samples: int) -> None:
+    def _offer(self, samples: float) -> None:
         """Pass the gradient in `.grad` to the strategy's round, and let the round continue."""
         self._used, self._unused, self._samples = [p.grad is not None for p in self.flat.parameters], [], samples
         self._gradient = None
@@ -189,6 +193,22 @@ class RoundThread:
         if self._gradient is None:
             self._gradient = Gradient(self.flat.collect_grad(), self._samples)
         return self._gradient
+
+    def end_period(self) -> bool:
+        """End the strategy's last period as a run that ends early does; all workers call it after their last step.
+
+        Return whether the workers' parameters were apart. The round's thread must wait for a batch.
+        """
+        view: Any = self._view
+        self._strategy.finish(view)
+        agreed, server = self._strategy.consensus(view), self.links.server
+        if server is not None:
+            server.settle()
+            self.links.ring.barrier()  # all workers have pushed
+            agreed = server.read()
+        if agreed is not None:
+            view.params = agreed
+        return agreed is not None
 
     def close(self) -> None:
         """End the thread, in which a round is waiting for a batch."""
@@ -247,7 +267,7 @@ class RoundThread:
             dropped, self._clip = self._clip == "dropped", ""
             if dropped:
                 return
-        self._own_step()
+        self._own_step(self.state.position - 1)
 
     def _run(self) -> None:
         view: Any = self._view  # the part of a WorkerView that strategies under `wrap` need

@@ -33,6 +33,7 @@ def run(
     checkpoint: str | Path | None = None,
     resume: bool | str | Path = False,
     max_failures: int | None = None,
+    seed: int = 0,
     resources: dict[str, float] | None = None,
     address: str | None = None,
     timeout: float = 60.0,
@@ -50,6 +51,8 @@ def run(
     newest saved state, or anew if there is none. The default of `max_failures` is 3 with a folder `checkpoint`, into
     which states are saved, and otherwise 0: the run then ends with the first death. `resume=True` continues from the
     newest state in the folder; it may also be the path of a checkpoint.
+
+    `seed` sets torch's random numbers, which differ between ranks: runs with the same seed draw the same numbers.
 
     Lines that workers print are shown on stderr at once, each after the worker's name. `address` is the Ray cluster to
     join, as for `rayps.train`. `timeout` is in seconds. `progress` is as for `rayps.train`, without a bar.
@@ -81,6 +84,7 @@ def run(
         max_failures=(0 if folder is None else FAILURES) if max_failures is None else max_failures,
         timeout=timeout,
         params=dict(params or {}),
+        seed=seed,
     ).check()
     resumed, passed = folder_to_resume(resume, folder)
     if folder is not None:

@@ -38,6 +38,7 @@ class SavedPart:
     steps: int  # optimizer steps that the rank had taken
     tensors: dict[str, Tensor] = field(default_factory=dict)
     tree: Tree = None
+    logged: int = -1  # the step of the rank's last logged point; -1 if it has logged none
 
     def content(self, key: str) -> Any:
         """Return the value of one key of the saved dict."""
@@ -101,13 +102,13 @@ def checkpoint_of(parts: Mapping[int, SavedPart]) -> SavedState:
     ranks: dict[str, Json] = {}
     for rank, part in sorted(parts.items()):
         state.tensors |= {f"rank_{rank}/{name}": value for name, value in part.tensors.items()}
-        ranks[str(rank)] = {"steps": part.steps, "tree": part.tree}
+        ranks[str(rank)] = {"steps": part.steps, "logged": part.logged, "tree": part.tree}
     state.meta = {KIND: {"number": next(iter(parts.values())).number, "ranks": ranks}}
     return state
 
 
-def parts_of(state: SavedState, workers: int, path: str) -> list[SavedPart]:
-    """Return the ranks' parts of a checkpoint.
+def parts_of(state: SavedState, workers: int | None, path: str) -> list[SavedPart]:
+    """Return the ranks' parts of a checkpoint, which must have been saved by `workers`, unless None.
 
     Raises:
         CheckpointError: a workload's job saved the checkpoint, or a run with another number of workers did.
@@ -120,17 +121,18 @@ def parts_of(state: SavedState, workers: int, path: str) -> list[SavedPart]:
             path=path,
         )
     ranks = found["ranks"]
-    if len(ranks) != workers:
+    if workers is not None and len(ranks) != workers:
         raise CheckpointError(
             f"{path} was saved by {len(ranks)} workers, and this run has {workers}: resume it with "
             f"workers={len(ranks)}",
             path=path,
         )
     parts = []
-    for rank in range(workers):
+    for rank in range(len(ranks)):
         prefix, held = f"rank_{rank}/", ranks[str(rank)]
         tensors = {name.removeprefix(prefix): t for name, t in state.tensors.items() if name.startswith(prefix)}
-        parts.append(SavedPart(int(found["number"]), int(held["steps"]), tensors, held["tree"]))
+        number, steps, logged = int(found["number"]), int(held["steps"]), int(held.get("logged", -1))
+        parts.append(SavedPart(number, steps, tensors, held["tree"], logged))
     return parts
 
 

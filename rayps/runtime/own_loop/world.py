@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 import threading
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rayps.comm.ring import Ring
 from rayps.core.errors import ConfigError, PeerTimeout
 from rayps.core.records import Event, Point
 from rayps.core.values import Json, JsonObject
+from rayps.data.loader import Loader
 from rayps.runtime.own_loop.state import SavedPart, encoded
 from rayps.strategies.catalogue import StrategySpec
 
@@ -53,6 +57,7 @@ class LoopPlace:
     params: dict[str, Json] = field(default_factory=dict)
     strategy: StrategySpec = "all_reduce"  # the strategy of `rayps.wrap`, unless the call names one
     saves: bool = False  # whether the run has a folder for saved states
+    seed: int = 0
 
 
 @dataclass(slots=True)
@@ -69,10 +74,13 @@ class World:
     events: list[Event] = field(default_factory=list)
     parts: list[SavedPart] = field(default_factory=list)
     wrapped: list[WrapState] = field(default_factory=list)
+    loaders: dict[int, Loader] = field(default_factory=dict)  # by the id of their data, which they hold
+    ring: Ring | None = None  # of `rayps.mean`
     wraps: itertools.count[int] = field(default_factory=itertools.count)
     lock: threading.Condition = field(default_factory=threading.Condition)
     saved: int = 0  # the number of the last save
     logged: int = -1  # the step of the last logged point
+    logged_before: int = -1  # the same, of the state from which the function continues
     logged_at: float = field(default_factory=time.monotonic)
 
     @property
@@ -84,6 +92,11 @@ class World:
     def size(self) -> int:
         """The number of workers of the run."""
         return self.place.size
+
+    @property
+    def last_logged(self) -> int:
+        """The step of the last logged point of the run, also of one before the function was started again."""
+        return self.logged_before if self.logged < 0 else self.logged
 
     def wrap_states(self, number: int) -> list[JsonObject] | None:
         """Return this rank's and rank 0's saved state of the wrap with this number, or None if there is none."""
@@ -115,8 +128,9 @@ def world() -> World:
         return current.get()
     except LookupError:
         raise ConfigError(
-            "rayps.world(), wrap(), log(), save(), restore() and params() work only in a function that rayps.run "
-            "calls, in the thread in which it is called: start your loop by rayps.run(train_fn, workers=4)"
+            "rayps.world(), wrap(), log(), save(), restore(), params(), batches() and mean() work only in a function "
+            "that rayps.run calls, in the thread in which it is called: start your loop by rayps.run(train_fn, "
+            "workers=4)"
         ) from None
 
 
@@ -134,13 +148,13 @@ def params() -> dict[str, Json]:
     return dict(world().place.params)
 
 
-def log(*, step: int | None = None, samples: float | None = None, **numbers: float | Tensor) -> None:
+def log(*, step: int | None = None, samples: float | None = None, **numbers: SupportsFloat) -> None:
     """Log named numbers of a step, such as `rayps.log(loss=loss, accuracy=0.9)`.
 
     A job's history and page show the mean of each number over the ranks that logged it at this step, weighted by
     `samples`, the number of rows of the rank (the ranks count alike without it). `step` is the number of the step,
     which must not decrease; the default is the number of steps that the wrapped optimizers have taken, or the number
-    of the call if there is none. A number may be a tensor of one element.
+    of the call if there is none. A number may be a tensor or a numpy array of one element.
 
     Raises:
         ConfigError: called outside a `run`, a value is no number, a name is one of rayps's own, or `step` decreases.
@@ -153,21 +167,21 @@ def log(*, step: int | None = None, samples: float | None = None, **numbers: flo
         rayps.run(train_fn, workers=2)
     """
     here = world()
-    at = (here.steps or here.logged + 1) if step is None else step
+    at = (here.steps or here.last_logged + 1) if step is None else step
     if isinstance(at, bool) or not isinstance(at, int) or at < max(here.logged, 0):
         raise ConfigError(
             f"rayps.log was given step={step!r} after step {here.logged}: give whole numbers that do not decrease",
             field="step",
         )
-    given = 0 if samples is None else samples
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given < math.inf:
+    weight = None if samples is None or isinstance(samples, bool) else plain_number(samples)
+    if samples is not None and (weight is None or not 0 <= weight < math.inf):
         raise ConfigError(f"rayps.log was given samples={samples!r}: give a number of at least 0", field="samples")
     found = {name: _number(name, value) for name, value in numbers.items()}
     now = time.monotonic()
     with here.lock:
         seconds, here.logged, here.logged_at = now - here.logged_at, at, now
         here.points.append(
-            {"kind": "round", "rank": here.rank, "round": at, "samples": samples, "seconds": seconds, "numbers": found}
+            {"kind": "round", "rank": here.rank, "round": at, "samples": weight, "seconds": seconds, "numbers": found}
         )
     here.produced()
 
@@ -211,7 +225,7 @@ def save(state: Any = None, *, every_rank: bool = False) -> None:
                 seconds=here.place.timeout,
             )
         here.saved += 1
-        here.parts.append(SavedPart(here.saved, here.steps, tensors, tree))
+        here.parts.append(SavedPart(here.saved, here.steps, tensors, tree, here.last_logged))
     here.produced()
 
 
@@ -230,10 +244,11 @@ def restore() -> Any:
 
         rayps.run(train_fn, workers=1)  # [None]
     """
-    restored = world().restored
-    if restored is None:
+    here = world()
+    if here.restored is None:
         return None
-    own, first = restored
+    own, first = here.restored
+    here.logged_before = own.logged
     torch.set_rng_state(own.content("random"))
     return (own if own.content("own") else first).content("state")
 
@@ -241,11 +256,19 @@ def restore() -> Any:
 def _number(name: str, value: Any) -> float:
     if name in RESERVED:
         raise ConfigError(f"rayps.log was given {name}, a name of rayps's own: choose another name", field=name)
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    if not isinstance(value, (int, float)):
+    found = plain_number(value)
+    if found is None:
         raise ConfigError(
             f"rayps.log was given {name} of {type(value).__name__}: give a number, or a tensor of one element",
             field=name,
         )
-    return float(value)
+    return found
+
+
+def plain_number(value: Any) -> float | None:
+    """Return a number of Python, numpy or torch as a float, or None if `value` is not one real number."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        value = value.item() if math.prod(value.shape) == 1 else None
+    elif isinstance(value, np.generic):
+        value = value.item()
+    return float(value) if isinstance(value, numbers.Real) else None

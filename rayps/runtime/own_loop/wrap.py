@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import math
 import pickle
 from collections.abc import Callable, Iterator
 from types import MethodType
@@ -22,11 +23,13 @@ from rayps.core.strategy import StrategyView
 from rayps.core.strategy_families import LOCAL_UPDATES
 from rayps.core.topology import Peers, Servers, compression_in, servers_of
 from rayps.core.values import Json, JsonObject
-from rayps.ps.server_group import ServerGroup
+from rayps.ps.client.client import GroupServer
+from rayps.ps.server_group import ServerGroup, present_state
 from rayps.runtime.own_loop.early import EarlyGradients
+from rayps.runtime.own_loop.last_period import incomplete_period, open_steps
 from rayps.runtime.own_loop.rounds import LoopLinks, OwnStepper, RoundState, RoundThread
 from rayps.runtime.own_loop.view import ENDLESS, LoopPlan, LoopView
-from rayps.runtime.own_loop.world import World, world
+from rayps.runtime.own_loop.world import World, plain_number, world
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.catalogue import StrategySpec, parse_for_loop
 from rayps.tensors.flat import FlatModel, Gradient, outside_vector
@@ -50,8 +53,8 @@ def wrap(
 
     The loop is written as in plain torch: zero_grad, loss, backward, step. `strategy` is a strategy as in
     `rayps.train`; the default is that of the run (`rayps.run(..., strategy=...)`), or all_reduce if it has none. Set
-    `optimizer.samples` to the number of samples in the batch (default 1). This number is the worker's weight in means
-    over the workers.
+    `optimizer.samples` to the number of samples in the batch (default 1). This number, which may be a fraction, is the
+    worker's weight in means over the workers.
 
     Under all_reduce without compression, gradients leave while backward continues. Several backward passes before a
     step add up, as in plain torch. To send nothing before the last of them, put the others into
@@ -59,8 +62,9 @@ def wrap(
     a second time.
 
     Under strategies whose workers train separately (local_sgd, diloco, downpour), give `steps`, the number of steps of
-    the whole loop, so that the last one ends with an average or a push. Without it, the workers' parameters differ by
-    what they have done since the last one.
+    the whole loop, so that the last one ends with an average or a push. Without it, a last period that is incomplete is
+    ended when the function has returned, and a warning says so: what the function measured and saved before is of each
+    worker's own parameters.
 
     `schedule` is a function such as `Workload.schedule`, which returns a scheduler, for example
     `rayps.wrap(model, optimizer, schedule=lambda optimizer: CosineAnnealingLR(optimizer, T_max=1000))`. This scheduler
@@ -101,12 +105,12 @@ def wrap(
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise ConfigError(f"steps is {steps!r}: give the number of the loop's steps, at least 1", field="steps")
     number = next(here.wraps)
-    wrapping = _Wrapping(here, chosen, f"{here.place.name}/{number}", model, optimizer)
+    wrapping = _Wrapping(here, chosen, f"{here.place.name}/{number}", model, optimizer, steps)
     rounds = wrapping.connect(number, schedule)
     here.wrapped.append(wrapping)
     here.closing.append(wrapping.disconnect)
     _extend(optimizer, rounds, here)
-    rounds.start(LoopView(rounds, here, optimizer, LoopPlan(ENDLESS if steps is None else steps)))
+    rounds.start(LoopView(rounds, here, optimizer, LoopPlan(ENDLESS if steps is None else steps, seed=here.place.seed)))
     return model, optimizer
 
 
@@ -115,16 +119,18 @@ def _extend(optimizer: Optimizer, rounds: RoundThread, here: World) -> None:
     early = rounds.links.early
     optimizer.samples = 1  # type: ignore[attr-defined]
     if early is not None:
-        early.weight = lambda: getattr(optimizer, "samples", 1)
+        early.weight = lambda: _weight(getattr(optimizer, "samples", 1))
 
     def step(self: _Wrapped, closure: Callable[[], float] | None = None) -> float | None:
-        loss = rounds.step(closure, self.samples)
+        loss = rounds.step(closure, _weight(self.samples))
         here.steps += 1
         here.produced()
         return loss
 
     def clip_grad_norm_(self: _Wrapped, max_norm: float) -> Tensor:
-        return rounds.clip(_norm(max_norm), self.samples, [p for group in self.param_groups for p in group["params"]])
+        return rounds.clip(
+            _norm(max_norm), _weight(self.samples), [p for group in self.param_groups for p in group["params"]]
+        )
 
     @contextlib.contextmanager
     def no_sync(self: _Wrapped) -> Iterator[None]:
@@ -146,8 +152,10 @@ def _extend(optimizer: Optimizer, rounds: RoundThread, here: World) -> None:
 class _Wrapping:
     """A wrapped model and optimizer: their connections, and their part of a saved state."""
 
-    def __init__(self, here: World, strategy: StrategyView, name: str, model: nn.Module, optimizer: Optimizer) -> None:
-        self._here, self._strategy, self._name = here, strategy, name
+    def __init__(
+        self, here: World, strategy: StrategyView, name: str, model: nn.Module, optimizer: Optimizer, steps: int | None
+    ) -> None:
+        self._here, self._strategy, self._name, self._steps = here, strategy, name, steps
         self._model, self._optimizer = model, optimizer
         self._servers = servers_of(strategy)
         # whether workers have parameters of their own between two rounds
@@ -165,6 +173,8 @@ class _Wrapping:
         flat = FlatModel(self._model, ring.buffer if self._leaves_early() else None)
         flat.drop_grad()  # no gradient yet, as in plain torch: a parameter without a gradient was not used
         saved = here.wrap_states(number)
+        # a schedule begins with the rates that the loop has set: a saved optimizer has those of its last step
+        scheduled = None if schedule is None else Recipe(_optimizer_factory(optimizer, flat), schedule)
         if saved is not None:
             self._load(flat, *saved)
         for value in [flat.vector, *outside_vector(self._model).values()]:
@@ -172,9 +182,7 @@ class _Wrapping:
         state = RoundState()
         if saved is not None:
             state = self._resume(flat, *saved)
-        factory = _optimizer_factory(optimizer, flat)
-        if schedule is not None:
-            factory = Recipe(factory, schedule)
+        factory = scheduled or _optimizer_factory(optimizer, flat)
         steps_here = servers is None or servers.own_copies
         pace = pace_of(factory, flat.layout, optimizer, Ticks()) if steps_here else None
         links = self._links(ring, flat)
@@ -183,9 +191,10 @@ class _Wrapping:
                 self._name, here, lambda: _servers(servers, flat, factory, here, state.position, saved)
             )
             links.server = self._group.server(here.rank)
+            _restore_feedback(links.server, saved)
         if saved is not None:
             links.means.restore(state.memory)
-        stepper = OwnStepper(optimizer, pace, servers is not None, state.position)
+        stepper = OwnStepper(optimizer, pace, servers is not None)
         self._rounds = RoundThread(self._strategy, flat, stepper, links, state)
         return self._rounds
 
@@ -234,9 +243,21 @@ class _Wrapping:
             found["optimizer"] = self._optimizer.state_dict()
         if self._here.rank == 0:
             found["shared"] = state.shared
+            found["layout"] = self._layout(self._rounds.flat)
             if links.server is not None:
-                found["servers"] = links.server.read()
+                found["servers"], found["moments"] = present_state(links.server)
+                found["pushed"] = links.server.step
+        if links.server is not None and links.server.feedback is not None:
+            found["feedback"] = links.server.feedback.residual
         return found
+
+    def _layout(self, flat: FlatModel) -> JsonObject:
+        """Return the names of the model's learning parameters, with shapes, and of the buffers in its state dict."""
+        kept = self._model.state_dict(keep_vars=True)
+        return {
+            "parameters": [[entry.name, list(entry.shape)] for entry in flat.layout.entries],
+            "buffers": [name for name, _ in self._model.named_buffers() if name in kept],
+        }
 
     def _load(self, flat: FlatModel, own: JsonObject, first: JsonObject) -> None:
         """Load the parameters and the optimizer's state, before the workers agree on rank 0's parameters."""
@@ -264,7 +285,7 @@ class _Wrapping:
         return RoundState(mine["position"], dict(mine["memory"]), dict(common["shared"]))
 
     def disconnect(self, failed: bool) -> None:
-        """End the connections."""
+        """End the connections. Before, all workers end an incomplete period together, unless the loop has failed."""
         rounds = self._rounds
         assert rounds is not None
         links = rounds.links
@@ -272,6 +293,8 @@ class _Wrapping:
             links.ring.abort()  # the other ranks must not wait for this one
             if links.server is not None:
                 links.server.hang_up()
+        elif self._apart:
+            self._end_period(rounds)
         rounds.close()
         if links.early is not None:
             links.early.close()
@@ -283,6 +306,17 @@ class _Wrapping:
         links.ring.close()
         if self._group is not None:
             self._group.close()
+
+    def _end_period(self, rounds: RoundThread) -> None:
+        """Give all workers equal parameters if the loop ended between two averages or pushes; warn if it did."""
+        strategy, steps = self._strategy, open_steps(self._strategy, rounds.state.memory)
+        most, least = rounds.links.ring.max(torch.tensor([steps, -steps])).tolist()
+        even = most == -least or rounds.links.server is not None
+        if not (most or strategy.needs_end) or (even and not rounds.end_period()) or self._here.rank:
+            return
+        message = incomplete_period(strategy, most, rounds.state.position, self._steps, even=even)
+        with self._here.lock:
+            self._here.events.append({"kind": "warning", "message": message})
 
 
 def _servers(
@@ -307,8 +341,17 @@ def _servers(
         timeout=here.place.timeout,
         optimizer=factory,
         topology=servers,
-        begun=begun,
+        begun=found.get("pushed", begun),
+        moments=found.get("moments"),
     )
+
+
+def _restore_feedback(server: GroupServer, saved: list[JsonObject] | None) -> None:
+    """Restore what this worker's compressed pushes have not sent yet."""
+    own: dict[str, Any] = {} if saved is None else saved[0]
+    left = own.get("feedback")
+    if server.feedback is not None and left is not None:
+        server.feedback.residual.copy_(left)
 
 
 def _shared_group(name: str, here: World, make: Callable[[], ServerGroup]) -> ServerGroup:
@@ -357,10 +400,22 @@ def _norm(given: Json) -> float:
     return float(given)
 
 
+def _weight(given: object) -> float:
+    """Return `optimizer.samples` as a number. Raises ConfigError if it is not a finite number of at least 0."""
+    found = None if isinstance(given, bool) else plain_number(given)
+    if found is None or not 0 <= found < math.inf:
+        raise ConfigError(
+            f"optimizer.samples is {given!r}: give the weight of the batch, such as its number of rows: a finite "
+            "number of at least 0",
+            field="samples",
+        )
+    return found
+
+
 class _Wrapped(Protocol):
     """The user's optimizer after `wrap`."""
 
-    samples: int
+    samples: float
     param_groups: list[Group]
 
 
