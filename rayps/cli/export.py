@@ -66,8 +66,8 @@ def export(
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.download-", dir=folder.absolute().parent))
         try:
             job.download(f"checkpoints/{chosen}", draft / "state")
-            home = spec.get("working_dir") if spec.get("run") is None else None
-            if home is not None and workload is None and spec.get("code") is not None:
+            home = spec.get("working_dir")
+            if workload is None and spec.get("run") is None and spec.get("code") is not None:
                 home = str(job.write_code(draft / "code"))
             made, own = None, spec.get("params") or {}
             if workload is not None:
