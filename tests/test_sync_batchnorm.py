@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import shutil
 
 import pytest
 import torch
@@ -134,6 +135,27 @@ def test_a_run_equals_one_process_on_the_union_of_the_batches(strategy, n, batch
     found = result.snapshot.state_dict()
     for name, value in model.state_dict().items():
         assert torch.allclose(found[name].double(), value.double(), atol=1e-11, rtol=0), name
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the default backend needs g++")
+@pytest.mark.parametrize("strategy", ["all_reduce", "hybrid"])
+def test_a_compiled_run_equals_one_that_is_not(strategy):
+    from torch._dynamo.utils import counters  # loads the compiler
+
+    torch._dynamo.reset()  # with graphs of earlier tests, torch may decline to compile more of them
+    counters.clear()
+    work = Normed(n=38, batch=3, optimizer="momentum")
+    expected = train(work, strategy, workers=3, epochs=2)
+    work.compile = True
+    found = train(work, strategy, workers=3, epochs=2, timeout=300)
+    assert counters["stats"]["unique_graphs"], "nothing was compiled"
+    losses, compiled = (each.history["loss"].to_pylist() for each in (expected, found))
+    assert compiled == pytest.approx(losses, abs=1e-11)
+    assert found.metrics == pytest.approx(expected.metrics, abs=1e-11)
+    states, others = expected.snapshot.state_dict(), found.snapshot.state_dict()
+    assert list(states) == list(others)
+    for name, value in states.items():
+        assert torch.allclose(others[name].double(), value.double(), atol=1e-11, rtol=0), name
 
 
 class Streams(Normed):
