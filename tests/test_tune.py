@@ -34,8 +34,24 @@ def trial(config):
             optimizer.step()
         return loss.item(), ray.get_runtime_context().get_placement_group_id()
 
+    class Line(rayps.Workload):
+        def model(self):
+            return torch.nn.Linear(3, 1)
+
+        def data(self):
+            x = torch.randn(16, 3)
+            return rayps.data.tensors(x, x.sum(1, keepdim=True), batch_size=4)
+
+        def loss(self, model, batch):
+            assert ray.get_runtime_context().get_placement_group_id() == mine
+            return (model(batch.x) - batch.y).square().mean()
+
+        def optimizer(self, params):
+            return torch.optim.SGD(params, lr=config["lr"])
+
     mine = ray.get_runtime_context().get_placement_group_id()
     results = rayps.run(train_fn, workers=2, params=config, address="auto", progress=False)
+    rayps.train(Line(), workers=2, epochs=1, progress=False)
     try:
         rayps.run(train_fn, workers=3, progress=False)
     except rayps.RaypsError as error:
