@@ -3,18 +3,21 @@
 import importlib
 import itertools
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from small_work import SEEN, Small, Watched, distance, kinds, rows, train
 
 import rayps
-from rayps.core.errors import CheckpointError, ConfigError, DataError
+from rayps.core.errors import CheckpointError, ConfigError, DataError, WorkloadError
 from rayps.core.phase_rounds import OPEN, Calendar
 from rayps.core.replica import Pipeline
 from rayps.core.strategy import Phase
 from rayps.data.position import from_json, to_json
 from rayps.strategies.all_reduce import AllReduce
+from rayps.worker import evaluation_batches
+from rayps.worker.evaluation_batches import FEWEST, EvaluationFacts, most_batches
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -409,6 +412,75 @@ def test_strategies_that_need_a_length_are_refused(strategy, words):
 def test_strategies_that_need_a_length_take_steps(strategy):
     found = train(Streamed((12, 9)), strategy, workers=2, steps=8)
     assert found.history.num_rows == 8
+
+
+class Endless(torch.utils.data.IterableDataset):
+    """Rows without an end; the number of rows that were read is counted."""
+
+    def __iter__(self):
+        x, y = rows(60)
+        for i in itertools.count():
+            importlib.import_module("test_iterable").SEEN["endless"] += 1
+            yield x[i % 60], y[i % 60]
+
+
+class Forever(Small):
+    """Training on an endless set, which is also the evaluation data."""
+
+    def data(self):
+        return rayps.data.iterable(Endless(), batch_size=3)
+
+
+class EvaluatesForever(Small):
+    """Evaluation data of its own that is endless."""
+
+    def evaluation_data(self):
+        return rayps.data.iterable(Endless(), batch_size=3)
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "local_sgd:period=2", "parameter_server:staleness=2", "hogwild"])
+def test_an_endless_set_is_evaluated_on_as_many_batches_as_were_trained(strategy):
+    SEEN["endless"] = 0
+    found = train(Forever(), strategy, workers=2, steps=6)
+    assert found.metrics["loss"] > 0
+    assert SEEN["endless"] < 2 * 2 * 3 * (FEWEST + 20) + 100
+    [warning] = [e["message"] for e in found.events if e["kind"] == "warning" and "evaluation_batches" in e["message"]]
+    assert "has no length and is also evaluated" in warning
+
+
+def test_evaluation_batches_bounds_every_evaluation():
+    work = Forever()
+    work.evaluation_batches = 2
+    found = train(work, workers=2, steps=4, evaluate_every=2)
+    x, y = (each[:12] for each in rows(60))
+    with torch.no_grad():
+        assert found.metrics["loss"] == pytest.approx(((found.model()(x) - y) ** 2).mean().item())
+    assert not any("no length" in event["message"] for event in found.events)
+    small = Small()
+    small.evaluation_batches = 1
+    whole = train(small, workers=1)
+    batch = next(small.data().batches(rank=0, size=1, seed=0, epoch=0))
+    with torch.no_grad():
+        assert whole.metrics["loss"] == pytest.approx(((whole.model()(batch.x) - batch.y) ** 2).mean().item())
+    small.evaluation_batches = 0
+    with pytest.raises(ConfigError, match="evaluation_batches of Small is 0: give the most batches"):
+        train(small, workers=1)
+
+
+def test_endless_evaluation_data_ends_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(evaluation_batches, "SECONDS", 0.05)
+    for options in ({"steps": 4}, {"epochs": 1}):
+        with pytest.raises(WorkloadError, match=r"has not ended after \d+ batches .*\nset evaluation_batches"):
+            train(EvaluatesForever(), workers=2, **options)
+
+
+def test_which_batches_an_evaluation_reads():
+    known = EvaluationFacts(None, has_length=False, is_default=True, by_rounds=True, ended=False, trained=7)
+    assert most_batches(known) == FEWEST
+    assert most_batches(replace(known, trained=4 * FEWEST)) == 4 * FEWEST
+    assert most_batches(replace(known, limit=3)) == 3
+    for whole in ({"ended": True}, {"by_rounds": False}, {"is_default": False}, {"has_length": True}):
+        assert most_batches(replace(known, **whole)) is None
 
 
 def test_progress_has_no_total():

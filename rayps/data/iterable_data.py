@@ -67,6 +67,11 @@ class IterableData(Data, Generic[Item]):
         if next(self.batches(rank=0, size=1, seed=0, epoch=0), None) is None:
             raise DataError("iterable: the data set yields no item: there is nothing to train on")
 
+    @property
+    def has_length(self) -> bool:
+        """False: an epoch is one pass, whose end is known when it happens."""
+        return False
+
     def rows(self) -> int:
         """Raise ConfigError: the number of rows is not known."""
         raise ConfigError("the number of rows of rayps.data.iterable is not known: use rayps.data.dataset or parquet")

@@ -59,9 +59,10 @@ from rayps.tensors.named_parameters import NamedParameters
 from rayps.tensors.named_tensors import ModelNames, StartPoint, start_point
 from rayps.tensors.optim import made
 from rayps.tensors.user_loss import checked_loss
+from rayps.worker.evaluation_batches import FEWEST
 from rayps.worker.loop_of_family import loop_class
 from rayps.workload.adapters import check_adapters
-from rayps.workload.base import Workload, check_fields, misspelt
+from rayps.workload.base import Workload, check_fields, evaluates_training_data, misspelt
 from rayps.workload.compile_model import options_of
 from rayps.workload.model import apart, has_tables, model_of
 from rayps.workload.model_part import Whole
@@ -134,6 +135,12 @@ def preflight(
                 "schedule_every is 'epoch', and the data has no length, so that the rounds of an epoch are not known: "
                 "give a schedule by step",
                 field="schedule_every",
+            )
+        if spec.steps is not None and workload.evaluation_batches is None and evaluates_training_data(workload):
+            warnings.append(
+                "the data has no length and is also evaluated: until a worker has read it to its end once, an "
+                f"evaluation reads as many batches as were trained, at least {FEWEST}; set evaluation_batches, or "
+                "define evaluation_data()"
             )
         for phase in phases:
             check_open_data(phase.name, phase.strategy, by_rounds=spec.steps is not None, tables=bool(tables))
