@@ -471,7 +471,7 @@ def test_endless_evaluation_data_ends_with_what_to_do(monkeypatch):
     monkeypatch.setattr(evaluation_batches, "SECONDS", 0.05)
     for options in ({"steps": 4}, {"epochs": 1}):
         with pytest.raises(WorkloadError, match=r"has not ended after \d+ batches .*\nset evaluation_batches"):
-            train(EvaluatesForever(), workers=2, **options)
+            train(EvaluatesForever(), workers=2, timeout=1.0, **options)
 
 
 def test_which_batches_an_evaluation_reads():
