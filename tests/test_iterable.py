@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import pickle
 import threading
 from dataclasses import replace
 
@@ -35,7 +36,7 @@ class Stream(torch.utils.data.IterableDataset):
         return {"at": self.at}
 
     def load_state_dict(self, state):
-        importlib.import_module("test_iterable").SEEN["loaded"] += 1
+        importlib.import_module("test_iterable").SEEN["loaded"] += state["at"] > 0  # 0 is the start of a pass
         self.at = state["at"]
 
     def __iter__(self):
@@ -332,6 +333,79 @@ def test_every_row_goes_to_one_worker():
     assert [b.size for b in found[0]] == [3, 3, 1]
     last = rayps.data.iterable(Whole(), batch_size=3, drop_last=True)
     assert [b.size for b in last.batches(rank=0, size=3, seed=0, epoch=0)] == [3, 3]
+
+
+class Continues(torch.utils.data.IterableDataset):
+    """A set that goes on where it stopped, also in a new pass."""
+
+    def __init__(self, n=12):
+        self.n, self.place, self.epoch = n, {"at": 0}, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def state_dict(self):
+        return {"place": dict(self.place), "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.place, self.epoch = dict(state["place"]), state["epoch"]
+
+    def __iter__(self):
+        while self.place["at"] < self.n:
+            self.place["at"] += 1
+            yield torch.tensor(float(self.place["at"])), torch.tensor(float(self.epoch))
+
+
+@pytest.mark.parametrize("ends", ["first", "last"])
+def test_each_pass_over_a_set_that_continues_begins_at_its_first_state(ends):
+    data = rayps.data.iterable(Continues(), batch_size=2, ends=ends)
+    data.check()
+    assert data.source.place == {"at": 0}
+    for epoch in range(3):
+        found = list(data.batches(rank=0, size=1, seed=0, epoch=epoch))
+        assert torch.cat([b.x for b in found]).tolist() == [float(i) for i in range(1, 13)]
+        assert {y for b in found for y in b.y.tolist()} == {float(epoch)}
+        reads = data.batches(rank=0, size=1, seed=0, epoch=epoch)  # abandoned, as by a worker that another one ends
+        assert next(reads).x.tolist() == [1.0, 2.0]
+        other = rayps.data.iterable(data.source, batch_size=3)  # as an evaluation in the middle of the pass
+        assert [b.size for b in other.batches(rank=0, size=1, seed=0, epoch=0)] == [3, 3, 3, 3]
+        assert next(reads).x.tolist() == [3.0, 4.0]
+        reads.close()
+    sent = pickle.loads(pickle.dumps(data))
+    assert [b.size for b in sent.batches(rank=0, size=1, seed=0, epoch=0)] == [2] * 6
+
+
+class OneSet(Small):
+    """A workload that keeps one data set, which training and evaluation read."""
+
+    def __init__(self, ends):
+        super().__init__()
+        self.stream, self.ends = Continues(), ends
+
+    def model(self):
+        return torch.nn.Linear(1, 1)
+
+    def data(self):
+        return rayps.data.iterable(self.stream, batch_size=2, ends=self.ends)
+
+    def loss(self, model, batch):
+        return ((model(batch.x[:, None])[:, 0] - batch.y) ** 2).mean() * 0 + batch.x.mean()
+
+    def evaluate(self, model, batch):
+        return {}
+
+
+@pytest.mark.parametrize("ends", ["first", "last"])
+@pytest.mark.parametrize("ahead", [None, 1])
+def test_training_and_evaluation_of_one_set_that_continues_see_every_row(ends, ahead):
+    work = OneSet(ends)
+    if ahead is not None:
+        work.data = lambda: rayps.data.iterable(work.stream, batch_size=2, ends=ends).loaded_by(ahead)
+    found = train(work, workers=2, epochs=3, evaluate_every=1)
+    assert found.history.column("samples").to_pylist() == [4] * 9
+    assert found.metrics["loss"] == pytest.approx(6.5)
+    losses = found.history.column("loss").to_pylist()
+    assert losses == pytest.approx([2.5, 6.5, 10.5] * 3)
 
 
 class Once(torch.utils.data.IterableDataset):
