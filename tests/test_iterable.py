@@ -302,6 +302,64 @@ def test_resume_on_another_number_of_workers_or_processes_is_refused(tmp_path):
         train(work, workers=2, epochs=1, checkpoint=tmp_path, resume=True)
 
 
+class Stride(torch.utils.data.IterableDataset):
+    """Every n-th row, from a row that the state names."""
+
+    at = None
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+    def __iter__(self):
+        here, (x, y) = rayps.data.shard(), rows(105)
+        for i in range(here.rank if self.at is None else self.at, 105, here.size):
+            self.at = i + here.size
+            yield x[i], y[i]
+
+
+class Strides(Small):
+    def data(self):
+        return rayps.data.iterable(Stride(), batch_size=2, ends="last", shard="own")
+
+    def evaluation_data(self):
+        return rayps.data.tensors(*rows(12), batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("pipeline:stages=2,micro_batches=2", 4), ("all_reduce", 2)),
+        (("all_reduce", 2), ("pipeline:stages=2,micro_batches=2", 4)),
+        (("all_reduce", 2), ("tensor_parallel:size=2", 4)),
+    ],
+)
+def test_a_run_resumes_with_another_number_of_workers_in_each_replica(tmp_path, before, after):
+    work = Strides()
+    whole = train(work, workers=2, epochs=2)
+    train(work, before[0], workers=before[1], steps=37, checkpoint=tmp_path)
+    found = train(work, after[0], workers=after[1], epochs=2, checkpoint=tmp_path, resume=True)
+    assert found.history.column("samples").to_pylist() == whole.history.column("samples").to_pylist()[37:]
+    assert found.history.column("epoch").to_pylist() == whole.history.column("epoch").to_pylist()[37:]
+    assert distance(found.model(), whole.model()) < 1e-10
+
+
+def test_workers_in_different_passes_cannot_end_them_together(tmp_path):
+    work = Streamed((21, 30))
+    train(work, "parameter_server", workers=2, steps=9, checkpoint=tmp_path)  # 7 and 10 batches in a pass
+    with pytest.raises(CheckpointError, match=r"are in different passes: all_reduce .*\nresume with the strategy"):
+        train(work, workers=2, epochs=3, checkpoint=tmp_path, resume=True)
+    found = train(work, "parameter_server", workers=2, steps=12, checkpoint=tmp_path, resume=True)
+    assert found.history.num_rows == 3
+    even = tmp_path / "even"
+    work = Streamed((21, 21))
+    train(work, "parameter_server", workers=2, steps=9, checkpoint=even)
+    found = train(work, workers=2, epochs=3, checkpoint=even, resume=True)
+    assert found.history.column("epoch").to_pylist() == [1] * 5 + [2] * 7
+
+
 @pytest.mark.parametrize("strategy", ["all_reduce", "local_sgd:period=2"])
 def test_after_a_death_the_run_gives_the_same_result(strategy):
     work = Streamed((40, 31), "last", tag=f"dies-{strategy}", pause=0.005)

@@ -1,9 +1,9 @@
 """The random numbers that a data set draws in a pass from the global generators of torch, numpy and `random`.
 
 All readers of one data set must draw the same numbers: if the set shuffles its items, rank r of N keeps every N-th item
-of one common order. Therefore a pass has generators of its own, seeded with the job's seed and the epoch. While a reader
-takes items, they replace the process's generators, whose states are restored afterwards. Neither the model nor another
-set sees the difference.
+of one common order. Therefore a pass has generators of its own, seeded with the job's seed and the epoch. While a
+reader takes items, they replace the process's generators, whose states are restored afterwards. Neither the model nor
+another set sees the difference.
 """
 
 from __future__ import annotations
