@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-_LOCK = threading.RLock()  # several workers of one process may read
+# held while the global generators are replaced or seeded, because workers that are threads share them
+GLOBAL_RANDOM = threading.RLock()
 
 
 class _States(NamedTuple):
@@ -74,7 +75,7 @@ class PassRandom:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Replace the process's generators inside the block. One thread at a time is inside."""
-        with _LOCK:
+        with GLOBAL_RANDOM:
             before = _States.now()
             try:
                 if self._states is None:

@@ -249,7 +249,7 @@ class Snapshot:
         origins = [cursor["origins"] for cursor in self.cursors.values()]
         if origins and (len(origins) < len(self.positions) or any(each != origins[0] for each in origins)):
             raise CheckpointError(
-                f"the checkpoint is of round {self.round} under a strategy whose workers end their passes over the data "
+                f"the checkpoint is of round {self.round} of a strategy whose workers end their passes over the data "
                 f"alone, and they are in different passes: {name} ends each pass on all workers together\n"
                 "resume with the strategy that wrote the checkpoint and steps=, or start a new run from its parameters "
                 "with start_from="
