@@ -327,12 +327,17 @@ def test_what_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("rows.csv", ["CSV is not read", "write_table(pyarrow.csv.read_csv(FILE)"]),
-        ("rows.csv.gz", ["CSV is not read"]),
-        ("rows.TSV", ["CSV is not read"]),
-        ("rows.jsonl", ["JSON", "pyarrow.json.read_json"]),
-        ("rows.feather", ["Feather", "pyarrow.feather.read_table"]),
-        ("rows.npy", ["NumPy", "rayps.data.tensors(x, y)"]),
+        ("rows.csv", ["CSV", "rayps.data.csv(FILE, features=...)"]),
+        ("rows.csv.gz", ["CSV", "rayps.data.csv"]),
+        ("rows.TSV", ["CSV", "rayps.data.csv(FILE, features=..., delimiter='\\t')"]),
+        ("rows.json", ["JSON", "rayps.data.json_lines(FILE, features=...), one object per line"]),
+        ("rows.jsonl", ["JSON", "rayps.data.json_lines"]),
+        ("rows.feather", ["Feather", "rayps.data.arrow(FILE, features=...)"]),
+        ("rows.arrow", ["Arrow", "rayps.data.arrow"]),
+        ("rows.npy", ["NumPy", "rayps.data.memmap(FILE)"]),
+        ("rows.npz", ["NumPy", "rayps.data.tensors(x, y)"]),
+        ("rows.txt", ["text", "rayps.data.text(FILE, window=...)"]),
+        ("rows.orc", ["ORC is not read", "pyarrow.orc.read_table(FILE)"]),
         ("rows.xlsx", ["Excel", "rayps.data.dataset"]),
     ],
 )

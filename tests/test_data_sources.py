@@ -274,6 +274,10 @@ def test_bad_tables(tmp_path):
     refused(lambda: data.arrow([tmp_path / "y.arrow", tmp_path / "w.arrow"], features="a"), "w.arrow", "int64", "float")
     filtered = dataset_of(tmp_path).filter(pads.field("a") > 0)
     refused(lambda: data.arrow(filtered, features="a"), "cannot be sent to workers", "dataset.to_table()")
+    union = pads.dataset([dataset_of(tmp_path), dataset_of(tmp_path)])
+    assert data.arrow(union, features="a").rows() == 2 * dataset_of(tmp_path).count_rows()
+    filtered = union.filter(pads.field("a") > 0)
+    refused(lambda: data.arrow(filtered, features="a"), "cannot be sent to workers", "dataset.to_table()")
 
 
 def test_bad_frames():

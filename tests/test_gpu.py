@@ -50,3 +50,23 @@ def test_a_worker_that_asks_for_a_gpu_trains_on_it(strategy):
         cluster.close()
     assert result.metrics["loss"] < 0.7
     assert not next(result.model().parameters()).is_cuda
+
+
+class NormedOnDevice(OnDevice):
+    sync_batchnorm = True
+
+    def model(self):
+        return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+
+
+def test_batchnorm_is_synchronized_on_it():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device on this machine")
+    cluster = RayCluster.local(cpus=2, gpus=1)
+    try:
+        options = {"resources": {"cpu": 1, "gpu": 0.5}, "progress": False, "cluster": cluster}
+        result = rayps.train(NormedOnDevice(), workers=2, epochs=2, **options)
+    finally:
+        cluster.close()
+    assert result.metrics["loss"] < 0.7
+    assert not next(result.model().parameters()).is_cuda

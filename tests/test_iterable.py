@@ -2,19 +2,23 @@
 
 import importlib
 import itertools
+import pickle
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from small_work import SEEN, Small, Watched, distance, kinds, rows, train
 
 import rayps
-from rayps.core.errors import CheckpointError, ConfigError, DataError
+from rayps.core.errors import CheckpointError, ConfigError, DataError, WorkloadError
 from rayps.core.phase_rounds import OPEN, Calendar
 from rayps.core.replica import Pipeline
 from rayps.core.strategy import Phase
 from rayps.data.position import from_json, to_json
 from rayps.strategies.all_reduce import AllReduce
+from rayps.worker import evaluation_batches
+from rayps.worker.evaluation_batches import FEWEST, EvaluationFacts, most_batches
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -32,7 +36,7 @@ class Stream(torch.utils.data.IterableDataset):
         return {"at": self.at}
 
     def load_state_dict(self, state):
-        importlib.import_module("test_iterable").SEEN["loaded"] += 1
+        importlib.import_module("test_iterable").SEEN["loaded"] += state["at"] > 0  # 0 is the start of a pass
         self.at = state["at"]
 
     def __iter__(self):
@@ -298,6 +302,64 @@ def test_resume_on_another_number_of_workers_or_processes_is_refused(tmp_path):
         train(work, workers=2, epochs=1, checkpoint=tmp_path, resume=True)
 
 
+class Stride(torch.utils.data.IterableDataset):
+    """Every n-th row, from a row that the state names."""
+
+    at = None
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+    def __iter__(self):
+        here, (x, y) = rayps.data.shard(), rows(105)
+        for i in range(here.rank if self.at is None else self.at, 105, here.size):
+            self.at = i + here.size
+            yield x[i], y[i]
+
+
+class Strides(Small):
+    def data(self):
+        return rayps.data.iterable(Stride(), batch_size=2, ends="last", shard="own")
+
+    def evaluation_data(self):
+        return rayps.data.tensors(*rows(12), batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("pipeline:stages=2,micro_batches=2", 4), ("all_reduce", 2)),
+        (("all_reduce", 2), ("pipeline:stages=2,micro_batches=2", 4)),
+        (("all_reduce", 2), ("tensor_parallel:size=2", 4)),
+    ],
+)
+def test_a_run_resumes_with_another_number_of_workers_in_each_replica(tmp_path, before, after):
+    work = Strides()
+    whole = train(work, workers=2, epochs=2)
+    train(work, before[0], workers=before[1], steps=37, checkpoint=tmp_path)
+    found = train(work, after[0], workers=after[1], epochs=2, checkpoint=tmp_path, resume=True)
+    assert found.history.column("samples").to_pylist() == whole.history.column("samples").to_pylist()[37:]
+    assert found.history.column("epoch").to_pylist() == whole.history.column("epoch").to_pylist()[37:]
+    assert distance(found.model(), whole.model()) < 1e-10
+
+
+def test_workers_in_different_passes_cannot_end_them_together(tmp_path):
+    work = Streamed((21, 30))
+    train(work, "parameter_server", workers=2, steps=9, checkpoint=tmp_path)  # 7 and 10 batches in a pass
+    with pytest.raises(CheckpointError, match=r"are in different passes: all_reduce .*\nresume with the strategy"):
+        train(work, workers=2, epochs=3, checkpoint=tmp_path, resume=True)
+    found = train(work, "parameter_server", workers=2, steps=12, checkpoint=tmp_path, resume=True)
+    assert found.history.num_rows == 3
+    even = tmp_path / "even"
+    work = Streamed((21, 21))
+    train(work, "parameter_server", workers=2, steps=9, checkpoint=even)
+    found = train(work, workers=2, epochs=3, checkpoint=even, resume=True)
+    assert found.history.column("epoch").to_pylist() == [1] * 5 + [2] * 7
+
+
 @pytest.mark.parametrize("strategy", ["all_reduce", "local_sgd:period=2"])
 def test_after_a_death_the_run_gives_the_same_result(strategy):
     work = Streamed((40, 31), "last", tag=f"dies-{strategy}", pause=0.005)
@@ -329,6 +391,79 @@ def test_every_row_goes_to_one_worker():
     assert [b.size for b in found[0]] == [3, 3, 1]
     last = rayps.data.iterable(Whole(), batch_size=3, drop_last=True)
     assert [b.size for b in last.batches(rank=0, size=3, seed=0, epoch=0)] == [3, 3]
+
+
+class Continues(torch.utils.data.IterableDataset):
+    """A set that goes on where it stopped, also in a new pass."""
+
+    def __init__(self, n=12):
+        self.n, self.place, self.epoch = n, {"at": 0}, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def state_dict(self):
+        return {"place": dict(self.place), "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.place, self.epoch = dict(state["place"]), state["epoch"]
+
+    def __iter__(self):
+        while self.place["at"] < self.n:
+            self.place["at"] += 1
+            yield torch.tensor(float(self.place["at"])), torch.tensor(float(self.epoch))
+
+
+@pytest.mark.parametrize("ends", ["first", "last"])
+def test_each_pass_over_a_set_that_continues_begins_at_its_first_state(ends):
+    data = rayps.data.iterable(Continues(), batch_size=2, ends=ends)
+    data.check()
+    assert data.source.place == {"at": 0}
+    for epoch in range(3):
+        found = list(data.batches(rank=0, size=1, seed=0, epoch=epoch))
+        assert torch.cat([b.x for b in found]).tolist() == [float(i) for i in range(1, 13)]
+        assert {y for b in found for y in b.y.tolist()} == {float(epoch)}
+        reads = data.batches(rank=0, size=1, seed=0, epoch=epoch)  # abandoned, as by a worker that another one ends
+        assert next(reads).x.tolist() == [1.0, 2.0]
+        other = rayps.data.iterable(data.source, batch_size=3)  # as an evaluation in the middle of the pass
+        assert [b.size for b in other.batches(rank=0, size=1, seed=0, epoch=0)] == [3, 3, 3, 3]
+        assert next(reads).x.tolist() == [3.0, 4.0]
+        reads.close()
+    sent = pickle.loads(pickle.dumps(data))
+    assert [b.size for b in sent.batches(rank=0, size=1, seed=0, epoch=0)] == [2] * 6
+
+
+class OneSet(Small):
+    """A workload that keeps one data set, which training and evaluation read."""
+
+    def __init__(self, ends):
+        super().__init__()
+        self.stream, self.ends = Continues(), ends
+
+    def model(self):
+        return torch.nn.Linear(1, 1)
+
+    def data(self):
+        return rayps.data.iterable(self.stream, batch_size=2, ends=self.ends)
+
+    def loss(self, model, batch):
+        return ((model(batch.x[:, None])[:, 0] - batch.y) ** 2).mean() * 0 + batch.x.mean()
+
+    def evaluate(self, model, batch):
+        return {}
+
+
+@pytest.mark.parametrize("ends", ["first", "last"])
+@pytest.mark.parametrize("ahead", [None, 1])
+def test_training_and_evaluation_of_one_set_that_continues_see_every_row(ends, ahead):
+    work = OneSet(ends)
+    if ahead is not None:
+        work.data = lambda: rayps.data.iterable(work.stream, batch_size=2, ends=ends).loaded_by(ahead)
+    found = train(work, workers=2, epochs=3, evaluate_every=1)
+    assert found.history.column("samples").to_pylist() == [4] * 9
+    assert found.metrics["loss"] == pytest.approx(6.5)
+    losses = found.history.column("loss").to_pylist()
+    assert losses == pytest.approx([2.5, 6.5, 10.5] * 3)
 
 
 class Once(torch.utils.data.IterableDataset):
@@ -409,6 +544,75 @@ def test_strategies_that_need_a_length_are_refused(strategy, words):
 def test_strategies_that_need_a_length_take_steps(strategy):
     found = train(Streamed((12, 9)), strategy, workers=2, steps=8)
     assert found.history.num_rows == 8
+
+
+class Endless(torch.utils.data.IterableDataset):
+    """Rows without an end; the number of rows that were read is counted."""
+
+    def __iter__(self):
+        x, y = rows(60)
+        for i in itertools.count():
+            importlib.import_module("test_iterable").SEEN["endless"] += 1
+            yield x[i % 60], y[i % 60]
+
+
+class Forever(Small):
+    """Training on an endless set, which is also the evaluation data."""
+
+    def data(self):
+        return rayps.data.iterable(Endless(), batch_size=3)
+
+
+class EvaluatesForever(Small):
+    """Evaluation data of its own that is endless."""
+
+    def evaluation_data(self):
+        return rayps.data.iterable(Endless(), batch_size=3)
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "local_sgd:period=2", "parameter_server:staleness=2", "hogwild"])
+def test_an_endless_set_is_evaluated_on_as_many_batches_as_were_trained(strategy):
+    SEEN["endless"] = 0
+    found = train(Forever(), strategy, workers=2, steps=6)
+    assert found.metrics["loss"] > 0
+    assert SEEN["endless"] < 2 * 2 * 3 * (FEWEST + 20) + 100
+    [warning] = [e["message"] for e in found.events if e["kind"] == "warning" and "evaluation_batches" in e["message"]]
+    assert "has no length and is also evaluated" in warning
+
+
+def test_evaluation_batches_bounds_every_evaluation():
+    work = Forever()
+    work.evaluation_batches = 2
+    found = train(work, workers=2, steps=4, evaluate_every=2)
+    x, y = (each[:12] for each in rows(60))
+    with torch.no_grad():
+        assert found.metrics["loss"] == pytest.approx(((found.model()(x) - y) ** 2).mean().item())
+    assert not any("no length" in event["message"] for event in found.events)
+    small = Small()
+    small.evaluation_batches = 1
+    whole = train(small, workers=1)
+    batch = next(small.data().batches(rank=0, size=1, seed=0, epoch=0))
+    with torch.no_grad():
+        assert whole.metrics["loss"] == pytest.approx(((whole.model()(batch.x) - batch.y) ** 2).mean().item())
+    small.evaluation_batches = 0
+    with pytest.raises(ConfigError, match="evaluation_batches of Small is 0: give the most batches"):
+        train(small, workers=1)
+
+
+def test_endless_evaluation_data_ends_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(evaluation_batches, "SECONDS", 0.05)
+    for options in ({"steps": 4}, {"epochs": 1}):
+        with pytest.raises(WorkloadError, match=r"has not ended after \d+ batches .*\nset evaluation_batches"):
+            train(EvaluatesForever(), workers=2, timeout=1.0, **options)
+
+
+def test_which_batches_an_evaluation_reads():
+    known = EvaluationFacts(None, has_length=False, is_default=True, by_rounds=True, ended=False, trained=7)
+    assert most_batches(known) == FEWEST
+    assert most_batches(replace(known, trained=4 * FEWEST)) == 4 * FEWEST
+    assert most_batches(replace(known, limit=3)) == 3
+    for whole in ({"ended": True}, {"by_rounds": False}, {"is_default": False}, {"has_length": True}):
+        assert most_batches(replace(known, **whole)) is None
 
 
 def test_progress_has_no_total():

@@ -242,6 +242,93 @@ def test_random_transforms_do_not_depend_on_the_number_of_processes():
     assert len({float(batch.x[0, 2]) for batch in one}) == len(one)
 
 
+class Shuffled(torch.utils.data.IterableDataset):
+    """Rows in a random order, with random transforms, all from the global generators. `how`: what draws the order."""
+
+    def __init__(self, how="torch", state=False):
+        self.how, self.at = how, 0
+        if not state:
+            self.state_dict = self.load_state_dict = None
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+    def __iter__(self):
+        order = list(range(40))
+        if self.how == "seeded":
+            torch.manual_seed(7)
+        if self.how in ("torch", "seeded"):
+            order = torch.randperm(40).tolist()
+        elif self.how == "numpy":
+            np.random.shuffle(order)
+        for number in range(40):
+            self.at = number + 1
+            i = order.pop(random.randrange(len(order))) if self.how == "random" else order[number]
+            yield torch.tensor([i, float(torch.rand(())), np.random.rand(), random.random()])
+
+
+@pytest.mark.parametrize("how", ["torch", "numpy", "random", "seeded"])
+@pytest.mark.parametrize("state", [False, True])
+def test_readers_of_a_set_that_shuffles_draw_the_same_order(how, state):
+    data = rayps.data.iterable(Shuffled(how, state), batch_size=2)
+    orders = []
+    for epoch in range(2):
+        found = []
+        for rank in range(2):
+            for process in range(3):
+                torch.manual_seed(100 * rank + process)
+                np.random.seed(100 * rank + process)
+                random.seed(100 * rank + process)
+                before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+                found += [b.x for b, _ in data.part(Place(rank, 2, 5, epoch, process, 3))]
+                assert torch.equal(torch.get_rng_state(), before[0])
+                assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
+        assert sorted(torch.cat(found)[:, 0].tolist()) == list(range(40))
+        orders.append(torch.cat(found)[:, 0])
+    assert torch.equal(orders[0], orders[1]) == (how == "seeded")
+
+
+def test_random_transforms_of_an_iterable_set_are_the_same_for_any_number_of_processes():
+    """Also if a pass begins in the middle, and after the death of a process."""
+    for state in (False, True):
+        data = rayps.data.iterable(Shuffled(state=state), batch_size=2)
+        plain = list(data.batches(rank=1, size=2, seed=3, epoch=1))
+        for workers, start, kill in ((0, 0, False), (1, 4, False), (3, 5, False), (2, 0, True)):
+            loader = Loader(data.loaded_by(workers, prefetch=1))
+            try:
+                found = []
+                for batch, _ in loader.read(Place(1, 2, 3, 1), start):
+                    found.append(batch)
+                    if kill and len(found) == 3:
+                        os.kill(loader.pids[1], signal.SIGKILL)
+                same(found, plain[start:])
+            finally:
+                loader.close()
+
+
+class Collates:
+    """Adds random numbers to a batch."""
+
+    def __call__(self, items):
+        return torch.stack(items) + torch.rand(())
+
+
+def test_random_numbers_of_collate_depend_on_the_batch_only():
+    data = rayps.data.iterable(Passes(), batch_size=2, collate=Collates())
+    found = []
+    for workers, start in ((1, 0), (3, 0), (2, 4)):
+        loader = Loader(data.loaded_by(workers))
+        try:
+            found.append(read(loader, Place(0, 1, 3, 1), start))
+        finally:
+            loader.close()
+    same(found[1], found[0])
+    same(found[2], found[0][4:])
+
+
 PARENT = """
 import sys, time, torch, rayps
 from rayps.core.data_wait import ROUNDS, SKIPPED, DataWait

@@ -159,6 +159,11 @@ class Lies(Base):
         return rayps.data.dataset(Short(), batch_size=4)
 
 
+class Lazy(Base):
+    def model(self):
+        return nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+
+
 class Huge(Base):
     def model(self):
         return nn.Linear(100_000_000, 1000)
@@ -190,6 +195,7 @@ MISTAKES = [
     (Evaluate, WorkloadError, ["evaluate()", "'Batch' object has no attribute 'z'"]),
     (Empty, DataError, ["x has no rows"]),
     (Lies, DataError, ["of 600 cannot be read", "__len__"]),
+    (Lazy, WorkloadError, ["'0.weight' has no shape yet", "call the model once on an example in model()"]),
     (Huge, WorkloadError, ["ran out of memory", "divide it among several"]),
     (HugeBatch, WorkloadError, ["ran out of memory", "smaller batches"]),
 ]

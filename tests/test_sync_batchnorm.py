@@ -96,6 +96,69 @@ def test_layers_without_parameters_or_running_statistics(layer):
         assert torch.allclose(model.eval()(x), layer.eval()(x), atol=1e-6)
 
 
+def test_a_layer_with_two_names_is_one_layer():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = self.second = nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            return self.second(self.first(x) + 1)
+
+    x, plain = torch.randn(6, 3), Twice()
+    with formed(1) as [ring]:
+        model = copy.deepcopy(plain)
+        synchronize(model, ring)
+        assert isinstance(model.second, RingBatchNorm)
+        assert model.first is model.second
+        assert torch.allclose(model(x), plain(x), atol=1e-6)
+
+
+class Alone:
+    """The ring of one worker, which leaves tensors on their device."""
+
+    size = 1
+
+    def sum(self, t):
+        return t
+
+    def all_gather(self, t):
+        return t
+
+
+def test_sums_are_made_on_the_device_of_the_batch():
+    x, model = torch.randn(6, 2, 4, 4, dtype=torch.float64), network()
+    synchronize(model, Alone())
+    with torch.device("meta"):  # of tensors that are made without a device
+        model(x).sum().backward()
+    assert all(p.grad is not None and p.grad.device.type == "cpu" for p in model.parameters())
+
+
+class Own(Small):
+    """A workload with a given model."""
+
+    def __init__(self, make, synchronizes):
+        super().__init__()
+        self.make, self.sync_batchnorm = make, synchronizes
+
+    def model(self):
+        return self.make().double()
+
+
+def test_layers_that_would_not_be_synchronized_are_refused():
+    def torchs():
+        return nn.Sequential(nn.Linear(5, 4), nn.SyncBatchNorm(4), nn.Linear(4, 1))
+
+    for strategy in ("all_reduce", "parameter_server", "local_sgd"):
+        with pytest.raises(ConfigError, match=r"layer '1' is a torch\.nn\.SyncBatchNorm.*\nset sync_batchnorm = True"):
+            train(Own(torchs, False), strategy, workers=2)
+    train(Own(torchs, False), workers=1)
+    plain = train(Own(lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), True), workers=2)
+    assert train(Own(torchs, True), workers=2).metrics == plain.metrics
+    with pytest.raises(ConfigError, match=r"returned a BatchNorm1d .* return torch\.nn\.Sequential\(layer\)"):
+        train(Own(lambda: nn.BatchNorm1d(5), True), workers=2)
+
+
 class Normed(Small):
     """A network with a synchronized layer."""
 

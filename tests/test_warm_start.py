@@ -432,5 +432,58 @@ def test_adapters_train_on_a_base_from_a_folder(tmp_path):
     assert warm.history["loss"].to_pylist() == law.history["loss"].to_pylist()
 
 
+@pytest.mark.parametrize("beside", [{}, {"modules_to_save": ["ln_f"]}])
+def test_saved_adapters_are_read_back(tmp_path, beside):
+    """`Result.save` writes adapters as peft does; peft, `load_state` and `start_from` read them."""
+    peft = required("peft")
+
+    class Saved(Adapters):
+        def model(self):
+            torch.manual_seed(7)
+            config = peft.LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.0, **beside)
+            return peft.get_peft_model(causal(5), config)
+
+    work = Saved()
+    made = train(work, workers=2, epochs=2)
+    folder = made.save(tmp_path / "adapters")
+    assert (folder / "adapter_model.safetensors").is_file()
+    assert distance(work.model(), made.model()) > 0
+    read = rayps.load_state(work.model(), folder)
+    assert distance(read, made.model()) == 0
+    assert distance(peft.PeftModel.from_pretrained(causal(5), folder), made.model()) == 0
+    warm = train(work, workers=2, steps=1, start_from=folder)
+    law = train(work, workers=2, steps=1, start_from={"path": str(folder), "strict": True})
+    other = train(work, workers=2, steps=1)
+    assert distance(warm.model(), law.model()) == 0
+    assert distance(warm.model(), other.model()) > 0
+    batch = next(work.data().batches(rank=0, size=1, seed=0, epoch=0))
+    with torch.no_grad():
+        assert work.loss(read.eval(), batch).item() == pytest.approx(work.loss(made.model(), batch).item())
+    with pytest.raises(CheckpointError, match=r"has adapters of peft, and the model has none: return get_peft_model"):
+        rayps.load_state(causal(5), folder)
+    wide = peft.get_peft_model(causal(5), peft.LoraConfig(r=3, target_modules=["c_attn"], **beside))
+    with pytest.raises(CheckpointError, match=r"of another shape .*lora_A"):
+        rayps.load_state(wide, folder)
+
+
+def test_adapters_of_several_names_are_read_back(tmp_path):
+    peft = required("peft")
+
+    def model(seed):
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False)
+        found = peft.get_peft_model(causal(5), config)
+        found.add_adapter("other", config)
+        return found
+
+    first = model(1)
+    first.save_pretrained(tmp_path / "both")
+    read = rayps.load_state(model(2), tmp_path / "both")
+    assert all(value.equal(first.state_dict()[name]) for name, value in read.state_dict().items())
+    alone = rayps.load_state(peft.get_peft_model(causal(5), read.peft_config["default"]), tmp_path / "both" / "other")
+    name = "base_model.model.transformer.h.0.attn.c_attn.lora_A.default.weight"
+    assert alone.state_dict()[name].equal(first.state_dict()[name.replace("default", "other")])
+
+
 def frozen(model):
     return {name: p for name, p in model.named_parameters() if not p.requires_grad}

@@ -287,6 +287,7 @@ def _is_dataset(source: object) -> TypeGuard[pads.Dataset]:
 def _packed_dataset(dataset: pads.Dataset) -> tuple[bytes, str]:
     """Return a pickled dataset, and a key of its files and columns."""
     try:
+        dataset.get_fragments()  # refuses a filter or a projection, which the pickle of a union would lose
         packed = pickle.dumps(dataset)
     except (TypeError, ValueError, pickle.PicklingError) as error:
         raise DataError(

@@ -118,6 +118,11 @@ class Data(ABC):
     def rows(self) -> int:
         """Return the number of rows in an epoch, over all ranks."""
 
+    @property
+    def has_length(self) -> bool:
+        """Whether the number of rows is known."""
+        return True
+
     def steps(self, size: int) -> int:
         """Return the number of batches that each of `size` ranks has in an epoch."""
         return math.ceil(math.ceil(self.rows() / size) / self.batch_size)

@@ -242,7 +242,7 @@ def collated(call: str, collate: Callable[[list[Item]], Nested | Batch], items: 
 
 
 def _no_rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[:0]
+    return tensor[:0] if tensor.dim() else tensor  # such as a number that collate returned for the whole batch
 
 
 def tensors(

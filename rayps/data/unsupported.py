@@ -9,28 +9,30 @@ import pyarrow.fs as pafs
 
 from rayps.core.errors import DataError
 
-CONVERT = "only Parquet files are read: convert it, or give rayps.data.dataset(...) a torch Dataset that reads it"
+CONVERT = (
+    "rayps.data.parquet reads Parquet files: convert it, or give rayps.data.dataset(...) a torch Dataset that reads it"
+)
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
-_TABLES = {  # suffix: the format, and the function that reads it as a table
-    ".csv": ("CSV", "pyarrow.csv.read_csv"),
-    ".tsv": ("CSV", "pyarrow.csv.read_csv"),
-    ".json": ("JSON", "pyarrow.json.read_json"),
-    ".jsonl": ("JSON", "pyarrow.json.read_json"),
-    ".ndjson": ("JSON", "pyarrow.json.read_json"),
-    ".feather": ("Feather", "pyarrow.feather.read_table"),
-    ".arrow": ("Arrow IPC", "pyarrow.feather.read_table"),
-    ".ipc": ("Arrow IPC", "pyarrow.feather.read_table"),
-    ".orc": ("ORC", "pyarrow.orc.read_table"),
+_SOURCES = {  # suffix: the format, and the function of rayps.data that reads it
+    ".csv": ("CSV", "csv(FILE, features=...)"),
+    ".tsv": ("CSV", "csv(FILE, features=..., delimiter='\\t')"),
+    ".json": ("JSON", "json_lines(FILE, features=...), one object per line"),
+    ".jsonl": ("JSON", "json_lines(FILE, features=...)"),
+    ".ndjson": ("JSON", "json_lines(FILE, features=...)"),
+    ".feather": ("Feather", "arrow(FILE, features=...)"),
+    ".arrow": ("Arrow", "arrow(FILE, features=...)"),
+    ".ipc": ("Arrow", "arrow(FILE, features=...)"),
+    ".npy": ("NumPy", "memmap(FILE)"),
+    ".txt": ("text", "text(FILE, window=...)"),
 }
+_READ_ORC = "pyarrow.orc.read_table"
 _ARRAYS = {  # suffix: the format, and the function that reads it as an array
-    ".npy": ("NumPy", "numpy.load"),
     ".npz": ("NumPy", "numpy.load"),
     ".pt": ("torch", "torch.load"),
     ".pth": ("torch", "torch.load"),
     ".safetensors": ("safetensors", "safetensors.torch.load_file"),
 }
 _OTHERS = {
-    ".txt": "text",
     ".xlsx": "Excel",
     ".xls": "Excel",
     ".h5": "HDF5",
@@ -76,9 +78,11 @@ def other_format(path: str) -> str | None:
     """Return how to convert a file whose suffix means a format other than Parquet, or None if the suffix is unknown."""
     suffixes = [suffix for suffix in PurePosixPath(path).suffixes if suffix not in _PACKED]
     suffix = suffixes[-1].lower() if suffixes else ""
-    if suffix in _TABLES:
-        what, reader = _TABLES[suffix]
-        return f"{what} is not read: convert it once by pyarrow.parquet.write_table({reader}(FILE), 'rows.parquet')"
+    if suffix in _SOURCES:
+        what, call = _SOURCES[suffix]
+        return f"{what} is not Parquet: give the file to rayps.data.{call}"
+    if suffix == ".orc":
+        return f"ORC is not read: convert it once by pyarrow.parquet.write_table({_READ_ORC}(FILE), 'rows.parquet')"
     if suffix in _ARRAYS:
         what, reader = _ARRAYS[suffix]
         return f"files of {what} are not read: give rayps.data.tensors(x, y) the result of {reader}(FILE)"

@@ -24,6 +24,7 @@ from typing import IO, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from rayps.core.errors import ConfigError, RaypsError, WorkloadError
@@ -59,9 +60,10 @@ from rayps.tensors.named_parameters import NamedParameters
 from rayps.tensors.named_tensors import ModelNames, StartPoint, start_point
 from rayps.tensors.optim import made
 from rayps.tensors.user_loss import checked_loss
+from rayps.worker.evaluation_batches import FEWEST
 from rayps.worker.loop_of_family import loop_class
 from rayps.workload.adapters import check_adapters
-from rayps.workload.base import Workload, check_fields, misspelt
+from rayps.workload.base import Workload, check_fields, evaluates_training_data, misspelt
 from rayps.workload.compile_model import options_of
 from rayps.workload.model import apart, has_tables, model_of
 from rayps.workload.model_part import Whole
@@ -102,7 +104,7 @@ def preflight(
         if tables:
             try_out(workload, model)
     _check_topologies(phases, spec, tables, workload.clip_norm)
-    _check_batchnorm(workload, phases)
+    _check_batchnorm(workload, phases, model, replicas=max(grid.data for grid in grids))
     _check_fp16(workload, phases, tables)
     if tables and options_of(workload.compile) is not None:
         raise ConfigError(
@@ -134,6 +136,12 @@ def preflight(
                 "schedule_every is 'epoch', and the data has no length, so that the rounds of an epoch are not known: "
                 "give a schedule by step",
                 field="schedule_every",
+            )
+        if spec.steps is not None and workload.evaluation_batches is None and evaluates_training_data(workload):
+            warnings.append(
+                "the data has no length and is also evaluated: until a worker has read it to its end once, an "
+                f"evaluation reads as many batches as were trained, at least {FEWEST}; set evaluation_batches, or "
+                "define evaluation_data()"
             )
         for phase in phases:
             check_open_data(phase.name, phase.strategy, by_rounds=spec.steps is not None, tables=bool(tables))
@@ -235,11 +243,26 @@ def _check_topologies(
         )
 
 
-def _check_batchnorm(workload: Workload, phases: list[Phase]) -> None:
-    """Raise ConfigError if `sync_batchnorm` is not a boolean, or a strategy cannot synchronize BatchNorm layers."""
+def _check_batchnorm(workload: Workload, phases: list[Phase], model: nn.Module, replicas: int) -> None:
+    """Raise ConfigError if `sync_batchnorm` is not valid, or BatchNorm layers would not be synchronized as they say."""
     given = workload.sync_batchnorm
     if not isinstance(given, bool):
         raise ConfigError(f"sync_batchnorm is {given!r}: give True or False", field="sync_batchnorm")
+    if not given and replicas > 1:
+        name = next((name for name, each in model.named_modules() if isinstance(each, nn.SyncBatchNorm)), None)
+        if name is not None:
+            raise ConfigError(
+                f"layer {name!r} is a torch.nn.SyncBatchNorm, which needs a process group of torch, and rayps has none:\n"
+                "set sync_batchnorm = True (all_reduce and hybrid) to synchronize BatchNorm layers over the "
+                "workers, or use BatchNorm layers, whose statistics are each worker's own",
+                field="sync_batchnorm",
+            )
+    if given and replicas > 1 and isinstance(model, _BatchNorm):
+        raise ConfigError(
+            f"sync_batchnorm is True, and model() returned a {type(model).__name__} that no module contains, so that "
+            "it cannot be replaced: return torch.nn.Sequential(layer)",
+            field="sync_batchnorm",
+        )
     if given and workload.accumulate > 1:
         raise ConfigError(
             f"sync_batchnorm is True and accumulate is {workload.accumulate}: a worker may have fewer micro-batches "

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rayps.core.phase_rounds import Boundary
+from rayps.core.strategy_families import ends_together
 from rayps.core.values import JsonObject
 from rayps.parallel.division.division import Division
 from rayps.ps.server.dense_segment import ShardPart
@@ -122,6 +123,9 @@ class Checkpointer:
             )
         before = len(saved.positions)
         saved.resume(plan.calendar)
+        phase = plan.phases[plan.calendar.spans.index(plan.calendar.at(saved.round))]
+        if ends_together(phase.strategy.topology):
+            saved.check_passes(phase.name)
         if saved.round != round:  # this run has another number of rounds per epoch
             self._callbacks.renumber(saved.round)
         if group.space is not None and group.space.tables:
@@ -249,6 +253,8 @@ def assemble(base: Snapshot, workers: dict[int, WorkerPart | None], shards: list
     own = {rank: part.own for rank, part in workers.items() if part is not None and part.own is not None}
     shared = {} if lead is None else lead.shared | weight_average.mean_of([state.memory for state in own.values()])
     changed = {} if lead is None else lead.buffers
+    parts_of_replicas = enumerate(workers.values())  # in the order of ranks, a column has replicas 0, 1, ...
+    cursors = {i: part.cursor for i, part in parts_of_replicas if part is not None and part.cursor is not None}
     found = Snapshot(
         base.layout,
         params,
@@ -265,7 +271,7 @@ def assemble(base: Snapshot, workers: dict[int, WorkerPart | None], shards: list
         shared=shared,
         frozen=base.frozen,
         frozen_hash=base.frozen_hash,
-        cursors={rank: part.cursor for rank, part in workers.items() if part is not None and part.cursor is not None},
+        cursors=cursors,
     )
     found.thaw(changed)
     return found

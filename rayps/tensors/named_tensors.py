@@ -1,7 +1,8 @@
 """Tensors by name in files of several kinds, and which of them belong to which parameter of a model.
 
 A source is a safetensors file, the index of several such files (`*.safetensors.index.json`), a folder with one of
-these, as Hugging Face and `Result.save` write it, or a checkpoint of rayps. Only the headers are read until `read` is
+these, as Hugging Face and `Result.save` write it, a folder of adapters that peft has written, or a checkpoint of rayps.
+Only the headers are read until `read` is
 called. Files of pickles (`pytorch_model.bin`, `*.pt`) are refused, because reading them runs code.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from rayps.tensors import checkpoint
 from rayps.tensors.snapshot import Snapshot, hash_of
 
 MODEL_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"  # of peft
 _INDEX = ".safetensors.index.json"
 _SHOWN = 4  # names that an error lists of each kind
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -50,10 +52,14 @@ class ModelTensor:
 
 @dataclass(frozen=True, slots=True)
 class ModelNames:
-    """The names of a model's tensors. `beside` are names that a file may have and that are not read."""
+    """The names of a model's tensors. `beside` are names that a file may have and that are not read.
+
+    `adapters` are the names of the model's adapters, if peft has added some.
+    """
 
     wanted: dict[str, ModelTensor]
     beside: frozenset[str] = frozenset()
+    adapters: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelNames:
@@ -64,7 +70,8 @@ class ModelNames:
         found = {name: ModelTensor(tuple(p.shape), tuple(several[id(p)][1:])) for name, p in model.named_parameters()}
         buffers, kept = dict(model.named_buffers()), model.state_dict().keys()
         found |= {name: ModelTensor(tuple(value.shape)) for name, value in buffers.items() if name in kept}
-        return cls(found, frozenset(name for name in buffers if name not in kept))
+        adapters = tuple(getattr(model, "peft_config", None) or ())
+        return cls(found, frozenset(name for name in buffers if name not in kept), adapters)
 
 
 @dataclass(frozen=True)
@@ -110,8 +117,15 @@ def start_point(start: StartFrom, names: ModelNames, home: str | Path | None = N
         CheckpointError: the path has no such files, or their names and shapes are not those of the model.
     """
     path = Path(home or ".") / Path(start.path).expanduser()
-    found = match(start, names, sources_of(path))
     tables = path / checkpoint.TABLES
+    files = adapter_files(path, names.adapters)
+    if files:
+        sources = sources_of_adapters(files, names)
+        expected = {name: wanted for name, wanted in names.wanted.items() if name in sources or _adapter(name, files)}
+        found = match(start, replace(names, wanted=expected), sources)
+        message = f"the adapters are those of {path}: {len(found)} tensors; the others are those that model() returns"
+        return StartPoint(path, found, len(expected) - len(found), tables if tables.is_dir() else None, message)
+    found = match(start, names, sources_of(path))
     count = len(names.wanted)
     message = f"the parameters are those of {path}: {len(found)} of {count} tensors of the model"
     if len(found) < count:
@@ -224,6 +238,51 @@ def sources_of(path: Path) -> dict[str, StoredTensor]:
     if len(files) == 1:
         return _of_file(files[0])
     raise CheckpointError(f"{path} {_why_not(path, len(files) + len(indices))}", path=str(path))
+
+
+def adapter_files(path: Path, adapters: Sequence[str]) -> dict[str, Path]:
+    """Return the file of each of a model's adapters in a folder that peft has written. It is {} for other folders.
+
+    The adapter "default" is in the folder itself, and each other one in a subfolder of its name. A folder of one
+    adapter may be given for a model with one adapter of any name.
+
+    Raises:
+        CheckpointError: the folder has adapters, and the model has none.
+    """
+    if (path / MODEL_FILE).is_file() or (path / checkpoint.MANIFEST).is_file():
+        return {}
+    here = path / ADAPTER_FILE
+    if here.is_file() and not adapters:
+        raise CheckpointError(
+            f"{path} has adapters of peft, and the model has none: return get_peft_model(base, config) from model(), "
+            "or give the folder of a whole model",
+            path=str(path),
+        )
+    places = {name: path / name / ADAPTER_FILE for name in adapters}
+    if here.is_file():
+        places["default" if len(adapters) > 1 else adapters[0]] = here
+    return {name: file for name, file in places.items() if file.is_file()}
+
+
+def sources_of_adapters(files: Mapping[str, Path], names: ModelNames) -> dict[str, StoredTensor]:
+    """Return the tensors of adapters by the model's names. In peft's files the adapter's name is left out.
+
+    Raises CheckpointError if a file cannot be read.
+    """
+    found: dict[str, StoredTensor] = {}
+    for adapter, file in files.items():
+        in_model = {_without(adapter, name): name for name in names.wanted if _adapter(name, (adapter,))}
+        found |= {in_model.get(key, key): source for key, source in _of_file(file).items()}
+    return found
+
+
+def _adapter(name: str, adapters: Collection[str]) -> bool:
+    """Return whether a tensor of a model belongs to one of these adapters."""
+    return any(part in adapters for part in name.split("."))
+
+
+def _without(adapter: str, name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in (adapter, "modules_to_save"))
 
 
 def _why_not(path: Path, count: int) -> str:

@@ -69,7 +69,7 @@ class Snapshot:
     ended: list[tuple[int, int]] = field(default_factory=list)
     frozen: frozenset[str] = frozenset()  # the names in `buffers` of parameters that the run has never changed
     frozen_hash: str = ""  # of the values of `frozen`; "" if there are none
-    # from where each worker continues in data without a length: see `rayps.worker.batches.Cursor`
+    # from where each replica continues in data without a length: see `rayps.worker.batches.Cursor`
     cursors: dict[int, JsonObject] = field(default_factory=dict)
 
     @property
@@ -258,6 +258,23 @@ class Snapshot:
             if self.steps_per_epoch != span.steps:
                 self.rng = {}
         self.enter_phase(calendar.at(self.round))
+
+    def check_passes(self, name: str) -> None:
+        """Refuse a snapshot whose replicas are in different passes over data without a length.
+
+        `name` is the strategy that continues, under which the replicas end each pass together.
+
+        Raises:
+            CheckpointError: the replicas have ended their passes at different positions.
+        """
+        origins = [cursor["origins"] for cursor in self.cursors.values()]
+        if origins and (len(origins) < len(self.positions) or any(each != origins[0] for each in origins)):
+            raise CheckpointError(
+                f"the checkpoint is of round {self.round} of a strategy whose workers end their passes over the data "
+                f"alone, and they are in different passes: {name} ends each pass on all workers together\n"
+                "resume with the strategy that wrote the checkpoint and steps=, or start a new run from its parameters "
+                "with start_from="
+            )
 
     def _workers(self) -> str:
         count = len(self.positions)

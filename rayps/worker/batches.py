@@ -263,6 +263,11 @@ class OpenPass:
         """Return the first position and the number of the epoch of a position."""
         return next((each for each in reversed(self._origins) if each[0] <= position), self._origins[0])
 
+    @property
+    def ended(self) -> bool:
+        """Whether a pass has ended in this run."""
+        return self._origins[-1][1] > 0
+
     def begin(self, index: int) -> Position | None:
         """Begin to read from batch `index` of the epoch. Return the newest known position at or before this batch."""
         found = max((each for each in self.known if each[0] <= index), key=lambda each: each[0], default=None)

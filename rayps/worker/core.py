@@ -7,7 +7,6 @@ rounds.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -26,7 +25,7 @@ from rayps.core.strategy import RoundMemory
 from rayps.core.strategy_families import ends_together
 from rayps.core.user_code import user_code
 from rayps.core.values import Json, JsonObject, Keywords
-from rayps.data.base import Batch, Nested
+from rayps.data.base import Batch, Data, Nested
 from rayps.tensors import optim
 from rayps.tensors.clip import NormClip
 from rayps.tensors.finite import gradient_fault
@@ -35,11 +34,12 @@ from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of
 from rayps.tensors.user_loss import checked_loss
 from rayps.worker.batches import BatchStream
 from rayps.worker.connections import WorkerConnections
+from rayps.worker.evaluation_batches import EvaluationFacts, bounded
 from rayps.worker.loop_of_family import MODEL_SLICE, load
 from rayps.worker.plan import WorkerPlan
 from rayps.worker.step_scaling import StepScaling
 from rayps.workload.accumulate import Ready, StepLoss
-from rayps.workload.base import Workload
+from rayps.workload.base import Workload, evaluates_training_data
 from rayps.workload.compile_model import compile_model
 from rayps.workload.model import model_of
 from rayps.workload.model_part import ModelPart, Whole
@@ -534,9 +534,9 @@ class RoundLog:
 def evaluated(w: Worker, *, whole: bool = False) -> Totals:
     """Evaluate the model over this worker's share of the evaluation data, or over all of it if `whole`.
 
-    A plan with `evaluation_batches` reads no more batches than these. Return a dict from a metric's name to its `Total`
-    over what was read. Raises WorkloadError or DataError if the user's
-    code fails, and LinkError if a connection within the replica fails.
+    `evaluation_batches` of the workload and of the plan bound the batches; `rayps.worker.evaluation_batches` has the
+    bounds of data without a length. Return a dict from a metric's name to its `Total` over the share. Raises
+    WorkloadError or DataError if the user's code fails, and LinkError if a connection within the replica fails.
     """
     rank, size = (0, 1) if whole else (w.rank, w.size)
     model, totals = w.flat.model, Totals()
@@ -545,13 +545,26 @@ def evaluated(w: Worker, *, whole: bool = False) -> Totals:
     with torch.no_grad(), user_code("evaluate"):
         data = w.workload.evaluation_data()
         batches = data.batches(rank=rank, size=size, seed=w.plan.seed, epoch=0)
-        for batch in itertools.islice(batches, w.plan.evaluation_batches):
+        for batch in bounded(batches, _evaluation_facts(w, data, whole=whole), w.plan.timeout):
             if batch.size:
                 with user_code("evaluate"):  # each batch is a call of its own for the time limit
                     found = w.part.evaluate(batch.to(w.device))
                 add_totals(totals, found)
     model.train()
     return totals
+
+
+def _evaluation_facts(w: Worker, data: Data, *, whole: bool) -> EvaluationFacts:
+    passes = w.batches.pass_
+    limits = [most for most in (w.plan.evaluation_batches, w.workload.evaluation_batches) if most is not None]
+    return EvaluationFacts(
+        limit=min(limits, default=None),
+        has_length=data.has_length,
+        is_default=evaluates_training_data(w.workload),
+        by_rounds=w.plan.last_epoch is None,
+        ended=passes is not None and passes.ended,
+        trained=w.position * w.workload.accumulate * (w.size if whole else 1),
+    )
 
 
 def loss_value(loss: object, rank: int, round: int, epoch: int) -> float:

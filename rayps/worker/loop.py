@@ -185,7 +185,7 @@ class Loop:
             CheckpointError: the snapshot belongs to another model.
         """
         w = self.w
-        cursor = snapshot.cursors.get(w.plan.rank)
+        cursor = snapshot.cursors.get(w.rank)
         w.batches.restore(None if cursor is None else cursor_of(cursor))
         snapshot.check(w.flat.layout)
         shared = dict(snapshot.shared)

@@ -100,7 +100,7 @@ class _Normalize(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, float]:
         flat = _channels_first(x).to(_wide(x))  # [channels, elements]
         counts = flat.shape[1] > 0 and sync.rows > 0
-        mine = torch.zeros(2 * len(flat) + 1, dtype=flat.dtype)
+        mine = flat.new_zeros(2 * len(flat) + 1)  # on the layer's device, to which the ring returns the sums
         if counts:
             mine[: len(flat)] = flat.mean(1)
             mine[len(flat) : -1] = (flat - flat.mean(1, keepdim=True)).square().sum(1)
@@ -136,15 +136,16 @@ class _Normalize(torch.autograd.Function):
 def synchronize(model: nn.Module, ring: SumRing) -> BatchNormSync | None:
     """Replace every BatchNorm layer of a model, in place, by one that is synchronized over `ring`.
 
-    Return what the new layers share, or None if the model has no BatchNorm layer.
+    A layer with several names is replaced by one layer under all of them. The model itself cannot be replaced. Return
+    what the new layers share, or None if the model has no BatchNorm layer.
     """
-    sync, found = BatchNormSync(ring), False
+    sync, made = BatchNormSync(ring), dict[_BatchNorm, RingBatchNorm]()
     for module in list(model.modules()):
-        for name, child in list(module.named_children()):
+        for name, child in list(module._modules.items()):
             if isinstance(child, _BatchNorm):
-                setattr(module, name, RingBatchNorm(child, sync))
-                found = True
-    return sync if found else None
+                made[child] = made.get(child) or RingBatchNorm(child, sync)
+                setattr(module, name, made[child])
+    return sync if made else None
 
 
 def _channels_first(x: Tensor) -> Tensor:

@@ -60,6 +60,8 @@ class Workload(ABC):
     With "fp16" the loss is multiplied by a scale for backward, as by `torch.amp.GradScaler`, and a step is skipped if
     its gradient is not finite.
 
+    `evaluation_batches` is the most batches that each worker reads in an evaluation; None means all of its share.
+
     `compile` True compiles the model on each worker by `torch.compile`, in place: parameters keep their names. A string
     is the name of a backend, and a dict has options of `torch.compile`.
 
@@ -84,6 +86,7 @@ class Workload(ABC):
     precision: str | None = None  # of loss and evaluation: None (as the model is), "bf16" or "fp16"
     compile: Compile = False  # True, a backend's name, or a dict of options of torch.compile
     schedule_every: str = "step"  # the unit of `schedule`: "step" or "epoch"
+    evaluation_batches: int | None = None  # the most batches of each worker in an evaluation; None: all of its share
     sync_batchnorm: bool = False  # whether BatchNorm layers use the union of the workers' batches (all_reduce, hybrid)
 
     @abstractmethod
@@ -156,7 +159,10 @@ class Workload(ABC):
         return {}
 
     def evaluation_data(self) -> Data:
-        """Return the data on which the model is evaluated. The default is the result of `data()`."""
+        """Return the data on which the model is evaluated. The default is the result of `data()`.
+
+        If that has no length and may be endless, set `evaluation_batches`: see `docs/loading.md`.
+        """
         return self.data()
 
     def callbacks(self) -> Sequence[Callback]:
@@ -170,6 +176,11 @@ class Workload(ABC):
         ids are not known, and rows are pulled when `loss` looks them up.
         """
         return {}
+
+
+def evaluates_training_data(workload: Workload) -> bool:
+    """Return whether a workload has no `evaluation_data` of its own, so that its training data is evaluated."""
+    return getattr(workload.evaluation_data, "__func__", None) is Workload.evaluation_data
 
 
 def check_clip_norm(workload: Workload) -> None:
@@ -190,7 +201,7 @@ def check_clip_norm(workload: Workload) -> None:
 
 
 def check_fields(workload: Workload) -> None:
-    """Refuse an invalid `clip_norm`, `accumulate`, `precision` or `compile`.
+    """Refuse an invalid `clip_norm`, `accumulate`, `evaluation_batches`, `precision` or `compile`.
 
     Raises:
         ConfigError: a field has a value that it cannot have.
@@ -202,6 +213,13 @@ def check_fields(workload: Workload) -> None:
         raise ConfigError(
             f"accumulate of {name} is {k!r}: give the number of micro-batches in a step, a whole number of at least 1",
             field="accumulate",
+        )
+    most = workload.evaluation_batches
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+        raise ConfigError(
+            f"evaluation_batches of {name} is {most!r}: give the most batches that each worker reads in an evaluation, "
+            "a whole number of at least 1, or None to read all of its share",
+            field="evaluation_batches",
         )
     if precision is not None and precision not in DTYPES:
         raise ConfigError(

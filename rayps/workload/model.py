@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from rayps.core.errors import WorkloadError
 from rayps.core.user_code import user_code
+from rayps.data.pass_random import GLOBAL_RANDOM
 from rayps.tensors.flat import FlatModel, outside_vector
 from rayps.tensors.snapshot import Snapshot, hash_of
 from rayps.workload.base import Workload
-
-# held while a model is drawn, because workers that are threads share torch's one random state of the process
-_DRAWING = threading.RLock()
 
 
 @contextmanager
@@ -26,11 +24,11 @@ def _drawing() -> Iterator[None]:
     The wait for the lock counts as a separate call of the user's code. It does not use the time limit of `model()`.
     """
     with user_code("model"):
-        _DRAWING.acquire()
+        GLOBAL_RANDOM.acquire()
     try:
         yield
     finally:
-        _DRAWING.release()
+        GLOBAL_RANDOM.release()
 
 
 @contextmanager
@@ -41,11 +39,22 @@ def apart() -> Iterator[None]:
 
 
 def model_of(workload: Workload) -> nn.Module:
-    """Return a new model from the user's `model()`. Raises WorkloadError if that method fails or returns no Module."""
+    """Return a new model from the user's `model()`.
+
+    Raises:
+        WorkloadError: the method fails, or returns no Module or one with a lazy layer that has no shape yet.
+    """
     with _drawing(), user_code("model"):
         model = workload.model()
     if not isinstance(model, nn.Module):
         raise WorkloadError(f"model() returned {type(model).__name__}: return a torch.nn.Module")
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(value):
+            raise WorkloadError(
+                f"model() returned a model whose tensor {name!r} has no shape yet, because its layer is lazy: call the "
+                "model once on an example in model(), such as model(torch.zeros(1, 3)), and return it then",
+                parameter=name,
+            )
     return model
 
 

@@ -213,7 +213,7 @@ class Division:
             [(a + lo, b + lo, each) for lo, p in zip(self.offsets, parts, strict=True) for a, b, each in p.ledgers],
             divided=self.key,
             columns=len(self.columns),
-            cursors={rank: cursor for part in parts for rank, cursor in part.cursors.items()},
+            cursors={replica: cursor for part in parts for replica, cursor in part.cursors.items()},
         )
 
     def facts(self) -> list[ColumnFacts]:
