@@ -157,12 +157,13 @@ class Driver:
             self.journal.event("parameters", text, params=self._params)
         if self._callbacks.each_evaluation and not self.saves:
             raise no_folder("a BestCheckpoint keeps checkpoints")
-        if self.saves and self._callbacks.each_evaluation and self.spec.checkpoint_every is not None:
-            message = "checkpoint_every has no effect with a BestCheckpoint: a state is saved at every evaluation"
-            self.journal.event("warning", message)
         calendar = Calendar(
             self._phases, found.steps, self.spec.workers, epochs=self.spec.epochs, rounds=self.spec.steps
         )
+        known = self.spec.evaluate_every is not None or not calendar.open  # whether the rounds of evaluations are known
+        if known and self._callbacks.each_evaluation and self.spec.checkpoint_every is not None:
+            message = "checkpoint_every has no effect with a BestCheckpoint: a state is saved at every evaluation"
+            self.journal.event("warning", message)
         schedule = ScheduleRecord(recipe_of(self.workload))
         self._known = RunPlan(self._phases, calendar, found.divisions, found.tables, schedule, mailbox, found.start)
         self._record.set_calendar(calendar)

@@ -240,7 +240,7 @@ class WorkerGroup:
         that these states lack.
         """
         self._orders = orders
-        self._schedule = SnapshotSchedule(orders.boundary, each=orders.each_boundary)
+        self._schedule = SnapshotSchedule(orders.boundary, each=orders.each_boundary, in_order=orders.each_epoch)
         self.grid = orders.strategy.grid(self.size)
         self._collected = snapshot.round
         self._launcher.end(member for member in self.workers if member.dead)
@@ -377,6 +377,7 @@ class WorkerGroup:
             rank in orders.profile,
             orders.evaluate_every,
             orders.each_boundary,
+            orders.each_epoch,
         )
 
     @property
@@ -407,7 +408,7 @@ class WorkerGroup:
         orders, wanted = self._current_orders(), self._wanted()
         points: list[Point] = []
         for rank, worker in enumerate(self.workers):
-            facts = worker.poll(wanted, orders.timeout)
+            facts = worker.poll(wanted, orders.timeout, self._collected)
             if isinstance(facts, WorkerFacts) and facts.generation == orders.generation:
                 worker.dead = overdue(facts.call, orders.timeout, facts.position, facts.ends)
                 points += self._received.new_points(rank, facts.points)
@@ -442,14 +443,15 @@ class WorkerGroup:
     def collect(self, snapshot: Snapshot) -> Snapshot | None:
         """Return the newest state of which every member retains its part, or None if none is newer than `snapshot`.
 
-        `snapshot` is the newest state that the driver has.
+        If states are taken in order, return the oldest one that is newer than `snapshot`, which is the newest state
+        that the driver has.
         """
         members = self._members_of_snapshot()
         if members is None or any(member.dead for member in self.members):
             return None
         in_step = runs_in_step(self._current_orders().strategy)
         common = set.intersection(*(set(held) for _, held in members))
-        newest_first = self._schedule is None or not self._schedule.each
+        newest_first = self._schedule is None or not self._schedule.in_order
         for newest in sorted((r for r in common if r > snapshot.round), reverse=newest_first):
             workers = [worker.handle.call("part", newest if in_step else None) for worker in self.workers]
             waits = [servers.parts(newest) for servers in self._servers()]

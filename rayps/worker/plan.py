@@ -39,6 +39,7 @@ class Orders:
     profile: frozenset[int] = frozenset()  # the ranks that trace some of their rounds
     evaluate_every: int | None = None  # rounds between two evaluations; None: after each epoch
     each_boundary: bool = False  # whether the driver takes a snapshot at every boundary, for which workers wait
+    each_epoch: bool = False  # the same at the end of every evaluated epoch, whose round is not known before
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class WorkerPlan:
     profile: bool = False  # whether this worker traces some of its rounds
     evaluate_every: int | None = None  # rounds between two evaluations; None: after each epoch
     each_boundary: bool = False  # whether to wait at a boundary until the driver has the states of earlier ones
+    each_epoch: bool = False  # the same at the end of every evaluated epoch, whose round is not known before
 
     @property
     def last_epoch(self) -> int | None:
