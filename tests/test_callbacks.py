@@ -249,12 +249,12 @@ class Constant(Small):
 
 def test_early_stopping_and_its_patience_after_a_resume(tmp_path):
     """One evaluation is the best, and the patience of 5 counts over both runs."""
-    stop, seen = rayps.EarlyStopping("constant", patience=5), Records()
+    stop, seen = rayps.EarlyStopping("constant", patience=5, mode="min"), Records()
     options = {"workers": 2, "evaluate_every": 4, "checkpoint": tmp_path}
-    keeps = [rayps.BestCheckpoint("constant")]  # a state is saved at every evaluation
+    keeps = [rayps.BestCheckpoint("constant", "min")]  # a state is saved at every evaluation
     first = train(Constant(), steps=16, callbacks=[stop, *keeps], **options)
     assert stop.waited == 3
-    again = rayps.EarlyStopping("constant", patience=5)
+    again = rayps.EarlyStopping("constant", patience=5, mode="min")
     second = train(Constant(), steps=400, callbacks=[again, *keeps, seen], resume=first.checkpoint, **options)
     assert second.snapshot.round == 24
     assert [round for round, _ in seen.of("evaluation")] == [16, 20, 24]  # the end's evaluation came after its state
@@ -393,11 +393,15 @@ def test_the_best_checkpoint_stays(tmp_path):
 
 def test_a_resume_into_another_folder_takes_the_best_along(tmp_path):
     first = train(
-        Constant(), steps=8, checkpoint=tmp_path / "a", callbacks=[rayps.BestCheckpoint("constant")], evaluate_every=2
+        Constant(),
+        steps=8,
+        checkpoint=tmp_path / "a",
+        callbacks=[rayps.BestCheckpoint("constant", "min")],
+        evaluate_every=2,
     )
     assert first.best == tmp_path / "a" / "best" / "step-00000002"
     options = {"checkpoint": tmp_path / "b", "resume": first.checkpoint, "evaluate_every": 2}
-    second = train(Constant(), steps=12, callbacks=[rayps.BestCheckpoint("constant")], **options)
+    second = train(Constant(), steps=12, callbacks=[rayps.BestCheckpoint("constant", "min")], **options)
     assert second.best == tmp_path / "b" / "best" / "step-00000002"
     checkpoint.verify(second.best)
 
@@ -453,7 +457,7 @@ def test_numbers_below_one(field):
 @pytest.mark.ray
 def test_stop_early_keep_the_best_and_resume(ray_cluster, tmp_path):
     seen = Records()
-    callbacks = [rayps.EarlyStopping("constant", patience=2), rayps.BestCheckpoint("error"), seen]
+    callbacks = [rayps.EarlyStopping("constant", patience=2, mode="min"), rayps.BestCheckpoint("error"), seen]
     options = {"workers": 2, "cluster": ray_cluster, "progress": False, "evaluate_every": 4, "checkpoint": tmp_path}
     result = rayps.train(Both(), epochs=100, callbacks=callbacks, **options)
     assert result.snapshot.round == 12

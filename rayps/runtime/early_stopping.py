@@ -6,30 +6,26 @@ import math
 from collections.abc import Mapping
 
 from rayps.core.errors import ConfigError
+from rayps.core.metric_direction import chosen_direction
 from rayps.core.values import JsonObject, Keywords
 from rayps.workload.callback import Callback, RunView
-
-MODES = ("min", "max", "auto")
-_GROWING = ("acc", "auc", "f1", "precision", "recall", "score", "bleu", "rouge", "iou", "r2", "reward")
 
 
 class MetricWatch:
     """The best value of one metric so far. A value is better if it differs by more than `min_delta`.
 
-    `mode` "auto" is "max" for a metric whose name contains acc, auc, f1, precision, recall, score, bleu, rouge, iou, r2
-    or reward, and else "min".
+    `mode` is "min" if the lowest value is the best, "max" if it is the highest, or "auto", which asks the words of the
+    metric's name: see `rayps.core.metric_direction`.
     """
 
     def __init__(self, metric: str, mode: str = "auto", min_delta: float = 0.0) -> None:
-        """Prepare. Raises ConfigError if an argument is refused."""
+        """Prepare. Raises ConfigError if an argument is refused, or the name of the metric does not say the mode."""
         if not isinstance(metric, str) or not metric:
             raise ConfigError(f"metric is {metric!r}: give the name of a metric, such as 'loss'", field="metric")
-        if mode not in MODES:
-            raise ConfigError(f"mode is {mode!r}: give one of {', '.join(MODES)}", field="mode")
         if isinstance(min_delta, bool) or not isinstance(min_delta, (int, float)) or not 0 <= min_delta < math.inf:
             raise ConfigError(f"min_delta is {min_delta!r}: give a finite number of at least 0", field="min_delta")
         self.metric, self.min_delta = metric, min_delta
-        self.grows = mode == "max" or (mode == "auto" and any(part in metric.lower() for part in _GROWING))
+        self.grows = chosen_direction(metric, mode) == "max"
         self.best: float | None = None
         self.round = 0  # the round of the best value
 
@@ -66,9 +62,10 @@ class MetricWatch:
 class EarlyStopping(Callback):
     """Ends a run when a metric of its evaluations has not improved for `patience` evaluations in a row.
 
-    `mode` is "min", "max" or "auto" (see `MetricWatch`), and an improvement is larger than `min_delta`. The run ends
-    with status SUCCEEDED, with the metrics and the parameters of its last state. The count continues in a run that
-    resumes.
+    `mode` is "min", "max" or "auto": the lowest value is the best of a metric whose name has a word of a loss or an
+    error (loss, error, nll, mse, ...), and else the highest of one with a word such as accuracy, f1 or score. Any other
+    name needs "min" or "max". An improvement is larger than `min_delta`. The run ends with status SUCCEEDED, with the
+    metrics and the parameters of its last state. The count continues in a run that resumes.
 
     Example:
         rayps.train(work, epochs=100, callbacks=[rayps.EarlyStopping("loss", patience=3)])
