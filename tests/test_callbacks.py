@@ -406,6 +406,36 @@ def test_a_resume_into_another_folder_takes_the_best_along(tmp_path):
     checkpoint.verify(second.best)
 
 
+class KeepsOwn(Small):
+    def callbacks(self):
+        return [rayps.BestCheckpoint("loss")]
+
+
+class LogsSteps(rayps.Callback):
+    def on_evaluation(self, run, metrics):
+        run.log(steps=run.round)
+
+
+def test_two_best_checkpoints_of_one_name_are_refused(tmp_path):
+    seen = Records()
+    with pytest.raises(ConfigError, match=r"2 BestCheckpoints of the name 'best'.* name=") as caught:
+        train(KeepsOwn(), checkpoint=tmp_path, callbacks=[seen, rayps.BestCheckpoint("error")])
+    assert caught.value.data["field"] == "callbacks" and seen.calls == []
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_best_checkpoints_of_different_names(first, tmp_path):
+    low, high = rayps.BestCheckpoint("constant", "min"), rayps.BestCheckpoint("steps", "max", name="best-steps")
+    keeps = [low, high] if first == 0 else [high, low]
+    options = {"workers": 2, "steps": 12, "evaluate_every": 3, "keep_checkpoints": 1, "checkpoint": tmp_path}
+    result = train(Constant(), callbacks=[LogsSteps(), *keeps], **options)
+    assert low.path == tmp_path / "best" / "step-00000003"
+    assert high.path == tmp_path / "best-steps" / "step-00000012"
+    assert result.best == keeps[0].path
+    for path in (low.path, high.path):
+        checkpoint.verify(path)
+
+
 def test_where_there_is_nothing_to_keep(tmp_path):
     with pytest.raises(ConfigError, match="checkpoint=FOLDER"):
         train(Small(), callbacks=[rayps.BestCheckpoint()])

@@ -18,6 +18,7 @@ from rayps.core.metrics import until
 from rayps.core.records import Event, OutcomeRecord, Point
 from rayps.core.user_code import awaited, user_code
 from rayps.core.values import JsonObject
+from rayps.runtime.best_checkpoint import BestCheckpoint
 from rayps.runtime.journal import Journal
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint
@@ -56,12 +57,21 @@ class RunHandle:
         self.job: Mapping[str, object] = {field: given[field] for field in _JOB_FIELDS}
         self.stop_reason: str | None = None
         self.stop_round = 0  # the run ends with its first state of this round or a later one
-        self.best: Path | None = None  # the checkpoint that was kept first
+        self.best_name: str | None = (
+            None  # the name under which the job's best checkpoint is kept; None: the first kept
+        )
         self._journal = journal
         self._target: Point | None = None  # what `log` adds to; None between points
         self._reserved: frozenset[str] = frozenset()
         self._waiting: Point = {}  # numbers for the next round
         self._kept: dict[str, Path] = {}
+
+    @property
+    def best(self) -> Path | None:
+        """The job's best checkpoint: that of the first `BestCheckpoint`, or if there is none, of the first `keep`."""
+        if self.best_name is not None:
+            return self._kept.get(self.best_name)
+        return next(iter(self._kept.values()), None)
 
     @property
     def events(self) -> Sequence[Event]:
@@ -101,7 +111,6 @@ class RunHandle:
         path = checkpoint.keep(self.folder, round, name, other)
         if path is not None:
             self._kept[name] = path
-            self.best = next(iter(self._kept.values()))
         return path
 
 
@@ -307,7 +316,8 @@ def runner_of(callbacks: Sequence[Callback], workload: Workload, run: RunHandle,
     """Return the runner of the given callbacks and those of the workload.
 
     Raises:
-        ConfigError, WorkloadError: something that is not a callback was given, or the workload's method failed.
+        ConfigError, WorkloadError: something that is not a callback was given, two `BestCheckpoint`s have one name, or
+            the workload's method failed.
     """
     with user_code("callbacks"):
         own = workload.callbacks()
@@ -317,6 +327,15 @@ def runner_of(callbacks: Sequence[Callback], workload: Workload, run: RunHandle,
             raise ConfigError(
                 f"callbacks has {what}: give instances of classes derived from rayps.Callback", field="callbacks"
             )
+    names = [each.name for each in [*callbacks, *own] if isinstance(each, BestCheckpoint)]
+    run.best_name = next(iter(names), None)
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise ConfigError(
+            f"callbacks has {names.count(twice)} BestCheckpoints of the name {twice!r}, and the checkpoint of one "
+            'replaces that of the other: give each another name, e.g. name="best-accuracy"',
+            field="callbacks",
+        )
     return CallbackRunner([*callbacks, *own], run, timeout)
 
 
