@@ -1,5 +1,6 @@
 """Callbacks: each round and evaluation once, stops that succeed, states that survive, the best checkpoint."""
 
+import importlib
 import os
 import shutil
 import time
@@ -7,7 +8,7 @@ from collections import Counter
 
 import pytest
 from federated_work import Quadratics
-from small_work import Small, Watched, kinds, train
+from small_work import SEEN, Small, Watched, kinds, rows, train
 
 import rayps
 from rayps.cluster.local import LocalCluster
@@ -245,6 +246,37 @@ class Constant(Small):
 
     def evaluate(self, model, batch):
         return {"constant": 1.0}
+
+
+class Sparse(Small):
+    """The metric `quality` is a mean whose weight is 0 in the first and the third evaluation."""
+
+    def evaluate(self, model, batch):
+        seen = importlib.import_module("small_work").SEEN
+        seen[self.tag + "-evaluated"] += 1  # one batch each
+        lacks = seen[self.tag + "-evaluated"] in (1, 3)
+        return {"quality": rayps.Mean(1.0, 0 if lacks else 1), "never": rayps.Mean(1.0, 0)}
+
+    def evaluation_data(self):
+        return rayps.data.tensors(*rows(4), batch_size=4)
+
+
+def test_an_evaluation_without_a_value_of_the_metric_is_ignored(tmp_path):
+    SEEN["sparse-evaluated"] = 0
+    stop, keep = rayps.EarlyStopping("quality", patience=2, mode="max"), rayps.BestCheckpoint("quality", "max")
+    beside = rayps.BestCheckpoint("never", "max", name="never")
+    options = {"steps": 100, "evaluate_every": 3, "checkpoint": tmp_path, "keep_checkpoints": 50}
+    result = train(Sparse(tag="sparse"), callbacks=[stop, keep, beside], **options)
+    values = {i + 1: v for i, v in enumerate(result.history["evaluation_quality"].to_pylist()) if v is not None}
+    assert min(values) == 6 and 9 not in values
+    assert result.snapshot.round >= 15 and "not improved for 2 evaluations" in result.events[-1]["message"]
+    assert "after round 6" in result.events[-1]["message"], "the evaluation after round 9 does not count"
+    assert result.best == tmp_path / "best" / "step-00000006" and beside.path is None
+    warnings = [event["message"] for event in result.events if event["kind"] == "warning"]
+    assert [text for text in warnings if "'quality', whose weights sum to 0" in text] == warnings[:2]
+    assert len(warnings) == 3, "one of each callback"
+    with pytest.raises(ConfigError, match="no such metric: the metrics are loss, quality, never"):
+        train(Sparse(tag="sparse"), callbacks=[rayps.EarlyStopping("other", mode="min")], steps=6)
 
 
 def test_early_stopping_and_its_patience_after_a_resume(tmp_path):

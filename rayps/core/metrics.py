@@ -125,7 +125,7 @@ class Rounds:
         if mean.get("seconds") and "data" in mean:
             mean["data_share"] = mean["data"] / mean["seconds"]
         # metrics beside the losses, and numbers that the strategy added, which are equal on all ranks
-        added: dict[str, float] = combined([p["metrics"] for p in points if "metrics" in p])
+        added: dict[str, float] = values_of(total_over([p["metrics"] for p in points if "metrics" in p]))
         added |= next((p["said"] for p in points if p.get("said")), {})
         return added | {
             "kind": "round",
@@ -143,19 +143,34 @@ class Rounds:
 
 
 def _evaluation(number: int, ranks: dict[int, Point], missing: list[int]) -> Point:
-    metrics = combined([point["sums"] for point in ranks.values()])
-    point = {"kind": "evaluation", "round": number, "time": time.time(), "metrics": metrics}
+    point = evaluation_point(number, total_over([point["sums"] for point in ranks.values()]))
     return point | {"missing": missing} if missing else point
 
 
-def combined(parts: Sequence[Mapping[str, Sequence[float | str]]]) -> dict[str, float]:
-    """Return each metric over all parts, which are a dict from metric to `Total` for each rank.
+def evaluation_point(number: int, totals: Totals) -> Point:
+    """Return the point of an evaluation of the parameters after `number` rounds.
 
-    A pair (sum, samples) counts as the total of a mean. A mean without weight is left out.
+    Means without weight are no `metrics`; their names are in `no_value`, a list that the point has only if needed.
+    """
+    metrics = values_of(totals)
+    point = {"kind": "evaluation", "round": number, "time": time.time(), "metrics": metrics}
+    lacking = [name for name in totals if name not in metrics]
+    return point | {"no_value": lacking} if lacking else point
+
+
+def total_over(parts: Sequence[Mapping[str, Sequence[float | str]]]) -> Totals:
+    """Return each metric's total over all parts, which are a dict from metric to `Total` for each rank.
+
+    A pair (sum, samples) counts as the total of a mean.
     """
     totals: Totals = {}
     for part in parts:
         add_totals(totals, {name: Total(*given) for name, given in part.items()})  # type: ignore[arg-type]
+    return totals
+
+
+def values_of(totals: Totals) -> dict[str, float]:
+    """Return each metric's value. A mean without weight is left out."""
     return {name: result for name, total in totals.items() if (result := total.result) is not None}
 
 

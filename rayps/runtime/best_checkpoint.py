@@ -23,7 +23,7 @@ class BestCheckpoint(Callback):
     `result.best` is that of the first in the list (those given to `rayps.train` come before the workload's), and each
     has its checkpoint as `path`. `mode` and `min_delta` are those of `EarlyStopping`. With this callback a checkpoint
     of every evaluated state is saved, and workers that are more than one evaluation ahead wait until the driver has
-    saved it.
+    saved it. An evaluation without a value of the metric is never the best.
 
     Example:
         import tempfile
@@ -51,7 +51,7 @@ class BestCheckpoint(Callback):
 
     def on_evaluation(self, run: RunView, metrics: Mapping[str, float]) -> None:
         """Keep the checkpoint of this evaluation if it is the best so far."""
-        if self.watch.look(metrics, run.round):
+        if self.watch.consider(run, metrics):
             self._due = run.round
             self._keep(run, run.round)
 

@@ -60,6 +60,7 @@ class RunHandle:
         self.best_name: str | None = (
             None  # the name under which the job's best checkpoint is kept; None: the first kept
         )
+        self.no_value: Sequence[str] = ()  # metrics of the current evaluation that have no value
         self._journal = journal
         self._target: Point | None = None  # what `log` adds to; None between points
         self._reserved: frozenset[str] = frozenset()
@@ -207,8 +208,9 @@ class CallbackRunner:
                 self.evaluated = point["round"]
                 before, self.run.round = self.run.round, point["round"]
                 self.run.epoch = point.get("epoch", self.run.epoch)
+                self.run.no_value = point.get("no_value", ())
                 self._tell("on_evaluation", point["metrics"])
-                self.run.round = max(before, self.run.round)
+                self.run.round, self.run.no_value = max(before, self.run.round), ()
 
     def _tell(self, method: str, target: Point) -> None:
         """Call `method` of all callbacks with a copy of `target`, to which `run.log` adds."""

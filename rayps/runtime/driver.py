@@ -24,6 +24,7 @@ from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import Cluster
 from rayps.core.errors import RaypsError
 from rayps.core.job_status import Status
+from rayps.core.metrics import evaluation_point
 from rayps.core.phase_rounds import Calendar
 from rayps.core.records import ProgressRecord
 from rayps.core.strategy import Phase
@@ -372,14 +373,14 @@ class Driver:
 
     def _evaluate(self, phase: PhaseRun) -> Findings:
         snapshot = self._checkpoints.snapshot.averaged(self.workload.average)
-        metrics = self._group.evaluate(snapshot, timeout=max(EVALUATE_SECONDS, self.spec.timeout))
-        if metrics is None:
+        totals = self._group.evaluate(snapshot, timeout=max(EVALUATE_SECONDS, self.spec.timeout))
+        if totals is None:
             facts = replace(self._facts(phase), recovery=RestartAll())
             return Findings(decision=self._decided(facts))
-        point = {"kind": "evaluation", "round": snapshot.round, "time": time.time(), "metrics": metrics}
+        point = evaluation_point(snapshot.round, totals)
         self._record.add_points([point])
         self.journal.add_costs()
-        self._record.metrics = metrics
+        self._record.metrics = point["metrics"]
         return Findings()
 
     def _request_checkpoint(self, phase: PhaseRun) -> Findings:

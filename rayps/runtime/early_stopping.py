@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from rayps.core.errors import ConfigError
 from rayps.core.metric_direction import chosen_direction
@@ -28,16 +28,31 @@ class MetricWatch:
         self.grows = chosen_direction(metric, mode) == "max"
         self.best: float | None = None
         self.round = 0  # the round of the best value
+        self._reported = False  # whether an evaluation without a value was reported
 
-    def look(self, metrics: Mapping[str, float], round: int) -> bool:
+    def consider(self, run: RunView, metrics: Mapping[str, float]) -> bool | None:
+        """Return what `look` does for an evaluation of a run. The first one without a value is a warning of the job."""
+        found = self.look(metrics, run.round, run.no_value)
+        if found is None and not self._reported:
+            self._reported = True
+            run.warn(
+                f"the evaluation after round {run.round} has no value of {self.metric!r}, whose weights sum to 0: a "
+                "callback ignores such evaluations"
+            )
+        return found
+
+    def look(self, metrics: Mapping[str, float], round: int, no_value: Collection[str] = ()) -> bool | None:
         """Consider an evaluation after `round` rounds. Return whether its value is the best so far; NaN never is.
 
-        Raises ConfigError if there is no such metric.
+        Return None if the metric is one of `no_value`, which this evaluation has without a value. Raises ConfigError if
+        there is no such metric.
         """
         if self.metric not in metrics:
+            if self.metric in no_value:
+                return None
             raise ConfigError(
                 f"metric is {self.metric!r}, and the evaluation has no such metric: the metrics are "
-                f"{', '.join(metrics) or 'none'}",
+                f"{', '.join([*metrics, *no_value]) or 'none'}",
                 field="metric",
             )
         value = float(metrics[self.metric])
@@ -65,7 +80,8 @@ class EarlyStopping(Callback):
     `mode` is "min", "max" or "auto": the lowest value is the best of a metric whose name has a word of a loss or an
     error (loss, error, nll, mse, ...), and else the highest of one with a word such as accuracy, f1 or score. Any other
     name needs "min" or "max". An improvement is larger than `min_delta`. The run ends with status SUCCEEDED, with the
-    metrics and the parameters of its last state. The count continues in a run that resumes.
+    metrics and the parameters of its last state. An evaluation without a value of the metric (a mean whose weights sum
+    to 0) does not count. The count continues in a run that resumes.
 
     Example:
         rayps.train(work, epochs=100, callbacks=[rayps.EarlyStopping("loss", patience=3)])
@@ -80,11 +96,14 @@ class EarlyStopping(Callback):
 
     def on_evaluation(self, run: RunView, metrics: Mapping[str, float]) -> None:
         """Stop the run if the metric has not improved for too long."""
-        self.waited = 0 if self.watch.look(metrics, run.round) else self.waited + 1
+        best = self.watch.consider(run, metrics)
+        if best is None:
+            return
+        self.waited = 0 if best else self.waited + 1
         if self.waited >= self.patience:
-            best = "it was never a number" if self.watch.best is None else f"{self.watch.best:.6g}"
+            value = "it was never a number" if self.watch.best is None else f"{self.watch.best:.6g}"
             run.stop(
-                f"{self.watch.metric} has not improved for {self.waited} evaluations (best: {best}, after round "
+                f"{self.watch.metric} has not improved for {self.waited} evaluations (best: {value}, after round "
                 f"{self.watch.round})"
             )
 

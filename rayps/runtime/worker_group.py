@@ -18,7 +18,7 @@ from rayps.cluster.reservation import WorkerResources, reserve
 from rayps.cluster.user_packages import install_seconds
 from rayps.core.errors import ActorDied, ClusterError, LinkError
 from rayps.core.grid import Grid
-from rayps.core.metrics import combined
+from rayps.core.metrics import Totals, total_over
 from rayps.core.records import Point
 from rayps.core.strategy_families import learns_by_client, rebuilds
 from rayps.core.topology import runs_in_step, servers_of
@@ -511,8 +511,8 @@ class WorkerGroup:
             return None
         return [*((f.position, f.parts) for f in facts), *found]
 
-    def evaluate(self, snapshot: Snapshot, timeout: float) -> dict[str, float] | None:
-        """Return a dict from each metric's name to its mean over the evaluation data, at the snapshot's parameters.
+    def evaluate(self, snapshot: Snapshot, timeout: float) -> Totals | None:
+        """Return a dict from each metric's name to its total over the evaluation data, at the snapshot's parameters.
 
         Return None if a worker was lost during the evaluation. That worker then counts as dead. `timeout` is in
         seconds.
@@ -573,8 +573,8 @@ def _servers(orders: Orders) -> int:
 
 def evaluated(
     members: Sequence[GroupMember], replies: Sequence[ActorReply], timeout: float, *, silence: float, round: int
-) -> dict[str, float] | None:
-    """Return a dict from each metric's name to its mean over all workers' results, or None if a worker was lost.
+) -> Totals | None:
+    """Return a dict from each metric's name to its total over all workers' results, or None if a worker was lost.
 
     A lost worker then counts as dead. `timeout` is the time limit of the whole evaluation in seconds, and `silence`
     that of one call of the user's code. `round` is the last round that was trained.
@@ -604,4 +604,4 @@ def evaluated(
             disconnected.append((member, str(error)))
     if disconnected and not any(member.dead for member in members):  # otherwise the dead worker is the cause
         disconnected[0][0].dead = disconnected[0][1]
-    return combined(found) if len(found) == len(members) else None
+    return total_over(found) if len(found) == len(members) else None
