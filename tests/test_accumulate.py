@@ -298,6 +298,7 @@ def test_accumulate_is_checked(value):
         (lambda loss: (loss.detach(), 3), "without a gradient"),
         (lambda loss: {"error": loss}, "add the loss under the name 'loss'"),
         (lambda loss: {"loss": loss, "seconds": 1.0}, "give the metric another name"),
+        (lambda loss: {"loss": loss, "kind": 1.0}, "metric 'kind'.* give the metric another name"),
         (lambda loss: {"loss": loss, "error": "high"}, "returned a str for 'error'"),
         (lambda loss: (loss, 1, 2), "pair"),
     ],
@@ -309,6 +310,41 @@ def test_what_a_loss_returns_is_checked(given, message):
 
     with pytest.raises(WorkloadError, match=message):
         train(Wrong())
+
+
+class Named(Small):
+    """The loss returns a metric of a given name beside it."""
+
+    def __init__(self, name, **options):
+        super().__init__(**options)
+        self.name = name
+
+    def loss(self, model, batch):
+        return {"loss": super().loss(model, batch), self.name: 123.0}
+
+
+class Says(rayps.Strategy):
+    """Adds its own number to each round."""
+
+    def round(self, w):
+        w.step(w.ring.mean(w.grad(w.batch())))
+        w.say(energy=1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    [
+        ("local_sgd:period=3", "met"),
+        ("diloco:period=3", "met"),
+        ("parallel_sgd:merge=best,buffers=keep", "best"),
+        (Says(), "energy"),
+        *(("admm", name) for name in ("met", "primal", "dual", "penalty", "present")),
+    ],
+)
+def test_a_metric_with_the_name_of_a_number_of_the_strategy_is_refused(strategy, name):
+    with pytest.raises(WorkloadError, match=rf"a metric '{name}', and the strategy .* give the metric another name"):
+        train(Named(name), strategy, workers=2, epochs=2)
+    assert train(Named("mine"), strategy, workers=2, epochs=2).history["mine"].to_pylist()[0] == 123.0
 
 
 class Forked(Small):

@@ -61,6 +61,7 @@ def test_a_job_is_filed_shown_listed_and_stopped(site: Site) -> None:
         "finished_at",
         "progress",
         "metrics",
+        "lowest",
         "checkpoint",
         "stop_requested",
         "params",

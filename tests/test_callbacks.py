@@ -1,5 +1,6 @@
 """Callbacks: each round and evaluation once, stops that succeed, states that survive, the best checkpoint."""
 
+import importlib
 import os
 import shutil
 import time
@@ -7,7 +8,7 @@ from collections import Counter
 
 import pytest
 from federated_work import Quadratics
-from small_work import Small, Watched, kinds, train
+from small_work import SEEN, Small, Watched, kinds, rows, train
 
 import rayps
 from rayps.cluster.local import LocalCluster
@@ -247,14 +248,45 @@ class Constant(Small):
         return {"constant": 1.0}
 
 
+class Sparse(Small):
+    """The metric `quality` is a mean whose weight is 0 in the first and the third evaluation."""
+
+    def evaluate(self, model, batch):
+        seen = importlib.import_module("small_work").SEEN
+        seen[self.tag + "-evaluated"] += 1  # one batch each
+        lacks = seen[self.tag + "-evaluated"] in (1, 3)
+        return {"quality": rayps.Mean(1.0, 0 if lacks else 1), "never": rayps.Mean(1.0, 0)}
+
+    def evaluation_data(self):
+        return rayps.data.tensors(*rows(4), batch_size=4)
+
+
+def test_an_evaluation_without_a_value_of_the_metric_is_ignored(tmp_path):
+    SEEN["sparse-evaluated"] = 0
+    stop, keep = rayps.EarlyStopping("quality", patience=2, mode="max"), rayps.BestCheckpoint("quality", "max")
+    beside = rayps.BestCheckpoint("never", "max", name="never")
+    options = {"steps": 100, "evaluate_every": 3, "checkpoint": tmp_path, "keep_checkpoints": 50}
+    result = train(Sparse(tag="sparse"), callbacks=[stop, keep, beside], **options)
+    values = {i + 1: v for i, v in enumerate(result.history["evaluation_quality"].to_pylist()) if v is not None}
+    assert min(values) == 6 and 9 not in values
+    assert result.snapshot.round >= 15 and "not improved for 2 evaluations" in result.events[-1]["message"]
+    assert "after round 6" in result.events[-1]["message"], "the evaluation after round 9 does not count"
+    assert result.best == tmp_path / "best" / "step-00000006" and beside.path is None
+    warnings = [event["message"] for event in result.events if event["kind"] == "warning"]
+    assert [text for text in warnings if "'quality', whose weights sum to 0" in text] == warnings[:2]
+    assert len(warnings) == 3, "one of each callback"
+    with pytest.raises(ConfigError, match="no such metric: the metrics are loss, quality, never"):
+        train(Sparse(tag="sparse"), callbacks=[rayps.EarlyStopping("other", mode="min")], steps=6)
+
+
 def test_early_stopping_and_its_patience_after_a_resume(tmp_path):
     """One evaluation is the best, and the patience of 5 counts over both runs."""
-    stop, seen = rayps.EarlyStopping("constant", patience=5), Records()
+    stop, seen = rayps.EarlyStopping("constant", patience=5, mode="min"), Records()
     options = {"workers": 2, "evaluate_every": 4, "checkpoint": tmp_path}
-    keeps = [rayps.BestCheckpoint("constant")]  # a state is saved at every evaluation
+    keeps = [rayps.BestCheckpoint("constant", "min")]  # a state is saved at every evaluation
     first = train(Constant(), steps=16, callbacks=[stop, *keeps], **options)
     assert stop.waited == 3
-    again = rayps.EarlyStopping("constant", patience=5)
+    again = rayps.EarlyStopping("constant", patience=5, mode="min")
     second = train(Constant(), steps=400, callbacks=[again, *keeps, seen], resume=first.checkpoint, **options)
     assert second.snapshot.round == 24
     assert [round for round, _ in seen.of("evaluation")] == [16, 20, 24]  # the end's evaluation came after its state
@@ -393,13 +425,47 @@ def test_the_best_checkpoint_stays(tmp_path):
 
 def test_a_resume_into_another_folder_takes_the_best_along(tmp_path):
     first = train(
-        Constant(), steps=8, checkpoint=tmp_path / "a", callbacks=[rayps.BestCheckpoint("constant")], evaluate_every=2
+        Constant(),
+        steps=8,
+        checkpoint=tmp_path / "a",
+        callbacks=[rayps.BestCheckpoint("constant", "min")],
+        evaluate_every=2,
     )
     assert first.best == tmp_path / "a" / "best" / "step-00000002"
     options = {"checkpoint": tmp_path / "b", "resume": first.checkpoint, "evaluate_every": 2}
-    second = train(Constant(), steps=12, callbacks=[rayps.BestCheckpoint("constant")], **options)
+    second = train(Constant(), steps=12, callbacks=[rayps.BestCheckpoint("constant", "min")], **options)
     assert second.best == tmp_path / "b" / "best" / "step-00000002"
     checkpoint.verify(second.best)
+
+
+class KeepsOwn(Small):
+    def callbacks(self):
+        return [rayps.BestCheckpoint("loss")]
+
+
+class LogsSteps(rayps.Callback):
+    def on_evaluation(self, run, metrics):
+        run.log(steps=run.round)
+
+
+def test_two_best_checkpoints_of_one_name_are_refused(tmp_path):
+    seen = Records()
+    with pytest.raises(ConfigError, match=r"2 BestCheckpoints of the name 'best'.* name=") as caught:
+        train(KeepsOwn(), checkpoint=tmp_path, callbacks=[seen, rayps.BestCheckpoint("error")])
+    assert caught.value.data["field"] == "callbacks" and seen.calls == []
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_best_checkpoints_of_different_names(first, tmp_path):
+    low, high = rayps.BestCheckpoint("constant", "min"), rayps.BestCheckpoint("steps", "max", name="best-steps")
+    keeps = [low, high] if first == 0 else [high, low]
+    options = {"workers": 2, "steps": 12, "evaluate_every": 3, "keep_checkpoints": 1, "checkpoint": tmp_path}
+    result = train(Constant(), callbacks=[LogsSteps(), *keeps], **options)
+    assert low.path == tmp_path / "best" / "step-00000003"
+    assert high.path == tmp_path / "best-steps" / "step-00000012"
+    assert result.best == keeps[0].path
+    for path in (low.path, high.path):
+        checkpoint.verify(path)
 
 
 def test_where_there_is_nothing_to_keep(tmp_path):
@@ -453,7 +519,7 @@ def test_numbers_below_one(field):
 @pytest.mark.ray
 def test_stop_early_keep_the_best_and_resume(ray_cluster, tmp_path):
     seen = Records()
-    callbacks = [rayps.EarlyStopping("constant", patience=2), rayps.BestCheckpoint("error"), seen]
+    callbacks = [rayps.EarlyStopping("constant", patience=2, mode="min"), rayps.BestCheckpoint("error"), seen]
     options = {"workers": 2, "cluster": ray_cluster, "progress": False, "evaluate_every": 4, "checkpoint": tmp_path}
     result = rayps.train(Both(), epochs=100, callbacks=callbacks, **options)
     assert result.snapshot.round == 12

@@ -38,11 +38,11 @@ class Line(rayps.Workload):
 class Stops(Line):
     patience: int = 2
     def callbacks(self):
-        return [rayps.EarlyStopping("constant", patience=self.patience)]
+        return [rayps.EarlyStopping("constant", patience=self.patience, mode="min")]
 
 class Keeps(Line):
     def callbacks(self):
-        return [rayps.BestCheckpoint("constant")]
+        return [rayps.BestCheckpoint("constant", "min")]
 """
 
 

@@ -685,6 +685,60 @@ def test_a_worker_that_dies_under_another_recovery_continues_in_its_pass(strateg
         assert distance(found.model(), whole.model()) == 0
 
 
+PIPELINE = "all_reduce:replica=pipeline(stages=2,micro_batches=1)"
+
+
+class Level(Streamed):
+    """The metric never improves: the first evaluation is the best."""
+
+    def evaluate(self, model, batch):
+        return {"constant": 1.0}
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "local_sgd:period=3", PIPELINE])
+@pytest.mark.parametrize("checkpoint_every", [None, 2, 50])
+def test_the_state_of_the_best_evaluation_at_an_epochs_end_is_kept(strategy, checkpoint_every, tmp_path):
+    work, workers = Level((36, 36), optimizer="adam"), 4 if strategy == PIPELINE else 2
+    keep = rayps.BestCheckpoint("constant", "min")
+    options = {"checkpoint_every": checkpoint_every, "keep_checkpoints": 1000}
+    found = train(work, strategy, workers=workers, epochs=5, checkpoint=tmp_path, callbacks=[keep], **options)
+    evaluated = [i + 1 for i, v in enumerate(found.history["evaluation_constant"].to_pylist()) if v is not None]
+    assert evaluated == [12, 24, 36, 48, 60]
+    assert found.best == tmp_path / "best" / "step-00000012"
+    saved = [event["round"] for event in found.events if event["kind"] == "checkpoint"]
+    assert set(evaluated) <= set(saved) and saved == sorted(saved)
+    one = train(work, strategy, workers=workers, epochs=1)
+    again = train(work, strategy, workers=workers, steps=12, resume=found.best)
+    assert distance(again.model(), one.model()) == 0
+    assert "warning" not in kinds(found)
+
+
+def test_the_best_checkpoint_after_a_death_on_data_without_a_length(tmp_path):
+    """The evaluation of round 12 is in the journal when a worker dies: its state is saved when it is computed again."""
+    work = Level((36, 36), tag="dies-best", pause=0.005)
+    SEEN[work.tag] = 0
+    cluster, keep = Watched(), rayps.BestCheckpoint("constant", "min")
+    try:
+        cluster.kill_when(work.tag, 24, ("WorkerActor", 1))
+        found = train(work, "all_reduce", cluster, workers=2, epochs=4, checkpoint=tmp_path, callbacks=[keep])
+    finally:
+        cluster.close()
+    assert "restarted" in kinds(found)
+    assert found.best == tmp_path / "best" / "step-00000012"
+
+
+def test_checkpoint_every_counts_beside_the_best_on_data_without_a_length(tmp_path):
+    work = Level((240, 240), pause=0.02)
+    keep = rayps.BestCheckpoint("constant", "min")
+    found = train(work, workers=2, epochs=1, checkpoint=tmp_path, callbacks=[keep], checkpoint_every=5)
+    saved = [event["round"] for event in found.events if event["kind"] == "checkpoint"]
+    assert len(saved) > 1 and saved[-1] == 80 and all(round % 5 == 0 for round in saved)
+    options = {"checkpoint": tmp_path / "servers", "callbacks": [rayps.BestCheckpoint("constant", "min")]}
+    alone = train(work, "parameter_server", workers=2, steps=60, checkpoint_every=5, **options)
+    saved = [event["round"] for event in alone.events if event["kind"] == "checkpoint"]
+    assert len(saved) > 1 and saved[-1] == 60
+
+
 def test_a_schedule_by_epoch_is_refused_and_one_by_step_is_not():
     class Scheduled(Streamed):
         def schedule(self, optimizer):

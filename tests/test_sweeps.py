@@ -23,10 +23,11 @@ from rayps.core.errors import ConfigError, Conflict, NotFound
 from rayps.core.job_status import Status
 from rayps.service import strategy_check
 from rayps.service.client import Client
-from rayps.service.comparison import BATCH_LOSS, best_row, compared, lower_is_better
+from rayps.service.comparison import BATCH_LOSS, best_row, compared, with_direction
 from rayps.service.store import Store
 from rayps.service.strategy_check import refuse_params
 from rayps.service.sweep import MOST_JOBS, check_name, job_name, sweep_jobs
+from rayps.service.sweep_client import table_of
 from rayps.strategies.job import JobSpec
 
 FILE = """
@@ -233,14 +234,44 @@ def test_steps_have_no_epochs_and_a_final_metric_is_a_point() -> None:
     assert found["curves"]["a"]["loss"] == {"value": [0.5], "round": [4], "epoch": None, "seconds": [2.0]}
 
 
-@pytest.mark.parametrize("name", ["loss", "val_loss", "error", "perplexity", "mse", "val_rmse", "nll"])
-def test_losses_and_errors_are_better_when_lower(name: str) -> None:
-    assert lower_is_better(name)
+def test_a_name_that_does_not_say_which_value_is_the_best_has_no_best() -> None:
+    jobs = [job("a", {"lr": 0.1}), job("b", {"lr": 0.3})]
+    both = {
+        "a": series([], {2: {"skill": 3.0, "loss": 1.0}, 4: {"skill": 1.0, "loss": 2.0}}),
+        "b": series([], {4: {"skill": 2.0, "loss": 3.0}}),
+    }
+    found = compared(jobs, both, 0.0)
+    assert found["lowest"] == {"skill": None, "loss": True}
+    assert found["rows"][0]["metrics"]["skill"] == {"last": 1.0, "best": None}
+    assert [row["best skill"] for row in table_of(found)] == [None, None]
+    with pytest.raises(ConfigError, match='give mode="min" or mode="max"'):
+        best_row(found, "skill")
+    for mode, best, of_a, lowest in (("max", "b", 3.0, False), ("min", "a", 1.0, True)):
+        row = best_row(found, "skill", mode)
+        assert row is not None and row["id"] == best
+        given = with_direction(found, ["skill"], mode)  # type: ignore[arg-type]
+        assert given["rows"][0]["metrics"] == {"skill": {"last": 1.0, "best": of_a}, "loss": {"last": 2.0, "best": 1.0}}
+        assert given["lowest"] == {"skill": lowest, "loss": True}
+    assert found["lowest"]["skill"] is None, "the given comparison does not change"
 
 
-@pytest.mark.parametrize("name", ["accuracy", "f1", "auc", "reward", "msec"])
-def test_others_are_better_when_higher(name: str) -> None:
-    assert not lower_is_better(name)
+def test_only_jobs_that_ended_with_a_result_can_be_the_best() -> None:
+    end = {4: {"loss": 0.1}}
+    jobs = [
+        job("runs", {}, status="RUNNING"),
+        job("failed", {}, status="FAILED"),
+        job("stopped", {}, status="STOPPED"),
+        job("kept", {}, status="STOPPED", metrics={"loss": 0.2}),
+        job("ended", {}),
+    ]
+    both = {each["id"]: series([], end) for each in jobs}
+    both |= {"kept": series([], {4: {"loss": 0.2}}), "ended": series([], {4: {"loss": 0.3}})}
+    found = compared(jobs, both, 0.0)
+    assert [row["result"] for row in found["rows"]] == [False, False, False, True, True]
+    assert best_row(found, "loss")["id"] == "kept"  # type: ignore[index]
+    found["rows"][3]["result"] = False
+    assert best_row(found, "loss")["id"] == "ended"  # type: ignore[index]
+    assert best_row(compared(jobs[:3], both, 0.0), "loss") is None
 
 
 def test_a_sparkline() -> None:
@@ -476,7 +507,9 @@ def test_a_repeated_request_makes_no_second_sweep(site: Site, client: Client) ->
     clear(client)
 
 
-def test_the_service_compares_jobs_and_sweeps(site: Site, client: Client) -> None:
+def test_the_service_compares_jobs_and_sweeps(
+    site: Site, client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     sweep = client.sweep({"workload": "digits:Digits", "working_dir": None}, name="cmp", lr=[0.1, 0.3])
     for each, loss in zip(sweep.jobs, (0.5, 0.25), strict=True):
         points = [{"kind": "round", "round": i, "loss": 1.0 / (i + 1), "seconds": 0.5} for i in range(4)]
@@ -486,11 +519,34 @@ def test_the_service_compares_jobs_and_sweeps(site: Site, client: Client) -> Non
         (folder / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
         progress = {"params": {"lr": each.params["lr"], "width": 4}, "round": 4, "rounds": 4, "epochs": 2}
         (folder / "progress.json").write_text(json.dumps(progress))
+    with pytest.raises(NotFound, match=r"no job .* has ended with a result that has the metric 'loss'"):
+        sweep.best("loss")
+    for each in sweep.jobs:
+        site.start(each.id)
+        site.store("change_status", each.id, Status.SUCCEEDED, message="")
     assert sweep.best("loss").id == sweep.jobs[1].id
+    assert sweep.best("loss", mode="max").id == sweep.jobs[0].id
+    with pytest.raises(ConfigError, match='give mode="min" or mode="max"'):
+        sweep.best("skill")
+    assert sweep.best("skill", mode="max").id == sweep.jobs[0].id
+    with pytest.raises(NotFound, match="has the metric 'nothing': there are loss, skill"):
+        sweep.best("nothing")
     assert sweep.jobs[1].refresh().params == {"lr": 0.3, "width": 4}
     row = sweep.table()[0]
     assert (row["lr"], row["rounds"], row["loss"], row["best loss"]) == (0.1, 4, 0.5, 0.5) and "width" not in row
     ids = [each.id for each in sweep.jobs]
+    monkeypatch.setenv("RAYPS_URL", site.url)
+    monkeypatch.setenv("RAYPS_TOKEN", site.token)
+    for options, heads in (
+        ([], "loss lowest skill accuracy highest batch skill"),
+        (["--mode", "min"], "loss lowest skill lowest accuracy highest batch skill lowest"),
+        (["--mode", "max", "--metric", "loss"], "loss highest skill accuracy highest batch skill"),
+    ):
+        assert cli.main(["compare", "cmp", *options]) == 0
+        assert heads in " ".join(capsys.readouterr().out.partition("\n")[0].split())
+    assert cli.main(["compare", "cmp", "--mode", "max", "-o", "json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["lowest"]["skill"] is False and shown["rows"][0]["metrics"]["batch skill"]["best"] == 3.0
     found = client.call("GET", "/api/v1/comparison", params={"job": ids})
     assert found == sweep.compare()
     assert found["metrics"] == ["loss", "skill", "accuracy", "batch skill", "batch loss"]
@@ -576,4 +632,4 @@ def test_what_a_loop_logs_is_compared() -> None:
         bucket["numbers"] = {"skill": float(number)}
     shown = compared([one], {"A": found}, 0.0)
     assert shown["metrics"] == ["skill", "loss"]
-    assert shown["rows"][0]["metrics"] == {"skill": {"last": 2.0, "best": 2.0}, "loss": {"last": 3.0, "best": 2.0}}
+    assert shown["rows"][0]["metrics"] == {"skill": {"last": 2.0, "best": None}, "loss": {"last": 3.0, "best": 2.0}}

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from rayps.core.code_archive import HASH
 from rayps.core.job_status import Status
+from rayps.core.metric_direction import lowest_is_best
 from rayps.core.requirements import LONGEST_LINE, MOST_LINES
 from rayps.service.code_origin import MOST_DIFF
 from rayps.service.groups import LEAST_SILENCE, MOST_REPLICAS, MOST_SERVERS, MOST_SILENCE, SILENCE
@@ -139,6 +140,10 @@ class JobOut(BaseModel):
     finished_at: datetime | None
     progress: dict[str, Any] | None
     metrics: dict[str, float | None] | None
+    lowest: dict[str, bool | None] = Field(
+        description="For each metric of the newest evaluation, whether its lowest value is the best; null if its name "
+        "does not say it."
+    )
     checkpoint: str | None
     stop_requested: bool
     params: dict[str, Any] = Field(
@@ -175,7 +180,7 @@ class ComparisonOut(BaseModel):
 
     differing: list[str]
     metrics: list[str]
-    lowest: dict[str, bool]
+    lowest: dict[str, bool | None]
     rows: list[dict[str, Any]]
     curves: dict[str, dict[str, dict[str, Any]]]
 
@@ -403,6 +408,7 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 def job_out(record: JobRecord, progress: dict[str, Any] | None) -> dict[str, Any]:
     """Return a job as JSON data."""
+    known = {**((progress or {}).get("metrics") or {}), **(record.metrics or {})}
     return {
         "id": record.id,
         "name": record.name,
@@ -415,6 +421,7 @@ def job_out(record: JobRecord, progress: dict[str, Any] | None) -> dict[str, Any
         "finished_at": timestamp(record.finished_at),
         "progress": progress,
         "metrics": finite(record.metrics),
+        "lowest": {name: lowest_is_best(name) for name in known},
         "checkpoint": record.checkpoint,
         "stop_requested": record.stop_requested_at is not None,
         "params": (progress or {}).get("params") or record.spec.params,

@@ -171,6 +171,7 @@ class FakeJob:
     def to_json(self) -> dict[str, Any]:
         """The job as the service sends it."""
         last = next((point for point in reversed(self.metrics) if point["kind"] == "round"), None)
+        evaluated = next((point["metrics"] for point in reversed(self.metrics) if point["kind"] == "evaluation"), {})
         progress = None
         if last:
             progress = {
@@ -190,6 +191,7 @@ class FakeJob:
             "id": self.id, "name": self.name, "status": self.status, "reason": self.reason, "spec": self.spec, "attempt": 1,
             "created_at": iso(self.created), "started_at": iso(self.started), "finished_at": iso(self.finished),
             "progress": progress, "metrics": self.final,
+            "lowest": {name: name.endswith("loss") for name in evaluated},
             "checkpoint": f"/var/lib/rayps/jobs/{self.id}/checkpoints/step-{self.round:08d}" if self.final else None,
             "stop_requested": self.stop_requested,
         }

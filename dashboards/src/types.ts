@@ -108,6 +108,7 @@ export interface Job {
   finished_at: string | null;
   progress: Progress | null;
   metrics: Record<string, number | null> | null;
+  lowest?: Record<string, boolean | null>; // for each metric of the last evaluation, whether its lowest value is the best; null if unknown
   checkpoint: string | null;
   stop_requested: boolean;
   params?: Record<string, unknown>; // of the workload: all after the start, before only those that were given
@@ -150,11 +151,11 @@ export interface ComparedRow {
   metrics: Record<string, { last: number | null; best: number | null }>;
 }
 
-/** Jobs beside each other. `lowest`: whether a metric's best value is the lowest. */
+/** Jobs beside each other. `lowest`: whether a metric's best value is the lowest; null if its name does not say it. */
 export interface Comparison {
   differing: string[];
   metrics: string[];
-  lowest: Record<string, boolean>;
+  lowest: Record<string, boolean | null>;
   rows: ComparedRow[];
   curves: Record<string, Record<string, Curve>>; // by job id and metric
 }

@@ -27,6 +27,10 @@ describe("the table", () => {
     expect(columns(found).map((column) => column.head)).toEqual(["Job", "Status", "lr", "strategy", "Rounds", "Time", "loss", "lowest", "batch loss", "lowest"]);
     expect(columns({ ...found, lowest: { loss: false } })[7]!.head).toBe("highest");
   });
+  test("has no best column for a metric whose name does not say which value is the best", () => {
+    const heads = columns({ ...found, lowest: { loss: null, "batch loss": true } }).map((column) => column.head);
+    expect(heads.slice(6)).toEqual(["loss", "batch loss", "lowest"]);
+  });
   test("sorts numbers as numbers, and keeps rows without a value last in both directions", () => {
     const lr = columns(found).find((column) => column.key === "lr");
     expect(sorted(found.rows, lr, false).map((each) => each.id)).toEqual(["b", "a", "c"]);

@@ -2,7 +2,7 @@
 import { describe, expect, it } from "vitest";
 import { folded } from "../src/lib/events";
 import { meetings, residuals } from "../src/lib/apart";
-import { clientMap, Cohorts, learnt, presence, reason, reasons, skew, staleUpdates, tallies } from "../src/lib/federated";
+import { bestOf, clientMap, Cohorts, learnt, presence, reason, reasons, skew, staleUpdates, tallies } from "../src/lib/federated";
 import { Series } from "../src/lib/series";
 import { attack, describe as inWords, hasRealClients, hasStaleness, isFederated, label, length, meetsNowAndThen, staleBound, usesAdmm } from "../src/lib/strategy";
 import type { JobEvent, MetricPoint } from "../src/types";
@@ -71,6 +71,9 @@ describe("clients by round", () => {
 });
 
 describe("what was learnt", () => {
+  it("has a best value in the direction that the service states", () => {
+    expect([bestOf([0.2, null, 0.5, 0.1], false), bestOf([0.2, null, 0.5, 0.1], true), bestOf([null], true)]).toEqual([0.5, 0.1, null]);
+  });
   const series = new Series();
   series.filedBack = 1;
   series.add([1, 2, 3].map((done) => ({ kind: "evaluation" as const, round: done, metrics: { accuracy: done / 10, ...(done === 3 ? { personal_accuracy: 0.9 } : {}) } })));

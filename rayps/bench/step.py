@@ -134,7 +134,7 @@ class StepBench:
 
             loop.w.plan = dataclasses.replace(plan, end=loop.w.position + steps)
             start = time.perf_counter()
-            run = PlanRun(loop, report, lambda part: None, lambda: loop.w.position >= loop.w.plan.end)
+            run = PlanRun(loop, report, lambda part, pin: None, lambda: loop.w.position >= loop.w.plan.end)
             run.run()  # without checkpoints
             step = 1000 * (time.perf_counter() - start) / steps
             rounds = [p for p in points if p["kind"] == "round"]

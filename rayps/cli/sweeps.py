@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Annotated
 
@@ -14,11 +15,17 @@ from rayps.cli.sparkline import sparkline
 from rayps.core.errors import ConfigError
 from rayps.core.values import Json
 from rayps.service.client import Client
-from rayps.service.comparison import BATCH_LOSS, ComparedRow, Comparison
+from rayps.service.comparison import BATCH_LOSS, ComparedRow, Comparison, with_direction
 from rayps.service.job_file import load, of_function, read
-from rayps.service.sweep_client import direction
 
 _WIDTH = 60  # characters of a curve
+
+
+class Mode(enum.StrEnum):
+    """Whether the best value of a metric is its lowest or its highest."""
+
+    min = "min"
+    max = "max"
 
 
 def sweep(
@@ -85,12 +92,22 @@ def compare(
     metric: Annotated[
         str | None, typer.Option(help="The metric of the curves (default: the first with several values).")
     ] = None,
+    mode: Annotated[
+        Mode | None,
+        typer.Option(
+            help="Whether the best value is the lowest or the highest: of --metric, or of the metrics whose names do "
+            "not say it (default: by the name of each metric)."
+        ),
+    ] = None,
     output: Format = Output.table,
 ) -> None:
     """Compare jobs by values, metrics and curves. The values are those in which the jobs differ."""
     query: dict[str, str | list[str]] = {"sweep": names[0]} if len(names) == 1 else {"job": names}
     with Client() as client:
         found: Comparison = client.call("GET", "/api/v1/comparison", params=query)
+    if mode is not None:
+        silent = [name for name in found["metrics"] if found["lowest"][name] is None]
+        found = with_direction(found, silent if metric is None else [metric], mode.value)
     if output is Output.json:
         show.dump(found)
         return
@@ -114,7 +131,7 @@ def _chosen(found: Comparison, metric: str | None) -> str | None:
 
 def _table(found: Comparison) -> None:
     metrics = [name for name in found["metrics"] if name != BATCH_LOSS] or found["metrics"]
-    heads = [head for name in metrics for head in (name, direction(name))]
+    heads = [head for name in metrics for head in (name, *_best_head(found, name))]
     rows: list[list[show.Cell]] = [
         [
             row["id"],
@@ -122,16 +139,25 @@ def _table(found: Comparison) -> None:
             *[_text(row["values"].get(name)) for name in found["differing"]],
             row["rounds"] if row["rounds"] is not None else "",
             show.number(row["seconds"]),
-            *_cells(row, metrics),
+            *_cells(found, row, metrics),
         ]
         for row in found["rows"]
     ]
     show.table(["id", "status", *found["differing"], "rounds", "seconds", *heads], rows)
 
 
-def _cells(row: ComparedRow, metrics: list[str]) -> list[str]:
-    found = [row["metrics"].get(name, {"last": None, "best": None}) for name in metrics]
-    return [show.number(value) for each in found for value in (each["last"], each["best"])]
+def _best_head(found: Comparison, metric: str) -> list[str]:
+    """Return the heading of the best values of a metric, or [] if it is not known which value is the best."""
+    lowest = found["lowest"][metric]
+    return [] if lowest is None else ["lowest" if lowest else "highest"]
+
+
+def _cells(found: Comparison, row: ComparedRow, metrics: list[str]) -> list[str]:
+    cells = []
+    for name in metrics:
+        summary = row["metrics"].get(name, {"last": None, "best": None})
+        cells += [show.number(summary["last"]), *(show.number(summary["best"]) for _ in _best_head(found, name))]
+    return cells
 
 
 def _curves(found: Comparison, metric: str | None) -> None:

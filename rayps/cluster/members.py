@@ -46,12 +46,13 @@ class GroupMember:
         assert self.place is not None
         return self.place.address
 
-    def poll(self, wanted: int, timeout: float) -> Any:
+    def poll(self, wanted: int, timeout: float, *more: int) -> Any:
         """Call the member's `poll`; return its new facts, or None while the member has not answered.
 
-        `wanted` is the round whose state the member must retain for a snapshot. `timeout` is in seconds.
+        `wanted` is the round whose state the member must retain for a snapshot. `timeout` is in seconds. `more` are
+        further arguments of the member's `poll`.
         """
-        facts = self._answer(timeout, "poll", wanted)
+        facts = self._answer(timeout, "poll", wanted, *more)
         if facts is not None:
             self.facts = facts
         return facts

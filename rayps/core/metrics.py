@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 import pyarrow as pa
 
+from rayps.core.errors import WorkloadError
 from rayps.core.records import ROUND_FIELDS, Point
 from rayps.core.values import JsonObject
 
@@ -67,7 +68,10 @@ class Rounds:
         self._reached: dict[int, int] = {}  # the newest round that each rank has reported
 
     def add(self, points: list[Point]) -> list[Point]:
-        """Add points of single ranks. Return the merged points that are now complete, in order of rounds."""
+        """Add points of single ranks. Return the merged points that are now complete, in order of rounds.
+
+        Raises WorkloadError if a round has a metric of the user's loss and a number of the strategy of one name.
+        """
         done = []
         for point in points:
             if point["kind"] == "round" and (point["round"] < self._below or point["round"] in self._returned):
@@ -125,37 +129,62 @@ class Rounds:
         if mean.get("seconds") and "data" in mean:
             mean["data_share"] = mean["data"] / mean["seconds"]
         # metrics beside the losses, and numbers that the strategy added, which are equal on all ranks
-        added: dict[str, float] = combined([p["metrics"] for p in points if "metrics" in p])
-        added |= next((p["said"] for p in points if p.get("said")), {})
-        return added | {
-            "kind": "round",
-            "round": number,
-            "epoch": points[0]["epoch"],
-            "time": time.time(),
-            "loss": sum(loss * n for loss, n in losses) / with_loss if with_loss else None,
-            "samples": samples,
-            **mean,
-            "bytes": sum(p["bytes"] for p in points),
-            "staleness": {str(lead): n for lead, n in sorted(leads.items())},
-            "generation": self.generation,
-            "strategy": self.strategy,
-        }
+        added: dict[str, float] = values_of(total_over([p["metrics"] for p in points if "metrics" in p]))
+        said: dict[str, float] = next((p["said"] for p in points if p.get("said")), {})
+        twice = sorted(added.keys() & said.keys())
+        if twice:
+            raise WorkloadError(
+                f"loss(model, batch) returned a metric {twice[0]!r}, and the strategy {self.strategy} adds a number of "
+                "this name to its rounds: give the metric another name"
+            )
+        return (
+            added
+            | said
+            | {
+                "kind": "round",
+                "round": number,
+                "epoch": points[0]["epoch"],
+                "time": time.time(),
+                "loss": sum(loss * n for loss, n in losses) / with_loss if with_loss else None,
+                "samples": samples,
+                **mean,
+                "bytes": sum(p["bytes"] for p in points),
+                "staleness": {str(lead): n for lead, n in sorted(leads.items())},
+                "generation": self.generation,
+                "strategy": self.strategy,
+            }
+        )
 
 
 def _evaluation(number: int, ranks: dict[int, Point], missing: list[int]) -> Point:
-    metrics = combined([point["sums"] for point in ranks.values()])
-    point = {"kind": "evaluation", "round": number, "time": time.time(), "metrics": metrics}
+    point = evaluation_point(number, total_over([point["sums"] for point in ranks.values()]))
     return point | {"missing": missing} if missing else point
 
 
-def combined(parts: Sequence[Mapping[str, Sequence[float | str]]]) -> dict[str, float]:
-    """Return each metric over all parts, which are a dict from metric to `Total` for each rank.
+def evaluation_point(number: int, totals: Totals) -> Point:
+    """Return the point of an evaluation of the parameters after `number` rounds.
 
-    A pair (sum, samples) counts as the total of a mean. A mean without weight is left out.
+    Means without weight are no `metrics`; their names are in `no_value`, a list that the point has only if needed.
+    """
+    metrics = values_of(totals)
+    point = {"kind": "evaluation", "round": number, "time": time.time(), "metrics": metrics}
+    lacking = [name for name in totals if name not in metrics]
+    return point | {"no_value": lacking} if lacking else point
+
+
+def total_over(parts: Sequence[Mapping[str, Sequence[float | str]]]) -> Totals:
+    """Return each metric's total over all parts, which are a dict from metric to `Total` for each rank.
+
+    A pair (sum, samples) counts as the total of a mean.
     """
     totals: Totals = {}
     for part in parts:
         add_totals(totals, {name: Total(*given) for name, given in part.items()})  # type: ignore[arg-type]
+    return totals
+
+
+def values_of(totals: Totals) -> dict[str, float]:
+    """Return each metric's value. A mean without weight is left out."""
     return {name: result for name, total in totals.items() if (result := total.result) is not None}
 
 

@@ -19,9 +19,11 @@ class BestCheckpoint(Callback):
     """Keeps the checkpoint of the best evaluation by one metric, beside the newest checkpoints.
 
     The checkpoint is kept in the subfolder `name` of the folder for checkpoints, until a better one replaces it. It is
-    `result.best`, and `rayps.train(resume=...)` takes its path. `mode` and `min_delta` are those of `EarlyStopping`.
-    With this callback a checkpoint of every evaluated state is saved, and workers that are more than one evaluation
-    ahead wait until the driver has saved it.
+    `result.best`, and `rayps.train(resume=...)` takes its path. If a run has several, each needs a name of its own;
+    `result.best` is that of the first in the list (those given to `rayps.train` come before the workload's), and each
+    has its checkpoint as `path`. `mode` and `min_delta` are those of `EarlyStopping`. With this callback a checkpoint
+    of every evaluated state is saved, and workers that are more than one evaluation ahead wait until the driver has
+    saved it. An evaluation without a value of the metric is never the best.
 
     Example:
         import tempfile
@@ -49,7 +51,7 @@ class BestCheckpoint(Callback):
 
     def on_evaluation(self, run: RunView, metrics: Mapping[str, float]) -> None:
         """Keep the checkpoint of this evaluation if it is the best so far."""
-        if self.watch.look(metrics, run.round):
+        if self.watch.consider(run, metrics):
             self._due = run.round
             self._keep(run, run.round)
 

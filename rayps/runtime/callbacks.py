@@ -59,12 +59,22 @@ class RunHandle:
         self.job: Mapping[str, object] = {field: given[field] for field in _JOB_FIELDS}
         self.stop_reason: str | None = None
         self.stop_round = 0  # the run ends with its first state of this round or a later one
-        self.best: Path | None = None  # the checkpoint that was kept first
+        self.best_name: str | None = (
+            None  # the name under which the job's best checkpoint is kept; None: the first kept
+        )
+        self.no_value: Sequence[str] = ()  # metrics of the current evaluation that have no value
         self._journal = journal
         self._target: Point | None = None  # what `log` adds to; None between points
         self._reserved: frozenset[str] = frozenset()
         self._waiting: Point = {}  # numbers for the next round
         self._kept: dict[str, Path] = {}
+
+    @property
+    def best(self) -> Path | None:
+        """The job's best checkpoint: that of the first `BestCheckpoint`, or if there is none, of the first `keep`."""
+        if self.best_name is not None:
+            return self._kept.get(self.best_name)
+        return next(iter(self._kept.values()), None)
 
     @property
     def events(self) -> Sequence[Event]:
@@ -104,7 +114,6 @@ class RunHandle:
         path = checkpoint.keep(self.folder, round, name, other)
         if path is not None:
             self._kept[name] = path
-            self.best = next(iter(self._kept.values()))
         return path
 
 
@@ -134,8 +143,10 @@ class CallbackRunner:
         """The names of the callbacks, in the order in which they are called."""
         return list(self._named)
 
-    def check_folder(self, checkpoint_every: int | None) -> str | None:
+    def check_folder(self, checkpoint_every: int | None, *, known: bool) -> str | None:
         """Return a warning if `checkpoint_every` has no effect, else None.
+
+        `known`: whether the rounds after which the run evaluates are known before it starts.
 
         Raises ConfigError if a callback keeps checkpoints, and the run has no folder for them.
         """
@@ -143,7 +154,7 @@ class CallbackRunner:
             return None
         if self.run.folder is None:
             raise no_folder("a BestCheckpoint keeps checkpoints")
-        if checkpoint_every is None:
+        if checkpoint_every is None or not known:
             return None
         return "checkpoint_every has no effect with a BestCheckpoint: a state is saved at every evaluation"
 
@@ -234,8 +245,9 @@ class CallbackRunner:
                 self.evaluated = point["round"]
                 before, self.run.round = self.run.round, point["round"]
                 self.run.epoch = point.get("epoch", self.run.epoch)
+                self.run.no_value = point.get("no_value", ())
                 self._tell("on_evaluation", point["metrics"])
-                self.run.round = max(before, self.run.round)
+                self.run.round, self.run.no_value = max(before, self.run.round), ()
 
     def _tell(self, method: str, target: Point) -> None:
         """Call `method` of all callbacks with a copy of `target`, to which `run.log` adds."""
@@ -343,7 +355,8 @@ def runner_of(callbacks: Sequence[Callback], workload: Workload, run: RunHandle,
     """Return the runner of the given callbacks and those of the workload.
 
     Raises:
-        ConfigError, WorkloadError: something that is not a callback was given, or the workload's method failed.
+        ConfigError, WorkloadError: something that is not a callback was given, two `BestCheckpoint`s have one name, or
+            the workload's method failed.
     """
     with user_code("callbacks"):
         own = workload.callbacks()
@@ -353,6 +366,15 @@ def runner_of(callbacks: Sequence[Callback], workload: Workload, run: RunHandle,
             raise ConfigError(
                 f"callbacks has {what}: give instances of classes derived from rayps.Callback", field="callbacks"
             )
+    names = [each.name for each in [*callbacks, *own] if isinstance(each, BestCheckpoint)]
+    run.best_name = next(iter(names), None)
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise ConfigError(
+            f"callbacks has {names.count(twice)} BestCheckpoints of the name {twice!r}, and the checkpoint of one "
+            'replaces that of the other: give each another name, e.g. name="best-accuracy"',
+            field="callbacks",
+        )
     return CallbackRunner([*callbacks, *own], run, timeout)
 
 

@@ -24,6 +24,7 @@ from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import Cluster
 from rayps.core.errors import RaypsError
 from rayps.core.job_status import Status
+from rayps.core.metrics import evaluation_point
 from rayps.core.phase_rounds import Calendar
 from rayps.core.records import ProgressRecord
 from rayps.core.strategy import Phase
@@ -162,11 +163,12 @@ class Driver:
         if not self._again and (own := parameters.differing(self.workload, Workload)):
             text = ", ".join(f"{name} = {parameters.shown(value)}" for name, value in own.items())
             self.journal.event("parameters", text, params=self._params)
-        if (note := self._callbacks.check_folder(self.spec.checkpoint_every)) is not None:
-            self.journal.event("warning", note)
         calendar = Calendar(
             self._phases, found.steps, self.spec.workers, epochs=self.spec.epochs, rounds=self.spec.steps
         )
+        known = self.spec.evaluate_every is not None or not calendar.open
+        if (note := self._callbacks.check_folder(self.spec.checkpoint_every, known=known)) is not None:
+            self.journal.event("warning", note)
         schedule = ScheduleRecord(recipe_of(self.workload))
         self._known = RunPlan(self._phases, calendar, found.divisions, found.tables, schedule, mailbox, found.start)
         self._record.set_calendar(calendar)
@@ -376,14 +378,14 @@ class Driver:
 
     def _evaluate(self, phase: PhaseRun) -> Findings:
         snapshot = self._checkpoints.snapshot.averaged(self.workload.average)
-        metrics = self._group.evaluate(snapshot, timeout=max(EVALUATE_SECONDS, self.spec.timeout))
-        if metrics is None:
+        totals = self._group.evaluate(snapshot, timeout=max(EVALUATE_SECONDS, self.spec.timeout))
+        if totals is None:
             facts = replace(self._facts(phase), recovery=RestartAll())
             return Findings(decision=self._decided(facts))
-        point = {"kind": "evaluation", "round": snapshot.round, "time": time.time(), "metrics": metrics}
+        point = evaluation_point(snapshot.round, totals)
         self._record.add_points([point])
         self.journal.add_costs()
-        self._record.metrics = metrics
+        self._record.metrics = point["metrics"]
         return Findings()
 
     def _request_checkpoint(self, phase: PhaseRun) -> Findings:

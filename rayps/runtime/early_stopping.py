@@ -3,42 +3,53 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from rayps.core.errors import ConfigError
+from rayps.core.metric_direction import chosen_direction
 from rayps.core.values import JsonObject, Keywords
 from rayps.workload.callback import Callback, RunView
-
-MODES = ("min", "max", "auto")
-_GROWING = ("acc", "auc", "f1", "precision", "recall", "score", "bleu", "rouge", "iou", "r2", "reward")
 
 
 class MetricWatch:
     """The best value of one metric so far. A value is better if it differs by more than `min_delta`.
 
-    `mode` "auto" is "max" for a metric whose name contains acc, auc, f1, precision, recall, score, bleu, rouge, iou, r2
-    or reward, and else "min".
+    `mode` is "min" if the lowest value is the best, "max" if it is the highest, or "auto", which asks the words of the
+    metric's name: see `rayps.core.metric_direction`.
     """
 
     def __init__(self, metric: str, mode: str = "auto", min_delta: float = 0.0) -> None:
-        """Prepare. Raises ConfigError if an argument is refused."""
+        """Prepare. Raises ConfigError if an argument is refused, or the name of the metric does not say the mode."""
         if not isinstance(metric, str) or not metric:
             raise ConfigError(f"metric is {metric!r}: give the name of a metric, such as 'loss'", field="metric")
-        if mode not in MODES:
-            raise ConfigError(f"mode is {mode!r}: give one of {', '.join(MODES)}", field="mode")
         if isinstance(min_delta, bool) or not isinstance(min_delta, (int, float)) or not 0 <= min_delta < math.inf:
             raise ConfigError(f"min_delta is {min_delta!r}: give a finite number of at least 0", field="min_delta")
         self.metric, self.min_delta = metric, min_delta
-        self.grows = mode == "max" or (mode == "auto" and any(part in metric.lower() for part in _GROWING))
+        self.grows = chosen_direction(metric, mode) == "max"
         self.best: float | None = None
         self.round = 0  # the round of the best value
+        self._reported = False  # whether an evaluation without a value was reported
 
-    def look(self, metrics: Mapping[str, float], round: int) -> bool:
+    def consider(self, run: RunView, metrics: Mapping[str, float]) -> bool | None:
+        """Return what `look` does for an evaluation of a run. The first one without a value is a warning of the job."""
+        found = self.look(metrics, run.round, run.no_value)
+        if found is None and not self._reported:
+            self._reported = True
+            run.warn(
+                f"the evaluation after round {run.round} has no value of {self.metric!r}, whose weights sum to 0: a "
+                "callback ignores such evaluations"
+            )
+        return found
+
+    def look(self, metrics: Mapping[str, float], round: int, no_value: Collection[str] = ()) -> bool | None:
         """Consider an evaluation after `round` rounds. Return whether its value is the best so far; NaN never is.
 
-        Raises ConfigError if there is no such metric.
+        Return None if the metric is one of `no_value`, which this evaluation has without a value. Raises ConfigError if
+        there is no such metric.
         """
-        self.check(metrics)
+        if self.metric not in metrics and self.metric in no_value:
+            return None
+        self.check([*metrics, *no_value])
         value = float(metrics[self.metric])
         if math.isnan(value):
             return False
@@ -49,8 +60,8 @@ class MetricWatch:
         self.best, self.round = value, round
         return True
 
-    def check(self, metrics: Mapping[str, float]) -> None:
-        """Raise ConfigError if an evaluation has no such metric."""
+    def check(self, metrics: Collection[str]) -> None:
+        """Raise ConfigError if the metric is not among these names of an evaluation's metrics."""
         if self.metric not in metrics:
             raise ConfigError(
                 f"metric is {self.metric!r}, and the evaluation has no such metric: the metrics are "
@@ -70,9 +81,11 @@ class MetricWatch:
 class EarlyStopping(Callback):
     """Ends a run when a metric of its evaluations has not improved for `patience` evaluations in a row.
 
-    `mode` is "min", "max" or "auto" (see `MetricWatch`), and an improvement is larger than `min_delta`. The run ends
-    with status SUCCEEDED, with the metrics and the parameters of its last state. The count continues in a run that
-    resumes.
+    `mode` is "min", "max" or "auto": the lowest value is the best of a metric whose name has a word of a loss or an
+    error (loss, error, nll, mse, ...), and else the highest of one with a word such as accuracy, f1 or score. Any other
+    name needs "min" or "max". An improvement is larger than `min_delta`. The run ends with status SUCCEEDED, with the
+    metrics and the parameters of its last state. An evaluation without a value of the metric (a mean whose weights sum
+    to 0) does not count. The count continues in a run that resumes.
 
     Example:
         rayps.train(work, epochs=100, callbacks=[rayps.EarlyStopping("loss", patience=3)])
@@ -87,11 +100,14 @@ class EarlyStopping(Callback):
 
     def on_evaluation(self, run: RunView, metrics: Mapping[str, float]) -> None:
         """Stop the run if the metric has not improved for too long."""
-        self.waited = 0 if self.watch.look(metrics, run.round) else self.waited + 1
+        best = self.watch.consider(run, metrics)
+        if best is None:
+            return
+        self.waited = 0 if best else self.waited + 1
         if self.waited >= self.patience:
-            best = "it was never a number" if self.watch.best is None else f"{self.watch.best:.6g}"
+            value = "it was never a number" if self.watch.best is None else f"{self.watch.best:.6g}"
             run.stop(
-                f"{self.watch.metric} has not improved for {self.waited} evaluations (best: {best}, after round "
+                f"{self.watch.metric} has not improved for {self.waited} evaluations (best: {value}, after round "
                 f"{self.watch.round})"
             )
 

@@ -105,7 +105,9 @@ class PhaseRun:
         `each`: a snapshot is taken after every evaluation, and workers wait for it.
         """
         every, begin = spec.checkpoint_every, self.span.begin
-        if each:
+        each_epoch = each and spec.evaluate_every is None and self.span.steps >= OPEN
+        each_boundary = each and not each_epoch
+        if each_boundary:
             every = spec.evaluate_every
             boundary = Boundary(self.span.steps, self.end, begin) if every is None else Boundary(every, self.end)
         elif every is None:
@@ -129,5 +131,6 @@ class PhaseRun:
             mailbox,
             Ticks(self.span.origin, self.span.steps),
             evaluate_every=spec.evaluate_every,
-            each_boundary=each,
+            each_boundary=each_boundary,
+            each_epoch=each_epoch,
         )

@@ -192,9 +192,13 @@ def of_another(meta: Meta, spec: JobSpec) -> list[str]:
 class SnapshotSchedule:
     """Chooses the round of the next snapshot: a boundary of the generation or, after `snapshot_soon`, any round."""
 
-    def __init__(self, boundary: Boundary, *, each: bool = False) -> None:
-        """Prepare. `each`: a snapshot is taken at every boundary, because workers wait for it."""
-        self.each = each
+    def __init__(self, boundary: Boundary, *, each: bool = False, in_order: bool = False) -> None:
+        """Prepare. `each`: a snapshot is taken at every boundary, because workers wait for it.
+
+        `in_order`: of the states that all members retain, the oldest is taken first, because workers wait for the state
+        of some rounds that are no boundaries.
+        """
+        self.each, self.in_order = each, each or in_order
         self.round = 0  # the chosen round; 0 if no round was chosen yet
         self._boundary = boundary
         self._lead = 1  # rounds between the fastest member and the chosen round
@@ -203,7 +207,7 @@ class SnapshotSchedule:
     def snapshot_soon(self) -> None:
         """Take the next snapshot as soon as possible, also at a round that is not a boundary."""
         if not self._soon:
-            self._soon, self.each, self.round = True, False, 0
+            self._soon, self.each, self.in_order, self.round = True, False, False, 0
 
     def choose_round(self, members: list[tuple[int, list[int]]], collected: int) -> int:
         """Choose the round whose parts all members must retain, and return this round.

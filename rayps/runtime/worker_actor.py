@@ -159,15 +159,15 @@ class WorkerActor:
             self._current.start(self._load, snapshot, self._listener, self._device, self._companions)
             return True
 
-    def poll(self, wanted: int) -> WorkerFacts:
+    def poll(self, wanted: int, taken: int = 0) -> WorkerFacts:
         """Return the facts since the last poll. Each point and each log line is returned once.
 
-        The worker will retain its part of round `wanted`.
+        The worker will retain its part of round `wanted`. The driver has the state after round `taken`.
         """
         ends = ended_threads(self._ends)
         with self._lock:
             run = self._current
-            answer = WorkerFacts(self._rank, 0, "idle") if run is None else run.poll(wanted)
+            answer = WorkerFacts(self._rank, 0, "idle") if run is None else run.poll(wanted, taken)
         answer.lines, answer.ends = self.logs.drain(), ends
         answer.points += self._ended_threads(ends)
         return answer

@@ -18,7 +18,7 @@ from rayps.cluster.reservation import WorkerResources, reserve
 from rayps.cluster.user_packages import install_seconds
 from rayps.core.errors import ActorDied, ClusterError, LinkError
 from rayps.core.grid import Grid
-from rayps.core.metrics import combined
+from rayps.core.metrics import Totals, total_over
 from rayps.core.records import Point
 from rayps.core.strategy_families import learns_by_client, rebuilds
 from rayps.core.topology import runs_in_step, servers_of
@@ -240,7 +240,7 @@ class WorkerGroup:
         that these states lack.
         """
         self._orders = orders
-        self._schedule = SnapshotSchedule(orders.boundary, each=orders.each_boundary)
+        self._schedule = SnapshotSchedule(orders.boundary, each=orders.each_boundary, in_order=orders.each_epoch)
         self.grid = orders.strategy.grid(self.size)
         self._collected = snapshot.round
         self._launcher.end(member for member in self.workers if member.dead)
@@ -378,6 +378,7 @@ class WorkerGroup:
             orders.evaluate_every,
             orders.each_boundary,
             orders.evaluation_batches,
+            orders.each_epoch,
         )
 
     @property
@@ -408,7 +409,7 @@ class WorkerGroup:
         orders, wanted = self._current_orders(), self._wanted()
         points: list[Point] = []
         for rank, worker in enumerate(self.workers):
-            facts = worker.poll(wanted, orders.timeout)
+            facts = worker.poll(wanted, orders.timeout, self._collected)
             if isinstance(facts, WorkerFacts) and facts.generation == orders.generation:
                 worker.dead = overdue(facts.call, orders.timeout, facts.position, facts.ends)
                 points += self._received.new_points(rank, facts.points)
@@ -443,14 +444,15 @@ class WorkerGroup:
     def collect(self, snapshot: Snapshot) -> Snapshot | None:
         """Return the newest state of which every member retains its part, or None if none is newer than `snapshot`.
 
-        `snapshot` is the newest state that the driver has.
+        If states are taken in order, return the oldest one that is newer than `snapshot`, which is the newest state
+        that the driver has.
         """
         members = self._members_of_snapshot()
         if members is None or any(member.dead for member in self.members):
             return None
         in_step = runs_in_step(self._current_orders().strategy)
         common = set.intersection(*(set(held) for _, held in members))
-        newest_first = self._schedule is None or not self._schedule.each
+        newest_first = self._schedule is None or not self._schedule.in_order
         for newest in sorted((r for r in common if r > snapshot.round), reverse=newest_first):
             workers = [worker.handle.call("part", newest if in_step else None) for worker in self.workers]
             waits = [servers.parts(newest) for servers in self._servers()]
@@ -510,8 +512,8 @@ class WorkerGroup:
             return None
         return [*((f.position, f.parts) for f in facts), *found]
 
-    def evaluate(self, snapshot: Snapshot, timeout: float) -> dict[str, float] | None:
-        """Return a dict from each metric's name to its mean over the evaluation data, at the snapshot's parameters.
+    def evaluate(self, snapshot: Snapshot, timeout: float) -> Totals | None:
+        """Return a dict from each metric's name to its total over the evaluation data, at the snapshot's parameters.
 
         Return None if a worker was lost during the evaluation. That worker then counts as dead. `timeout` is in
         seconds.
@@ -572,8 +574,8 @@ def _servers(orders: Orders) -> int:
 
 def evaluated(
     members: Sequence[GroupMember], replies: Sequence[ActorReply], timeout: float, *, silence: float, round: int
-) -> dict[str, float] | None:
-    """Return a dict from each metric's name to its mean over all workers' results, or None if a worker was lost.
+) -> Totals | None:
+    """Return a dict from each metric's name to its total over all workers' results, or None if a worker was lost.
 
     A lost worker then counts as dead. `timeout` is the time limit of the whole evaluation in seconds, and `silence`
     that of one call of the user's code. `round` is the last round that was trained.
@@ -603,4 +605,4 @@ def evaluated(
             disconnected.append((member, str(error)))
     if disconnected and not any(member.dead for member in members):  # otherwise the dead worker is the cause
         disconnected[0][0].dead = disconnected[0][1]
-    return combined(found) if len(found) == len(members) else None
+    return total_over(found) if len(found) == len(members) else None

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypedDict
 
+from rayps.core.job_status import Status
+from rayps.core.metric_direction import Direction, chosen_direction, direction_of, lowest_is_best
 from rayps.core.values import Json, JsonObject
 from rayps.service.rest_answers import JobAnswer
 
 BATCH_LOSS = "batch loss"  # the mean loss of the training batches of a round; other metrics of rounds are named alike
-_LOW = re.compile(r"loss|error|perplexity|(^|_)(mse|mae|rmse|nll|ppl|wer|cer)($|_)", re.IGNORECASE)
 _NOT_COMPARED = ("name", "params", "resume")
 MOST_JOBS = 200
 
 
 class MetricSummary(TypedDict):
-    """The last and the best value of a metric; null if no value was finite."""
+    """The last and the best value of a metric; null if no value was finite.
+
+    The best value is also null if the metric's name does not say whether the lowest or the highest is the best.
+    """
 
     last: float | None
     best: float | None
@@ -29,12 +32,14 @@ class MetricSummary(TypedDict):
 class ComparedRow(TypedDict):
     """One job of a comparison. `values` has the values in which the jobs differ; `seconds` is the time since its start.
 
-    A name is missing in `values` if the job has no such value, or has not started and uses the default.
+    A name is missing in `values` if the job has no such value, or has not started and uses the default. `result`:
+    whether the job has succeeded, or was stopped and has a result.
     """
 
     id: str
     name: str
     status: str
+    result: bool
     values: JsonObject
     rounds: int | None
     seconds: float | None
@@ -54,11 +59,11 @@ class Curve(TypedDict):
 
 
 class Comparison(TypedDict):
-    """The answer to a comparison. `lowest`: for each metric, whether the best value is the lowest."""
+    """The answer to a comparison. `lowest`: for each metric, whether the best value is the lowest; null if unknown."""
 
     differing: list[str]
     metrics: list[str]
-    lowest: dict[str, bool]
+    lowest: dict[str, bool | None]
     rows: list[ComparedRow]
     curves: dict[str, dict[str, Curve]]  # by job id and metric
 
@@ -91,11 +96,6 @@ class _Clock:
         return since
 
 
-def lower_is_better(metric: str) -> bool:
-    """Return whether the best value of a metric is the lowest, by its name: losses and errors."""
-    return _LOW.search(metric) is not None
-
-
 def compared(jobs: Sequence[JobAnswer], series: Mapping[str, SeriesAnswer], now: float) -> Comparison:
     """Compare jobs, given each job's series by its id. `now`: seconds since the epoch, for jobs that have not ended."""
     values = [_values(job) for job in jobs]
@@ -108,10 +108,13 @@ def compared(jobs: Sequence[JobAnswer], series: Mapping[str, SeriesAnswer], now:
                 "id": job["id"],
                 "name": job["name"],
                 "status": job["status"],
+                "result": _has_result(job),
                 "values": {name: known[name] for name in names if name in known},
                 "rounds": (job["progress"] or {}).get("round"),
                 "seconds": _seconds(job, now),
-                "metrics": {name: _summary(name, curve["value"]) for name, curve in curves[job["id"]].items()},
+                "metrics": {
+                    name: _summary(curve["value"], direction_of(name)) for name, curve in curves[job["id"]].items()
+                },
             }
         )
     metrics = list(dict.fromkeys(name for row in rows for name in row["metrics"] if name != BATCH_LOSS))
@@ -120,23 +123,45 @@ def compared(jobs: Sequence[JobAnswer], series: Mapping[str, SeriesAnswer], now:
     return {
         "differing": names,
         "metrics": metrics,
-        "lowest": {name: lower_is_better(name) for name in metrics},
+        "lowest": {name: lowest_is_best(name) for name in metrics},
         "rows": rows,
         "curves": curves,
     }
 
 
-def best_row(found: Comparison, metric: str) -> ComparedRow | None:
-    """Return the row whose last value of a metric is the best; None if no job has a value. Ties: the first."""
-    lowest, best = lower_is_better(metric), None
+def with_direction(found: Comparison, metrics: Sequence[str], direction: Direction) -> Comparison:
+    """Return a comparison in which the best value of these metrics is the lowest ("min") or the highest ("max")."""
+    rows = []
+    for row in found["rows"]:
+        curves = {name: curve for name, curve in found["curves"][row["id"]].items() if name in metrics}
+        summaries = {name: _summary(curve["value"], direction) for name, curve in curves.items()}
+        rows.append(row | {"metrics": row["metrics"] | summaries})
+    lowest = {name: direction == "min" if name in metrics else known for name, known in found["lowest"].items()}
+    return found | {"rows": rows, "lowest": lowest}
+
+
+def best_row(found: Comparison, metric: str, mode: str = "auto") -> ComparedRow | None:
+    """Return the row of the job that ended with the best value of a metric. Ties: the first.
+
+    Only jobs that succeeded count, and those that were stopped and have a result. Return None if none of these has a
+    value of the metric. `mode` is that of `chosen_direction`.
+
+    Raises:
+        ConfigError: `mode` is invalid, or "auto" and the metric's name does not say which value is the best.
+    """
+    ended: list[tuple[float, ComparedRow]] = []
     for row in found["rows"]:
         value = row["metrics"].get(metric, {"last": None, "best": None})["last"]
-        if value is None:
-            continue
-        other = None if best is None else best["metrics"][metric]["last"]
-        if other is None or (value < other if lowest else value > other):
-            best = row
-    return best
+        if value is not None and row["result"]:
+            ended.append((value, row))
+    if not ended:
+        return None
+    choose = min if chosen_direction(metric, mode) == "min" else max
+    return choose(ended, key=lambda each: each[0])[1]
+
+
+def _has_result(job: JobAnswer) -> bool:
+    return job["status"] == Status.SUCCEEDED or (job["status"] == Status.STOPPED and bool(job["metrics"]))
 
 
 def _values(job: JobAnswer) -> JsonObject:
@@ -194,9 +219,9 @@ def _curve(points: Mapping[int, float | None], clock: _Clock) -> Curve:
     }
 
 
-def _summary(name: str, values: Sequence[float | None]) -> MetricSummary:
+def _summary(values: Sequence[float | None], direction: Direction | None) -> MetricSummary:
     known = [value for value in values if value is not None]
-    best = None if not known else min(known) if lower_is_better(name) else max(known)
+    best = None if not known or direction is None else min(known) if direction == "min" else max(known)
     return {"last": values[-1] if values else None, "best": best}
 
 

@@ -41,7 +41,8 @@ class SpecAnswer(TypedDict, total=False):
 class JobAnswer(TypedDict):
     """The service's answer about one job.
 
-    `params` has all parameters of the workload after the job has started; before, only those that were given.
+    `lowest`: for each metric of the newest evaluation, whether its lowest value is the best; None if its name does not
+    say it. `params` has all parameters of the workload after the job has started; before, only those that were given.
     """
 
     id: str
@@ -55,6 +56,7 @@ class JobAnswer(TypedDict):
     finished_at: str | None
     progress: ProgressRecord | None
     metrics: dict[str, float] | None
+    lowest: dict[str, bool | None]
     checkpoint: str | None
     stop_requested: bool
     params: JsonObject

@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from rayps.core.errors import ConfigError, NotFound
 from rayps.core.values import Json, JsonObject
-from rayps.service.comparison import Comparison, best_row, lower_is_better
+from rayps.service.comparison import Comparison, best_row
 
 
 class SweepMember(Protocol):
@@ -72,23 +72,34 @@ class Sweep(Generic[JobT]):
     def table(self) -> list[JsonObject]:
         """Return one dict for each job: id, name, status, the values that differ, rounds, seconds, metrics.
 
-        A metric has its last value under its name, and its best value under "best NAME". Give the list to
-        `pyarrow.Table.from_pylist` or `pandas.DataFrame`.
+        A metric has its last value under its name, and its best value under "best NAME" (None if the name does not say
+        whether that is the lowest or the highest). Give the list to `pyarrow.Table.from_pylist` or `pandas.DataFrame`.
         """
         return table_of(self.compare(2))
 
-    def best(self, metric: str) -> JobT:
-        """Return the job that ended with the best value: the lowest of a loss or an error, the highest of others.
+    def best(self, metric: str, mode: str = "auto") -> JobT:
+        """Return the job that ended with the best value of a metric.
+
+        Only jobs that succeeded count, and those that were stopped and have a result. `mode` is "min" if the lowest
+        value is the best, "max" if it is the highest, or "auto": the lowest of a metric whose name has a word of a loss
+        or an error (loss, error, nll, mse, ...), else the highest of one with a word such as accuracy, f1 or score.
 
         Raises:
-            NotFound: no job has a value of this metric.
+            NotFound: no job has a value of this metric, or none that has one has ended with a result.
+            ConfigError: `mode` is invalid, or "auto" and the metric's name does not say which value is the best.
         """
         found = self.compare(2)
-        row = best_row(found, metric)
-        if row is None:
+        if not any(row["metrics"].get(metric, {"last": None})["last"] is not None for row in found["rows"]):
             known = ", ".join(found["metrics"]) or "none yet"
             raise NotFound(
                 f"no job of the sweep {self.name!r} has the metric {metric!r}: there are {known}", status=404
+            )
+        row = best_row(found, metric, mode)
+        if row is None:
+            raise NotFound(
+                f"no job of the sweep {self.name!r} has ended with a result that has the metric {metric!r}: wait for "
+                "the jobs (sweep.wait()), or see why they ended (sweep.table())",
+                status=404,
             )
         return next(job for job in self.jobs if job.id == row["id"]).refresh()  # type: ignore[no-any-return]
 
@@ -117,8 +128,3 @@ def listed(over: Mapping[str, Iterable[Json]]) -> dict[str, list[Json]]:
             )
         found[name] = list(values)
     return found
-
-
-def direction(metric: str) -> str:
-    """Return what the best value of a metric is, as a word for a heading: lowest or highest."""
-    return "lowest" if lower_is_better(metric) else "highest"

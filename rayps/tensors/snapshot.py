@@ -330,14 +330,15 @@ def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
 class RetainedParts(dict[int, P]):
     """A dict from round to a process's part of the snapshot of that round.
 
-    It retains the two newest parts, and the part of the round for which the driver waits.
+    It retains the two newest parts, the part of the round for which the driver waits, and a pinned part.
     """
 
     wanted = 0  # the round for which the driver waits: see `rayps.runtime.snapshots`
+    pinned = 0  # the round whose part stays until the driver has it; 0 if there is none
 
     def retain(self, rounds: int, part: P) -> None:
         """Retain the part after `rounds` rounds, and drop older parts."""
         self[rounds] = part
         for old in sorted(self)[:-_RETAINED]:
-            if old != self.wanted:
+            if old not in (self.wanted, self.pinned):
                 del self[old]

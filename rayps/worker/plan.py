@@ -40,6 +40,7 @@ class Orders:
     evaluate_every: int | None = None  # rounds between two evaluations; None: after each epoch
     each_boundary: bool = False  # whether the driver takes a snapshot at every boundary, for which workers wait
     evaluation_batches: int | None = None  # the most batches of a worker's evaluation; None: all
+    each_epoch: bool = False  # the same at the end of every evaluated epoch, whose round is not known before
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class WorkerPlan:
     evaluate_every: int | None = None  # rounds between two evaluations; None: after each epoch
     each_boundary: bool = False  # whether to wait at a boundary until the driver has the states of earlier ones
     evaluation_batches: int | None = None  # the most batches of an evaluation; None: all
+    each_epoch: bool = False  # the same at the end of every evaluated epoch, whose round is not known before
 
     @property
     def last_epoch(self) -> int | None:

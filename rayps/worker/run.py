@@ -70,16 +70,18 @@ class GenerationRun:
 
     # ---- called by the driver
 
-    def poll(self, wanted: int) -> WorkerFacts:
+    def poll(self, wanted: int, taken: int) -> WorkerFacts:
         """Return the facts since the last poll. Each point is returned once.
 
-        The worker will retain its part of round `wanted`.
+        The worker will retain its part of round `wanted`. The driver has the state after round `taken`.
         """
         with self._lock:
             facts, session = self._facts, self._connections.session
             self._parts.wanted = wanted
+            if taken >= self._parts.pinned:
+                self._parts.pinned = 0
             if self._run is not None:
-                self._run.wanted = wanted
+                self._run.wanted, self._run.taken = wanted, taken
             answer = WorkerFacts(
                 facts.rank,
                 facts.generation,
@@ -218,32 +220,36 @@ class GenerationRun:
         with self._lock:
             self._facts.trace = trace
 
-    def _retain(self, part: WorkerPart) -> None:
+    def _retain(self, part: WorkerPart, pin: bool) -> None:
         with self._lock:
             if not self._stop.is_set():
                 self._parts.retain(part.round, part)
+                if pin:
+                    self._parts.pinned = part.round
 
 
 class PlanRun:
     """The run of a loop under its plan.
 
-    `wanted` is a round whose part of a snapshot the driver waits for. `commit` is called between rounds, and copies the
-    state that a replacement of this worker would need; None if there are no backups.
+    `wanted` is a round whose part of a snapshot the driver waits for, and `taken` the round of the newest state that
+    the driver has. `commit` is called between rounds, and copies the state that a replacement of this worker would
+    need; None if there are no backups.
     """
 
     def __init__(
         self,
         loop: Loop,
         report: Callable[[Point], bool],
-        retain: Callable[[WorkerPart], None],
+        retain: Callable[[WorkerPart, bool], None],
         stopped: Callable[[], bool],
     ) -> None:
         """Prepare the run.
 
-        `report(point)` returns whether the driver will receive the point. `retain` receives parts of checkpoints.
-        `stopped()` returns whether the plan was ended from outside.
+        `report(point)` returns whether the driver will receive the point. `retain` receives parts of checkpoints, and
+        whether a part must stay until the driver has it. `stopped()` returns whether the plan was ended from outside.
         """
-        self.loop, self.wanted = loop, 0
+        self.loop, self.wanted, self.taken = loop, 0, 0
+        self._due = 0  # the round of the last part that must stay until the driver has it
         self.commit: Callable[[], None] | None = None
         self.deliver_trace: Callable[[bytes], None] | None = None  # set if some rounds are traced
         self._trace: RoundTrace | None = None
@@ -285,16 +291,20 @@ class PlanRun:
             # without this check, a later generation could continue after this round although its point is lost
             if self._report(loop.point()):
                 self._commit()
-            at = w.position
-            if at in plan.boundary or at == self.wanted:
+            at, due = w.position, plan.each_epoch and self._evaluation_is_due()
+            if due:
+                self._await_epoch()
+                self._due = at
+            together = due or at in plan.boundary
+            if together or at == self.wanted:
                 loop.retain(at)
                 if not (w.done or at >= plan.end):  # at the end, the part is taken after `finish`
-                    self._retain(loop.state_dict(together=at in plan.boundary))
+                    self._retain(loop.state_dict(together=together), due)
             self._evaluate()
-            self._await_driver()
+            self._await_boundaries()
         if not self._stopped():
             loop.finish()
-            self._retain(loop.state_dict(together=True))
+            self._retain(loop.state_dict(together=True), False)
 
     def _begin_trace(self) -> None:
         w = self.loop.w
@@ -309,17 +319,26 @@ class PlanRun:
         w = self.loop.w
         return w.position < w.plan.end and not w.done and not self._stopped()
 
-    def _await_driver(self) -> None:
+    def _await_boundaries(self) -> None:
         """At a boundary of a plan with `each_boundary`, wait until the driver has the states of earlier boundaries.
 
-        Two parts are retained: the driver may take that of this boundary while the next rounds run. Raises PeerTimeout
-        if the driver does not take the earlier states in time.
+        Two parts are retained: the driver may take that of this boundary while the next rounds run.
         """
         plan, at = self.loop.w.plan, self.loop.w.position
-        if not plan.each_boundary or at not in plan.boundary or at >= plan.end:
-            return
-        deadline = time.monotonic() + TAKEN_SECONDS
-        while self.wanted < at and not self._stopped():
+        if plan.each_boundary and at in plan.boundary and at < plan.end:
+            self._await_driver(lambda: self.wanted >= at)
+
+    def _await_epoch(self) -> None:
+        """At the end of an epoch of a plan with `each_epoch`, wait until the driver has the state of the epoch before.
+
+        Its part is then retained no longer, and that of this epoch takes its place.
+        """
+        self._await_driver(lambda: self.taken >= self._due)
+
+    def _await_driver(self, has: Callable[[], bool]) -> None:
+        """Wait until the driver has the earlier states. Raises PeerTimeout if it does not take them in time."""
+        at, deadline = self.loop.w.position, time.monotonic() + TAKEN_SECONDS
+        while not has() and not self._stopped():
             if time.monotonic() > deadline:
                 message = f"the driver has not saved the state before round {at} within {TAKEN_SECONDS:g} s"
                 raise PeerTimeout(message, peer="driver", seconds=TAKEN_SECONDS)
@@ -329,8 +348,8 @@ class PlanRun:
         if self.commit is not None:
             self.commit()
 
-    def _evaluate(self) -> None:
-        """Evaluate if an evaluation is due after this round and the driver does not have it yet.
+    def _evaluation_is_due(self) -> bool:
+        """Return whether an evaluation is due after this round.
 
         It is due after each epoch (or after several, as the strategy says), or after every `evaluate_every` rounds. At
         the end of the plan nothing is evaluated here, because the driver requests that evaluation.
@@ -339,10 +358,16 @@ class PlanRun:
         at, (epoch, index) = w.position, w.batches.epoch_of(w.position)
         every = plan.evaluate_every
         due = at % every == 0 if every is not None else index == 0 and epoch % plan.strategy.evaluate_every == 0
-        if w.done or not due or not plan.evaluated < at < plan.end:
+        if w.done or not due or at >= plan.end:
+            return False
+        return w.batches.pass_ is None or not w.batches.pass_.alone  # alone: the epochs end in different rounds
+
+    def _evaluate(self) -> None:
+        """Evaluate if an evaluation is due after this round and the driver does not have it yet."""
+        w, plan = self.loop.w, self.loop.w.plan
+        at = w.position
+        if at <= plan.evaluated or not self._evaluation_is_due():
             return
-        if w.batches.pass_ is not None and w.batches.pass_.alone:
-            return  # the workers end their epochs in different rounds
         held = self.loop.averaged_params()
         own = None if held is None or held.data_ptr() == w.params.data_ptr() else w.params.clone()
         self._report({"kind": "evaluation", "round": at, "sums": self.loop.evaluate(held)})

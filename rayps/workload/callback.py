@@ -5,7 +5,7 @@ Callbacks run in the process of the driver, never in a worker: see `rayps.runtim
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -27,6 +27,10 @@ class RunView(Protocol):
     @property
     def epoch(self) -> int:
         """The epoch of that moment, counted from 0."""
+
+    @property
+    def no_value(self) -> Collection[str]:
+        """The metrics of the evaluation of which the callback is told that have no value: their weights sum to 0."""
 
     @property
     def params(self) -> Mapping[str, object]:

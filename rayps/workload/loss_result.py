@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from rayps.core.errors import WorkloadError
-from rayps.core.metrics import COLUMNS, Totals
+from rayps.core.metrics import Totals
+from rayps.core.records import ROUND_FIELDS
 from rayps.tensors.user_loss import OWN_LOOP_WAY, checked_loss
 from rayps.workload.metric_values import Metric, totals_of
 
-_TAKEN = frozenset([*(name for name, _ in COLUMNS), "skipped", "loss_scale"])  # names of a round's own metrics
+_TAKEN = ROUND_FIELDS | {"skipped", "loss_scale"}  # names of a round's own metrics and facts
 
 
 @dataclass(slots=True)

@@ -13,16 +13,18 @@ export interface Column {
   value: (row: ComparedRow) => unknown;
 }
 
-/** The columns of a comparison: the values that differ, then rounds, seconds, and each metric's last and best value. */
+/** The columns of a comparison: the values that differ, then rounds, seconds, and each metric's last and, if known, best value. */
 export function columns(found: Comparison): Column[] {
   const differing = found.differing.map((name): Column => ({
     key: name, head: name, numeric: found.rows.every((row) => row.values[name] == null || typeof row.values[name] === "number"),
     value: (row) => row.values[name],
   }));
-  const metrics = found.metrics.flatMap((name): Column[] => [
-    { key: name, head: name, title: `The last value of ${name}`, numeric: true, value: (row) => row.metrics[name]?.last },
-    { key: `best ${name}`, head: found.lowest[name] ? "lowest" : "highest", title: `The best value of ${name}`, numeric: true, value: (row) => row.metrics[name]?.best },
-  ]);
+  const metrics = found.metrics.flatMap((name): Column[] => {
+    const last: Column = { key: name, head: name, title: `The last value of ${name}`, numeric: true, value: (row) => row.metrics[name]?.last };
+    const lowest = found.lowest[name] ?? null;
+    if (lowest === null) return [last];
+    return [last, { key: `best ${name}`, head: lowest ? "lowest" : "highest", title: `The best value of ${name}`, numeric: true, value: (row) => row.metrics[name]?.best }];
+  });
   return [
     { key: "name", head: "Job", numeric: false, value: (row) => row.name },
     { key: "status", head: "Status", numeric: false, value: (row) => row.status },

@@ -167,6 +167,12 @@ export function learnt(evaluations: readonly EvaluationPoint[], name: string, ro
   return out;
 }
 
+/** The lowest or the highest known value; null if there is none. */
+export function bestOf(values: readonly (number | null)[], lowest: boolean): number | null {
+  const better = (a: number, b: number) => (lowest ? a < b : a > b);
+  return values.reduce((best, value) => (value !== null && (best === null || better(value, best)) ? value : best), null);
+}
+
 /** What a `clients` event tells; null where it is none. */
 export function clientMap(event: Record<string, unknown>): ClientMap | null {
   const names = strings(event["names"]);

@@ -5,7 +5,7 @@ import uPlot from "uplot";
 import { color } from "../clock";
 import type { Feed } from "../feed";
 import { count, duration, metric, plural, short } from "../lib/format";
-import { learnt, reasons, tallies, type Cohort, type Out, type Tally } from "../lib/federated";
+import { bestOf, learnt, reasons, tallies, type Cohort, type Out, type Tally } from "../lib/federated";
 import { mainMetric, sampled } from "../lib/plot";
 import { attack, hasRealClients } from "../lib/strategy";
 import { Card, Empty } from "./bits";
@@ -147,7 +147,8 @@ export function LearntCard({ feed }: { feed: Feed }) {
   if (!name) return null;
   const own = found.personal.some((value) => value !== null);
   const at = index.value !== null && index.value < found.x.length ? index.value : lastKnown(found.global);
-  const best = found.global.reduce<number | null>((most, value) => (value !== null && (most === null || value > most) ? value : most), null);
+  const lowest = feed.job.value?.lowest?.[name] ?? null; // null: it is not known which value is the best
+  const best = lowest === null ? null : bestOf(found.global, lowest);
   const title = upper(name);
   return (
     <Card title={own ? `${title}, global and personal` : title} id="learnt" tools={timed && <>
@@ -158,7 +159,7 @@ export function LearntCard({ feed }: { feed: Feed }) {
         byTime ? { name: clock(feed), value: virtual(found.x[at] ?? null) } : { name: "round", value: count(found.x[at] ?? null) },
         { swatch: "evaluation", name: own ? "global" : name, value: metric(name, before(found.global, at)) },
         ...(own ? [{ swatch: "personal", name: "personal", value: metric(name, before(found.personal, at)) }] : []),
-        ...(/acc|precision|recall|f1|auc/i.test(name) ? [{ name: "best so far", value: metric(name, best) }] : []), // where more is better
+        ...(best === null ? [] : [{ name: "best so far", value: metric(name, best) }]),
       ]} />
       <Chart height={220} data={data} variant={`${byTime}/${name}/${own}/${found.x.length > 120}`} onIndex={(i) => (index.value = i)}
         summary={learntSummary(found, name, own)} options={() => learntOptions(byTime ? `${feed.id}-virtual` : feed.id, name, found.x.length > 120, byTime)} />
