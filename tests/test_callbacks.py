@@ -91,6 +91,21 @@ def test_each_method_is_called_and_each_round_once(tmp_path):
     assert seen.calls[0][0] == "start" and seen.calls[-1][0] == "end"
 
 
+def test_a_run_has_all_parameters_of_the_workload():
+    class Rated(Small):
+        lr: float = 0.1
+        layers: list[int] = [3]  # noqa: RUF012
+        momentum = 0.0
+
+    seen = []
+    look = type("Look", (rayps.Callback,), {"on_start": lambda self, run: seen.append(run.params)})
+    work = Rated()
+    work.lr = 0.3
+    result = train(work, steps=1, callbacks=[look()])
+    assert {name: seen[0][name] for name in ("lr", "layers", "momentum")} == {"lr": 0.3, "layers": [3], "momentum": 0.0}
+    assert seen[0] == result.params
+
+
 class WithOwn(Small):
     def callbacks(self):
         return [StopsAt(4)]

@@ -31,11 +31,21 @@ def have(*modules):
 class Sized(Small):
     """Two evaluations more than epochs; a job with an event of its own."""
 
+    lr: float = 0.1
+    layers: list[int] = [3, 4]  # noqa: RUF012
+
     def callbacks(self):
         return [type("Warns", (rayps.Callback,), {"on_start": lambda self, run: run.warn("the weather is bad")})()]
 
 
 # ---- the base
+
+
+def rated():
+    """A workload whose parameter was set on the object, not by `params`."""
+    work = Sized()
+    work.lr = 0.3
+    return work
 
 
 class Broken(Logger):
@@ -115,7 +125,7 @@ def test_tensorboard_reads_what_was_logged_also_of_a_run_that_resumes(tmp_path):
     have("tensorboard")
     options = {"workers": 2, "checkpoint": tmp_path / "ckpt"}
     logger = rayps.loggers.TensorBoard(tmp_path / "runs", name="first")
-    first = train(Sized(), epochs=2, callbacks=[logger], **options)
+    first = train(rated(), epochs=2, callbacks=[logger], **options)
     logger = rayps.loggers.TensorBoard(tmp_path / "runs", name="first")
     second = train(Sized(), epochs=3, callbacks=[logger], resume=first.checkpoint, **options)
     events = read_events(tmp_path / "runs" / "first")
@@ -126,6 +136,10 @@ def test_tensorboard_reads_what_was_logged_also_of_a_run_that_resumes(tmp_path):
     assert events.Scalars("evaluation/error")[-1].value == pytest.approx(second.metrics["error"], rel=1e-6)
     tags = events.Tags()["tensors"]
     assert {"events/warning/text_summary", "outcome/text_summary", "params/job/strategy/text_summary"} <= set(tags)
+    params = {
+        name: events.Tensors(f"params/{name}/text_summary")[0].tensor_proto.string_val for name in ("lr", "layers")
+    }
+    assert params == {"lr": [b"0.3"], "layers": [b"[3, 4]"]}
 
 
 # ---- Weights & Biases
@@ -152,15 +166,19 @@ def test_an_offline_run_of_wandb_has_the_numbers(tmp_path, monkeypatch):
 
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = rayps.loggers.WandB("project", mode="offline", folder=tmp_path)
-    result = train(Sized(), workers=2, epochs=2, callbacks=[logger])
+    result = train(rated(), workers=2, epochs=2, callbacks=[logger])
     assert not [e for e in result.events if e["kind"] == "warning" and "WandB" in e["message"]]
     [file] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+
+    config = {}
 
     def read_losses():
         losses = {}
         for data in records_of(file.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "run":
+                config.update({item.key: item.value_json for item in record.run.config.update})
             if record.WhichOneof("record_type") == "history":
                 row = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
                 if "train/loss" in row:
@@ -170,6 +188,7 @@ def test_an_offline_run_of_wandb_has_the_numbers(tmp_path, monkeypatch):
     expected = result.history["loss"].to_pylist()
     until(lambda: len(read_losses()) == len(expected), 60)  # W&B's process writes the file after the run has ended
     assert read_losses() == pytest.approx(dict(enumerate(expected, 1)))
+    assert config["lr"] == "0.3" and config["layers"] == '"[3, 4]"'
 
 
 # ---- MLflow
@@ -224,12 +243,15 @@ def test_an_mlflow_server_has_params_metrics_tags_and_checkpoints_also_of_a_run_
     options = {"workers": 2, "checkpoint": tmp_path}
     logger = rayps.loggers.MLflow(mlflow_server, "tests", artifacts=True)
     # the state of a run of one evaluation is in the checkpoint of a later one
-    first = train(Sized(pause=0.02), epochs=6, callbacks=[logger, rayps.BestCheckpoint()], **options)
+    work = rated()
+    work.pause = 0.02
+    first = train(work, epochs=6, callbacks=[logger, rayps.BestCheckpoint()], **options)
     assert not [e for e in first.events if e["kind"] == "warning" and "MLflow" in e["message"]]
     client = MlflowClient(tracking_uri=mlflow_server)
     run = client.get_run(logger.run_id)
     assert run.info.status == "FINISHED"
     assert run.data.params["job/strategy"] == "all_reduce" and run.data.params["job/workers"] == "2"
+    assert run.data.params["lr"] == "0.3" and run.data.params["layers"] == "[3, 4]"
     assert run.data.tags["rayps.warning"].endswith("the weather is bad")
     assert run.data.tags["rayps.best"] == str(first.best)
     files = {

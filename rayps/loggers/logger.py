@@ -109,7 +109,7 @@ def numbers_of(point: Mapping[str, Any]) -> dict[str, float]:
 
 
 def params_of(run: RunView) -> dict[str, str | int | float]:
-    """Return the parameters of a job: those of its workload, and `job/<name>` for its strategy, workers, seed, ..."""
+    """Return the parameters of a job: all of its workload, and `job/<name>` for its strategy, workers, seed, ..."""
     found: dict[str, str | int | float] = {}
     job = {f"job/{name}": value for name, value in run.job.items() if value is not None}
     for name, value in {**run.params, **job}.items():

@@ -50,12 +50,12 @@ class SeenRounds:
 class RunHandle:
     """The run as callbacks see it (`rayps.workload.callback.RunView`)."""
 
-    def __init__(self, name: str, spec: JobSpec, journal: Journal, folder: Path | None) -> None:
+    def __init__(self, name: str, spec: JobSpec, params: JsonObject, journal: Journal, folder: Path | None) -> None:
+        """Prepare. `params` are all parameters of the workload, and `folder` is that for checkpoints."""
         self.name, self.folder = name, folder
         self.round = self.epoch = 0
+        self.params: Mapping[str, object] = params.copy()
         given = spec.to_dict()
-        params = given.get("params")
-        self.params: Mapping[str, object] = params if isinstance(params, dict) else {}
         self.job: Mapping[str, object] = {field: given[field] for field in _JOB_FIELDS}
         self.stop_reason: str | None = None
         self.stop_round = 0  # the run ends with its first state of this round or a later one

@@ -113,7 +113,7 @@ class Driver:
         self._process, self._tries = WorkerProcess(code or JobCode("", folder=spec.working_dir), capture), tries
         self._params = parameters.effective(workload)
         self._stop = threading.Event()
-        handle = RunHandle(self._name, spec, journal, checkpoints)
+        handle = RunHandle(self._name, spec, self._params, journal, checkpoints)
         self._callbacks = (
             CallbackRunner([], handle, spec.timeout)
             if callbacks is None

@@ -34,7 +34,7 @@ class RunView(Protocol):
 
     @property
     def params(self) -> Mapping[str, object]:
-        """The parameters of the job by name; may be empty."""
+        """All parameters of the workload by name, those with default values too, as JSON data."""
 
     @property
     def job(self) -> Mapping[str, object]:
