@@ -7,6 +7,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import missing
@@ -15,6 +16,7 @@ from small_work import Small, train
 import rayps
 from rayps.cluster.local import until
 from rayps.core.errors import ConfigError
+from rayps.loggers import ml_flow
 from rayps.loggers.background import Background
 from rayps.loggers.logger import Logger, needed, numbers_of
 
@@ -275,3 +277,82 @@ def test_a_job_goes_on_without_its_mlflow_server():
         result = train(Small(), steps=9, callbacks=[rayps.loggers.MLflow(f"http://127.0.0.1:{port}", "none")])
     assert result.snapshot.round == 9
     assert [e for e in result.events if e["kind"] == "warning" and "MLflow cannot log" in e["message"]]
+
+
+class LateServer:
+    """Stands for MLflow's client: calls named in `fails` fail so often, then all succeed."""
+
+    def __init__(self, **fails):
+        self.fails, self.calls = fails, []
+        self.metrics, self.params, self.tags, self.status, self.made = [], {}, {}, None, 0
+
+    def __call__(self, tracking_uri):
+        return self
+
+    def _called(self, name):
+        self.calls.append(name)
+        if self.fails.get(name, 0) > 0:
+            self.fails[name] -= 1
+            raise ConnectionError(f"{name}: the server is starting")
+
+    def _run(self):
+        return SimpleNamespace(info=SimpleNamespace(run_id="one"), data=SimpleNamespace(params=self.params))
+
+    def get_experiment_by_name(self, name):
+        self._called("get_experiment_by_name")
+        return SimpleNamespace(experiment_id="1")
+
+    def search_runs(self, experiments, query):
+        return [self._run()] if self.made else []
+
+    def update_run(self, run_id, status):
+        assert run_id == "one" and self.made
+
+    def create_run(self, experiment, tags, run_name):
+        self.made += 1
+        return self._run()
+
+    def log_batch(self, run_id, metrics=(), params=()):
+        self._called("log_params" if params else "log_metrics")
+        self.metrics += [(each.key, each.step) for each in metrics]
+        self.params |= {each.key: each.value for each in params}
+
+    def set_tag(self, run_id, key, value):
+        self.tags[key] = value
+
+    def set_terminated(self, run_id, status):
+        self.status = status
+
+
+def mlflow_to(server, monkeypatch):
+    have("mlflow.tracking")
+    monkeypatch.setattr(ml_flow, "FIRST_RETRY_SECONDS", 0.01)
+    logger = rayps.loggers.MLflow("http://127.0.0.1:1", "late")
+    logger._tracking = SimpleNamespace(MlflowClient=server)
+    return logger
+
+
+def warnings_of(result):
+    return [e["message"] for e in result.events if e["kind"] == "warning" and "MLflow" in e["message"]]
+
+
+@pytest.mark.parametrize("fails", [{"get_experiment_by_name": 3}, {"log_params": 2}])
+def test_an_mlflow_server_that_comes_up_later_gets_everything(fails, monkeypatch):
+    server = LateServer(**fails)
+    result = train(Sized(pause=0.01), steps=30, callbacks=[mlflow_to(server, monkeypatch)])
+    assert len(warnings_of(result)) == 1 and "the server is starting" in warnings_of(result)[0]
+    assert [step for name, step in server.metrics if name == "train/loss"] == list(range(1, 31))
+    assert server.made == 1 and server.status == "FINISHED" and server.params["lr"] == "0.1"
+    assert server.tags["rayps.warning"] and server.tags["rayps.message"]
+
+
+def test_an_mlflow_server_that_never_comes_up_is_one_warning(monkeypatch):
+    server = LateServer(get_experiment_by_name=10**6)
+    result = train(Sized(pause=0.01), steps=30, callbacks=[mlflow_to(server, monkeypatch)])
+    assert len(warnings_of(result)) == 1
+    assert 2 <= len(server.calls) <= 30, "not with every entry"
+    assert result.snapshot.round == 30
+
+
+def test_the_attempts_to_create_an_mlflow_run_become_rare():
+    assert [ml_flow.retry_seconds(failures) for failures in (0, 1, 2, 5, 6, 10_000)] == [1, 2, 4, 32, 60, 60]
