@@ -107,8 +107,8 @@ def _warn_of_loaders(name: str, data: Data) -> str | None:
     if data.ahead is None:
         return None
     return (
-        f"loaded_by has no effect under {name}, which reads each client's rows when the client is trained: leave it out, "
-        "keep the rows in memory (rayps.data.tensors), or use more workers"
+        f"loaded_by has no effect under {name}, which reads each client's rows when the client is trained: leave it "
+        "out, keep the rows in memory (rayps.data.tensors), or use more workers"
     )
 
 
