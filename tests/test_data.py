@@ -620,3 +620,13 @@ def test_a_batch_moves_to_a_device() -> None:
 def test_errors_are_data() -> None:
     error = DataError("bad", file="f", column="c", row=3)
     assert json.dumps(pickle.loads(pickle.dumps(error)).data) == '{"file": "f", "column": "c", "row": 3}'
+
+
+def test_an_empty_batch_of_a_collate_that_returns_a_number() -> None:
+    rows_of_one = torch.utils.data.TensorDataset(torch.ones(1, 3))
+
+    def collate(items: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.stack([x for (x,) in items]), torch.tensor(len(items))
+
+    found = next(data.dataset(rows_of_one, collate=collate).batches(rank=1, size=2, seed=0, epoch=0))
+    assert found.size == 0 and found.x.shape == (0, 3) and found.y.shape == ()

@@ -132,9 +132,14 @@ class LogsSlope(rayps.Callback):
     [
         lambda folder: {"workload": WithCallbacks(3)},
         lambda folder: {"callbacks": [rayps.EarlyStopping]},
-        lambda folder: {"callbacks": [rayps.EarlyStopping("acuracy")]},
-        lambda folder: {"callbacks": [rayps.loggers.TensorBoard(folder / "runs"), rayps.EarlyStopping("acuracy")]},
-        lambda folder: {"workload": WithCallbacks(rayps.BestCheckpoint("acuracy")), "checkpoint": folder / "saved"},
+        lambda folder: {"callbacks": [rayps.EarlyStopping("acuracy", mode="max")]},
+        lambda folder: {
+            "callbacks": [rayps.loggers.TensorBoard(folder / "runs"), rayps.EarlyStopping("acuracy", mode="max")]
+        },
+        lambda folder: {
+            "workload": WithCallbacks(rayps.BestCheckpoint("acuracy", mode="max")),
+            "checkpoint": folder / "saved",
+        },
         lambda folder: {"callbacks": [rayps.BestCheckpoint()]},
     ],
 )
@@ -150,7 +155,7 @@ def test_callbacks_are_refused_as_by_the_run(tmp_path, make):
 
 
 def test_a_metric_that_an_earlier_callback_may_log_is_not_refused():
-    watching = [LogsSlope(), rayps.EarlyStopping("slope")]
+    watching = [LogsSlope(), rayps.EarlyStopping("slope", mode="min")]
     assert train(Small(), workers=2, steps=2, callbacks=watching).metrics
     assert train(Small(), workers=2, steps=2, callbacks=watching, dry_run=True).metrics
     with pytest.raises(ConfigError, match="slope"):

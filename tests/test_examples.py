@@ -283,9 +283,9 @@ def needs(*packages: str) -> None:
             missing(name)
 
 
-def short(work: Workload) -> Workload:
-    """A language model's workload with four steps of two workers in an epoch, in the dtype of the model."""
-    work.precision = None
+def short(work: Workload, precision: str | None = None) -> Workload:
+    """A language model's workload with four steps of two workers in an epoch."""
+    work.precision = precision
     work.text = work.text[:9000]
     return work
 
@@ -298,6 +298,18 @@ def test_a_language_model_equals_its_plain_loop(strategy: str, monkeypatch: pyte
     found = trained(short(made.LanguageModel()), strategy=strategy, workers=2, epochs=1)
     assert found.metrics["loss"] == pytest.approx(alone, rel=1e-5)
     assert alone < 4.0  # the untrained model has 4.2
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "parameter_server:shards=2"])
+def test_a_language_model_in_bf16_equals_its_plain_loop(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("transformers")
+    made = module("language_model", monkeypatch)
+    alone = made.plain(short(made.LanguageModel(), "bf16"), epochs=1, workers=2)
+    found = trained(short(made.LanguageModel(), "bf16"), strategy=strategy, workers=2, epochs=1)
+    assert found.metrics["loss"] == pytest.approx(alone, rel=2e-3)
+    whole = made.plain(short(made.LanguageModel()), epochs=1, workers=2)
+    assert alone != whole  # autocast changes something
+    assert alone < 4.0
 
 
 def test_a_language_model_in_a_pipeline_equals_its_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Federated jobs against the identities that define them and a plain torch loop; the same bits on any worker."""
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -408,3 +409,35 @@ def test_who_uses_which_rows():
             orders.append(rows_seen)
         if len(own) > 4:
             assert not torch.equal(*orders)
+
+
+class Reads(Fed):
+    """Rows that take a while to read, by number."""
+
+    ahead = False
+
+    def data(self):
+        found = rayps.data.dataset(SlowRows(*rows(self.n)), batch_size=self.batch, client=rayps.data.iid(self.clients))
+        return found.loaded_by(2) if self.ahead else found
+
+    def evaluation_data(self):
+        return rayps.data.tensors(*rows(self.n), batch_size=self.batch)
+
+
+class SlowRows(torch.utils.data.TensorDataset):
+    def __getitem__(self, i):
+        time.sleep(0.001)
+        return super().__getitem__(i)
+
+
+def test_the_time_to_read_clients_rows_is_counted_and_loaders_are_warned_of():
+    found = train(Reads(), "fedavg", workers=2, epochs=2)
+    waits, seconds = (found.history[name].to_pylist() for name in ("data", "seconds"))
+    assert all(0.009 < wait < whole for wait, whole in zip(waits, seconds, strict=True))
+    assert not any("loaded_by" in event["message"] for event in found.events)
+    work = Reads()
+    work.ahead = True
+    again = train(work, "fedavg", workers=2, epochs=2)
+    assert distance(again.model(), found.model()) == 0
+    [warning] = [event["message"] for event in again.events if "loaded_by" in event["message"]]
+    assert warning.startswith("loaded_by has no effect under fedavg")

@@ -6,10 +6,11 @@ The law is the run of a plain loop, and a resume that equals the run without a s
 import pytest
 import torch
 from required_module import required
-from small_work import Small, distance, plain, train
+from small_work import Small, Watched, distance, plain, train
 from torch import nn
 
 from rayps.core.errors import WorkloadError
+from rayps.runtime import worker_group
 from rayps.runtime.worker_actor import WorkerActor
 from rayps.tensors import checkpoint
 from rayps.tensors.snapshot import Snapshot, hash_of
@@ -128,6 +129,31 @@ def test_the_hash_is_of_names_shapes_kinds_and_bytes():
     assert hash_of({}) == ""
 
 
+class Wide(Small):
+    """A frozen base of many parameters, and few that learn."""
+
+    def model(self):
+        base = nn.Sequential(nn.Linear(5, 4000), nn.Tanh(), nn.Linear(4000, 1)).requires_grad_(False)
+        return nn.Sequential(nn.Linear(5, 5), base).double()
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "parameter_server:shards=2"])
+def test_rings_and_servers_have_only_what_learns(strategy, monkeypatch):
+    learns, shards, assemble = 30, [], worker_group.assemble
+
+    def recorded(base, workers, held):
+        shards.append([part.params.numel() for part in held])
+        return assemble(base, workers, held)
+
+    monkeypatch.setattr(worker_group, "assemble", recorded)
+    result = train(Wide(), strategy, workers=2, epochs=2)
+    assert result.snapshot.layout.size == learns
+    assert shards
+    assert {sum(sizes) for sizes in shards} == ({learns} if "server" in strategy else {0})
+    assert all(moved < 16 * learns * 8 for moved in result.history["bytes"].to_pylist())  # the base has 224 000 bytes
+    assert result.model()[1][0].weight.shape == (4000, 5)
+
+
 class Adapted(nn.Module):
     """A layer with an adapter, as peft makes it."""
 
@@ -150,3 +176,15 @@ def test_lora_on_a_tied_head_is_refused_before_workers_start():
     made = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=2))
     with pytest.raises(WorkloadError, match=r"lm_head.*tied"):
         check_adapters(peft.get_peft_model(made, peft.LoraConfig(target_modules=["lm_head"])))
+
+    class Tied(Small):
+        def model(self):
+            return peft.get_peft_model(made, peft.LoraConfig(target_modules=["lm_head"]))
+
+    cluster = Watched()
+    try:
+        with pytest.raises(WorkloadError, match=r"lm_head.*tied"):
+            train(Tied(), cluster=cluster, workers=2)
+    finally:
+        cluster.close()
+    assert not any(kind == "WorkerActor" for kind, _ in cluster.spawned)

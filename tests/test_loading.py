@@ -201,6 +201,67 @@ def test_a_process_that_always_dies_ends_with_the_reason():
         loader.close()
 
 
+class Poison:
+    """A value that only the process that made it can read."""
+
+    def __reduce__(self):
+        return _in_process, (os.getpid(),)
+
+
+def _in_process(pid):
+    if os.getpid() != pid:
+        raise RuntimeError("not in this process")
+    return Poison()
+
+
+def poisoned(items):
+    return Poison()
+
+
+def test_an_answer_that_cannot_be_read_ends_with_the_reason():
+    loader = Loader(rayps.data.dataset(Items(), batch_size=4, collate=poisoned).loaded_by(1))
+    try:
+        with pytest.raises(
+            DataError, match=r"died 4 times, last because its answer could not be read: RuntimeError: no"
+        ):
+            read(loader, Place(0, 1, 0, 0))
+    finally:
+        loader.close()
+
+
+def test_a_process_that_only_closes_its_pipe_is_ended(monkeypatch):
+    monkeypatch.setattr(rayps.data.loader, "JOIN_SECONDS", 0.1)
+    loader = Loader(rayps.data.dataset(Items(), batch_size=4).loaded_by(1))
+    try:
+        read(loader, Place(0, 1, 0, 0))
+        [lane] = loader._lanes
+        assert lane.reason() == "after it had closed its pipe"
+        assert gone(loader.pids)
+    finally:
+        loader.close()
+
+
+LITTLE = """
+import sys, torch, rayps
+from rayps.data.base import Place
+from rayps.data.loader import Loader
+loader = Loader(rayps.data.tensors(torch.arange(8.0).repeat(4_000_000, 1).T, batch_size=2).loaded_by(2))
+print(*[float(batch.x[:, 0].sum()) for batch, _ in loader.read(Place(0, 1, 0, 0))])
+loader.close()
+"""
+
+
+def test_batches_larger_than_shared_memory_are_loaded():
+    """/dev/shm of 1 MB, in a mount namespace of its own."""
+    mount = "mount -t tmpfs -o size=1m tmpfs /dev/shm && exec"
+    probe = subprocess.run(["unshare", "-m", "sh", "-c", f"{mount} true"], capture_output=True, check=False)
+    if probe.returncode:
+        pytest.skip("no mount namespace can be made here")
+    command = ["unshare", "-m", "sh", "-c", f'{mount} "$0" -c "$1"', sys.executable, LITTLE]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert sum(map(float, found.stdout.split())) == sum(range(8))
+
+
 def test_shared_memory_is_not_used():
     loader = Loader(rayps.data.tensors(torch.zeros(8, 2_000_000), batch_size=2).loaded_by(2))
     try:

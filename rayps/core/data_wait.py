@@ -32,5 +32,6 @@ class DataWait:
         self._warned = True
         return (
             f"workers waited for data in {waited / seconds:.0%} of the time of the last {ROUNDS} rounds: let processes "
-            "read ahead by data().loaded_by(2), or give loaded_by more workers or a larger prefetch"
+            "read ahead by data().loaded_by(2), or give loaded_by more workers or a larger prefetch (under federated "
+            "strategies, which read a client's rows when they are needed: keep the rows in memory, or use more workers)"
         )

@@ -276,6 +276,7 @@ class ProcessLane(Lane):
     def __init__(self, packed: bytes, prefetch: int) -> None:
         super().__init__(prefetch)
         self.deaths = 0
+        self._fault: Exception | None = None  # why an answer could not be read
         self._packed, self._prefetch = packed, prefetch
         self._process = self._started()
 
@@ -291,14 +292,26 @@ class ProcessLane(Lane):
     def restart(self) -> None:
         """Start another process after the process has died."""
         self.deaths += 1
-        self._process.wait()
+        self._fault = None
         self._close_pipes()
         self._ready = queue.Queue(self._prefetch)
         self._process = self._started()
 
     def reason(self) -> str:
-        """Return how the process has ended."""
-        code = self._process.wait()
+        """Return how the process has ended.
+
+        A process that has closed its pipe, or whose answers cannot be read, may still run, and is killed.
+        """
+        if self._fault is not None:
+            self._process.kill()
+            self._process.wait()
+            return f"because its answer could not be read: {type(self._fault).__name__}: {self._fault}"
+        try:
+            code = self._process.wait(JOIN_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return "after it had closed its pipe"
         if code < 0:
             return f"by signal {signal.Signals(-code).name}" + (", perhaps for lack of memory" if code == -9 else "")
         return f"with exit code {code}"
@@ -344,9 +357,15 @@ class ProcessLane(Lane):
             write_frame(self._process.stdin, value)
 
     def _receive(self, taken: IO[bytes]) -> None:
-        with contextlib.suppress(EOFError, OSError, ValueError):
+        """Receive answers until the pipe is closed, or an answer cannot be read: `take` and `reason` find out."""
+        try:
             while self._put(read_frame(taken)):
                 pass
+        except (EOFError, OSError):
+            pass
+        except Exception as error:  # such as a class of the user that cannot be imported here
+            if not self._closed.is_set():
+                self._fault = error
 
     def _close_pipes(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):

@@ -9,9 +9,7 @@ import pyarrow.fs as pafs
 
 from rayps.core.errors import DataError
 
-CONVERT = (
-    "rayps.data.parquet reads Parquet files: convert it, or give rayps.data.dataset(...) a torch Dataset that reads it"
-)
+CONVERT = "convert it to Parquet, or give rayps.data.dataset(...) a torch Dataset that reads it"
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _SOURCES = {  # suffix: the format, and the function of rayps.data that reads it
     ".csv": ("CSV", "csv(FILE, features=...)"),

@@ -49,6 +49,7 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
         rule.warn_of_few_replies(cohort, cohort * (1 - population.dropout)),
         rule.warning(_skew(clients)),
         _warn_of_no_metrics(name, side, workload),
+        _warn_of_loaders(name, data),
     ]
     return [warning for warning in warnings if warning]
 
@@ -98,6 +99,16 @@ def _warn_of_no_metrics(name: str, side: ClientSide, workload: Workload) -> str 
         f"{what} evaluates each client's personal model on that client's rows of the evaluation data, but "
         "evaluation_data() is not divided into clients: no personal_* metrics are computed. Give client= there "
         "too, or return evaluation_data().with_clients(data().clients.alike(labels))"
+    )
+
+
+def _warn_of_loaders(name: str, data: Data) -> str | None:
+    """Return a warning if the data is to be read ahead, which federated strategies do not do."""
+    if data.ahead is None:
+        return None
+    return (
+        f"loaded_by has no effect under {name}, which reads each client's rows when the client is trained: leave it "
+        "out, keep the rows in memory (rayps.data.tensors), or use more workers"
     )
 
 

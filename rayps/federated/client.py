@@ -8,6 +8,7 @@ parameters in one call, with the same bits as torch's optimizer.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -193,8 +194,10 @@ class ClientTurn:
             yield _select_rows(self._all_rows, index[lo : lo + size])
 
     def _read_batch(self, numbers: Ints) -> Batch:
+        began = time.perf_counter()
         with user_code("data"):
             batch = self._rows.take(numbers)
+        self._trainer.reading += time.perf_counter() - began
         if self._rows.relabel is not None:
             batch = Batch(batch.x, self._rows.relabel(batch.y), batch.size)
         return batch.to(self._trainer.device) if self._trainer.device != "cpu" else batch
@@ -243,6 +246,7 @@ class Trainer:
 
     def __init__(self, flat: FlatModel, workload: Workload, device: str = "cpu") -> None:
         self.flat, self.workload, self.device = flat, workload, device
+        self.reading = 0.0  # seconds spent on reading clients' rows so far
         self.parameters = flat.parameters
         self.buffers: Tensors = dict(flat.model.named_buffers())
         self._values = [flat.vector[e.lo : e.hi].view(e.shape) for e in flat.layout.entries]

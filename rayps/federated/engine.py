@@ -110,10 +110,12 @@ class FederatedEngine:
         cohort = list(known.sampled) if known.cohort is None else known.cohort
         self._aggregate.begin(t, cohort, w_t, self._pack_buffers(buffers))
         self._losses = []
-        began = time.perf_counter()
+        began, read = time.perf_counter(), self.trainer.reading
         for task, reply in self.source.replies():
             self._add_reply(task if isinstance(task, TrainingTask) else TrainingTask(task, t), reply)
-        w.meter.compute += time.perf_counter() - began
+        reading = self.trainer.reading - read
+        w.meter.data += reading
+        w.meter.compute += time.perf_counter() - began - reading
         outcome = self._aggregate.combine(w.ring, w.shared)
         chosen = None if outcome.chosen is None else frozenset(outcome.chosen)
         for client, loss, n in self._losses:

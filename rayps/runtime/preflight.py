@@ -252,9 +252,9 @@ def _check_batchnorm(workload: Workload, phases: list[Phase], model: nn.Module, 
         name = next((name for name, each in model.named_modules() if isinstance(each, nn.SyncBatchNorm)), None)
         if name is not None:
             raise ConfigError(
-                f"layer {name!r} is a torch.nn.SyncBatchNorm, which needs a process group of torch, and rayps has "
-                "none:\nset sync_batchnorm = True (all_reduce and hybrid) to synchronize BatchNorm layers over the "
-                "workers, or use BatchNorm layers, whose statistics are each worker's own",
+                f"layer {name!r} is a torch.nn.SyncBatchNorm, and there is no process group of torch:\n"
+                "set sync_batchnorm = True (all_reduce and hybrid) to synchronize BatchNorm layers over the workers, "
+                "or use BatchNorm layers, whose statistics are each worker's own",
                 field="sync_batchnorm",
             )
     if given and replicas > 1 and isinstance(model, _BatchNorm):

@@ -261,7 +261,7 @@ def train(
     own = cluster is None
     if dry_run:
         try:
-            run = RunHandle(spec.name or "dry run", spec, journal, folder)
+            run = RunHandle(spec.name or "dry run", spec, parameters.effective(workload), journal, folder)
             found = runner_of(callbacks, workload, run, spec.timeout)
             return _rehearsed(workload, spec, phases, journal, found, cluster, address)
         finally:

@@ -103,7 +103,8 @@ class Workload(ABC):
 
         If the loss is a mean over something else than rows, such as tokens, return the pair (sum, weight): the sum of
         the tokens' losses and the number of tokens. A step's gradient is then the gradient of all sums of the step,
-        over micro-batches and workers, divided by the sum of all weights. A batch of weight 0 has no effect.
+        over micro-batches and workers, divided by the sum of all weights. A batch of weight 0 has no effect. The second
+        value of a pair is always the weight: return a metric beside a mean loss in a dict, as below.
 
         To add metrics of the training to each round, return a dict with the loss as "loss":
 
