@@ -528,6 +528,8 @@ def test_the_modules_of_a_saved_state_are_exported(strategy, tmp_path, capsys):
     for name, expected in (("out", found[0][0]), ("out/nets.average.safetensors", found[0][1])):
         read = rayps.load_state(make(), tmp_path / name).state_dict()
         assert all(torch.equal(read[key], value) for key, value in expected.items())
+    with pytest.raises(CheckpointError, match=r"rayps export .*step-00000001 FOLDER"):
+        rayps.load_state(make(), tmp_path / "states" / "step-00000001")
     assert cli.main(["export", str(tmp_path / "states"), str(tmp_path / "no"), "--workload", "a.py:A"]) == 2
     assert "leave --workload out" in capsys.readouterr().err
 

@@ -329,6 +329,12 @@ def _of_checkpoint(path: Path) -> dict[str, StoredTensor]:
         file = path / f"{prefix}.safetensors"
         if file.is_file():
             found |= {name.removeprefix(f"{prefix}/"): source for name, source in _of_file(file).items()}
+    if not found:  # what `rayps.save` of a loop writes: its modules have names of their own
+        raise CheckpointError(
+            f"{path} is the saved state of a loop, and not of one model: write its modules as files by "
+            f"`rayps export {path} FOLDER`, and give one of these",
+            path=str(path),
+        )
     return found
 
 
