@@ -48,8 +48,9 @@ def export(
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.download-", dir=folder.absolute().parent))
         try:
             job.download(f"checkpoints/{chosen}", draft / "state")
-            home = spec.get("working_dir") if spec.get("run") is None else None
-            if home is not None and workload is None and spec.get("code") is not None:
+            loop = spec.get("run") is not None  # its states name their modules, and need no code
+            home = None if loop else spec.get("working_dir")
+            if workload is None and not loop and spec.get("code") is not None:
                 home = str(job.write_code(draft / "code"))
             if workload is None and home is not None and Path(home).is_dir():
                 _write(draft / "state", folder, spec["workload"], home, spec.get("params"))
