@@ -66,14 +66,9 @@ def export(
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.download-", dir=folder.absolute().parent))
         try:
             job.download(f"checkpoints/{chosen}", draft / "state")
-<<<<<<< HEAD
-            home = spec.get("working_dir")
-            if workload is None and spec.get("run") is None and spec.get("code") is not None:
-=======
             loop = spec.get("run") is not None  # its states name their modules, and need no code
             home = None if loop else spec.get("working_dir")
             if workload is None and not loop and spec.get("code") is not None:
->>>>>>> fix-e
                 home = str(job.write_code(draft / "code"))
             made, own = None, spec.get("params") or {}
             if workload is not None:
