@@ -367,7 +367,7 @@ class SumOf(Strategy):
 @pytest.mark.parametrize(
     "strategy",
     [ParameterServer(staleness=0), SumOf(), ParameterServer(staleness=3), ParameterServer(staleness=None), Downpour()],
-    ids=str,
+    ids=["synchronous", "the sum of a round", "staleness 3", "asynchronous", "downpour"],
 )
 def test_a_segment_counts_the_steps_that_are_skipped_in_fp16_wherever_it_is(strategy):
     """A backup that begins at any push, a segment that is moved after each, and a checkpoint give the same rates."""
