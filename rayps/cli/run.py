@@ -25,6 +25,7 @@ def run(
     ] = None,
     checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="Save states in this folder.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest state in DIR.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of torch's random numbers, which differ between ranks.")] = 0,
     max_failures: Annotated[
         int | None, typer.Option(help="How many deaths of workers the run survives (3 with --checkpoint, else 0).")
     ] = None,
@@ -50,6 +51,7 @@ def run(
             params=assignments(params or []),
             checkpoint=checkpoint,
             resume=resume,
+            seed=seed,
             max_failures=max_failures,
             resources={"cpu": cpus_per_worker, **({"gpu": gpus_per_worker} if gpus_per_worker else {})},
             address=address,
