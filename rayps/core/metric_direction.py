@@ -61,7 +61,7 @@ def chosen_direction(metric: str, mode: str = "auto") -> Direction:
     if found is None:
         raise ConfigError(
             f"the name of the metric {metric!r} does not say whether its lowest or its highest value is the best: "
-            'give mode="min" or mode="max"',
+            'correct the name if it is misspelled, else give mode="min" or mode="max"',
             field="mode",
         )
     return found

@@ -40,7 +40,7 @@ class BestCheckpoint(Callback):
         """Prepare. Raises ConfigError if an argument is refused."""
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name.startswith("step-"):
             raise ConfigError(f"name is {name!r}: give the name of a folder, of letters, digits, - and _", field="name")
-        self.watch, self.name = MetricWatch(metric, mode, min_delta), name
+        self.watch, self.name = MetricWatch(metric, mode, min_delta, owner="BestCheckpoint"), name
         self.path: Path | None = None  # the best checkpoint
         self._due: int | None = None  # the round of the best evaluation, until its checkpoint is kept
 

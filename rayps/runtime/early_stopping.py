@@ -18,14 +18,20 @@ class MetricWatch:
     metric's name: see `rayps.core.metric_direction`.
     """
 
-    def __init__(self, metric: str, mode: str = "auto", min_delta: float = 0.0) -> None:
-        """Prepare. Raises ConfigError if an argument is refused, or the name of the metric does not say the mode."""
+    def __init__(self, metric: str, mode: str = "auto", min_delta: float = 0.0, *, owner: str = "a callback") -> None:
+        """Prepare; `owner` is the name of the callback, for errors.
+
+        Raises ConfigError if an argument is refused, or the name of the metric does not say the mode.
+        """
         if not isinstance(metric, str) or not metric:
             raise ConfigError(f"metric is {metric!r}: give the name of a metric, such as 'loss'", field="metric")
         if isinstance(min_delta, bool) or not isinstance(min_delta, (int, float)) or not 0 <= min_delta < math.inf:
             raise ConfigError(f"min_delta is {min_delta!r}: give a finite number of at least 0", field="min_delta")
-        self.metric, self.min_delta = metric, min_delta
-        self.grows = chosen_direction(metric, mode) == "max"
+        self.metric, self.min_delta, self._owner = metric, min_delta, owner
+        try:
+            self.grows = chosen_direction(metric, mode) == "max"
+        except ConfigError as error:
+            raise ConfigError(f"{owner}: {error}", **error.data) from None
         self.best: float | None = None
         self.round = 0  # the round of the best value
         self._reported = False  # whether an evaluation without a value was reported
@@ -64,8 +70,8 @@ class MetricWatch:
         """Raise ConfigError if the metric is not among these names of an evaluation's metrics."""
         if self.metric not in metrics:
             raise ConfigError(
-                f"metric is {self.metric!r}, and the evaluation has no such metric: the metrics are "
-                f"{', '.join(metrics) or 'none'}",
+                f"{self._owner}: metric is {self.metric!r}, and the evaluation has no such metric: the metrics are "
+                f"{', '.join(metrics) or 'none'}; evaluate(model, batch) returns others",
                 field="metric",
             )
 
@@ -95,7 +101,7 @@ class EarlyStopping(Callback):
         """Prepare. Raises ConfigError if an argument is refused."""
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
             raise ConfigError(f"patience is {patience!r}: give a number of evaluations of at least 1", field="patience")
-        self.watch, self.patience = MetricWatch(metric, mode, min_delta), patience
+        self.watch, self.patience = MetricWatch(metric, mode, min_delta, owner="EarlyStopping"), patience
         self.waited = 0  # evaluations since the best one
 
     def on_evaluation(self, run: RunView, metrics: Mapping[str, float]) -> None:
