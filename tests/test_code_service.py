@@ -142,7 +142,7 @@ def test_a_cloned_job_has_byte_for_byte_the_same_code(
         drop(job)
 
 
-def test_a_loop_is_cloned_and_its_states_are_no_model(
+def test_a_loop_is_cloned_and_has_no_state_to_export(
     site, client, home: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     monkeypatch.setenv("RAYPS_URL", site.url)
@@ -161,7 +161,7 @@ def test_a_loop_is_cloned_and_its_states_are_no_model(
     assert "run              loop.py:train_fn" in shown and "workload" not in shown
     assert main(["ls"]) == 0 and "train_fn" in capsys.readouterr().out
     assert main(["export", first.id, str(tmp_path / "model")]) == 2
-    assert "save the model at the end of the loop" in capsys.readouterr().err
+    assert "has no checkpoint 'newest': it has none" in capsys.readouterr().err
     for job in (first, second):
         drop(job)
 

@@ -32,7 +32,7 @@ def test_the_words_of_a_name_say_which_value_is_the_best(metric, direction):
 def test_a_mode_counts_more_than_the_name():
     assert chosen_direction("loss", "max") == "max" and chosen_direction("constant", "min") == "min"
     assert chosen_direction("accuracy") == "max"
-    with pytest.raises(ConfigError, match=r"'constant' does not say .*: correct the name .* give mode=\"min\" or mode=\"max\""):
+    with pytest.raises(ConfigError, match=r"'constant' does not say .*: correct the name .* give mode="):
         chosen_direction("constant")
     with pytest.raises(ConfigError, match="mode is 'most': give one of min, max, auto"):
         chosen_direction("loss", "most")

@@ -76,7 +76,7 @@ def test_a_loop_is_a_job_and_goes_on_after_kill_9(serve: Serve, tmp_path: Path) 
     sweep = client.sweep(spec, lr=[0.1, 0.3]).wait(timeout=300)
     rows = sweep.table()
     assert [(row["lr"], row["rounds"]) for row in rows] == [(0.1, 3), (0.3, 3)]
-    assert sweep.best("total").id in {job.id for job in sweep.jobs}
+    assert sweep.best("total", mode="max").id in {job.id for job in sweep.jobs}
     slow = client.submit(
         run="loop.py:train_fn", working_dir=tmp_path, workers=2, params={"steps": 10_000, "pause": 0.05}
     )

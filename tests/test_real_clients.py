@@ -9,6 +9,7 @@ import re
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -198,6 +199,13 @@ def test_what_does_not_fit_is_found_before_joining(clinic: Clinic) -> None:
     job.stop().wait(30)
 
 
+def no_thread_draws() -> bool:
+    """Whether the job's driver, a thread of this process, draws no random numbers any more."""
+    drawn = torch.get_rng_state()
+    time.sleep(0.5)
+    return torch.equal(drawn, torch.get_rng_state())
+
+
 def test_trying_out_leaves_the_model_as_it_was(clinic: Clinic) -> None:
     class Normed(Own):
         def model(self):
@@ -208,6 +216,7 @@ def test_trying_out_leaves_the_model_as_it_was(clinic: Clinic) -> None:
     client = ClientProcess(
         Normed(0), rows_data(0), hospital.outside.token, job.id, hospital.connection, hospital.folder, "h0"
     )
+    until(no_thread_draws)
     model = client._trainer.flat.model
     before, drawn = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
     client.check_workload()
