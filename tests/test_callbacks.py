@@ -198,7 +198,7 @@ def test_rounds_seen():
 def test_a_stop_succeeds_with_a_result_and_a_checkpoint(strategy, tmp_path):
     seen = Records()
     options = {"workers": 2, "epochs": 200, "checkpoint": tmp_path, "checkpoint_every": 500}
-    result = train(Small(pause=0.002), strategy, callbacks=[StopsAt(10), seen], **options)
+    result = train(Small(pause=0.02), strategy, callbacks=[StopsAt(10), seen], **options)
     at = result.snapshot.round
     assert 10 <= at < 500
     assert result.checkpoint == tmp_path / f"step-{at:08d}"
