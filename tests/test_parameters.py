@@ -66,7 +66,8 @@ class Work(Base):
 def test_the_fields_of_the_user_and_of_the_base_class_are_parameters() -> None:
     found = declared(Work)
     base = declared(rayps.Workload)
-    assert {"clip_norm", "schedule_every", "compile", "accumulate", "precision", "sync_batchnorm"} == set(base)
+    own = {"clip_norm", "schedule_every", "compile", "accumulate", "precision", "sync_batchnorm", "evaluation_batches"}
+    assert own == set(base)
     assert list(found) == [
         *base,
         *("lr", "layers", "betas", "sizes", "act", "decay", "warm", "either", "table", "noted"),
