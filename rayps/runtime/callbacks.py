@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rayps.core.errors import ConfigError, RaypsError, WorkloadError
 from rayps.core.metrics import until
+from rayps.core.phase_rounds import Calendar
 from rayps.core.records import Event, OutcomeRecord, Point
 from rayps.core.user_code import awaited, user_code
 from rayps.core.values import JsonObject
@@ -59,9 +60,8 @@ class RunHandle:
         self.job: Mapping[str, object] = {field: given[field] for field in _JOB_FIELDS}
         self.stop_reason: str | None = None
         self.stop_round = 0  # the run ends with its first state of this round or a later one
-        self.best_name: str | None = (
-            None  # the name under which the job's best checkpoint is kept; None: the first kept
-        )
+        # the name under which the job's best checkpoint is kept; None: the first kept
+        self.best_name: str | None = None
         self.no_value: Sequence[str] = ()  # metrics of the current evaluation that have no value
         self._journal = journal
         self._target: Point | None = None  # what `log` adds to; None between points
@@ -143,10 +143,8 @@ class CallbackRunner:
         """The names of the callbacks, in the order in which they are called."""
         return list(self._named)
 
-    def check_folder(self, checkpoint_every: int | None, *, known: bool) -> str | None:
-        """Return a warning if `checkpoint_every` has no effect, else None.
-
-        `known`: whether the rounds after which the run evaluates are known before it starts.
+    def check_folder(self, spec: JobSpec, calendar: Calendar) -> str | None:
+        """Return a warning if the job's `checkpoint_every` has no effect, else None.
 
         Raises ConfigError if a callback keeps checkpoints, and the run has no folder for them.
         """
@@ -154,7 +152,8 @@ class CallbackRunner:
             return None
         if self.run.folder is None:
             raise no_folder("a BestCheckpoint keeps checkpoints")
-        if checkpoint_every is None or not known:
+        known = spec.evaluate_every is not None or not calendar.open  # the rounds after which the run evaluates
+        if spec.checkpoint_every is None or not known:
             return None
         return "checkpoint_every has no effect with a BestCheckpoint: a state is saved at every evaluation"
 

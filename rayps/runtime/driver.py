@@ -166,8 +166,7 @@ class Driver:
         calendar = Calendar(
             self._phases, found.steps, self.spec.workers, epochs=self.spec.epochs, rounds=self.spec.steps
         )
-        known = self.spec.evaluate_every is not None or not calendar.open
-        if (note := self._callbacks.check_folder(self.spec.checkpoint_every, known=known)) is not None:
+        if (note := self._callbacks.check_folder(self.spec, calendar)) is not None:
             self.journal.event("warning", note)
         schedule = ScheduleRecord(recipe_of(self.workload))
         self._known = RunPlan(self._phases, calendar, found.divisions, found.tables, schedule, mailbox, found.start)

@@ -89,8 +89,7 @@ def rehearse(
     found = awaited(check, spec.timeout, where="driver", stopped=lambda: False)
     assert found is not None, "nobody requests a stop"
     calendar = Calendar(phases, found.steps, spec.workers, epochs=spec.epochs, rounds=spec.steps)
-    known = spec.evaluate_every is not None or not calendar.open
-    if (warning := callbacks.check_folder(spec.checkpoint_every, known=known)) is not None:
+    if (warning := callbacks.check_folder(spec, calendar)) is not None:
         journal.event("warning", warning)
     cluster, reports = open_cluster(), list[PhaseReport]()
     for number, phase in enumerate(phases):
