@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -135,6 +136,15 @@ def test_out_of_step_all_who_lost_a_connection_begin_anew_together():
     decision = decide(RunFacts(3, errors=(("worker-2", LOST),), error_age=GRACE_SECONDS, recovery=ReplaceOne()))
     assert isinstance(decision, Replace)
     assert decision.lost == ("worker-2",)
+
+
+def test_servers_that_keep_the_last_states_are_a_failure_once_all_workers_have_finished():
+    silent = PeerTimeout("server 'server-1' did not answer", peer="server-1", seconds=5)
+    facts = RunFacts(1, recovery=ReplaceOne(), unanswered=silent)
+    assert decide(facts) == Continue()
+    finished = replace(facts, finished=frozenset({"worker-0"}))
+    assert decide(finished) == Restart((), "server 'server-1' did not answer")
+    assert isinstance(decide(replace(finished, failures=3)), Fail)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 3])

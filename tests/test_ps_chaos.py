@@ -26,7 +26,7 @@ from rayps.ps.server_group import OwnSpace
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
 
-SEGMENTS, PUSHES, SECONDS = 6, 40, 60.0
+SEGMENTS, PUSHES, SECONDS = 6, 40, 180.0
 
 
 def plain(params):

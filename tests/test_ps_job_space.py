@@ -16,11 +16,13 @@ from rayps.core.errors import ConfigError, NotFound, RaypsError, WorkloadError
 from rayps.core.job_status import Status
 from rayps.core.repeated_pushes import Ledger
 from rayps.core.user_module import pack
+from rayps.ps.client import session
 from rayps.ps.column_space import Collector, first_state
 from rayps.ps.group import start
 from rayps.ps.job_space import JobSpace
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.dense_segment import part_of
+from rayps.ps.server.requests import RequestHandler
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
 from rayps.strategies.job import JobSpec
@@ -193,6 +195,40 @@ def test_a_server_that_dies_is_no_restart(cluster, tag):
     assert [event["server"] for event in lost] == ["server-1"]
     assert lost[0]["longest_wait"] > 0 and "longest" in lost[0]["message"]
     assert sum(cluster.spawned["WorkerActor", rank] for rank in range(3)) == 6  # of both runs
+
+
+@pytest.mark.parametrize("staleness", [0, None])
+def test_servers_that_never_send_the_last_state_are_no_endless_wait(cluster, group, monkeypatch, staleness):
+    monkeypatch.setattr(session, "GRACE_SECONDS", 0.5)
+    serve, opened = RequestHandler._serve_part, set()
+
+    def silent(handler, request, touched):  # the servers of the job's first space answer no request for a state
+        opened.add(touched[0].space.number)
+        return touched[0].space.number != min(opened) and serve(handler, request, touched)
+
+    monkeypatch.setattr(RequestHandler, "_serve_part", silent)
+    work = Small(n=36)
+    result = train(work, ParameterServer(staleness=staleness), cluster, server_group="main", timeout=2.0)
+    [restarted] = [event for event in result.events if event["kind"] == "restarted"]
+    assert "did not answer requests to segment" in restarted["message"]
+    if staleness == 0:
+        assert distance(result.model(), plain(work, 3, epochs=2)[0]) < EXACT
+
+
+def test_servers_that_never_send_the_last_state_end_the_job_with_their_names(cluster, group, monkeypatch):
+    monkeypatch.setattr(session, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(RequestHandler, "_serve_part", lambda handler, request, touched: False)
+    with pytest.raises(RaypsError, match=r"server 'server-\d' did not answer requests(.|\n)*max_failures is 0"):
+        train(Small(n=36), ParameterServer(), cluster, server_group="main", timeout=1.0, max_failures=0)
+
+
+def test_servers_that_refuse_the_last_state_end_the_job_with_the_reason(cluster, group, monkeypatch):
+    def fails(handler, request, touched):
+        raise ValueError("the state cannot be written")
+
+    monkeypatch.setattr(RequestHandler, "_serve_part", fails)
+    with pytest.raises(RaypsError, match=r"the state cannot be written(.|\n)*max_failures is 0"):
+        train(Small(n=36), ParameterServer(), cluster, server_group="main", timeout=1.0, max_failures=0)
 
 
 @pytest.mark.parametrize("staleness", [0, None])

@@ -10,7 +10,9 @@ that. A request for one round is cancelled when the states after another round a
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -103,7 +105,7 @@ class ColumnSpace:
         """
         self.stop_collecting()
         if self.space.cuts:
-            self._collector = Collector(self._session, list(range(self.space.segments)))
+            self._collector = Collector(self._session, list(range(self.space.segments)), self._timeout)
 
     def stop_collecting(self) -> None:
         """Stop fetching states."""
@@ -119,6 +121,11 @@ class ColumnSpace:
     def held(self, slowest: int) -> list[tuple[int, list[int]]]:
         """Return a list with the pair of progress and fetched rounds (`Collector.held`), or [] without a collector."""
         return [] if self._collector is None else [self._collector.held(slowest)]
+
+    @property
+    def unanswered(self) -> RaypsError | None:
+        """Why the wanted states were not fetched in time; None if they were, or may still arrive."""
+        return None if self._collector is None else self._collector.unanswered
 
     def states(self, rounds: int) -> dict[int, Any] | None:
         """Return a dict from segment to its state after round `rounds`, or None if these have not been fetched."""
@@ -162,14 +169,19 @@ def first_state(
 class Collector:
     """The thread that fetches states for the checkpoints of one generation of the worker group.
 
-    `meet` creates a session of rank -1 with the space; `segments` are the segments whose states are fetched.
+    `meet` creates a session of rank -1 with the space; `segments` are the segments whose states are fetched. `timeout`:
+    seconds for the servers to answer after the workers have finished the round.
     """
 
-    def __init__(self, meet: Callable[[], Session], segments: list[int]) -> None:
-        self._meet, self._segments = meet, segments
+    def __init__(self, meet: Callable[[], Session], segments: list[int], timeout: float = 60.0) -> None:
+        self._meet, self._segments, self._timeout = meet, segments, timeout
         self._states: RetainedParts[dict[int, Any]] = RetainedParts()
         self._asking = 0  # the round whose states the thread requests
         self._missed = 0  # the newest round whose states were requested too late
+        self._slowest = 0  # position of the slowest worker
+        self._since = math.inf  # when the wanted states were first requested after the workers had finished the round
+        self._unanswered: RaypsError | None = None  # why they have not been fetched `timeout` seconds later
+        self._failed: RaypsError | None = None  # why the thread has ended
         self._saved: list[int] = []
         self._session: Session | None = None
         self._ended = False
@@ -182,6 +194,10 @@ class Collector:
         with self._news:
             changed = rounds != self._states.wanted
             self._states.wanted = rounds
+            if changed:
+                self._unanswered, self._since = None, math.inf
+            if rounds == self._missed:  # there is no later round: request the states again
+                self._missed = 0
             late = self._session if changed and self._asking not in (0, rounds) else None
             self._news.notify_all()
         if late is not None:
@@ -201,10 +217,17 @@ class Collector:
         may still arrive, and greater than the wanted round if they were requested too late.
         """
         with self._news:
+            self._slowest = slowest
             wanted, held = self._states.wanted, sorted(self._states)
             if wanted and wanted not in held:
                 return (max(slowest, wanted + 1) if self._missed == wanted else min(slowest, wanted)), held
             return slowest, held
+
+    @property
+    def unanswered(self) -> RaypsError | None:
+        """Why the servers did not answer the last request for the wanted states in time; None if they may still."""
+        with self._news:
+            return self._failed or self._unanswered
 
     def states(self, rounds: int) -> dict[int, Any] | None:
         """Return a dict from segment to its state after round `rounds`, or None if these have not been fetched."""
@@ -225,8 +248,12 @@ class Collector:
         try:
             while self._turn():
                 pass
-        except Exception:  # a bug: the job continues without further checkpoints
+        except Exception as error:  # a bug: the job continues without further checkpoints, and restarts at its end
             log.exception("the thread that collects checkpoints failed")
+            with self._news:
+                self._failed = RaypsError(
+                    f"the states for checkpoints cannot be read from the servers: {type(error).__name__}: {error}"
+                )
         finally:
             if self._session is not None:
                 self._session.close()
@@ -239,6 +266,8 @@ class Collector:
                 return False
             saved, self._saved = self._saved, []
             self._asking = rounds = 0 if saved else self._next()
+            if 0 < rounds <= self._slowest:  # the servers can answer now
+                self._since = min(self._since, time.monotonic())
         try:
             if self._session is None:
                 self._session = self._meet()
@@ -254,6 +283,7 @@ class Collector:
             with self._news:
                 self._session = None
                 self._saved = saved + self._saved
+                self._not_fetched(rounds, error)
                 if not self._ended and rounds in (0, self._states.wanted):
                     self._news.wait(AGAIN_SECONDS)
         finally:
@@ -273,9 +303,15 @@ class Collector:
             log.debug("%s", error)
             with self._news:
                 self._missed = rounds
+                self._not_fetched(rounds, error)
             return
         with self._news:
             self._states.retain(rounds, answers.pieces)
+            self._unanswered, self._since = None, math.inf
+
+    def _not_fetched(self, rounds: int, error: RaypsError) -> None:
+        if rounds == self._states.wanted and time.monotonic() - self._since >= self._timeout:
+            self._unanswered = error
 
 
 def segment_states(session: Session, indices: Iterable[int]) -> Iterator[tuple[int, Any]]:

@@ -296,6 +296,11 @@ class JobSpace:
         """Return, for each space with a dense vector, its progress and the fetched rounds (`Collector.held`)."""
         return [each for column in self._columns for each in column.held(slowest)]
 
+    @property
+    def unanswered(self) -> RaypsError | None:
+        """Why servers did not send the wanted states in time; None if they did, or still may."""
+        return next(filter(None, (column.unanswered for column in self._columns)), None)
+
     def parts(self, rounds: int) -> Callable[[float], list[ShardPart | None]]:
         """Return a function that returns the states after round `rounds`, with None for each that was not fetched."""
         found = [part for column in self._columns for part in column.parts(rounds)]

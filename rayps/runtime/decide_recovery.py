@@ -11,7 +11,7 @@ effect to the next state.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from rayps.core.errors import LinkError, PeerTimeout, RaypsError, TrainingError
@@ -38,6 +38,7 @@ class RunFacts:
     stop: bool = False  # whether the user has requested a stop
     ends_early: bool = False  # whether a callback has ended the run, and the newest state is one to end with
     positions: Mapping[str, int] = field(default_factory=dict)  # from a worker's name to the last round it reported
+    unanswered: RaypsError | None = None  # why servers did not send the wanted states in time
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,8 @@ def decide(facts: RunFacts) -> Decision:
     if facts.errors and facts.error_age >= GRACE_SECONDS:
         return _reconnect(facts)
     if len(facts.finished) == facts.size:
+        if facts.unanswered is not None:  # without the servers' states the phase cannot end
+            return _recover(replace(facts, recovery=RestartAll()), (), _short(str(facts.unanswered)))
         return Finish()
     return EndEarly() if facts.ends_early else Continue()
 

@@ -449,6 +449,7 @@ class Driver:
             stop=self._stop.is_set(),
             ends_early=self._callbacks.may_end(self._checkpoints.round),
             positions={name: f.position for name, f in current},
+            unanswered=group.unanswered,
         )
 
     def _recovery(self, phase: PhaseRun) -> Recovery:

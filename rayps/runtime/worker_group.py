@@ -16,7 +16,7 @@ from rayps.cluster.local import ActorReply, Bundle, Cluster, LocalCluster, until
 from rayps.cluster.members import GroupMember, leave, place, settle
 from rayps.cluster.reservation import WorkerResources, reserve
 from rayps.cluster.user_packages import install_seconds
-from rayps.core.errors import ActorDied, ClusterError, LinkError
+from rayps.core.errors import ActorDied, ClusterError, LinkError, RaypsError
 from rayps.core.grid import Grid
 from rayps.core.metrics import Totals, total_over
 from rayps.core.records import Point
@@ -401,6 +401,11 @@ class WorkerGroup:
             f.met for f in facts if isinstance(f, WorkerFacts) and f.generation == self._current_orders().generation
         ]
         return reasons[0] if len(reasons) == self.size and None not in reasons else None
+
+    @property
+    def unanswered(self) -> RaypsError | None:
+        """Why the servers of the job's space did not send the wanted states in time; None if they did, or still may."""
+        return self.space.unanswered if self.space is not None and self._uses_space else None
 
     # ---- polls
 
