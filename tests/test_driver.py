@@ -164,6 +164,17 @@ def test_checkpoints_come_although_rounds_are_faster_than_questions(tmp_path, st
     assert saved == sorted(saved)
 
 
+class Fails(Small):
+    def loss(self, model, batch):
+        raise ArithmeticError("no loss")
+
+
+def test_a_run_that_fails_before_its_first_checkpoint_leaves_no_folder(tmp_path):
+    with pytest.raises(rayps.RaypsError, match="no loss"):
+        train(Fails(), AllReduce(), workers=1, epochs=1, checkpoint=tmp_path / "runs" / "one")
+    assert not list(tmp_path.iterdir())
+
+
 class Evaluates(Small):
     """Takes its time to evaluate, and counts that."""
 

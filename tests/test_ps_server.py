@@ -1,6 +1,7 @@
 """A server of an elastic group: what it answers, holds and refuses; over real links, under a scripted manager."""
 
 import dataclasses
+import json
 import pickle
 import threading
 import time
@@ -11,9 +12,13 @@ import pytest
 import torch
 
 from rayps.cluster.local import until
-from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, read_numbers, unpack
+from rayps.comm.link import Message
+from rayps.ps.protocol.messages import Event, GroupMessage, SegmentPayload, read_numbers, unpack
 from rayps.ps.protocol.space import Quota, SparseTable
+from rayps.ps.server.assignments import Assignments, SegmentReport
 from rayps.ps.server.dense_segment import part_of, state_of
+from rayps.ps.server.outbound import ManagerSession
+from rayps.ps.server.replication import Replication
 from rayps.ps.tables.wire_format import bucket, encode_push
 from tests.ps_site import Manager, Site, error, space, values
 
@@ -443,3 +448,40 @@ def test_what_a_server_says_of_its_load(site):
     assert of_space["rows"] == 12
     assert of_space["segments"]["2"] == [16, 4, 4, 5]  # 4 pushes, and one load before
     assert of_space["seconds"] > 0
+
+
+class Written:
+    """A link that only records the messages."""
+
+    def __init__(self):
+        self.messages = []
+
+    def queue(self, message, payload):
+        self.messages.append((message.kind, message.tag, json.loads(payload)))
+
+
+class Receiver:
+    name, address, where = "server-0", "server-0@127.0.0.1:1/", "here"
+
+    def space_changed(self, space):
+        """Nothing waits for the space."""
+
+    def facts(self):
+        return {}
+
+
+def test_a_report_has_the_tag_of_the_orders_that_it_is_about():
+    """The manager drops a backup and orders it again: it must not count a report on the former one for the new one."""
+    assignments = Assignments(None)
+    session = ManagerSession(Receiver(), assignments, Replication(None), 0.1)
+    link = session.link = Written()
+    orders = json.dumps({"space": 7, "holdings": []}).encode()
+    session.apply_message(Message(GroupMessage.ORDERS, tag=1, payload=orders))
+    session.add_report(SegmentReport(7, Event.SYNCED, 0, 1, "server-1"))
+    session.apply_message(Message(GroupMessage.ORDERS, tag=2, payload=orders))
+    session.add_report(SegmentReport(7, Event.SYNCED, 1, 1, "server-1"))
+    session.send_due(0.0)
+    reports = [
+        (tag, [row[1] for row in body["events"]]) for kind, tag, body in link.messages if kind == GroupMessage.REPORT
+    ]
+    assert reports == [(1, [0]), (2, [1])]

@@ -27,6 +27,11 @@ class WorkerResources:
             self.gang.release()
 
 
+def torch_threads(cpus: float) -> int:
+    """Return how many threads torch uses in a process with these CPUs."""
+    return max(1, int(cpus))
+
+
 def reserve(cluster: Cluster, resources: Bundle, grid: Grid, timeout: float) -> WorkerResources:
     """Reserve the resources of all workers, or of none.
 

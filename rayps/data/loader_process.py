@@ -11,7 +11,6 @@ import io
 import os
 import pickle
 import queue
-import random
 import struct
 import sys
 import threading
@@ -19,12 +18,12 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 import cloudpickle
-import numpy as np
 import torch
 
 from rayps.core.errors import RaypsError
 from rayps.core.user_module import SourcePickler, unpack
 from rayps.data.base import Batch, Data, Place, Position
+from rayps.data.pass_random import seed_generators
 
 _COUNT = struct.Struct("<QQ")  # bytes of the pickle, number of buffers
 _SIZE = struct.Struct("<Q")
@@ -172,11 +171,7 @@ def _answer(data: Data, order: ReadOrder, orders: queue.Queue[ReadOrder], answer
 def _seed(place: Place, number: int) -> None:
     """Seed torch, numpy and random for a batch, so that random transforms do not depend on the number of processes."""
     batch = place.process + number * place.processes
-    words = np.random.SeedSequence([place.seed % 2**64, place.epoch, place.rank, batch]).generate_state(2)
-    seed = int(words[0]) << 16 ^ int(words[1])
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(int(words[0]))
+    seed_generators(place.seed, place.epoch, place.rank, batch)
 
 
 def _sent(error: Exception) -> Exception:

@@ -57,13 +57,21 @@ def _numpy_state() -> tuple[Any, ...]:
     return found
 
 
+def seed_generators(seed: int, *more: int) -> None:
+    """Seed the global generators of torch, numpy and `random` by these whole numbers; `more` are 0 or greater."""
+    words = np.random.SeedSequence([seed % 2**64, *more]).generate_state(2)
+    mixed = int(words[0]) << 16 ^ int(words[1])
+    torch.default_generator.manual_seed(mixed)
+    np.random.seed(mixed % 2**32)
+    random.seed(mixed)
+
+
 class PassRandom:
     """The generators of one pass. Inside `with drawing():` they are the process's global generators."""
 
     def __init__(self, seed: int, *more: int) -> None:
         """Seed the generators by these whole numbers."""
-        words = np.random.SeedSequence([seed % 2**64, *more]).generate_state(2)
-        self._seed = int(words[0]) << 16 ^ int(words[1])
+        self._seed = seed, *more
         self._first: _States | None = None
         self._states: _States | None = None
 
@@ -79,9 +87,7 @@ class PassRandom:
             before = _States.now()
             try:
                 if self._states is None:
-                    torch.default_generator.manual_seed(self._seed)
-                    np.random.seed(self._seed % 2**32)
-                    random.seed(self._seed)
+                    seed_generators(*self._seed)
                     self._first = _States.now()
                 else:
                     self._states.set()

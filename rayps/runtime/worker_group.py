@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import ActorReply, Bundle, Cluster, LocalCluster, until
 from rayps.cluster.members import GroupMember, leave, place, settle
-from rayps.cluster.reservation import WorkerResources, reserve
+from rayps.cluster.reservation import WorkerResources, reserve, torch_threads
 from rayps.cluster.user_packages import install_seconds
 from rayps.core.errors import ActorDied, ClusterError, LinkError, RaypsError
 from rayps.core.grid import Grid
@@ -77,7 +77,7 @@ class WorkerLauncher:
             self.secret,
             self.packed,
             code=self.code,
-            threads=max(1, int(cpus)),
+            threads=torch_threads(cpus),
             device="cuda" if gpus else "cpu",
             capture=self.capture,
             cpus=cpus,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rayps.core.errors import ConfigError
 from rayps.core.metrics import Totals
+from rayps.core.rank_seed import rank_seed
 from rayps.core.records import Point
 from rayps.tensors import optim, weight_average
 from rayps.tensors.local_state import LocalState
@@ -201,7 +202,7 @@ class Loop:
         if w.plan.rank in snapshot.rng:
             torch.set_rng_state(snapshot.rng[w.plan.rank])
         else:  # the workers of a tensor group, which share each layer, draw the same random numbers
-            torch.manual_seed(w.plan.seed * 1_000_003 + w.plan.rank - w.plan.place.tensor)
+            torch.manual_seed(rank_seed(w.plan.seed, w.plan.rank - w.plan.place.tensor))
 
     def buffers(self) -> dict[str, Tensor]:
         """Return a dict from the names of the model's buffers to copies on the CPU.

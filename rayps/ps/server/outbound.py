@@ -117,6 +117,7 @@ class ManagerSession:
             self._assignments.add_space(space)
             self._server.space_changed(space)
         elif message.kind == GroupMessage.ORDERS:
+            self._send_reports()  # with the tag of the orders that they are about
             body = json.loads(bytes(message.payload))
             assigned_space = self._assignments.spaces.get(int(body["space"]))
             if assigned_space is not None:
@@ -138,17 +139,19 @@ class ManagerSession:
         self._last_turn = now
         if self.link is None:
             return
-        if self._reports:
-            reports, self._reports = self._reports, []
-            spaces: dict[int, list[list[Any]]] = {}
-            for report in reports:
-                row = [report.event.value, report.segment, report.generation, report.name]
-                spaces.setdefault(report.space, []).append(row)
-            for number, rows in spaces.items():
-                self._send(GroupMessage.REPORT, {"space": number, "events": rows}, self._orders_tag)
+        self._send_reports()
         if now >= self.next_beat:
             self._load = self._server.facts()
             self._beat(now)
+
+    def _send_reports(self) -> None:
+        reports, self._reports = self._reports, []
+        spaces: dict[int, list[list[Any]]] = {}
+        for report in reports:
+            row = [report.event.value, report.segment, report.generation, report.name]
+            spaces.setdefault(report.space, []).append(row)
+        for number, rows in spaces.items():
+            self._send(GroupMessage.REPORT, {"space": number, "events": rows}, self._orders_tag)
 
     def send_heartbeat(self, now: float) -> None:
         """Send a heartbeat if that of the server's loop is overdue by more than one interval (`every` seconds).

@@ -17,6 +17,7 @@ from rayps.cluster.local import host_address
 from rayps.cluster.members import ActorHost
 from rayps.core.errors import WorkloadError
 from rayps.core.logs import LogBuffer
+from rayps.core.rank_seed import rank_seed
 from rayps.core.records import Event, Point
 from rayps.core.user_code import placed, user_code
 from rayps.core.user_module import unpack
@@ -95,7 +96,7 @@ class LoopActor:
         """Call the user's function in its `World`. `own` and `first` are this rank's and rank 0's saved state."""
         here = self._world
         current.set(here)
-        torch.manual_seed(here.place.seed * 1_000_003 + here.rank)  # as in a run of a workload
+        torch.manual_seed(rank_seed(here.place.seed, here.rank))
         if own is not None and first is not None:
             here.restored, here.steps, here.saved = (own, first), own.steps, own.number
         failed = True

@@ -17,6 +17,7 @@ from typing import Any
 from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import ActorHandle, ActorReply, Cluster, LocalCluster, Reservation
 from rayps.cluster.members import ActorHost
+from rayps.cluster.reservation import torch_threads
 from rayps.cluster.user_packages import install_seconds
 from rayps.core.errors import ActorDied, LinkError, RaypsError, TrainingError
 from rayps.core.job_status import Status
@@ -216,7 +217,7 @@ class LoopDriver:
                     code=code,
                     capture=self._capture and not isinstance(cluster, LocalCluster),
                     sends=self._sends,
-                    threads=max(1, int(wanted["cpu"])),
+                    threads=torch_threads(wanted["cpu"]),
                     cpus=wanted["cpu"],
                     gpus=wanted.get("gpu", 0.0),
                     gang=gang,

@@ -1,0 +1,10 @@
+"""The seed of each rank's random numbers, the same for a workload and for a loop of the user's own."""
+
+from __future__ import annotations
+
+_APART = 1_000_003  # difference between the seeds of two jobs whose seeds are neighbours; a prime above any world size
+
+
+def rank_seed(seed: int, rank: int) -> int:
+    """Return the seed of `rank` in a job with this seed, such as for `torch.manual_seed`."""
+    return seed * _APART + rank
