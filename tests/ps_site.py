@@ -3,6 +3,7 @@
 import json
 import pickle
 import queue
+import struct
 import threading
 import time
 
@@ -210,7 +211,7 @@ class Raw:
         return self.hear(self.say(kind, pieces, a, weight, b))
 
     def join(self, patience=None):
-        payload = b"" if patience is None else np.float64(patience).tobytes()
+        payload = b"" if patience is None else struct.pack("<dq", patience, -1)
         answer = self.hear(
             self.say(GroupMessage.JOIN, a=self.number, b=self.rank, weight=self.incarnation, payload=payload)
         )

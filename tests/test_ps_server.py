@@ -196,7 +196,9 @@ def test_patience_is_said_when_joining(site):
     worker = site.guest("s0", join=False)
     worker.join(patience=0.1)
     worker.ask(GroupMessage.PUSH, all_of(1.0), weight=1.0)
-    assert error(worker.ask(GroupMessage.PULL, all_of(), a=1))["kind"] == "PeerTimeout"
+    found = error(worker.ask(GroupMessage.PULL, all_of(), a=1))
+    assert found["kind"] == "PeerTimeout"
+    assert "waited 0.1 s on s0" in found["message"]
 
 
 def test_a_newer_incarnation_fences_the_older(site):
