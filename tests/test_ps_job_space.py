@@ -222,13 +222,23 @@ def test_servers_that_never_send_the_last_state_end_the_job_with_their_names(clu
         train(Small(n=36), ParameterServer(), cluster, server_group="main", timeout=1.0, max_failures=0)
 
 
-def test_servers_that_refuse_the_last_state_end_the_job_with_the_reason(cluster, group, monkeypatch):
+@pytest.mark.parametrize("error", [ValueError, RaypsError])  # the second is what a request that comes too late gets
+def test_servers_that_refuse_the_last_state_end_the_job_with_the_reason(cluster, group, monkeypatch, error):
     def fails(handler, request, touched):
-        raise ValueError("the state cannot be written")
+        raise error("the state cannot be written")
 
     monkeypatch.setattr(RequestHandler, "_serve_part", fails)
     with pytest.raises(RaypsError, match=r"the state cannot be written(.|\n)*max_failures is 0"):
         train(Small(n=36), ParameterServer(), cluster, server_group="main", timeout=1.0, max_failures=0)
+
+
+def test_a_thread_for_checkpoints_that_has_failed_ends_the_job_with_the_reason(cluster, group, monkeypatch):
+    def fails(collector, session, rounds):
+        raise ArithmeticError("no such number")
+
+    monkeypatch.setattr(Collector, "_fetch", fails)
+    with pytest.raises(RaypsError, match=r"ArithmeticError: no such number(.|\n)*max_failures is 0"):
+        train(Small(n=36), ParameterServer(), cluster, server_group="main", max_failures=0)
 
 
 @pytest.mark.parametrize("staleness", [0, None])

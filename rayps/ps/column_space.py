@@ -173,14 +173,13 @@ class Collector:
     seconds for the servers to answer after the workers have finished the round.
     """
 
-    def __init__(self, meet: Callable[[], Session], segments: list[int], timeout: float = 60.0) -> None:
+    def __init__(self, meet: Callable[[], Session], segments: list[int], timeout: float) -> None:
         self._meet, self._segments, self._timeout = meet, segments, timeout
         self._states: RetainedParts[dict[int, Any]] = RetainedParts()
         self._asking = 0  # the round whose states the thread requests
         self._missed = 0  # the newest round whose states were requested too late
-        self._slowest = 0  # position of the slowest worker
-        self._since = math.inf  # when the wanted states were first requested after the workers had finished the round
-        self._unanswered: RaypsError | None = None  # why they have not been fetched `timeout` seconds later
+        self._finished_at = math.inf  # when the driver found that all workers had finished the wanted round
+        self._error: RaypsError | None = None  # why the last request for the wanted states failed
         self._failed: RaypsError | None = None  # why the thread has ended
         self._saved: list[int] = []
         self._session: Session | None = None
@@ -195,7 +194,7 @@ class Collector:
             changed = rounds != self._states.wanted
             self._states.wanted = rounds
             if changed:
-                self._unanswered, self._since = None, math.inf
+                self._error, self._finished_at = None, math.inf
             if rounds == self._missed:  # there is no later round: request the states again
                 self._missed = 0
             late = self._session if changed and self._asking not in (0, rounds) else None
@@ -214,20 +213,26 @@ class Collector:
 
         The driver waits for the states after the wanted round until the progress is greater than this round. The
         progress is the position `slowest` of the slowest worker. But it is at most the wanted round while the states
-        may still arrive, and greater than the wanted round if they were requested too late.
+        may still arrive, and greater than the wanted round if they were requested too late. The time from which
+        `unanswered` counts is the first call in which the slowest worker has finished the wanted round.
         """
         with self._news:
-            self._slowest = slowest
             wanted, held = self._states.wanted, sorted(self._states)
             if wanted and wanted not in held:
+                if slowest >= wanted:
+                    self._finished_at = min(self._finished_at, time.monotonic())
                 return (max(slowest, wanted + 1) if self._missed == wanted else min(slowest, wanted)), held
             return slowest, held
 
     @property
     def unanswered(self) -> RaypsError | None:
-        """Why the servers did not answer the last request for the wanted states in time; None if they may still."""
+        """Why the states were not fetched within `timeout` seconds after the workers had finished the wanted round.
+
+        None if they were fetched, or may still arrive.
+        """
         with self._news:
-            return self._failed or self._unanswered
+            late = time.monotonic() - self._finished_at >= self._timeout
+            return self._failed or (self._error if late else None)
 
     def states(self, rounds: int) -> dict[int, Any] | None:
         """Return a dict from segment to its state after round `rounds`, or None if these have not been fetched."""
@@ -266,8 +271,6 @@ class Collector:
                 return False
             saved, self._saved = self._saved, []
             self._asking = rounds = 0 if saved else self._next()
-            if 0 < rounds <= self._slowest:  # the servers can answer now
-                self._since = min(self._since, time.monotonic())
         try:
             if self._session is None:
                 self._session = self._meet()
@@ -283,8 +286,8 @@ class Collector:
             with self._news:
                 self._session = None
                 self._saved = saved + self._saved
-                self._not_fetched(rounds, error)
                 if not self._ended and rounds in (0, self._states.wanted):
+                    self._error = error
                     self._news.wait(AGAIN_SECONDS)
         finally:
             self._asking = 0
@@ -303,15 +306,12 @@ class Collector:
             log.debug("%s", error)
             with self._news:
                 self._missed = rounds
-                self._not_fetched(rounds, error)
+                if rounds == self._states.wanted:
+                    self._error = error
             return
         with self._news:
             self._states.retain(rounds, answers.pieces)
-            self._unanswered, self._since = None, math.inf
-
-    def _not_fetched(self, rounds: int, error: RaypsError) -> None:
-        if rounds == self._states.wanted and time.monotonic() - self._since >= self._timeout:
-            self._unanswered = error
+            self._error, self._finished_at = None, math.inf
 
 
 def segment_states(session: Session, indices: Iterable[int]) -> Iterator[tuple[int, Any]]:
