@@ -3,7 +3,6 @@
 import json
 import pickle
 import queue
-import struct
 import threading
 import time
 
@@ -15,7 +14,7 @@ from torch.optim import SGD
 from rayps.cluster.local import until
 from rayps.comm.link import Listener, Message, connect
 from rayps.core.partition import slices
-from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, pack, read_numbers, unpack
+from rayps.ps.protocol.messages import JOIN_PAYLOAD, GroupMessage, SegmentPayload, pack, read_numbers, unpack
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.dense_segment import state_of
 from rayps.ps.server.server import GroupServerLoop
@@ -211,7 +210,7 @@ class Raw:
         return self.hear(self.say(kind, pieces, a, weight, b))
 
     def join(self, patience=None):
-        payload = b"" if patience is None else struct.pack("<dq", patience, -1)
+        payload = b"" if patience is None else JOIN_PAYLOAD.pack(patience, -1)
         answer = self.hear(
             self.say(GroupMessage.JOIN, a=self.number, b=self.rank, weight=self.incarnation, payload=payload)
         )

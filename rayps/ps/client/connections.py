@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import select
-import struct
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from rayps.comm.link.socket_link import EMPTY, as_bytes
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.failpoint import passing
 from rayps.ps.protocol.mailbox import AVAILABLE, WAITS, WorkerMailbox, WorkerMemory, open_mailbox
-from rayps.ps.protocol.messages import GroupMessage, error_of, read_numbers, unpack
+from rayps.ps.protocol.messages import JOIN_PAYLOAD, GroupMessage, error_of, read_numbers, unpack
 from rayps.ps.protocol.rows import ShardRows
 from rayps.ps.protocol.segment_map import SpaceMap, StaticMap, StaticSubscription
 from rayps.ps.protocol.space import Space
@@ -164,7 +163,7 @@ class ServerConnections:
         self._joins -= 1
         connection.joined, connection.joining = False, self._joins
         try:
-            more = struct.pack("<dq", self.timeout, -1 if self._first is None else self._first(connection.server))
+            more = JOIN_PAYLOAD.pack(self.timeout, -1 if self._first is None else self._first(connection.server))
             connection.send(
                 Message(GroupMessage.JOIN, connection.joining, self.space.number, self.rank, float(self._incarnation)),
                 more,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import json
+import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,12 +20,14 @@ from rayps.comm.link import Message
 from rayps.core import errors
 from rayps.core.errors import LinkError, RaypsError
 
+JOIN_PAYLOAD = struct.Struct("<dq")
+
 
 class GroupMessage(enum.IntEnum):
     """The kind of a message, with the meaning of a, b, weight and payload. An answer has its request's tag."""
 
     # worker -> server (one connection for each worker, server and space)
-    # JOIN: payload = seconds that pulls may wait (float64), then the first step that this rank can repeat (int64). The
+    # JOIN: payload = JOIN_PAYLOAD of the seconds that pulls may wait, and the first step that this rank can repeat. The
     # server counts missing pushes below this step as lost; with -1 it counts none
     JOIN = 1  # a = space, b = rank (-1: only reads, or loads states), weight = incarnation -> JOINED
     PUSH = 2  # a = step, weight = samples, payload = head + pieces -> ACK

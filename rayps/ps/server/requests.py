@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import struct
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,7 +19,16 @@ from rayps.comm.link import Message
 from rayps.core.errors import ConfigError, PeerTimeout, RaypsError, StaleGeneration
 from rayps.core.failpoint import passing
 from rayps.ps.protocol.mailbox import MailboxCall, SharedSlice
-from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, numbers, pack, read_numbers, refusal, unpack
+from rayps.ps.protocol.messages import (
+    JOIN_PAYLOAD,
+    GroupMessage,
+    SegmentPayload,
+    numbers,
+    pack,
+    read_numbers,
+    refusal,
+    unpack,
+)
 from rayps.ps.protocol.space import ServedSegment
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace
 from rayps.ps.server.connection import NOT_JOINED, PeerRequest, ServerPeer, fenced
@@ -33,7 +41,6 @@ from rayps.ps.tables.table_segment import TableSegment
 
 READER = -1
 OPERATIONS = frozenset({GroupMessage.PUSH, GroupMessage.PULL, GroupMessage.PUSH_PULL, GroupMessage.READ})
-_JOIN = struct.Struct("<dq")
 
 
 @dataclass(slots=True, eq=False)
@@ -373,8 +380,8 @@ class RequestHandler(PendingReplies):
             self._fence(assigned_space, rank, incarnation)
         peer.space, peer.rank, peer.incarnation = assigned_space.number, rank, incarnation
         mine, first = [assigned for assigned in assigned_space.primaries() if assigned.usable], -1
-        if len(request.payload) == _JOIN.size:
-            peer.patience, first = _JOIN.unpack(request.payload)
+        if len(request.payload) == JOIN_PAYLOAD.size:
+            peer.patience, first = JOIN_PAYLOAD.unpack(request.payload)
         if first >= 0 and rank != READER:
             for assigned in mine:
                 if isinstance(assigned.segment, DenseSegment):
