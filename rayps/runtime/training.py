@@ -444,9 +444,8 @@ def must_take_checkpoints(folder: Path, resumed: Path | None) -> None:
             f"{folder} holds the checkpoints of an earlier run ({held.name}), which a new run would replace:\n"
             "give resume=True (--resume) to continue from the newest, or another folder"
         )
-    # the first save creates the folder, so that a run that fails before leaves none
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    try:
+    try:  # the first save creates the folder, so that a run that fails before leaves none
+        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
