@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_APART = 1_000_003  # difference between the seeds of two jobs whose seeds are neighbours; a prime above any world size
+_APART = 1_000_003  # difference between the seeds of one rank in two jobs with consecutive seeds; above any world size
 
 
 def rank_seed(seed: int, rank: int) -> int:
