@@ -439,12 +439,13 @@ def must_take_checkpoints(folder: Path, resumed: Path | None) -> None:
     Raises CheckpointError if the folder has an earlier run's checkpoints and the run does not resume, or if the folder
     cannot be written.
     """
-    if resumed is None and folder.is_dir() and (held := checkpoints.newest(folder)) is not None:
-        raise CheckpointError(
-            f"{folder} holds the checkpoints of an earlier run ({held.name}), which a new run would replace:\n"
-            "give resume=True (--resume) to continue from the newest, or another folder"
-        )
-    try:  # the first save creates the folder, so that a run that fails before leaves none
+    try:
+        if resumed is None and folder.is_dir() and (held := checkpoints.newest(folder)) is not None:
+            raise CheckpointError(
+                f"{folder} holds the checkpoints of an earlier run ({held.name}), which a new run would replace:\n"
+                "give resume=True (--resume) to continue from the newest, or another folder"
+            )
+        # the first save creates the folder, so that a run that fails before leaves none
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryFile(dir=there):
             pass
