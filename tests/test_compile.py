@@ -45,6 +45,22 @@ def test_a_compiled_model_is_called_as_such():
     assert [name for name, _ in model.named_parameters()] == names
 
 
+def test_every_model_of_a_process_is_compiled():
+    """torch compiles one function at most `recompile_limit` (8) times; each model has a function of its own."""
+    x = torch.randn(3, 5, dtype=torch.float64)
+    for number in range(torch._dynamo.config.recompile_limit + 2):
+        graphs = []
+
+        def counting(graph, example, graphs=graphs):
+            graphs.append(graph)
+            return graph.forward
+
+        model = Small().model()
+        compile_model(model, {"backend": counting}, "cpu")
+        model(x)
+        assert len(graphs) == 1, f"model {number} of this process ran without being compiled"
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the default backend needs g++")
 def test_the_default_backend():
     work = Compiled(compile=True, n=6, accumulate=2)
