@@ -5,6 +5,7 @@ travels to its workers by value, its module's variables with it.
 """
 
 import importlib
+import os
 import random
 import threading
 import time
@@ -16,6 +17,7 @@ from torch import nn
 import rayps
 from rayps.cluster.local import LocalCluster
 
+DEVICE = os.environ.get("RAYPS_TEST_DEVICE", "cpu")  # of workers on threads: cpu, or cuda for the same laws on a GPU
 SEEN: Counter = Counter()  # calls of loss, by tag
 GATES: dict[str, threading.Event] = {}
 
@@ -92,8 +94,10 @@ class Paced(Small):
 
 
 def train(workload, strategy="all_reduce", cluster=None, **options):
-    """`rayps.train` on threads."""
-    own = cluster or LocalCluster()
+    """`rayps.train` on threads, on the tests' device."""
+    own = cluster or LocalCluster(gpus=64.0)
+    if DEVICE == "cuda" and own.total()["gpu"]:
+        options.setdefault("resources", {"cpu": 1, "gpu": 1})
     try:
         return rayps.train(workload, strategy=strategy, cluster=own, progress=options.pop("progress", False), **options)
     finally:
@@ -149,7 +153,7 @@ class Watched(LocalCluster):
     """A cluster of threads whose actors can be found by what they are, to end them while they run."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(gpus=64.0)
         self.actors = {}
         self.spawned = Counter()
 

@@ -67,21 +67,21 @@ def dealt(work, workers, epochs):
         yield from zip(*(data.batches(rank=r, size=workers, seed=0, epoch=epoch) for r in range(workers)), strict=True)
 
 
-def cast(work):
-    return torch.autocast("cpu", {"bf16": torch.bfloat16, "fp16": torch.float16}[work.precision])
+def cast(work, device="cpu"):
+    return torch.autocast(device, {"bf16": torch.bfloat16, "fp16": torch.float16}[work.precision])
 
 
-def scaled_loop(work, epochs=1, schedule=None):
+def scaled_loop(work, epochs=1, schedule=None, device="cpu"):
     """Plain torch on one worker with a GradScaler; return the model and the number of skipped steps."""
     torch.manual_seed(0)
-    model = work.model()
-    optimizer, scaler = work.optimizer(list(model.parameters())), torch.amp.GradScaler("cpu")
+    model = work.model().to(device)
+    optimizer, scaler = work.optimizer(list(model.parameters())), torch.amp.GradScaler(device)
     paced = None if schedule is None else torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     skipped = 0
     for (batch,) in dealt(work, 1, epochs):
         optimizer.zero_grad()
-        with cast(work):
-            loss = work.loss(model, batch)
+        with cast(work, device):
+            loss = work.loss(model, batch.to(device))
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         if work.clip_norm is not None:

@@ -1,5 +1,6 @@
 """Workloads by name and by value: found, refused with the reason, carried to where their file is not."""
 
+import importlib
 import subprocess
 import sys
 import textwrap
@@ -310,3 +311,21 @@ def test_a_workload_is_packed_while_another_thread_reads_files_again(folder: Pat
     other.join(60)
     assert not other.is_alive() and "helper" not in sys.modules
     assert unpack(content)[0].width == 6
+
+
+def test_a_package_installed_into_a_folder_is_not_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pip install --target` puts packages beside a user's files: the packages stay there, the user's files travel."""
+    (tmp_path / "lib_there").mkdir()
+    (tmp_path / "lib_there" / "__init__.py").write_text("def of_package(): return 1\n")
+    (tmp_path / "one_file.py").write_text("def of_file(): return 2\n")
+    (tmp_path / "mine_here.py").write_text("def of_user(): return 3\n")
+    (tmp_path / "lib_there-1.0.dist-info").mkdir()
+    (tmp_path / "lib_there-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: lib-there\n")
+    record = "lib_there/__init__.py,,\none_file.py,,\n../../bin/lib,,\n"
+    (tmp_path / "lib_there-1.0.dist-info" / "RECORD").write_text(record)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, travels in (("lib_there.of_package", False), ("one_file.of_file", False), ("mine_here.of_user", True)):
+        module, _, function = name.rpartition(".")
+        packed = pack(getattr(importlib.import_module(module), function))
+        del sys.modules[module]
+        assert (b"_code_of_file" in packed) == travels, name

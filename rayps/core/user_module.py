@@ -23,6 +23,7 @@ import traceback
 import weakref
 from collections import ChainMap
 from collections.abc import Callable
+from importlib.metadata import Distribution
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar, cast
@@ -291,7 +292,19 @@ def users_file(file: Path) -> bool:
     """Return whether a file is the user's own: not installed, not Python's, not rayps's."""
     if file.suffix != ".py" or {"site-packages", "dist-packages"} & set(file.parts):
         return False
-    return not any(file.is_relative_to(folder) for folder in _INSTALLED)
+    if any(file.is_relative_to(folder) for folder in _INSTALLED):
+        return False
+    return not any(file.relative_to(folder).parts[0] in _put_into(folder) for folder in file.parents)
+
+
+@functools.cache
+def _put_into(folder: Path) -> frozenset[str]:
+    """Return the names of the files and folders that `pip install --target` has put into a folder."""
+    try:
+        records = [Distribution.at(info) for info in folder.glob("*.dist-info")]
+        return frozenset(file.parts[0] for each in records for file in each.files or () if file.parts)
+    except OSError:  # a folder that cannot be listed
+        return frozenset()
 
 
 def _installed() -> tuple[Path, ...]:
