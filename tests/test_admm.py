@@ -80,7 +80,7 @@ class Newton(torch.optim.Optimizer):
         (p,) = self.param_groups[0]["params"]
         h = self.work.curvature(p.detach().reshape(-1))
         grad = p.grad.reshape(-1)
-        moved = torch.linalg.solve(h + self.work.penalty * torch.eye(len(h), dtype=F64), grad)
+        moved = torch.linalg.solve(h + self.work.penalty * torch.eye(len(h), dtype=F64, device=h.device), grad)
         p.data.sub_(moved.view_as(p))
 
 

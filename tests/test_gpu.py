@@ -19,6 +19,7 @@ from torch import nn
 
 import rayps
 from rayps.cluster.local import LocalCluster
+from rayps.core.errors import ConfigError
 
 pytestmark = pytest.mark.gpu
 
@@ -103,7 +104,7 @@ def check(work, strategy, cluster):
     assert not any(p.is_cuda for p in found.model().parameters())
     law = train(work("cpu"), strategy, LocalCluster(), resources={"cpu": 1})
     assert len(found.history) == len(law.history)
-    if strategy in ("hogwild", "parameter_server:staleness=none"):
+    if strategy == "parameter_server:staleness=none":
         assert found.metrics["loss"] < found.history["loss"][0].as_py()
     else:
         close = 1e-5 if work.precision is None and "compression" not in strategy else 1e-2
@@ -151,7 +152,7 @@ def test_a_loop_of_ones_own_on_ray(gpu_ray):
 
 
 @pytest.mark.parametrize("work", [OnDevice, InBf16, InFp16, Loaded])
-@pytest.mark.parametrize("strategy", ["all_reduce", "parameter_server", "local_sgd:period=2", "hogwild"])
+@pytest.mark.parametrize("strategy", ["all_reduce", "parameter_server", "local_sgd:period=2"])
 def test_it_trains_on_threads(threads, work, strategy):
     check(work, strategy, threads)
 
@@ -199,6 +200,32 @@ def test_a_loop_of_ones_own(threads, strategy):
     found = rayps.run(train_fn, workers=2, resources=GPU, cluster=threads, progress=False, timeout=60.0)
     close = 1e-6 if "compression" in strategy else CLOSE  # values travel as float32
     assert all(distance(model, plain(work, 2)[0]) < close for model in found)
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "parameter_server", "local_sgd:period=2"])
+def test_an_average_of_the_weights(threads, strategy):
+    class Averaged(Small):
+        average = rayps.EMA(0.9)
+
+    found = train(Averaged(), strategy, threads)
+    assert distance(found.model(), train(Averaged(), strategy, LocalCluster(), resources={"cpu": 1}).model()) < CLOSE
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}], ids=str)
+def test_an_optimizer_of_the_device_continues_from_a_checkpoint(threads, options, tmp_path):
+    class Adam(Small):
+        def optimizer(self, params):
+            return torch.optim.AdamW(params, lr=0.01, **options)
+
+    whole = train(Adam(), "all_reduce", threads)
+    train(Adam(), "all_reduce", threads, epochs=1, checkpoint=tmp_path)
+    found = train(Adam(), "all_reduce", threads, checkpoint=tmp_path, resume=True)
+    assert distance(found.model(), whole.model()) < CLOSE
+
+
+def test_hogwild_is_refused_before_it_trains(threads):
+    with pytest.raises(ConfigError, match="the model is on cuda: this strategy needs it on the CPU"):
+        train(OnDevice(), "hogwild", threads)
 
 
 @pytest.mark.ray

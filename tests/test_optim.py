@@ -113,6 +113,28 @@ def test_moments_are_copies():
     assert torch.equal(kept["a.weight"]["exp_avg"], before)
 
 
+@pytest.mark.parametrize("options", [{}, {"capturable": True}, {"fused": True}], ids=str)
+def test_a_loaded_state_is_on_the_devices_that_torch_loads_it_to(options):
+    """With the meta device for a GPU: the count of steps stays on the CPU unless the optimizer needs it there."""
+
+    def made(device):
+        model = nn.Module()
+        model.matrix = nn.Parameter(torch.ones(2, 3, device=device))
+        model.number = nn.Parameter(torch.ones((), device=device))
+        return model, AdamW(model.parameters(), lr=0.1, **({} if device == "cpu" else options))
+
+    (one, before), (other, after), (_, law) = made("cpu"), made("meta"), made("meta")
+    for p in one.parameters():
+        p.grad = torch.ones_like(p)
+    before.step()
+    layout = Layout.of(one.named_parameters())
+    optim.load(after, optim.moments(before, layout, list(one.parameters())), layout, list(other.parameters()))
+    state = before.state_dict()
+    law.load_state_dict({"state": state["state"], "param_groups": law.state_dict()["param_groups"]})
+    found, expected = ([{k: v.device for k, v in each.items()} for each in o.state.values()] for o in (after, law))
+    assert found == expected and len(found) == 2
+
+
 def test_an_empty_slice_is_a_slice():
     one = optim.SlicedOptimizer(OPTIMIZERS["adam"], LAYOUT, numbers(0)[5:5].clone(), 5, 5)
     one.step(torch.empty(0, dtype=torch.float64))

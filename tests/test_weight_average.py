@@ -250,3 +250,10 @@ def test_what_is_no_average():
         train(Averaged(0.99), steps=1)
     with pytest.raises(ConfigError, match="there is no average"):
         train(Small(), steps=1).model(average=True)
+
+
+def test_parameters_may_be_on_another_device_than_the_average():
+    """With the meta device for a GPU: evaluations take the servers' parameters, which are on the CPU."""
+    state = {}
+    weight_average.update(rayps.EMA(0.9), state, torch.ones(3, device="meta"), 1)
+    assert weight_average.averaged(rayps.EMA(0.9), state, torch.ones(3), 2).is_meta

@@ -32,7 +32,7 @@ class Tokens(rayps.Workload):
 
     def errors(self, model, batch):
         """The squared error of each token [rows, LENGTH], 0 for those that do not count; and the number that do."""
-        counts = torch.arange(LENGTH) < batch.y[:, None]
+        counts = torch.arange(LENGTH, device=batch.y.device) < batch.y[:, None]
         found = (
             (model(batch.x[..., None])[..., 0] - torch.sin(3 * batch.x)).float() ** 2
             if self.precision

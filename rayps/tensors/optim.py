@@ -373,18 +373,20 @@ def _cut(value: StateValue, entry: Entry, piece: Entry, *, counts: bool) -> Stat
     return value.clone()
 
 
-def _copy(state: ParamState, device: torch.device | str = "cpu") -> ParamState:
-    return {key: _copied(value, device) for key, value in state.items()}
+def _copied_all(state: ParamState) -> ParamState:
+    """Return a copy of a parameter's state, on the CPU."""
+    return {key: _copied(value) for key, value in state.items()}
 
 
 def _copied(value: StateValue, device: torch.device | str = "cpu") -> StateValue:
-    # numbers such as Adam's step stay on the CPU, as in torch
-    return value.detach().to(device if value.dim() else "cpu", copy=True) if isinstance(value, Tensor) else value
+    return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
 
 
 def moments(optimizer: Optimizer, layout: Layout, params: list[nn.Parameter]) -> Moments:
     """Return an optimizer's state by parameter name, with the groups' `edits`. Tensors are copies on the CPU."""
-    held = {entry.name: _copy(optimizer.state.get(p, {})) for entry, p in zip(layout.entries, params, strict=True)}
+    held = {
+        entry.name: _copied_all(optimizer.state.get(p, {})) for entry, p in zip(layout.entries, params, strict=True)
+    }
     return with_edits(held, optimizer, layout, params)
 
 
@@ -445,12 +447,17 @@ def plain_values(group: Group) -> JsonObject:
 def load(optimizer: Optimizer, state: Moments, layout: Layout, params: list[nn.Parameter]) -> None:
     """Load a state by parameter name into an optimizer of whole parameters."""
     names = {id(p): entry.name for entry, p in zip(layout.entries, params, strict=True)}
+    counted_there = set[int]()  # parameters whose group has its counts of steps on the device, by id
     for group in optimizer.param_groups:
         edit(group, (state.get(names[id(p)], {}) for p in group["params"] if id(p) in names))
+        if group.get("fused") or group.get("capturable"):
+            counted_there |= {id(p) for p in group["params"]}
     for entry, p in zip(layout.entries, params, strict=True):
         held = {key: value for key, value in state.get(entry.name, {}).items() if key != EDITS}
         if held:
-            optimizer.state[p] = _copy(held, p.device)
+            # the rule of torch.optim.Optimizer.load_state_dict
+            count = p.device if id(p) in counted_there else "cpu"
+            optimizer.state[p] = {k: _copied(v, count if k == "step" else p.device) for k, v in held.items()}
 
 
 def join(parts: list[Moments], layout: Layout) -> Moments:

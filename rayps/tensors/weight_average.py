@@ -89,14 +89,15 @@ Average: TypeAlias = EMA | SWA
 def update(average: Average, state: MutableMapping[str, Any], params: Tensor, step: int) -> None:
     """Consider the parameters [size] after `step` steps: update the average in `state` if they belong to it.
 
-    Do nothing if the state has considered the parameters after as many steps before.
+    Do nothing if the state has considered the parameters after as many steps before. The parameters may be on another
+    device than the average: those of servers are on the CPU, also if the worker has a GPU.
     """
     if step <= int(state.get(STEPS, -1)):
         return
     if average.due(step):
         count = int(state[COUNT]) if COUNT in state else 0
         if count:
-            state[PARAMS].lerp_(params.detach(), average.weight(count))
+            state[PARAMS].lerp_(params.detach().to(state[PARAMS].device), average.weight(count))
         else:
             state[PARAMS] = params.detach().clone()
         state[COUNT] = torch.tensor(count + 1)
