@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,7 +88,9 @@ def test_a_job_whose_workload_stops_early_succeeds(client: Client, home: Path) -
     assert job.data["checkpoint"] and job.result["constant"] == 1.0
 
 
-def test_a_job_resumes_from_the_best_checkpoint_of_another(client: Client, home: Path) -> None:
+def test_a_job_resumes_from_the_best_checkpoint_of_another(
+    client: Client, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = done(client.submit("line.py:Keeps", working_dir=home, workers=2, steps=12, evaluate_every=4))
     best = first.data["progress"]["best"]
     assert best.endswith("best/step-00000004"), "a constant is best at first"
@@ -100,6 +103,11 @@ def test_a_job_resumes_from_the_best_checkpoint_of_another(client: Client, home:
     assert kept.equal(there) and not kept.equal(newest)
     again = client.submit("line.py:Line", working_dir=home, workers=2, steps=12, resume=f"{first.id}:best")
     assert again.data["spec"]["resume"] == best
+    assert main(["get", again.id]) == 0 and re.search(rf"resumed from +{re.escape(best)}", capsys.readouterr().out)
+    warm = client.submit("line.py:Line", working_dir=home, steps=2, start_from=first.id)
+    assert main(["get", warm.id]) == 0
+    assert f"first parameters  {first.data['checkpoint']}" in capsys.readouterr().out
+    done(warm)
     done(again)
     assert [point["round"] for point in again.metrics() if point["kind"] == "round"] == list(range(4, 12))
     assert again.result["error"] == pytest.approx(first.result["error"], rel=1e-5)

@@ -19,6 +19,7 @@ from rayps.core.job_status import Status
 from rayps.core.records import Event, GroupFacts, ProgressRecord
 from rayps.core.requirements import read_requirements
 from rayps.core.values import Keywords
+from rayps.core.warm_start import StartFrom
 from rayps.service.client import Client, Job
 from rayps.service.job_file import changed, of_function, read
 from rayps.service.rest_answers import CodeAnswer, JobAnswer
@@ -243,6 +244,7 @@ def get(job_id: Id, output: Format = Output.table) -> None:
         show.dump({**data, "code": code})
         return
     spec, progress = data["spec"], data["progress"] or {}
+    start = spec.get("start_from")
     show.facts(
         [
             ("id", data["id"]),
@@ -255,6 +257,8 @@ def get(job_id: Id, output: Format = Output.table) -> None:
             ("workers", spec["workers"]),
             ("sweep", data["sweep"]),
             ("params", show.params(data["params"])),
+            ("resumed from", spec.get("resume")),
+            ("first parameters", None if start is None else StartFrom.parse(start).path),
             ("code", None if code is None else code_text(code)),
             ("requirements", ", ".join(spec.get("requirements") or [])),
             ("operations/s", _operations(progress.get("server_group"))),
