@@ -162,6 +162,7 @@ def job(job_id: str, params: dict[str, Any], **facts: Any) -> Any:
         "id": job_id,
         "name": job_id,
         "status": "SUCCEEDED",
+        "reason": None,
         "spec": {"workload": "a:B", "seed": 0, "params": params, "name": job_id},
         "params": params,
         "progress": {"round": 4, "rounds": 4, "epochs": 2},
@@ -259,7 +260,7 @@ def test_only_jobs_that_ended_with_a_result_can_be_the_best() -> None:
     end = {4: {"loss": 0.1}}
     jobs = [
         job("runs", {}, status="RUNNING"),
-        job("failed", {}, status="FAILED"),
+        job("failed", {}, status="FAILED", reason="no module 'x'\nin w.py:1"),
         job("stopped", {}, status="STOPPED"),
         job("kept", {}, status="STOPPED", metrics={"loss": 0.2}),
         job("ended", {}),
@@ -268,6 +269,7 @@ def test_only_jobs_that_ended_with_a_result_can_be_the_best() -> None:
     both |= {"kept": series([], {4: {"loss": 0.2}}), "ended": series([], {4: {"loss": 0.3}})}
     found = compared(jobs, both, 0.0)
     assert [row["result"] for row in found["rows"]] == [False, False, False, True, True]
+    assert [row["reason"] for row in found["rows"]] == [None, "no module 'x'", None, None, None]
     assert best_row(found, "loss")["id"] == "kept"  # type: ignore[index]
     found["rows"][3]["result"] = False
     assert best_row(found, "loss")["id"] == "ended"  # type: ignore[index]
@@ -556,6 +558,18 @@ def test_the_service_compares_jobs_and_sweeps(
     for query in ({}, {"job": ids, "sweep": "cmp"}):
         with pytest.raises(ConfigError, match="give the ids of jobs, or the name of one sweep"):
             client.call("GET", "/api/v1/comparison", params=query)
+    clear(client)
+
+
+def test_a_comparison_says_why_a_job_failed(
+    client: Client, site: Site, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAYPS_URL", site.url)
+    monkeypatch.setenv("RAYPS_TOKEN", site.token)
+    job = client.submit("w.py:W", working_dir=home, steps=1)
+    site.store("change_status", job.id, Status.FAILED, message=None, reason="no module 'x'\nin w.py:1")
+    assert cli.main(["compare", job.id, job.id]) == 0  # one name is that of a sweep
+    assert f"{job.id} failed: no module 'x'\n" in capsys.readouterr().out
     clear(client)
 
 

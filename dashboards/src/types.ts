@@ -145,6 +145,7 @@ export interface ComparedRow {
   id: string;
   name: string;
   status: Status;
+  reason: string | null; // the first line of why it has its status
   values: Record<string, unknown>;
   rounds: number | null;
   seconds: number | null;

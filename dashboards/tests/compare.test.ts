@@ -7,7 +7,7 @@ const curve = (value: (number | null)[], round: number[], per: number | null = 2
 });
 
 const row = (id: string, values: Record<string, unknown>, loss: number | null, best = loss): ComparedRow => ({
-  id, name: `job ${id}`, status: "SUCCEEDED", values, rounds: 4, seconds: 2, metrics: { loss: { last: loss, best }, "batch loss": { last: 1, best: 0.5 } },
+  id, name: `job ${id}`, status: "SUCCEEDED", reason: null, values, rounds: 4, seconds: 2, metrics: { loss: { last: loss, best }, "batch loss": { last: 1, best: 0.5 } },
 });
 
 const found: Comparison = {

@@ -13,6 +13,7 @@ from rayps.cli.jobs import Format, Function, Upload
 from rayps.cli.show import Output
 from rayps.cli.sparkline import sparkline
 from rayps.core.errors import ConfigError
+from rayps.core.job_status import Status
 from rayps.core.values import Json
 from rayps.service.client import Client
 from rayps.service.comparison import BATCH_LOSS, ComparedRow, Comparison, with_direction
@@ -144,6 +145,9 @@ def _table(found: Comparison) -> None:
         for row in found["rows"]
     ]
     show.table(["id", "status", *found["differing"], "rounds", "seconds", *heads], rows)
+    for row in found["rows"]:
+        if row["status"] == Status.FAILED and row["reason"]:
+            show.line(f"{row['id']} failed: {row['reason']}")
 
 
 def _best_head(found: Comparison, metric: str) -> list[str]:

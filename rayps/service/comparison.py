@@ -33,12 +33,13 @@ class ComparedRow(TypedDict):
     """One job of a comparison. `values` has the values in which the jobs differ; `seconds` is the time since its start.
 
     A name is missing in `values` if the job has no such value, or has not started and uses the default. `result`:
-    whether the job has succeeded, or was stopped and has a result.
+    whether the job has succeeded, or was stopped and has a result. `reason`: the first line of why it has its status.
     """
 
     id: str
     name: str
     status: str
+    reason: str | None
     result: bool
     values: JsonObject
     rounds: int | None
@@ -108,6 +109,7 @@ def compared(jobs: Sequence[JobAnswer], series: Mapping[str, SeriesAnswer], now:
                 "id": job["id"],
                 "name": job["name"],
                 "status": job["status"],
+                "reason": (job["reason"] or "").partition("\n")[0] or None,
                 "result": _has_result(job),
                 "values": {name: known[name] for name in names if name in known},
                 "rounds": (job["progress"] or {}).get("round"),

@@ -169,7 +169,7 @@ function TableCard({ found }: { found: Comparison }) {
 
 function Cell({ column, row, index }: { column: Column; row: ComparedRow; index: number }) {
   if (column.key === "name") return <span class="compared-name"><Swatch index={index} /><a href={href(["jobs", row.id])} data-row>{row.name}</a></span>;
-  if (column.key === "status") return <Badge status={row.status} />;
+  if (column.key === "status") return <span title={row.reason ?? undefined}><Badge status={row.status} /></span>;
   if (column.key === "seconds") return <>{duration(row.seconds)}</>;
   if (column.key === "rounds") return <>{count(row.rounds)}</>;
   const value = column.value(row);
