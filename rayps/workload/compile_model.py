@@ -62,8 +62,8 @@ def compile_model(model: nn.Module, given: Compile, device: str | torch.device) 
         return found
 
     # torch compiles one code object at most torch._dynamo.config.recompile_limit times in a process; later calls run
-    # uncompiled. All functions that this `def` makes share theirs, so each model gets a copy: the ninth job of a warm
-    # process is still compiled.
+    # uncompiled. All functions that this `def` makes share theirs, so each model gets a copy. A process has several
+    # models one after another: each phase and each restart builds one.
     call.__code__ = call.__code__.replace()
     # not model.compile(): torch does not compile the call of a container of its own, such as nn.Sequential, unless a
     # function of another package makes it
