@@ -18,6 +18,7 @@ import rayps
 from rayps.cluster.local import LocalCluster
 
 DEVICE = os.environ.get("RAYPS_TEST_DEVICE", "cpu")  # of workers on threads: cpu, or cuda for the same laws on a GPU
+GPUS = 64.0 if DEVICE == "cuda" else 0.0  # of a cluster of threads
 SEEN: Counter = Counter()  # calls of loss, by tag
 GATES: dict[str, threading.Event] = {}
 
@@ -95,7 +96,7 @@ class Paced(Small):
 
 def train(workload, strategy="all_reduce", cluster=None, **options):
     """`rayps.train` on threads, on the tests' device."""
-    own = cluster or LocalCluster(gpus=64.0)
+    own = cluster or LocalCluster(gpus=GPUS)
     if DEVICE == "cuda" and own.total()["gpu"]:
         options.setdefault("resources", {"cpu": 1, "gpu": 1})
     try:
@@ -153,7 +154,7 @@ class Watched(LocalCluster):
     """A cluster of threads whose actors can be found by what they are, to end them while they run."""
 
     def __init__(self):
-        super().__init__(gpus=64.0)
+        super().__init__(gpus=GPUS)
         self.actors = {}
         self.spawned = Counter()
 
