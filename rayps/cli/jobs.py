@@ -258,7 +258,7 @@ def get(job_id: Id, output: Format = Output.table) -> None:
             ("sweep", data["sweep"]),
             ("params", show.params(data["params"])),
             ("resumed from", spec.get("resume")),
-            ("first parameters", None if start is None else StartFrom.parse(start).path),
+            ("started from", None if start is None else StartFrom.parse(start).path),
             ("code", None if code is None else code_text(code)),
             ("requirements", ", ".join(spec.get("requirements") or [])),
             ("operations/s", _operations(progress.get("server_group"))),
