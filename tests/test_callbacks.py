@@ -212,6 +212,27 @@ def test_a_stop_succeeds_with_a_result_and_a_checkpoint(strategy, tmp_path):
     assert again.snapshot.round == at + 3
 
 
+def test_a_stop_that_comes_too_late_is_a_warning(monkeypatch):
+    poll = Driver._poll
+
+    def late(self):
+        while SEEN["late"] < 12:  # the driver hears nothing until the last round
+            time.sleep(0.002)
+        poll(self)
+
+    monkeypatch.setattr(Driver, "_poll", late)
+    SEEN["late"] = 0
+    result = train(Small(tag="late"), steps=12, callbacks=[StopsAt(3)])
+    assert result.snapshot.round == 12
+    [warning] = [event["message"] for event in result.events if event["kind"] == "warning"]
+    assert "stopped the run at round 3 (round 3 is enough), but the workers had trained to the end, round 12" in warning
+
+
+def test_a_stop_at_the_last_round_is_no_warning():
+    result = train(Small(), steps=6, callbacks=[StopsAt(6)])
+    assert "warning" not in kinds(result) and result.snapshot.round == 6
+
+
 def test_a_stop_under_federated_clients():
     result = train(Quadratics(), "fedavg:local_steps=2,fraction=1.0", workers=2, epochs=4000, callbacks=[StopsAt(5)])
     assert 5 <= result.snapshot.round < 4000

@@ -105,7 +105,7 @@ async def _jobs_of(name: str, running: Service) -> list[JobRecord]:
     """Return the jobs of a sweep in the order of their submission. Raises NotFound if there is no such sweep."""
     records = await running.store.page(sweep=name, limit=MOST_JOBS)
     if not records:
-        raise NotFound(f"there is no sweep {name[:100]!r}: `rayps ls` shows the sweep of each job", status=404)
+        raise NotFound(f"there is no sweep {name[:100]!r}: `rayps get JOB` shows the sweep of a job", status=404)
     return records[::-1]
 
 

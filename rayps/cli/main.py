@@ -99,7 +99,12 @@ def train(
     ] = None,
     max_failures: Annotated[int, typer.Option(help="How many deaths of actors the run survives.")] = 3,
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="A peer that does not answer for this time counts as dead.")
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="A process that does not answer for this time counts as dead, and so does one in which a call of your "
+            "code takes longer; the first call of each method has at least 180 s.",
+        ),
     ] = 60.0,
     cpus_per_worker: Annotated[float, typer.Option(metavar="N", help="CPUs that each worker reserves.")] = 1.0,
     gpus_per_worker: Annotated[float, typer.Option(metavar="N", help="GPUs that each worker reserves.")] = 0.0,

@@ -189,7 +189,8 @@ def overdue(call: Call | None, timeout: float, round: int | None, ends: Sequence
     if call is None or call.seconds <= allowed(call, timeout):
         return None
     at = "" if round is None else f" at round {round}"
-    knob = f"timeout {timeout:g} s: raise it if one call needs longer"
+    least = f", at least {START_SECONDS:g} s for a first call" if call.first else ""
+    knob = f"timeout {timeout:g} s{least}: raise it if one call needs longer"
     return "; ".join([f"{call.method}(){at} has not returned for {call.seconds:.0f} s ({knob})", *ends[-1:]])
 
 

@@ -79,7 +79,7 @@ class Finder:
         place = target.rpartition(":")[0]
         root = Path(working_dir or ".").absolute()
         if not root.is_dir():
-            raise WorkloadError(f"the working directory {root} does not exist: give --working-dir", target=target)
+            raise WorkloadError(f"the working directory {root} does not exist: give another working_dir", target=target)
         before = set(sys.modules)
         try:
             return self._from_file(root, place) if place.endswith(".py") else self._from_name(root, place)
@@ -116,7 +116,7 @@ class Finder:
             if error.name is None or not (place == error.name or place.startswith(error.name + ".")):
                 raise broken(place, error) from error
             near = difflib.get_close_matches(place, [path.stem for path in root.glob("*.py")], n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "give --working-dir, or a file: 'path/file.py:Class'"
+            hint = f"did you mean {near[0]!r}?" if near else "give another working_dir, or a file: 'path/file.py:Class'"
             raise WorkloadError(
                 f"there is no module {place!r} in {root} or among the installed packages: {hint}", module=place
             ) from error

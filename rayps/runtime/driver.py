@@ -276,9 +276,17 @@ class Driver:
         snapshot, calendar = self._checkpoints.snapshot, self._plan.calendar
         rounds = calendar.rounds
         end = min(snapshot.round + (bool(snapshot.own) and not agreed), rounds)
+        run = self._callbacks.run
         if end < rounds:
-            message = f"the run ends after round {end} of {rounds}: {self._callbacks.run.stop_reason}"
+            message = f"the run ends after round {end} of {rounds}: {run.stop_reason}"
             self.journal.event("ended_early", message, round=end, rounds=rounds)
+        elif run.stop_round < rounds:
+            self.journal.event(
+                "warning",
+                f"a callback stopped the run at round {run.stop_round} ({run.stop_reason}), but the workers had "
+                f"trained to the end, round {rounds}, before the driver knew: with a rayps.BestCheckpoint beside it, "
+                "workers wait for the driver at evaluations",
+            )
         calendar.end_at(end)
         self._record.end_generation()
         self._record.flush()

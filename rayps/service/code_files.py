@@ -59,7 +59,9 @@ def pack_code(folder: Path, most_bytes: int = 100 * MEGABYTE) -> PackedCode:
     """
     folder = folder.resolve()
     if not folder.is_dir():
-        raise ConfigError(f"the working directory {folder} does not exist: give --working-dir", field="working_dir")
+        raise ConfigError(
+            f"the working directory {folder} does not exist: give another working_dir", field="working_dir"
+        )
     if folder in (Path(folder.anchor), Path.home().resolve()):
         raise ConfigError(
             f"the working directory is {folder}, which is not one project: start in the project's folder, or give "

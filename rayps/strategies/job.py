@@ -17,11 +17,11 @@ from rayps.strategies.catalogue import StrategySpec, check_for_loop, parse
 
 MOST_PARAMS = 1000  # values of `params`
 MOST_PARAMS_BYTES = 100_000  # of all values as JSON
-_DECIDES = "the loop decides about it: make it an argument of the function and give it in params"
+_DECIDES = "the loop decides about it: make it an argument of the function and give params.{} instead"
 # the fields that a job with a loop of its own does not have, and what to do instead
 _NOT_IN_LOOPS = {
-    "epochs": _DECIDES,
-    "steps": _DECIDES,
+    "epochs": _DECIDES.format("epochs"),
+    "steps": _DECIDES.format("steps"),
     "checkpoint_every": "the loop decides when it calls rayps.save: give an argument of the function in params",
     "evaluate_every": "the loop decides when it evaluates: give an argument of the function in params",
     "profile": "use torch.profiler in the loop",

@@ -50,12 +50,12 @@ class _Discard:
 
 
 def check_sendable(result: Any) -> None:
-    """Raise WorkloadError if the result of `train_fn` cannot be sent to the caller's process."""
+    """Raise WorkloadError if the result of the loop's function cannot be sent to the caller's process."""
     try:
         cloudpickle.Pickler(_Discard()).dump(result)
     except Exception as error:  # the user's objects may raise anything
         raise WorkloadError(
-            f"train_fn() returned {type(result).__name__}, which cannot be sent to the caller:\n"
+            f"the loop's function returned {type(result).__name__}, which cannot be sent to the caller:\n"
             f"{type(error).__name__}: {error}\nreturn data such as numbers, tensors or model.state_dict()"
         ) from error
 

@@ -85,7 +85,7 @@ def uneven_steps_error(latest: dict[int, LoopOutput]) -> WorkloadError | None:
         return None
     (rank, steps), (other, done) = left[0], on[0]
     return WorkloadError(
-        f"train_fn() returned on worker-{rank} after {steps} optimizer step{'s'[: steps != 1]}, while "
+        f"the loop's function returned on worker-{rank} after {steps} optimizer step{'s'[: steps != 1]}, while "
         f"worker-{other} was in its step {done + 1}:\nevery worker must call optimizer.step() equally often; give "
         "each rank as many batches as the rank with the fewest has",
         rank=rank,
