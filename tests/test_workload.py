@@ -151,7 +151,7 @@ def test_a_file_whose_name_is_taken_hides_nothing(folder: Path, name: str) -> No
         ("line:Wide(3)", ["has arguments", "write line:Wide", "defaults"]),
         ("line.py:Wide(width={'a': f(1)})", ["has arguments", "write line.py:Wide\n", "rayps.train takes an instance"]),
         ("lime:Line", ["no module 'lime'", "did you mean 'line'"]),
-        ("zzz:Line", ["no module 'zzz'", "working-dir"]),
+        ("zzz:Line", ["no module 'zzz'", "working_dir"]),
         ("lime.py:Line", ["no file", "lime.py", "did you mean 'line.py'"]),
         ("pack/zz.py:A", ["no file"]),
         ("pack.innr:Inner", ["no module 'pack.innr'"]),
