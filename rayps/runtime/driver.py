@@ -280,7 +280,7 @@ class Driver:
         if end < rounds:
             message = f"the run ends after round {end} of {rounds}: {run.stop_reason}"
             self.journal.event("ended_early", message, round=end, rounds=rounds)
-        elif run.stop_round < rounds:
+        elif run.stop_round < snapshot.round:
             self.journal.event(
                 "warning",
                 f"a callback stopped the run at round {run.stop_round} ({run.stop_reason}), but the workers had "
