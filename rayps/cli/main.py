@@ -91,21 +91,9 @@ def train(
         int, typer.Option(metavar="NUMBER", help="How many of the newest checkpoints are kept.")
     ] = 2,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint in DIR.")] = False,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT", help="Join this Ray cluster; auto: the cluster of RAY_ADDRESS or of this machine."
-        ),
-    ] = None,
+    address: cli_run.Address = None,
     max_failures: Annotated[int, typer.Option(help="How many deaths of actors the run survives.")] = 3,
-    timeout: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS",
-            help="A process that does not answer for this time counts as dead, and so does one in which a call of your "
-            "code takes longer; the first call of each method has at least 180 s.",
-        ),
-    ] = 60.0,
+    timeout: cli_run.Timeout = 60.0,
     cpus_per_worker: Annotated[float, typer.Option(metavar="N", help="CPUs that each worker reserves.")] = 1.0,
     gpus_per_worker: Annotated[float, typer.Option(metavar="N", help="GPUs that each worker reserves.")] = 0.0,
     server_group: Annotated[

@@ -12,6 +12,21 @@ from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.service.job_file import assignments
 
+Address = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT", help="Join this Ray cluster; auto: the cluster of RAY_ADDRESS or of this machine."
+    ),
+]
+Timeout = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        help="A process that does not answer for this time counts as dead, and so does one in which a call of your "
+        "code takes longer; the first call of each method has at least 180 s.",
+    ),
+]
+
 
 def run(
     target: Annotated[str, typer.Argument(metavar="FILE:FUNCTION", help="file.py:train_fn or module:train_fn.")],
@@ -29,20 +44,8 @@ def run(
     max_failures: Annotated[
         int | None, typer.Option(help="How many deaths of workers the run survives (3 with --checkpoint, else 0).")
     ] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT", help="Join this Ray cluster; auto: the cluster of RAY_ADDRESS or of this machine."
-        ),
-    ] = None,
-    timeout: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS",
-            help="A process that does not answer for this time counts as dead, and so does one in which a call of your "
-            "code takes longer; the first call of each method has at least 180 s.",
-        ),
-    ] = 60.0,
+    address: Address = None,
+    timeout: Timeout = 60.0,
     cpus_per_worker: Annotated[float, typer.Option(metavar="N", help="CPUs that each worker reserves.")] = 1.0,
     gpus_per_worker: Annotated[float, typer.Option(metavar="N", help="GPUs that each worker reserves.")] = 0.0,
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,

@@ -373,19 +373,15 @@ def _cut(value: StateValue, entry: Entry, piece: Entry, *, counts: bool) -> Stat
     return value.clone()
 
 
-def _copied_all(state: ParamState) -> ParamState:
-    """Return a copy of a parameter's state, on the CPU."""
-    return {key: _copied(value) for key, value in state.items()}
-
-
 def _copied(value: StateValue, device: torch.device | str = "cpu") -> StateValue:
     return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
 
 
 def moments(optimizer: Optimizer, layout: Layout, params: list[nn.Parameter]) -> Moments:
     """Return an optimizer's state by parameter name, with the groups' `edits`. Tensors are copies on the CPU."""
-    held = {
-        entry.name: _copied_all(optimizer.state.get(p, {})) for entry, p in zip(layout.entries, params, strict=True)
+    held: Moments = {
+        entry.name: {key: _copied(value) for key, value in optimizer.state.get(p, {}).items()}
+        for entry, p in zip(layout.entries, params, strict=True)
     }
     return with_edits(held, optimizer, layout, params)
 
