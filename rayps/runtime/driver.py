@@ -320,6 +320,10 @@ class Driver:
         orders = replace(orders, evaluation_batches=self._evaluation_batches)
         if (traces := self._record.traces) is not None:
             orders = replace(orders, profile=traces.ranks_to_trace(self.spec.workers))
+        parts = self._checkpoints.parts_plan(phase.phase.strategy, self._group.hosts)
+        orders = replace(orders, parts=parts)
+        if parts is None:
+            self._checkpoints.load_newest()
         self._group.begin(orders, self._checkpoints.snapshot, state.rebuild)
         self._record.set_status(Status.RUNNING, "")
         return Findings()
@@ -517,6 +521,7 @@ class Driver:
         else:
             outcome.error = state.error
         outcome.checkpoint, outcome.best = self._checkpoints.saved, self._callbacks.run.best
+        outcome.scratch = self._checkpoints.scratch
         self._end_callbacks(outcome)
         kind = {Status.SUCCEEDED: "finished", Status.STOPPED: "stopped"}.get(outcome.status, "failed")
         self.journal.event(kind, outcome.message, metrics=outcome.metrics)

@@ -33,7 +33,7 @@ from rayps.core.phase_rounds import OPEN
 from rayps.core.replica import Pipeline, Replica
 from rayps.core.strategy import Phase, StrategyView
 from rayps.core.strategy_families import ends_together, has_remote_clients
-from rayps.core.topology import JobFacts, replica_of, servers_of
+from rayps.core.topology import JobFacts, replica_of, servers_of, shard_of
 from rayps.core.user_code import user_code
 from rayps.core.user_module import unpack
 from rayps.core.warm_start import StartFrom
@@ -41,6 +41,7 @@ from rayps.data.base import Batch, Data, Nested, map_tensors
 from rayps.data.unsupported import is_ray_data, ray_data_way
 from rayps.federated.check import federated
 from rayps.federated.strategy_interface import FederatedView
+from rayps.parallel.division.build import blank
 from rayps.parallel.division.divide import divide, sample_of
 from rayps.parallel.division.division import Division
 from rayps.parallel.pipeline.loss_proxy import parts
@@ -96,8 +97,10 @@ def preflight(
         check_average_under(phase.strategy, workload.average)
     data = _data(workload, all(has_remote_clients(phase.strategy) for phase in phases))
     grids = [phase.grid(spec.workers) for phase in phases]
+    sharded = all(shard_of(phase.strategy) is not None for phase in phases)
     with apart(), limited(workload):  # restores the user's random state
-        model = model_of(workload)
+        # a model whose state workers divide may be larger than the memory of this process
+        model = blank(workload) if sharded else model_of(workload)
         check_adapters(model)
     with apart():
         tables = tables_of(model) if has_tables(model) else ()
@@ -123,7 +126,8 @@ def preflight(
     warnings += [
         warning for strategy in federated_strategies for warning in federated(strategy, workload, data, spec.seed)
     ]
-    if any(servers_of(strategy) for strategy, _ in both) or any(grid.tensor > 1 for grid in grids):
+    slices = any(servers_of(strategy) or shard_of(strategy) in ("optimizer", "gradients") for strategy, _ in both)
+    if slices or any(grid.tensor > 1 for grid in grids):
         optim.check_elementwise(recipe_of(workload), layout)
         scale_warnings = dict.fromkeys(strategy.scale_warning(grid.data) for strategy, grid in both)
         if any(scale_warnings) and optim.ignores_scale(recipe_of(workload), layout):
@@ -270,6 +274,12 @@ def _check_batchnorm(workload: Workload, phases: list[Phase], model: nn.Module, 
             field="sync_batchnorm",
         )
     for phase in phases if given else ():
+        if shard_of(phase.strategy) in ("gradients", "parameters"):
+            raise ConfigError(
+                f"sync_batchnorm is True and shard is {shard_of(phase.strategy)!r}: the sums of BatchNorm layers and of "
+                "gradients would mix during backward; use shard='optimizer', or sync_batchnorm=False",
+                field="sync_batchnorm",
+            )
         able = loop_class(phase.strategy).view.synchronizes_batchnorm
         if not able or replica_of(phase.strategy) is not None:
             raise ConfigError(

@@ -7,6 +7,8 @@ member has passed that round before the request arrives, the driver doubles the 
 
 from __future__ import annotations
 
+import socket
+import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,8 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rayps.core.errors import ConfigError
 from rayps.core.phase_rounds import Boundary
+from rayps.core.strategy import StrategyView
 from rayps.core.strategy_families import ends_together
+from rayps.core.topology import shard_of
 from rayps.core.values import JsonObject
 from rayps.parallel.division.division import Division
 from rayps.ps.server.dense_segment import ShardPart
@@ -24,10 +29,13 @@ from rayps.runtime.journal import Journal
 from rayps.runtime.phases import RunPlan
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint, optim, weight_average
-from rayps.tensors.checkpoint import Meta
+from rayps.tensors.checkpoint import Meta, SavedState
+from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks
-from rayps.tensors.snapshot import Snapshot
-from rayps.worker.plan import WorkerPart
+from rayps.tensors.checkpoint_parts import new_token, seal, write_part
+from rayps.tensors.checkpoint_place import Location
+from rayps.tensors.snapshot import Snapshot, StateSource
+from rayps.worker.plan import PartsPlan, WorkerPart
 from rayps.workload import parameters
 from rayps.workload.base import Workload
 from rayps.workload.model import drawn_apart
@@ -63,6 +71,8 @@ class Checkpointer:
         # the states of sparse tables at the end of the run, if no checkpoint has them
         self.tables: dict[str, list[bytes]] = {}
         self._spec, self._journal = spec, journal
+        # where workers write their parts if there is no folder for checkpoints
+        self.scratch: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def snapshot(self) -> Snapshot:
@@ -87,10 +97,15 @@ class Checkpointer:
         """
         # a model that no worker can hold whole is initialized in this process
         draw = partial(drawn_apart, workload) if any(plan.divisions) else group.initial
-        found = draw(self._spec.seed)
+        sharded = all(shard_of(phase.strategy) is not None for phase in plan.phases)
         if self.resume is not None:
-            found = self._resumed(self.resume, found, group, plan, again)
+            layout = draw(self._spec.seed).layout if any(plan.divisions) else group.layout()
+            found = self._resumed(self.resume, layout, group, plan, again=again, stands=sharded)
+        elif sharded and plan.start is None:
+            found = Snapshot.without_tensors(group.layout(), StateSource())
+            found.enter_phase(plan.calendar.spans[0])
         else:
+            found = draw(self._spec.seed)
             if self._spec.branch is not None and group.space is not None:
                 drawn, strategy = found, plan.phases[0].strategy
                 found = group.space.branch(self._spec.branch, strategy, drawn.layout)
@@ -107,13 +122,19 @@ class Checkpointer:
         checkpoint.must_be_finite(found.to_state(), "before the first round")
         return found
 
-    def _resumed(self, path: Path, drawn: Snapshot, group: WorkerGroup, plan: RunPlan, again: bool) -> Snapshot:
-        state = checkpoint.load(path)
-        saved = Snapshot.from_state(state)
+    def _resumed(
+        self, path: Path, layout: Layout, group: WorkerGroup, plan: RunPlan, *, again: bool, stands: bool
+    ) -> Snapshot:
+        """Return the state of a checkpoint. If `stands`, it is without the tensors that workers read themselves."""
+        if stands:
+            meta, saved = checkpoint.meta_of(path), Snapshot.standing_for(path)
+        else:
+            state = checkpoint.load(path)
+            meta, saved = state.meta, Snapshot.from_state(state)
         round = saved.round
-        self._callbacks.restore(state.meta, again=again)
-        saved.check(drawn.layout)
-        ticks, was = Ticks(saved.origin, saved.steps_per_epoch), state.meta.get("schedule")
+        self._callbacks.restore(meta, again=again)
+        saved.check(layout)
+        ticks, was = Ticks(saved.origin, saved.steps_per_epoch), meta.get("schedule")
         now = plan.schedule.facts(saved.layout, saved.round, ticks, saved.skipped).get("schedule")
         if was != now:
             self._journal.event(
@@ -132,7 +153,7 @@ class Checkpointer:
             group.space.load_tables(path / checkpoint.TABLES, before == len(saved.positions))
         group.client_states.read(path / checkpoint.TABLES, saved.round)
         self._journal.event("resumed", f"resumed from {path} at round {saved.round}", round=saved.round)
-        for warning in of_another(state.meta, self._spec):
+        for warning in of_another(meta, self._spec):
             self._journal.event("warning", f"{path} {warning}: is it the right folder?")
         if saved.round >= plan.calendar.rounds:
             self._journal.event(
@@ -158,8 +179,17 @@ class Checkpointer:
         recorded = self._recorded | self._callbacks.state()
         state = newer.to_state(generation=generation, **maker, **schedule, **recorded)
         checkpoint.must_be_finite(state, f"after round {newer.round - 1}", round=newer.round - 1)
+        if newer.source is not None:
+            assert group.parts is not None, "the workers have written their parts"
+            path = self._seal(newer, state, group.parts)
+            newer.source = StateSource(path)
         self.newest = newer
-        if self.folder is not None:
+        if newer.source is not None and self.folder is not None:
+            self.saved = Path(path)
+            message = f"saved round {newer.round}, in {group.size} parts"
+            self._journal.event("checkpoint", message, round=newer.round, path=str(self.saved))
+            self._callbacks.saved(self.saved, newer.round)
+        elif self.folder is not None:
             write_tables = (
                 group.space.write_tables(newer.round) if group.space is not None else group.client_states.writer
             )
@@ -171,6 +201,50 @@ class Checkpointer:
             self._journal.event("checkpoint", message, round=newer.round, path=str(self.saved))
             self._callbacks.saved(self.saved, newer.round)
         group.saved(newer)
+
+    def _seal(self, newer: Snapshot, state: SavedState, parts: PartsPlan) -> Location:
+        """Complete the checkpoint that workers have written. Return its path.
+
+        Raises CheckpointError if a worker's file is not there.
+        """
+        assert newer.source is not None, "the workers have written the state"
+        written = newer.source.written
+        shapes = {entry.name: entry.shape for entry in newer.layout.entries}
+        pieces = [key.partition("/")[2] for facts in written for key in facts.file.offsets if key.startswith("optim/")]
+        whole = {f"model/{name}": shape for name, shape in shapes.items()}
+        whole |= {f"optim/{key}": shapes[key.rpartition("/")[0]] for key in pieces}
+        numbers = {name: held for facts in reversed(written) for name, held in facts.numbers.items()}
+        rest = write_part(parts.place, newer.round, parts.token, "rest.safetensors", state.tensors)
+        files = [facts.file for facts in written] + [rest]
+        meta = state.meta | {"optimizer_numbers": numbers}
+        keep = self._spec.keep_checkpoints
+        return seal(parts.place, newer.round, parts.token, files, meta=meta, whole=whole, keep=keep)
+
+    def parts_plan(self, strategy: StrategyView, hosts: set[str]) -> PartsPlan | None:
+        """Return where workers write their parts of checkpoints in the next generation; None if the driver writes.
+
+        `hosts` are those of the workers. Raises ConfigError if there is no place that all of them have.
+        """
+        if shard_of(strategy) is None:
+            return None
+        if self.folder is None and self.scratch is None:
+            if hosts - {socket.gethostname()}:
+                raise ConfigError(
+                    f"the strategy has shard={shard_of(strategy)!r}, workers are on other hosts than the driver, and "
+                    "there is no place for their parts of the state: give checkpoint=, a folder that all hosts share "
+                    "or an object store such as s3://bucket/run",
+                    field="checkpoint",
+                )
+            self.scratch = tempfile.TemporaryDirectory(prefix="rayps-state-", ignore_cleanup_errors=True)
+        place: Location = self.folder if self.folder is not None else Path(self.scratch.name if self.scratch else "")
+        return PartsPlan(place, new_token())
+
+    def load_newest(self) -> None:
+        """Load the tensors of the newest state, if workers have them, for a strategy that sends them to its members.
+
+        Raises CheckpointError if the state cannot be read.
+        """
+        self.newest = self.snapshot.loaded()
 
     def describe_saved(self, at: int) -> str:
         """Return a text on which checkpoint remains of a run that was stopped at round `at`."""
@@ -279,6 +353,30 @@ def assemble(base: Snapshot, workers: dict[int, WorkerPart | None], shards: list
     )
     found.thaw(changed)
     return found
+
+
+def assemble_written(base: Snapshot, parts: list[WorkerPart]) -> Snapshot:
+    """Return the snapshot that stands for a state whose tensors the workers have written: see `Checkpointer.seal`.
+
+    `parts` are those of all workers, in the order of ranks.
+    """
+    lead = parts[0]
+    assert lead.written is not None, "the workers have written the state"
+    return replace(
+        base,
+        params=torch.empty(base.layout.size, dtype=base.layout.dtype, device="meta"),
+        moments={},
+        buffers=lead.buffers,
+        rng={rank: part.rng for rank, part in enumerate(parts)},
+        positions=[part.round for part in parts],
+        ledgers=[],
+        own={},
+        shared=lead.shared,
+        frozen=lead.written.frozen,
+        frozen_hash=lead.written.frozen_hash,
+        cursors={rank: part.cursor for rank, part in enumerate(parts) if part.cursor is not None},
+        source=StateSource(written=tuple(part.written for part in parts if part.written is not None)),
+    )
 
 
 def in_columns(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
@@ -39,6 +40,8 @@ class Outcome:
     error: Exception | None = None
     tables: dict[str, list[bytes]] = field(default_factory=dict)  # states of segments, if no checkpoint has them
     best: Path | None = None  # the checkpoint of the best evaluation, if a callback kept one
+    # the folder with the state that `snapshot` stands for, if there is no folder for checkpoints; removed with it
+    scratch: tempfile.TemporaryDirectory[str] | None = None
 
     def to_dict(self) -> OutcomeRecord:
         """Return the content of `outcome.json`."""

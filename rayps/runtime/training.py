@@ -69,6 +69,8 @@ class Result:
     tables: dict[str, list[bytes]] = field(default_factory=dict)
     params: JsonObject = field(default_factory=dict)  # all parameters of the workload, those with default values too
     best: Path | None = None
+    # the folder with the state that `snapshot` stands for, if the run had no folder for checkpoints; removed with it
+    scratch: tempfile.TemporaryDirectory[str] | None = None
 
     def __repr__(self) -> str:
         found = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
@@ -90,10 +92,10 @@ class Result:
         Raises:
             ConfigError: `average` is True, and the workload has no average.
         """
-        snapshot = self.snapshot
+        whole = snapshot = self.snapshot.loaded()
         if average:
-            snapshot = snapshot.averaged(self.workload.average)
-            if snapshot is self.snapshot:
+            snapshot = whole.averaged(self.workload.average)
+            if snapshot is whole:
                 raise ConfigError(
                     "there is no average of the weights: give the workload one, such as average = rayps.EMA(0.999), "
                     "and as many steps as its start, or leave average out to take the last parameters",
@@ -301,6 +303,7 @@ def _result(outcome: Outcome, journal: Journal, workload: Workload) -> Result:
         outcome.tables,
         used,
         outcome.best,
+        outcome.scratch,
     )
 
 

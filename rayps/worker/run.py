@@ -89,7 +89,7 @@ class GenerationRun:
                 facts.position,
                 facts.error,
                 facts.points,
-                sorted(self._parts),
+                sorted(at for at, part in self._parts.items() if part.is_complete),
                 kept_since=0 if session is None else session.replay_buffer.since,
                 cost=None if self._backup is None else self._backup.cost,
                 met=facts.met,
@@ -117,7 +117,8 @@ class GenerationRun:
         If `rounds` is None, return the newest part.
         """
         with self._lock:
-            return self._parts.get(max(self._parts, default=0) if rounds is None else rounds)
+            part = self._parts.get(max(self._parts, default=0) if rounds is None else rounds)
+        return None if part is None else part.delivered()
 
     def rewire(self, found: SpaceMap) -> None:
         """Use the map `found`, in which a shard is replaced, and repeat the pushes that the new shard lacks."""
@@ -147,6 +148,8 @@ class GenerationRun:
         next exchange with a peer.
         """
         self._stop.set()
+        if self._run is not None:
+            self._run.loop.abandon()
         if self._backup is not None:
             self._backup.end_commits()
         self._connections.abort()
@@ -295,7 +298,7 @@ class PlanRun:
             if due:
                 self._await_epoch()
                 self._due = at
-            together = due or at in plan.boundary
+            together = due or (at in plan.boundary and (loop.retains_unasked or plan.each_boundary))
             if together or at == self.wanted:
                 loop.retain(at)
                 if not (w.done or at >= plan.end):  # at the end, the part is taken after `finish`

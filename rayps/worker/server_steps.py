@@ -17,7 +17,7 @@ from rayps.tensors.flat import Gradient, square_of
 from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.connections import WorkerConnections
-from rayps.worker.core import Worker
+from rayps.worker.core import VectorMemory, Worker
 from rayps.worker.loop import Loop
 from rayps.worker.plan import WorkerPart, WorkerPlan
 from rayps.worker.ring_worker import ring_choices
@@ -37,7 +37,7 @@ class ServerWorker(Worker):
         assert server is not None, "the parameters are on servers"
         servers = servers_of(plan.strategy)
         assert servers is not None, "the strategy declares servers"
-        super().__init__(workload, plan, peers, device, gradients=server.buffer, steps=servers.own_copies)
+        super().__init__(workload, plan, peers, device, vectors=VectorMemory(server.buffer), steps=servers.own_copies)
         self.server = server
         self.meter.sources.append(lambda: (server.seconds_waiting, 0.0, server.bytes_moved))
         self.meter.lead = lambda: server.lead
