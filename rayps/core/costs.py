@@ -197,9 +197,7 @@ def _borrowed(grid: Grid, sizes: Sizes) -> list[TrafficCost]:
     return found
 
 
-def _memory(
-    topology: Topology, sizes: Sizes, column: int, activations: float, workers: int = 1
-) -> dict[str, float]:
+def _memory(topology: Topology, sizes: Sizes, column: int, activations: float, workers: int = 1) -> dict[str, float]:
     """Return the memory in bytes of one worker of `column`, by purpose."""
     own = sizes.columns[column] * sizes.width
     held = (sizes.held[column] if sizes.held else sizes.columns[column]) * sizes.width

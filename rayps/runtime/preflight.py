@@ -276,8 +276,8 @@ def _check_batchnorm(workload: Workload, phases: list[Phase], model: nn.Module, 
     for phase in phases if given else ():
         if shard_of(phase.strategy) in ("gradients", "parameters"):
             raise ConfigError(
-                f"sync_batchnorm is True and shard is {shard_of(phase.strategy)!r}: the sums of BatchNorm layers and of "
-                "gradients would mix during backward; use shard='optimizer', or sync_batchnorm=False",
+                f"sync_batchnorm is True and shard is {shard_of(phase.strategy)!r}: the sums of BatchNorm layers and "
+                "those of gradients would mix during backward; use shard='optimizer', or sync_batchnorm=False",
                 field="sync_batchnorm",
             )
         able = loop_class(phase.strategy).view.synchronizes_batchnorm

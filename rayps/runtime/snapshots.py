@@ -30,10 +30,10 @@ from rayps.runtime.phases import RunPlan
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint, optim, weight_average
 from rayps.tensors.checkpoint import Meta, SavedState
-from rayps.tensors.flat import Layout
-from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.checkpoint_parts import new_token, seal, write_part
 from rayps.tensors.checkpoint_place import Location
+from rayps.tensors.flat import Layout
+from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.snapshot import Snapshot, StateSource
 from rayps.worker.plan import PartsPlan, WorkerPart
 from rayps.workload import parameters

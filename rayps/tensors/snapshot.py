@@ -36,6 +36,7 @@ from rayps.tensors.local_state import LocalState, below
 from rayps.tensors.optim import Moments, ParamState, by_name, moments_of
 from rayps.tensors.weight_average import Average
 
+
 @dataclass(frozen=True, slots=True)
 class WrittenFacts:
     """What a worker has written: the file, the optimizer's numbers by parameter, and the frozen parameters.
@@ -53,8 +54,8 @@ class WrittenFacts:
 class StateSource:
     """Where the tensors are that a snapshot stands for.
 
-    They are in the checkpoint `path`, or in the files that workers have `written` for the next one. If there is neither,
-    workers draw them.
+    They are in the checkpoint `path`, or in the files that workers have `written` for the next one. If there is
+    neither, workers draw them.
     """
 
     path: Location | None = None

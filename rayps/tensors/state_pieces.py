@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rayps.tensors.flat import Entry, Layout
-from rayps.tensors.optim import Moments, ParamState, by_name, is_elementwise, moments_of
+from rayps.tensors.optim import Moments, ParamState, by_name, elementwise, moments_of
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ def pieces_of(layout: Layout, ranges: Iterable[tuple[int, int]], vector: Tensor,
         found.tensors[f"model/{piece.name}"] = vector[piece.lo : piece.hi].to("cpu", copy=True)
         found.offsets[f"model/{piece.name}"] = offset
         for key, value in moments.get(piece.name, {}).items():
-            if is_elementwise(key, value, piece.hi - piece.lo):
+            if elementwise(key, value, piece.hi - piece.lo):
                 found.offsets[f"optim/{piece.name}/{key}"] = offset
             elif offset:  # the piece at the parameter's begin has this value too
                 found.tensors.pop(f"optim/{piece.name}/{key}", None)

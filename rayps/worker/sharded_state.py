@@ -239,7 +239,7 @@ class ShardedWorker(SyncWorker):
             return 1.0
         square = torch.zeros((), dtype=torch.float64)
         for owned in self.sliced.owned(vector):
-            for block in owned.split(_BLOCK):
+            for block in torch.split(owned, _BLOCK):
                 square += square_of(block)
         return self.clip.factor(square)
 
@@ -319,7 +319,7 @@ class ShardedState(SyncGradients):
             kind, _, rest = key.partition("/")
             name, _, what = rest.rpartition("/")
             if kind == "optim" and name in names:
-                reads[key] = names[name] if facts["shape"] == whole[name] and what != "step" else None
+                reads[key] = names[name] if facts["shape"] == whole[name] and what not in optim.PER_PARAMETER else None
         frozen = {f"frozen/{name}": None for name in self._frozen() if f"frozen/{name}" in shapes}
         found = read_pieces(path, reads | frozen)
         self.load_buffers({key.removeprefix("frozen/"): found.pop(key) for key in frozen})
