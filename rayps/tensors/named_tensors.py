@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from rayps.core.errors import CheckpointError
 from rayps.core.warm_start import StartFrom
 from rayps.tensors import checkpoint
+from rayps.tensors.checkpoint_parts import PieceReader
+from rayps.tensors.checkpoint_place import Location, is_url
 from rayps.tensors.snapshot import Snapshot, hash_of
 
 MODEL_FILE = "model.safetensors"
@@ -37,7 +39,7 @@ _WAY = 'save its state_dict with safetensors.torch.save_file(state_dict, "model.
 class StoredTensor:
     """One tensor in a file."""
 
-    file: Path
+    file: Location  # a safetensors file, or a checkpoint in parts
     key: str  # its name in the file
     shape: tuple[int, ...]
 
@@ -322,13 +324,14 @@ def _of_index(path: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _of_checkpoint(path: Path) -> dict[str, StoredTensor]:
+def _of_checkpoint(path: Location) -> dict[str, StoredTensor]:
     checkpoint.verify(path)
     found: dict[str, StoredTensor] = {}
-    for prefix in ("model", "buffer", "frozen"):
-        file = path / f"{prefix}.safetensors"
-        if file.is_file():
-            found |= {name.removeprefix(f"{prefix}/"): source for name, source in _of_file(file).items()}
+    contents = PieceReader(path).contents
+    for prefix in ("model/", "buffer/", "frozen/"):
+        for key, facts in contents.items():
+            if key.startswith(prefix):
+                found[key.removeprefix(prefix)] = StoredTensor(path, key, tuple(facts["shape"]))
     if not found:  # what `rayps.save` of a loop writes: its modules have names of their own
         raise CheckpointError(
             f"{path} is the saved state of a loop, and not of one model: write its modules as files by "
@@ -339,20 +342,31 @@ def _of_checkpoint(path: Path) -> dict[str, StoredTensor]:
 
 
 def read(sources: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor), one file after another.
+    """Yield (name, tensor), one file or checkpoint after another, one tensor at a time.
 
     Raises CheckpointError if a file cannot be read, or a tensor's shape has changed.
     """
-    by_file: dict[Path, list[str]] = defaultdict(list)
+    by_file: dict[Location, list[str]] = defaultdict(list)
     for name, source in sources.items():
         by_file[source.file].append(name)
     for path, names in by_file.items():
-        with _opened(path) as file:
+        with _tensors_of(path) as tensor:
             for name in names:
-                value = file.get_tensor(sources[name].key)
+                value = tensor(sources[name].key)
                 if tuple(value.shape) != sources[name].shape:
                     raise CheckpointError(f"{path} was changed while it was read: {name}", path=str(path))
                 yield name, value
+
+
+@contextlib.contextmanager
+def _tensors_of(path: Location) -> Iterator[Callable[[str], Tensor]]:
+    """Yield a function that reads a tensor of a safetensors file, or of a checkpoint, by its key."""
+    if is_url(path) or Path(path).is_dir():
+        reader = PieceReader(path)
+        yield lambda key: reader.read({key: None})[key]
+        return
+    with _opened(Path(path)) as file:
+        yield file.get_tensor
 
 
 @contextlib.contextmanager

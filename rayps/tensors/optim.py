@@ -24,6 +24,8 @@ from rayps.tensors.torch_compat import spare_compiler
 from rayps.tensors.user_loss import OWN_LOOP_WAY
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
+# keys whose value is one number for each parameter, also if the parameter has one element: counts of torch's optimizers
+PER_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
 _STATE = "optim/"  # prefix of the names of an optimizer's tensors in a checkpoint
 _Value = TypeVar("_Value")
 Group = dict[str, Any]  # a parameter group, as torch types it
@@ -179,7 +181,7 @@ class SlicedOptimizer:
             for piece in leaf.pieces:
                 a = piece.lo - leaf.pieces[0].lo
                 found[piece.name] = {
-                    key: _copied(value[a : a + piece.hi - piece.lo] if _elementwise(key, value, leaf.size) else value)
+                    key: _copied(value[a : a + piece.hi - piece.lo] if elementwise(key, value, leaf.size) else value)
                     for key, value in state.items()
                 }
         return found
@@ -255,9 +257,9 @@ def _decays_inside(group: Group) -> bool:
     return bool(group.get("weight_decay")) and not group.get("decoupled_weight_decay")
 
 
-def _elementwise(key: str, value: StateValue, size: int) -> bool:
+def elementwise(key: str, value: StateValue, size: int) -> bool:
     """Return whether `value` has one number for each of a leaf's `size` elements; a count of steps does not."""
-    return isinstance(value, Tensor) and value.dim() == 1 and len(value) == size and key != "step"
+    return isinstance(value, Tensor) and value.dim() == 1 and len(value) == size and key not in PER_PARAMETER
 
 
 def _alike(last: Entry, piece: Entry, state: Moments) -> bool:
@@ -269,7 +271,7 @@ def _alike(last: Entry, piece: Entry, state: Moments) -> bool:
     if a.keys() != b.keys():
         return False
     for key in a:
-        ours = _elementwise(key, a[key], last.hi - last.lo), _elementwise(key, b[key], piece.hi - piece.lo)
+        ours = elementwise(key, a[key], last.hi - last.lo), elementwise(key, b[key], piece.hi - piece.lo)
         if ours == (False, False):
             if isinstance(a[key], Tensor) != isinstance(b[key], Tensor):
                 return False
@@ -283,7 +285,7 @@ def _alike(last: Entry, piece: Entry, state: Moments) -> bool:
 def _merged(held: list[ParamState], run: list[Entry]) -> ParamState:
     size = run[0].hi - run[0].lo
     return {
-        key: torch.cat([state[key] for state in held]) if _elementwise(key, first, size) else first
+        key: torch.cat([state[key] for state in held]) if elementwise(key, first, size) else first
         for key, first in held[0].items()
     }
 
@@ -362,7 +364,7 @@ def cut(moments: Moments, layout: Layout, lo: int, hi: int) -> Moments:
 
 
 def _cut_all(state: ParamState, entry: Entry, piece: Entry) -> ParamState:
-    return {key: _cut(value, entry, piece, counts=key == "step") for key, value in state.items()}
+    return {key: _cut(value, entry, piece, counts=key in PER_PARAMETER) for key, value in state.items()}
 
 
 def _cut(value: StateValue, entry: Entry, piece: Entry, *, counts: bool) -> StateValue:
