@@ -60,10 +60,10 @@ from rayps.tensors.checkpoint_manifest import (
 from rayps.tensors.checkpoint_place import (
     BLOCK,
     MANIFEST,
+    CheckpointPlace,
     LocalFolder,
     Location,
     ObjectStore,
-    Place,
     name_of,
     step_of,
     sync,
@@ -104,7 +104,7 @@ def save(
 
 @overload
 def save(
-    folder: Location | Place,
+    folder: Location | CheckpointPlace,
     step: int,
     state: SavedState,
     keep: int = 2,
@@ -114,7 +114,7 @@ def save(
 
 
 def save(
-    folder: Location | Place,
+    folder: Location | CheckpointPlace,
     step: int,
     state: SavedState,
     keep: int = 2,
@@ -133,7 +133,7 @@ def save(
         PlaceError: the remote place cannot be reached, or refuses.
         TrainingError: the state is not finite. Nothing is written.
     """
-    place, token = Place.of(folder), uuid.uuid4().hex
+    place, token = CheckpointPlace.of(folder), uuid.uuid4().hex
     must_be_finite(state, f"in the state of round {step}")
     final = place.at(name_of(step))
     try:
@@ -154,7 +154,7 @@ def save(
 
 
 def _written(
-    place: Place, step: int, token: str, state: SavedState, write_tables: Callable[[Path], list[Path]] | None
+    place: CheckpointPlace, step: int, token: str, state: SavedState, write_tables: Callable[[Path], list[Path]] | None
 ) -> Manifest:
     """Write all files of a checkpoint but its manifest. Return the manifest."""
     body: Manifest = {
@@ -189,7 +189,9 @@ def _written(
     return {**body, "version": IN_PARTS, "whole": {}, "token": token}
 
 
-def _send_tables(draft: Place, token: str, write_tables: Callable[[Path], list[Path]]) -> dict[str, FileFacts]:
+def _send_tables(
+    draft: CheckpointPlace, token: str, write_tables: Callable[[Path], list[Path]]
+) -> dict[str, FileFacts]:
     """Write the files of tables into a scratch folder, and send them. Return their facts by name."""
     sent: dict[str, FileFacts] = {}
     with tempfile.TemporaryDirectory(prefix="rayps-tables-") as scratch:
@@ -266,7 +268,7 @@ def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return plain
 
 
-def prune(place: Place, step: int, keep: int, manifest: Manifest, *, drafts_upto: int | None) -> None:
+def prune(place: CheckpointPlace, step: int, keep: int, manifest: Manifest, *, drafts_upto: int | None) -> None:
     """Remove checkpoints of later steps than `step`, and all but the newest `keep` others.
 
     Files of incomplete checkpoints are removed too, of steps up to `drafts_upto`, or all if it is None. `manifest` is
@@ -308,9 +310,9 @@ def keep(folder: Location, step: int, name: str, other: Location | None = None) 
         CheckpointError: the checkpoint cannot be linked or copied.
         PlaceError: the place cannot be reached, or refuses.
     """
-    place = Place.of(folder)
+    place = CheckpointPlace.of(folder)
     if isinstance(place, ObjectStore):
-        return _keep_copy(place, step, name, None if other is None else Place.of(other))
+        return _keep_copy(place, step, name, None if other is None else CheckpointPlace.of(other))
     assert isinstance(place, LocalFolder)
     return _keep_links(place.path, step, name, None if other is None else Path(other))
 
@@ -339,13 +341,13 @@ def _keep_links(folder: Path, step: int, name: str, other: Path | None) -> Path 
     return final
 
 
-def _keep_copy(place: ObjectStore, step: int, name: str, other: Place | None) -> str | None:
+def _keep_copy(place: ObjectStore, step: int, name: str, other: CheckpointPlace | None) -> str | None:
     into = place.at(name)
     mine, final = place.at(name_of(step)), into.at(name_of(step))
     held, kept = _manifest_bytes(mine), _manifest_bytes(final)
     if kept is not None and held in (None, kept):
         return final.location
-    source: Place | None = mine if held is not None else other
+    source: CheckpointPlace | None = mine if held is not None else other
     text = held if held is not None else None if other is None else _manifest_bytes(other)
     if text is None or not isinstance(source, ObjectStore):
         return None
@@ -363,7 +365,7 @@ def _keep_copy(place: ObjectStore, step: int, name: str, other: Place | None) ->
     return final.location
 
 
-def _manifest_bytes(place: Place) -> bytes | None:
+def _manifest_bytes(place: CheckpointPlace) -> bytes | None:
     try:
         return place.read(MANIFEST)
     except FileNotFoundError:
@@ -381,7 +383,7 @@ def _link(source: str, target: str) -> str:
 # ---------------------------------------------------------------------------------------------- read
 
 
-def load(path: Location | Place) -> SavedState:
+def load(path: Location | CheckpointPlace) -> SavedState:
     """Verify the hashes of one checkpoint, whole or in parts, at a path or URL. Return its state.
 
     Raises:
@@ -389,7 +391,7 @@ def load(path: Location | Place) -> SavedState:
             same folder has a valid earlier checkpoint, the error names the newest one.
         PlaceError: the remote place cannot be reached, or refuses.
     """
-    place = Place.of(path)
+    place = CheckpointPlace.of(path)
     try:
         manifest = manifest_of(place)
         for name, facts in manifest.get("beside", {}).items():
@@ -406,17 +408,17 @@ def load(path: Location | Place) -> SavedState:
     return state
 
 
-def meta_of(path: Location | Place) -> Meta:
+def meta_of(path: Location | CheckpointPlace) -> Meta:
     """Return the JSON data of one checkpoint, whose tensors are not read.
 
     Raises:
         CheckpointError: the checkpoint is missing, its manifest is damaged, or it is not one of rayps.
         PlaceError: the remote place cannot be reached, or refuses.
     """
-    return manifest_of(Place.of(path))["meta"]
+    return manifest_of(CheckpointPlace.of(path))["meta"]
 
 
-def _valid_before(place: Place) -> Place | None:
+def _valid_before(place: CheckpointPlace) -> CheckpointPlace | None:
     """Return the newest valid checkpoint of an earlier step in the same folder, or None if there is none."""
     step = step_of(place.name)
     for other in place.parent.steps() if step is not None else []:
@@ -427,7 +429,7 @@ def _valid_before(place: Place) -> Place | None:
     return None
 
 
-def _state(place: Place, manifest: Manifest) -> SavedState:
+def _state(place: CheckpointPlace, manifest: Manifest) -> SavedState:
     """Read all tensors, and compare the files' hashes with the manifest."""
     problem = checkpoint_manifest.uncovered(manifest["files"], manifest.get("whole", {}))
     if problem is not None:
@@ -462,7 +464,7 @@ def _state(place: Place, manifest: Manifest) -> SavedState:
     return SavedState({key: value.view(shapes[key]["shape"]) for key, value in flat.items()}, manifest["meta"])
 
 
-def verify(path: Location | Place) -> None:
+def verify(path: Location | CheckpointPlace) -> None:
     """Read all bytes of a checkpoint and compare their hashes with its manifest.
 
     If the manifest does not state that the tensors are finite, they are checked too.
@@ -472,7 +474,7 @@ def verify(path: Location | Place) -> None:
             rayps.
         PlaceError: the remote place cannot be reached, or refuses.
     """
-    place = Place.of(path)
+    place = CheckpointPlace.of(path)
     manifest = manifest_of(place)
     for name, facts in files_of(manifest):
         verify_file(place, name, facts)
@@ -488,7 +490,7 @@ def tables_of(path: Location) -> Iterator[Path]:
         CheckpointError: the checkpoint is missing, or a file is damaged.
         PlaceError: the remote place cannot be reached, or refuses.
     """
-    place = Place.of(path)
+    place = CheckpointPlace.of(path)
     if isinstance(place, LocalFolder):
         yield place.path / TABLES
         return
@@ -575,7 +577,7 @@ def scan(folder: Location) -> tuple[Location | None, dict[Location, str]]:
     Raises:
         PlaceError: the remote place cannot be reached, or refuses. It is not known then which checkpoint is the newest.
     """
-    place = Place.of(folder)
+    place = CheckpointPlace.of(folder)
     invalid: dict[Location, str] = {}
     for step in place.steps():
         path = place.at(name_of(step))
@@ -590,7 +592,7 @@ def scan(folder: Location) -> tuple[Location | None, dict[Location, str]]:
     return None, invalid
 
 
-def _verify_finite(place: Place, manifest: Manifest, state: SavedState) -> None:
+def _verify_finite(place: CheckpointPlace, manifest: Manifest, state: SavedState) -> None:
     fault = fault_of(state)
     if fault is not None:
         raise torn(place, f"{fault.where} is not finite (NaN or infinite)")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rayps.core.errors import CheckpointError, PlaceError
 from rayps.core.values import JsonObject
-from rayps.tensors.checkpoint_place import MANIFEST, LocalFolder, Place, name_of
+from rayps.tensors.checkpoint_place import MANIFEST, CheckpointPlace, LocalFolder, name_of
 from rayps.tensors.tensor_file import StoredRange, name_of_dtype
 
 FORMAT = "rayps-checkpoint"
@@ -100,7 +100,7 @@ def manifest_hash(body: Manifest | JsonObject) -> str:
 # ---------------------------------------------------------------------------------------------- read
 
 
-def manifest_of(place: Place) -> Manifest:
+def manifest_of(place: CheckpointPlace) -> Manifest:
     """Return the manifest of a checkpoint.
 
     Raises:
@@ -149,7 +149,7 @@ def _complete(manifest: JsonObject) -> TypeGuard[Manifest]:
     )
 
 
-def _unreadable(place: Place, error: Exception) -> CheckpointError:
+def _unreadable(place: CheckpointPlace, error: Exception) -> CheckpointError:
     inside = place.steps()
     if inside:
         example = place.at(name_of(inside[0]))
@@ -163,21 +163,21 @@ def _unreadable(place: Place, error: Exception) -> CheckpointError:
     return torn(place, f"its {MANIFEST} cannot be read: {error}")
 
 
-def torn(place: Place, reason: str) -> CheckpointError:
+def torn(place: CheckpointPlace, reason: str) -> CheckpointError:
     """Return the error of a checkpoint that is not valid for this reason. Its data have the reason."""
     return CheckpointError(
         f"the checkpoint {place} is not valid: {reason}\ngive an earlier checkpoint", path=str(place), reason=reason
     )
 
 
-def unread(place: Place, name: str, error: Exception) -> CheckpointError:
+def unread(place: CheckpointPlace, name: str, error: Exception) -> CheckpointError:
     """Return the error of a file that cannot be read: `error` itself if its place cannot be reached."""
     if isinstance(error, PlaceError):
         return error
     return torn(place, f"{name} cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
-def verify_file(place: Place, name: str, facts: FileFacts) -> None:
+def verify_file(place: CheckpointPlace, name: str, facts: FileFacts) -> None:
     """Read all bytes of a file, and compare its size and SHA-256 with the manifest.
 
     Raises:
@@ -192,8 +192,8 @@ def verify_file(place: Place, name: str, facts: FileFacts) -> None:
         raise unread(place, name, error) from error
 
 
-def check_size(place: Place, name: str, facts: FileFacts) -> None:
-    """Compare a file's size with the manifest. Raise CheckpointError if it differs, and OSError as `Place.size`."""
+def check_size(place: CheckpointPlace, name: str, facts: FileFacts) -> None:
+    """Compare a file's size with the manifest. Raise CheckpointError if it differs, and OSError as `CheckpointPlace.size`."""
     size = place.size(name)
     if size != facts["size"]:
         raise torn(place, f"{name} has {size} bytes, but the manifest states {facts['size']}")

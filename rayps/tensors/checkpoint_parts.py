@@ -47,7 +47,7 @@ from rayps.tensors.checkpoint_manifest import (
     unread,
     verify_file,
 )
-from rayps.tensors.checkpoint_place import LocalFolder, Location, Place, name_of
+from rayps.tensors.checkpoint_place import CheckpointPlace, LocalFolder, Location, name_of
 from rayps.tensors.finite import fault_in
 from rayps.tensors.tensor_file import FilePlan, StoredRange, header_of
 
@@ -89,7 +89,7 @@ def part_name(number: int, count: int) -> str:
 
 
 def write_part(
-    place: Place | Location,
+    place: CheckpointPlace | Location,
     step: int,
     token: str,
     name: str,
@@ -111,7 +111,7 @@ def write_part(
         PlaceError: the remote place cannot be reached, or refuses.
         CancelledError: `stopped` returned True. No file is left.
     """
-    place, offsets = Place.of(place), dict(offsets or {})
+    place, offsets = CheckpointPlace.of(place), dict(offsets or {})
     _check_part(name, tensors, offsets)
     plan = FilePlan.of(tensors)
     draft, stored = place.draft(step, token), place.stored_name(name, token)
@@ -148,7 +148,7 @@ def _check_part(name: str, tensors: Mapping[str, Tensor], offsets: Mapping[str, 
 
 
 def seal(
-    place: Place | Location,
+    place: CheckpointPlace | Location,
     step: int,
     token: str,
     parts: Sequence[PartFacts],
@@ -167,7 +167,7 @@ def seal(
         CheckpointError: a part is missing or has another size, or the pieces of a tensor do not cover it exactly once.
         PlaceError: the remote place cannot be reached, or refuses.
     """
-    place = Place.of(place)
+    place = CheckpointPlace.of(place)
     final = place.at(name_of(step))
     files: dict[str, FileFacts] = {}
     for part in parts:
@@ -202,7 +202,7 @@ def seal(
     return final.location
 
 
-def _check_there(draft: Place, name: str, facts: FileFacts) -> None:
+def _check_there(draft: CheckpointPlace, name: str, facts: FileFacts) -> None:
     """Check that a part is where the process that seals looks for it."""
     try:
         check_size(draft, name, facts)
@@ -216,25 +216,25 @@ def _check_there(draft: Place, name: str, facts: FileFacts) -> None:
         raise CheckpointError(f"{name} is not in {draft}:\n{why}", path=str(draft), file=name) from error
 
 
-def discard(place: Place | Location, step: int, token: str) -> None:
+def discard(place: CheckpointPlace | Location, step: int, token: str) -> None:
     """Remove the files of an attempt that will not be sealed, as far as that is possible."""
-    Place.of(place).discard(step, token)
+    CheckpointPlace.of(place).discard(step, token)
 
 
 # ---------------------------------------------------------------------------------------------- read
 
 
-def contents(path: Location | Place) -> dict[str, TensorFacts]:
+def contents(path: Location | CheckpointPlace) -> dict[str, TensorFacts]:
     """Return the shape and dtype of each whole tensor of a checkpoint, by key. No tensor is read.
 
     Raises:
         CheckpointError: the checkpoint is missing, its manifest is damaged, or it is not one of rayps.
         PlaceError: the remote place cannot be reached, or refuses.
     """
-    return shapes_of(manifest_of(Place.of(path)))
+    return shapes_of(manifest_of(CheckpointPlace.of(path)))
 
 
-def verify_share(path: Location | Place, rank: int, count: int) -> None:
+def verify_share(path: Location | CheckpointPlace, rank: int, count: int) -> None:
     """Verify every `count`-th file of a checkpoint, from the file `rank` on: size and SHA-256.
 
     If all `count` processes do so, every file has been verified once.
@@ -243,7 +243,7 @@ def verify_share(path: Location | Place, rank: int, count: int) -> None:
         CheckpointError: a file is missing, damaged or was changed, or its tensors are not known to be finite.
         PlaceError: the remote place cannot be reached, or refuses.
     """
-    place = Place.of(path)
+    place = CheckpointPlace.of(path)
     manifest = manifest_of(place)
     for name, facts in sorted(files_of(manifest))[rank::count]:
         verify_file(place, name, facts)
@@ -258,14 +258,14 @@ class PieceReader:
     `verify_share`. The manifest and the headers of the files are read once.
     """
 
-    def __init__(self, path: Location | Place) -> None:
+    def __init__(self, path: Location | CheckpointPlace) -> None:
         """Read the manifest.
 
         Raises:
             CheckpointError: the checkpoint is missing, its manifest is damaged, or it is not one of rayps.
             PlaceError: the remote place cannot be reached, or refuses.
         """
-        self._place = Place.of(path)
+        self._place = CheckpointPlace.of(path)
         self._manifest = manifest_of(self._place)
         self._pieces = pieces_of(self._manifest)
         self._headers: dict[str, dict[str, StoredRange]] = {}
@@ -351,7 +351,7 @@ class _Read(NamedTuple):
     into: Tensor
 
 
-def read_pieces(path: Location | Place, wanted: Mapping[str, Range | None]) -> dict[str, Tensor]:
+def read_pieces(path: Location | CheckpointPlace, wanted: Mapping[str, Range | None]) -> dict[str, Tensor]:
     """Read some tensors of a checkpoint, and of them only the elements that are wanted: see `PieceReader.read`.
 
     Raises:

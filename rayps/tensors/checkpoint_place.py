@@ -69,7 +69,7 @@ class _File(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Upload:
+class CutUpload:
     """A multipart upload that was begun and not completed: the object's URL, its id, and when it was begun."""
 
     url: str
@@ -93,7 +93,7 @@ def is_url(given: object) -> bool:
     return isinstance(given, str) and _URL.match(given) is not None
 
 
-class Place(ABC):
+class CheckpointPlace(ABC):
     """A folder with checkpoints, or the folder of one checkpoint. Plain data, which survives pickling.
 
     The methods of a local place raise OSError. Those of a remote place raise FileNotFoundError if the file is not
@@ -103,12 +103,12 @@ class Place(ABC):
     __slots__ = ()
 
     @staticmethod
-    def of(given: Location | Place, seconds: float = SECONDS) -> Place:
+    def of(given: Location | CheckpointPlace, seconds: float = SECONDS) -> CheckpointPlace:
         """Return the place at a path or URL. `seconds` is the deadline of one request to a remote place.
 
         Nothing is read: the first request finds out whether the place can be reached.
         """
-        if isinstance(given, Place):
+        if isinstance(given, CheckpointPlace):
             return given
         if not is_url(given):
             if isinstance(given, Path) and _PATH_OF_URL.match(str(given)):
@@ -132,11 +132,11 @@ class Place(ABC):
 
     @property
     @abstractmethod
-    def parent(self) -> Place:
+    def parent(self) -> CheckpointPlace:
         """The place that contains this one."""
 
     @abstractmethod
-    def at(self, name: str) -> Place:
+    def at(self, name: str) -> CheckpointPlace:
         """Return the place `name` within this one."""
 
     # ------------------------------------------------------------------------------------------ files
@@ -170,7 +170,7 @@ class Place(ABC):
         """Return the steps of the complete checkpoints, in descending order. It is [] if the place is not there."""
 
     @abstractmethod
-    def draft(self, step: int, token: str) -> Place:
+    def draft(self, step: int, token: str) -> CheckpointPlace:
         """Return the place into which the attempt `token` writes the files of a checkpoint."""
 
     @abstractmethod
@@ -217,7 +217,7 @@ class Place(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class LocalFolder(Place):
+class LocalFolder(CheckpointPlace):
     """A folder of a local or shared file system."""
 
     path: Path
@@ -270,7 +270,7 @@ class LocalFolder(Place):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with path.open("wb", buffering=0) as file:
-                yield _Whole(file.write)
+                yield _UnbufferedSink(file.write)
                 os.fsync(file.fileno())
         except BaseException:
             with contextlib.suppress(OSError):
@@ -322,7 +322,7 @@ class LocalFolder(Place):
                 shutil.rmtree(path)
 
 
-class _Whole:
+class _UnbufferedSink:
     """A sink over an unbuffered file, whose `write` may write only a part of the data."""
 
     def __init__(self, write: Callable[[memoryview], int]) -> None:
@@ -346,7 +346,7 @@ def sync(path: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class ObjectStore(Place):
+class ObjectStore(CheckpointPlace):
     """A prefix of an object store, or a folder of another file system of fsspec. No operation renames."""
 
     url: str
@@ -518,13 +518,13 @@ class ObjectStore(Place):
 
     # ------------------------------------------------------------------------------------------ requests
 
-    def uploads(self) -> list[Upload]:
+    def uploads(self) -> list[CutUpload]:
         """Return the multipart uploads below this prefix that were begun and not completed. It is [] outside of S3."""
         files, path = self._files()
         if not _is_s3(self.url):
             return []
         bucket, key, _ = files.split_path(path)
-        found: list[Upload] = []
+        found: list[CutUpload] = []
         marks: dict[str, str] = {}
         while True:
             call = partial(files.call_s3, "list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/", **marks)
@@ -534,12 +534,12 @@ class ObjectStore(Place):
                 raise self._failed("list unfinished uploads", error) from error
             for each in answer.get("Uploads", []):
                 if each["Key"].startswith(f"{key}/"):
-                    found.append(Upload(f"s3://{bucket}/{each['Key']}", each["UploadId"], each["Initiated"]))
+                    found.append(CutUpload(f"s3://{bucket}/{each['Key']}", each["UploadId"], each["Initiated"]))
             if not answer.get("IsTruncated"):
                 return found
             marks = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}
 
-    def abort(self, upload: Upload) -> None:
+    def abort(self, upload: CutUpload) -> None:
         """Abort a multipart upload; its parts are removed. Do nothing if it has ended by now."""
         files, _ = self._files()
         bucket, key, _ = files.split_path(upload.url)
@@ -648,7 +648,7 @@ class _Answer(Generic[_Value]):
             self.done.set()
 
 
-def unfinished(place: Place) -> list[Upload]:
+def unfinished(place: CheckpointPlace) -> list[CutUpload]:
     """Return the multipart uploads in a place that processes began and neither completed nor aborted.
 
     They are invisible in a listing and cost storage until they are aborted. A local place has none: `steps` does not
@@ -660,7 +660,7 @@ def unfinished(place: Place) -> list[Upload]:
     return place.uploads() if isinstance(place, ObjectStore) else []
 
 
-def abort_unfinished(place: Place, older: float, now: datetime.datetime | None = None) -> list[Upload]:
+def abort_unfinished(place: CheckpointPlace, older: float, now: datetime.datetime | None = None) -> list[CutUpload]:
     """Abort the multipart uploads in a place that were begun more than `older` seconds ago; return them.
 
     The age is by this host's clock (or `now`): choose `older` above the difference of the clocks and the longest upload

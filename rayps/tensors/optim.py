@@ -24,7 +24,7 @@ from rayps.tensors.torch_compat import spare_compiler
 from rayps.tensors.user_loss import OWN_LOOP_WAY
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
-# keys of torch's optimizers whose value is one number for a parameter, also if the parameter has one element
+# keys whose value is one number for each parameter, also if the parameter has one element: counts of torch's optimizers
 PER_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
 _STATE = "optim/"  # prefix of the names of an optimizer's tensors in a checkpoint
 _Value = TypeVar("_Value")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rayps.core.errors import CheckpointError
 from rayps.core.failpoint import passing
-from rayps.tensors.checkpoint_place import BLOCK, Place, Sink
+from rayps.tensors.checkpoint_place import BLOCK, CheckpointPlace, Sink
 
 _NAMES = {
     torch.float64: "F64",
@@ -133,7 +133,7 @@ class FilePlan:
 # ---------------------------------------------------------------------------------------------- read
 
 
-def header_of(place: Place, name: str) -> dict[str, StoredRange]:
+def header_of(place: CheckpointPlace, name: str) -> dict[str, StoredRange]:
     """Return the tensors of a file by name, in the order of their bytes.
 
     Raises:
@@ -143,7 +143,7 @@ def header_of(place: Place, name: str) -> dict[str, StoredRange]:
     return _parsed(_header_bytes(place, name), place.size(name), name)
 
 
-def _header_bytes(place: Place, name: str) -> bytes:
+def _header_bytes(place: CheckpointPlace, name: str) -> bytes:
     """Return the length and the header of a file."""
     start = bytearray(_LENGTH)
     place.fill(name, 0, memoryview(start))
@@ -182,7 +182,7 @@ def bytes_of(flat: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def fill(place: Place, name: str, stored: StoredRange, first: int, into: Tensor) -> None:
+def fill(place: CheckpointPlace, name: str, stored: StoredRange, first: int, into: Tensor) -> None:
     """Read the elements from the `first` of a stored tensor on into `into` [n], a contiguous CPU tensor.
 
     Raises:
@@ -192,7 +192,7 @@ def fill(place: Place, name: str, stored: StoredRange, first: int, into: Tensor)
 
 
 def read_all(
-    place: Place, name: str, target: Callable[[str, StoredRange], Tensor]
+    place: CheckpointPlace, name: str, target: Callable[[str, StoredRange], Tensor]
 ) -> tuple[dict[str, StoredRange], str]:
     """Read all tensors of a file once, in blocks. Return what the file contains, and its SHA-256.
 
