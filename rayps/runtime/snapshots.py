@@ -8,7 +8,6 @@ member has passed that round before the request arrives, the driver doubles the 
 from __future__ import annotations
 
 import socket
-import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from rayps.parallel.division.division import Division
 from rayps.ps.server.dense_segment import ShardPart
 from rayps.runtime.journal import Journal
 from rayps.runtime.phases import RunPlan
+from rayps.runtime.state_folder import StateFolder
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint, optim, weight_average
 from rayps.tensors.checkpoint import Meta, SavedState
@@ -72,7 +72,7 @@ class Checkpointer:
         self.tables: dict[str, list[bytes]] = {}
         self._spec, self._journal = spec, journal
         # where workers write their parts if there is no folder for checkpoints
-        self.scratch: tempfile.TemporaryDirectory[str] | None = None
+        self.scratch: StateFolder | None = None
 
     @property
     def snapshot(self) -> Snapshot:
@@ -235,8 +235,11 @@ class Checkpointer:
                     "or an object store such as s3://bucket/run",
                     field="checkpoint",
                 )
-            self.scratch = tempfile.TemporaryDirectory(prefix="rayps-state-", ignore_cleanup_errors=True)
-        place: Location = self.folder if self.folder is not None else Path(self.scratch.name if self.scratch else "")
+            self.scratch = StateFolder()
+        place = self.folder
+        if place is None:
+            assert self.scratch is not None, "it was created above"
+            place = self.scratch.path
         return PartsPlan(place, new_token())
 
     def load_newest(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from rayps.core.phase_rounds import Calendar
 from rayps.core.records import Event, OutcomeRecord, Point, ProgressRecord, ShardLine, WorkerLine
 from rayps.ps.server.dense_segment import ShardFacts
 from rayps.runtime.journal import Journal
+from rayps.runtime.state_folder import StateFolder
 from rayps.runtime.trace_folder import TraceFolder
 from rayps.runtime.worker_group import WorkerGroup
 from rayps.tensors.snapshot import Snapshot
@@ -41,7 +41,7 @@ class Outcome:
     tables: dict[str, list[bytes]] = field(default_factory=dict)  # states of segments, if no checkpoint has them
     best: Path | None = None  # the checkpoint of the best evaluation, if a callback kept one
     # the folder with the state that `snapshot` stands for, if there is no folder for checkpoints; removed with it
-    scratch: tempfile.TemporaryDirectory[str] | None = None
+    scratch: StateFolder | None = None
 
     def to_dict(self) -> OutcomeRecord:
         """Return the content of `outcome.json`."""

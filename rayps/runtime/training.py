@@ -32,6 +32,7 @@ from rayps.runtime.driver import Driver
 from rayps.runtime.dry_run import rehearse
 from rayps.runtime.journal import Journal
 from rayps.runtime.saved_model import save_model
+from rayps.runtime.state_folder import StateFolder
 from rayps.runtime.status import Outcome
 from rayps.runtime.trace_folder import TraceFolder
 from rayps.strategies.catalogue import StrategySpec, parse, wire
@@ -70,7 +71,7 @@ class Result:
     params: JsonObject = field(default_factory=dict)  # all parameters of the workload, those with default values too
     best: Path | None = None
     # the folder with the state that `snapshot` stands for, if the run had no folder for checkpoints; removed with it
-    scratch: tempfile.TemporaryDirectory[str] | None = None
+    scratch: StateFolder | None = None
 
     def __repr__(self) -> str:
         found = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
