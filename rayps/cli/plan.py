@@ -94,6 +94,7 @@ def plan(
     found = []
     workload = None if target is None else _workload(target, batch, params)
     divisions = [None] * len(phases) if workload is None else _divisions(workload, target, phases, workers)
+    recomputed = [] if workload is None else _recomputed(workload)
     for phase, division in zip(phases, divisions, strict=True):
         count = _workers(phase.strategy, workers)
         if workload is None:
@@ -103,7 +104,9 @@ def plan(
 
             cost = expected(workload, phase.strategy, count, division, batch, activations=True)
         timeline = _timeline(phase.strategy, own, workload if times else None, division, count)
-        found.append(_Plan(phase, cost, division, timeline, limit, has_workload=workload is not None, timed=times))
+        drawn = _Plan(phase, cost, division, timeline, limit, has_workload=workload is not None, timed=times)
+        drawn.recomputed = recomputed
+        found.append(drawn)
     if svg is not None:
         _draw(found, svg)
     if as_json or output is Output.json:
@@ -134,6 +137,7 @@ class PlanRecord(TypedDict):
     grid: dict[str, int]
     division: list[ColumnFacts] | None
     costs: JsonObject
+    recomputed: list[str]
     unfit: list[str]
     schedule: NotRequired[DrawnSchedule]
 
@@ -155,6 +159,7 @@ class _Plan:
         self.strategy, self.costs, self.division, self.timeline = phase.strategy, cost, division, timeline
         self.limit, self.has_workload, self.timed = limit, has_workload, timed
         self.known = any(each["parameters"] for each in cost.memory)
+        self.recomputed: list[str] = []  # the modules whose activations are computed again
         self.name = show.strategy(wire([Phase(None, phase.strategy)]))
 
     @property
@@ -175,6 +180,7 @@ class _Plan:
             "grid": {"data": grid.data, "stage": grid.stage, "tensor": grid.tensor},
             "division": None if self.division is None else self.division.facts(),
             "costs": self.costs.to_dict(),
+            "recomputed": self.recomputed,
             "unfit": self.unfit(),
         }
         if self.timeline is not None:
@@ -263,6 +269,14 @@ class _Plan:
             for i, each in enumerate(self.costs.memory)
         ]
         show.table(["memory", *keys], rows)
+        if self.recomputed:
+            from rayps.workload.model_blocks import named_briefly
+
+            names = named_briefly(self.recomputed)
+            show.line(
+                f"activations  of {len(self.recomputed)} modules ({names}) are computed again; the memory is that of "
+                "their inputs, and of all of the largest one"
+            )
 
     def unfit(self) -> list[str]:
         """Return a sentence, with a remedy, for each part of the plan that exceeds the memory or is inefficient."""
@@ -290,7 +304,10 @@ def _remedy(most: str, strategy: StrategyView) -> str:
     if most == "activations":
         if isinstance(replica_of(strategy), Pipeline):
             return "raise micro_batches with schedule 1f1b, or use a smaller batch"
-        return "use a smaller batch, or a pipeline, which stores the activations of some micro-batches only"
+        return (
+            "use a smaller batch, checkpoint_activations=true, or a pipeline, which stores the activations of some "
+            "micro-batches only"
+        )
     if replica_of(strategy) is None:
         return "divide the model: pipeline:stages=2, or tensor_parallel:size=2"
     return "raise stages, or the size of tensor_parallel"
@@ -383,6 +400,16 @@ def _divisions(
             show.note(f"warning: {warning}")
         found += checked.divisions
     return found
+
+
+def _recomputed(workload: Workload) -> list[str]:
+    """Return the names of the modules whose activations are computed again for backward."""
+    from rayps.parallel.division.build import blank
+    from rayps.workload.checkpoint_activations import checkpointed_blocks
+
+    if not workload.checkpoint_activations:
+        return []
+    return list(checkpointed_blocks(blank(workload), workload.checkpoint_activations))
 
 
 def _workers(strategy: StrategyView, given: int | None) -> int:
