@@ -30,6 +30,7 @@ class Costs:
     idle_formula: str = ""
     peaks: list[int] = field(default_factory=list)  # most activations that each stage holds at once
     memory: list[dict[str, float]] = field(default_factory=list)  # bytes of each column's worker, by purpose
+    memory_formula: str = ""  # the formula of the memory, if workers hold slices of the state
 
     @property
     def bytes(self) -> float | None:
@@ -64,6 +65,7 @@ class Costs:
             "idle_formula": self.idle_formula,
             "activations": self.peaks,
             "memory": self.memory,
+            "memory_formula": self.memory_formula,
         }
 
 
@@ -82,7 +84,12 @@ def costs(strategy: StrategyView, workers: int, sizes: Sizes, rows: Table | None
         sizes = replace(sizes, owned=owned, held=owned)
     traffic = strategy.cost(grid, sizes)
     if replica is None:
-        return Costs(grid, traffic, memory=[_memory(topology, sizes, 0, sum(sizes.kept) * sizes.batch, grid.data)])
+        return Costs(
+            grid,
+            traffic,
+            memory=[_memory(topology, sizes, 0, sum(sizes.kept) * sizes.batch, grid.data)],
+            memory_formula=_formula(topology),
+        )
     pipeline = pipeline_of(replica)
     if pipeline is not None:
         traffic.append(_stages(pipeline, grid, sizes))
@@ -211,6 +218,18 @@ def _memory(topology: Topology, sizes: Sizes, column: int, activations: float, w
     if isinstance(topology, Peers) and topology.shard is not None:
         found |= sharded_memory(topology, own, sizes.states, workers)
     return found | {"all": sum(found.values())}
+
+
+def _formula(topology: Topology) -> str:
+    if not isinstance(topology, Peers) or topology.shard is None:
+        return ""
+    gradients = {"optimizer": "V", "gradients": "V/N + a bucket", "parameters": "V/N"}[topology.shard]
+    parameters = "V/N" if topology.shard == "parameters" else "V"
+    copies = ", copies 2(1 + k) V/N" if topology.slice_backup else ""
+    return (
+        f"formula      parameters {parameters}, gradients {gradients}, optimizer kV/N{copies}; V = bytes of the "
+        "parameters, N = workers, k = numbers in the optimizer's state for each element (2 for Adam)"
+    )
 
 
 def sharded_memory(topology: Peers, vector: float, states: float, workers: int) -> dict[str, float]:

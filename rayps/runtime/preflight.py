@@ -65,6 +65,7 @@ from rayps.worker.evaluation_batches import FEWEST
 from rayps.worker.loop_of_family import loop_class
 from rayps.workload.adapters import check_adapters
 from rayps.workload.base import Workload, check_fields, evaluates_training_data, misspelt
+from rayps.workload.checkpoint_activations import FIELD, checkpoint_activations, checkpointed_blocks
 from rayps.workload.compile_model import options_of
 from rayps.workload.model import apart, has_tables, model_of
 from rayps.workload.model_part import Whole
@@ -109,6 +110,7 @@ def preflight(
     _check_topologies(phases, spec, tables, workload.clip_norm)
     _check_batchnorm(workload, phases, model, replicas=max(grid.data for grid in grids))
     _check_fp16(workload, phases, tables)
+    _check_activations(workload, phases, model)
     if tables and options_of(workload.compile) is not None:
         raise ConfigError(
             f"compile is {workload.compile!r} and the model has sparse tables, whose rows are on servers: compile the "
@@ -290,6 +292,28 @@ def _check_batchnorm(workload: Workload, phases: list[Phase], model: nn.Module, 
             )
 
 
+def _check_activations(workload: Workload, phases: list[Phase], model: nn.Module) -> None:
+    """Raise ConfigError if activations cannot be computed again, as `checkpoint_activations` of the workload says."""
+    if not checkpointed_blocks(model, workload.checkpoint_activations):
+        return
+    what = f"{FIELD} is {workload.checkpoint_activations!r}"
+    if workload.sync_batchnorm:
+        raise ConfigError(
+            f"{what} and sync_batchnorm is True, whose layers would exchange their sums again in backward: set one of "
+            "them to False",
+            field=FIELD,
+        )
+    for phase in phases:
+        replica = replica_of(phase.strategy)
+        if replica is not None and replica.stages * replica.tensor > 1:
+            way = "raise micro_batches with schedule 1f1b" if replica.stages > 1 else "use a smaller batch_size"
+            raise ConfigError(
+                f"{what}, and a replica of {phase.name} is several workers, which cannot compute activations again: "
+                f"set {FIELD} to False, and {way} for less memory",
+                field=FIELD,
+            )
+
+
 def _check_fp16(workload: Workload, phases: list[Phase], tables: tuple[SparseTable, ...]) -> None:
     """Refuse precision "fp16" for jobs whose skipped steps are not defined. Raises ConfigError."""
     if workload.precision != "fp16":
@@ -442,6 +466,7 @@ def _train_and_evaluate(workload: Workload, request: TrialRequest) -> str | None
             data = workload.data()
         torch.manual_seed(request.seed)
         held = Whole(workload, model_of(workload))
+        checkpoint_activations(held.module, workload.checkpoint_activations)
         made(recipe_of(workload), NamedParameters(held.parameters, held.layout.names))
         with user_code("evaluation_data"):
             evaluation = workload.evaluation_data()

@@ -41,8 +41,10 @@ from rayps.worker.plan import WorkerPlan
 from rayps.worker.step_scaling import StepScaling
 from rayps.workload.accumulate import Ready, StepLoss
 from rayps.workload.base import Workload, evaluates_training_data
+from rayps.workload.checkpoint_activations import checkpoint_activations
 from rayps.workload.compile_model import compile_model
 from rayps.workload.model import model_of
+from rayps.workload.model_blocks import named_briefly
 from rayps.workload.model_part import ModelPart, Whole
 
 if TYPE_CHECKING:
@@ -354,6 +356,10 @@ class Worker:
         plan, workload = self.plan, self.workload
         if plan.division is None:
             model = plan.strategy.split(self._new_model().to(self.device), peers.ring)
+            blocks = checkpoint_activations(model, workload.checkpoint_activations, workload.compile, self.device)
+            if blocks and not plan.rank:
+                message = f"the activations of {len(blocks)} modules ({named_briefly(blocks)}) are computed again"
+                self.log.choices.append({"kind": "choice", "message": message, "blocks": blocks})
             compile_model(model, workload.compile, self.device)
             return Whole(workload, model)
         column = plan.grid.column(plan.rank)
