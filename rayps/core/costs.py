@@ -84,12 +84,8 @@ def costs(strategy: StrategyView, workers: int, sizes: Sizes, rows: Table | None
         sizes = replace(sizes, owned=owned, held=owned)
     traffic = strategy.cost(grid, sizes)
     if replica is None:
-        return Costs(
-            grid,
-            traffic,
-            memory=[_memory(topology, sizes, 0, sum(sizes.kept) * sizes.batch, grid.data)],
-            memory_formula=_formula(topology),
-        )
+        memory = _memory(topology, sizes, 0, sum(sizes.kept) * sizes.batch, grid.data)
+        return Costs(grid, traffic, memory=[memory], memory_formula=_formula(topology))
     pipeline = pipeline_of(replica)
     if pipeline is not None:
         traffic.append(_stages(pipeline, grid, sizes))
