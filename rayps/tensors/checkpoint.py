@@ -48,6 +48,7 @@ from rayps.tensors.checkpoint_manifest import (
     Manifest,
     Meta,
     check_size,
+    digest_of,
     encoded,
     files_of,
     kinds,
@@ -176,7 +177,7 @@ def _written(
         for path in write_tables(draft / TABLES) if write_tables is not None else []:
             sync(path)
             name = str(path.relative_to(draft))
-            body["beside"][name] = {"size": path.stat().st_size, "sha256": LocalFolder(draft).digest(name)}
+            body["beside"][name] = {"size": path.stat().st_size, "sha256": digest_of(LocalFolder(draft), name)}
         return body
     name = place.stored_name(_WHOLE_STATE, token)
     plan = FilePlan.of(state.tensors)
@@ -203,7 +204,7 @@ def _send_tables(
             with draft.writer(name, size) as sink, path.open("rb") as file:
                 while block := file.read(BLOCK):
                     sink.write(memoryview(block))
-            sent[name] = {"size": size, "sha256": local.digest(own)}
+            sent[name] = {"size": size, "sha256": digest_of(local, own)}
     return sent
 
 
@@ -219,7 +220,7 @@ def _write_by_prefix(draft: Path, state: SavedState, earlier: list[Path]) -> dic
         plain = _plain(tensors)
         safetensors.torch.save_file(plain, path)
         sync(path)
-        digest = LocalFolder(draft).digest(path.name)
+        digest = digest_of(LocalFolder(draft), path.name)
         files[path.name] = {"size": path.stat().st_size, "sha256": digest, "tensors": kinds(plain)}
     return files
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rayps.core.errors import CheckpointError, PlaceError
 from rayps.core.values import JsonObject
-from rayps.tensors.checkpoint_place import MANIFEST, CheckpointPlace, LocalFolder, name_of
+from rayps.tensors.checkpoint_place import BLOCK, MANIFEST, CheckpointPlace, LocalFolder, name_of
 from rayps.tensors.tensor_file import StoredRange, name_of_dtype
 
 FORMAT = "rayps-checkpoint"
@@ -186,14 +186,35 @@ def verify_file(place: CheckpointPlace, name: str, facts: FileFacts) -> None:
     """
     try:
         check_size(place, name, facts)
-        if place.digest(name) != facts["sha256"]:
+        if digest_of(place, name) != facts["sha256"]:
             raise torn(place, f"{name} was changed after it was written (SHA-256)")
     except (OSError, EOFError) as error:
         raise unread(place, name, error) from error
 
 
+def digest_of(place: CheckpointPlace, name: str) -> str:
+    """Return the SHA-256 of a file, in hexadecimal digits. One block of the file is in memory at a time.
+
+    Raises:
+        EOFError, OSError, PlaceError: the file cannot be read.
+    """
+    digest, left, at = hashlib.sha256(), place.size(name), 0
+    buffer = memoryview(bytearray(min(BLOCK, left)))
+    while left:
+        block = buffer[: min(BLOCK, left)]
+        place.fill(name, at, block)
+        digest.update(block)
+        at, left = at + len(block), left - len(block)
+    return digest.hexdigest()
+
+
 def check_size(place: CheckpointPlace, name: str, facts: FileFacts) -> None:
-    """Compare a file's size with the manifest. Raise CheckpointError if it differs, and OSError as `CheckpointPlace.size`."""
+    """Compare a file's size with the manifest.
+
+    Raises:
+        CheckpointError: the size differs.
+        OSError, PlaceError: the size cannot be read.
+    """
     size = place.size(name)
     if size != facts["size"]:
         raise torn(place, f"{name} has {size} bytes, but the manifest states {facts['size']}")

@@ -5,9 +5,11 @@ without ".tmp-" is complete.
 
 An object store cannot rename. There a checkpoint's files are written under `step-00000171/`, with the token of the
 attempt in their names, and the manifest is put last, in one request. A checkpoint is complete exactly if it has a
-manifest, and a manifest names the files of one attempt only. A file of more than one block is sent as a multipart
-upload. A failed write aborts its upload. The upload of a killed process remains, invisible, until `abort_unfinished`
-removes it.
+manifest, and a manifest names the files of one attempt only. Other file systems behind a URL (HDFS, SFTP) get the same
+files; a process that is killed while it writes the manifest itself leaves one that is refused.
+
+A file of more than one block is sent to S3 as a multipart upload. A failed write aborts its upload. The upload of a
+killed process remains, invisible, until `abort_unfinished` removes it.
 
 Every request to a remote place has a deadline. Source of the rules of multipart uploads: Amazon S3 User Guide,
 "Uploading and copying objects using multipart upload".
@@ -17,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import hashlib
 import os
 import re
 import shutil
@@ -47,7 +48,9 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]*://|[a-z][a-z0-9+.-]*::", re.IGNORECASE)
 _PATH_OF_URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)  # a Path has one slash of "//"
 _STEP = re.compile(r"step-(\d{8,})")
 _DRAFT = re.compile(r"step-(\d{8,})\.tmp-.*")
+_QUERY = re.compile(r"\?[^\s\"']*")  # of a URL in the text of an error
 _S3 = ("s3", "s3a")
+_OBJECT_STORES = (*_S3, "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory")
 _Value = TypeVar("_Value")
 
 
@@ -196,21 +199,6 @@ class CheckpointPlace(ABC):
         `complete` is the step of a checkpoint and the names of its files: in a remote place, other files of this step
         are removed too, as those of another attempt.
         """
-
-    def holds(self, step: int) -> bool:
-        """Return whether there is a complete checkpoint of this step."""
-        return step in self.steps()
-
-    def digest(self, name: str) -> str:
-        """Return the SHA-256 of a file, in hexadecimal digits. One block of the file is in memory at a time."""
-        digest, left, at = hashlib.sha256(), self.size(name), 0
-        buffer = memoryview(bytearray(min(BLOCK, left)))
-        while left:
-            block = buffer[: min(BLOCK, left)]
-            self.fill(name, at, block)
-            digest.update(block)
-            at, left = at + len(block), left - len(block)
-        return digest.hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------- local
@@ -404,6 +392,7 @@ class ObjectStore(CheckpointPlace):
         """Write a new object, in one request or as a multipart upload, which is aborted if the block raises."""
         files, path = self._files()
         doing, block = f"write {name}", max(BLOCK, -(-size // _MOST_BLOCKS))
+        self._make_folder(files, f"{path}/{name}".rpartition("/")[0])
         try:
             file: _File = self._ask(doing, partial(files.open, f"{path}/{name}", "wb", block_size=block))
         except FileNotFoundError as error:
@@ -414,6 +403,11 @@ class ObjectStore(CheckpointPlace):
         except BaseException:
             self._abort(file, files, f"{path}/{name}")
             raise
+
+    def _make_folder(self, files: Any, path: str) -> None:
+        """Create a folder where files need one. Object stores have none, and would create the bucket."""
+        if self.url.partition("://")[0].lower() not in _OBJECT_STORES:
+            self._put(f"create the folder {path}", partial(files.makedirs, path, exist_ok=True))
 
     def _put(self, doing: str, request: Callable[[], object]) -> None:
         try:
@@ -428,11 +422,11 @@ class ObjectStore(CheckpointPlace):
             discard: Callable[[], None] | None = getattr(file, "discard", None)
             if discard is not None:
                 discard()
-            file.closed = True  # else fsspec completes the file when it is collected
+            _set_closed(file)
             with contextlib.suppress(FileNotFoundError):
                 files.rm_file(path)
 
-        file.closed = True
+        _set_closed(file)
         with contextlib.suppress(FileNotFoundError, PlaceError):
             self._ask(f"abort the upload of {path}", abort, _ABORT_SECONDS)
 
@@ -440,14 +434,6 @@ class ObjectStore(CheckpointPlace):
         """Return the steps of the prefixes that have a manifest, in descending order."""
         found = {parts[0] for parts in self._objects() if len(parts) == 2 and parts[1] == MANIFEST}
         return sorted((step for name in found if (step := step_of(name)) is not None), reverse=True)
-
-    def holds(self, step: int) -> bool:
-        """Return whether there is a complete checkpoint of this step."""
-        try:
-            self.at(name_of(step)).size(MANIFEST)
-        except FileNotFoundError:
-            return False
-        return True
 
     def _objects(self) -> list[tuple[str, ...]]:
         """Return the components of the name of each object below this prefix."""
@@ -473,6 +459,7 @@ class ObjectStore(CheckpointPlace):
         """Put the manifest, in one request. The objects of an earlier checkpoint of this step are left."""
         place = self.at(name_of(step))
         files, path = place._files()
+        place._make_folder(files, path)
         place._put(f"write {MANIFEST}", partial(files.pipe_file, f"{path}/{MANIFEST}", manifest))
 
     def discard(self, step: int, token: str) -> None:
@@ -510,10 +497,19 @@ class ObjectStore(CheckpointPlace):
             with contextlib.suppress(FileNotFoundError):
                 self._ask(f"remove {'/'.join(parts)}", partial(files.rm_file, "/".join((path, *parts))))
 
+    def probe(self) -> None:
+        """Write and remove a small object, so that a place that refuses writes is known before any training."""
+        name = f"probe-{uuid.uuid4().hex}"
+        files, path = self._files()
+        self._make_folder(files, path)
+        self._put("write", partial(files.pipe_file, f"{path}/{name}", b"rayps"))
+        self._put("remove objects", partial(files.rm_file, f"{path}/{name}"))
+
     def copy(self, name: str, target: ObjectStore, new: str) -> None:
         """Copy the object `name` to the object `new` of `target`, within the store."""
         files, path = self._files()
         _, other = target._files()
+        self._make_folder(files, other)
         self._put(f"copy {name} to {target}", partial(files.cp_file, f"{path}/{name}", f"{other}/{new}"))
 
     # ------------------------------------------------------------------------------------------ requests
@@ -602,11 +598,19 @@ class ObjectStore(CheckpointPlace):
         else:
             way = "check the network" + (" and the endpoint (AWS_ENDPOINT_URL)" if _is_s3(self.url) else "")
         return PlaceError(
-            f"cannot {doing} in {self.url}: {first_line(error)}\n{way}", place=self.url, cause=type(error).__name__
+            f"cannot {doing} in {self.url}: {_QUERY.sub('', first_line(error))}\n{way}",
+            place=self.url,
+            cause=type(error).__name__,
         )
 
 
 _CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError"}
+
+
+def _set_closed(file: _File) -> None:
+    """Mark a file as closed: else fsspec completes it when it is collected. Files that need it allow it."""
+    with contextlib.suppress(AttributeError):
+        file.closed = True
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
