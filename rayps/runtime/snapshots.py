@@ -31,7 +31,8 @@ from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint, optim, weight_average
 from rayps.tensors.checkpoint import Meta, SavedState
 from rayps.tensors.checkpoint_parts import new_token, seal, write_part
-from rayps.tensors.checkpoint_place import Location
+from rayps.tensors.checkpoint_place import Location, is_url
+from rayps.tensors.checkpoint_place import name_of as checkpoint_name
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.snapshot import Snapshot, StateSource
@@ -127,7 +128,7 @@ class Checkpointer:
     ) -> Snapshot:
         """Return the state of a checkpoint. If `stands`, it is without the tensors that workers read themselves."""
         if stands:
-            meta, saved = checkpoint.meta_of(path), Snapshot.standing_for(path)
+            meta, saved = checkpoint.meta_of(path), Snapshot.standing_for(_for_all_processes(path))
         else:
             state = checkpoint.load(path)
             meta, saved = state.meta, Snapshot.from_state(state)
@@ -185,7 +186,7 @@ class Checkpointer:
             newer.source = StateSource(path)
         self.newest = newer
         if newer.source is not None and self.folder is not None:
-            self.saved = Path(path)
+            self.saved = self.folder / checkpoint_name(newer.round)
             message = f"saved round {newer.round}, in {group.size} parts"
             self._journal.event("checkpoint", message, round=newer.round, path=str(self.saved))
             self._callbacks.saved(self.saved, newer.round)
@@ -240,7 +241,7 @@ class Checkpointer:
         if place is None:
             assert self.scratch is not None, "it was created above"
             place = self.scratch.path
-        return PartsPlan(place, new_token())
+        return PartsPlan(_for_all_processes(place), new_token())
 
     def load_newest(self) -> None:
         """Load the tensors of the newest state, if workers have them, for a strategy that sends them to its members.
@@ -254,6 +255,11 @@ class Checkpointer:
         if self.folder is None or self.saved is None:
             return "nothing was kept"
         return f"{self.saved} is kept" + (f", of round {self.round}" if self.round < at else "")
+
+
+def _for_all_processes(place: Location) -> Location:
+    """Return a place under a name that does not depend on the folder in which a process works."""
+    return place if is_url(place) else Path(place).absolute()
 
 
 def of_another(meta: Meta, spec: JobSpec) -> list[str]:
