@@ -13,8 +13,9 @@ from pathlib import Path
 
 import fsspec
 import pytest
+import s3fs
 import torch
-from s3_site import S3Site, s3_site, wait_for
+from s3_site import S3Site, empty_bucket, s3_site, wait_for
 
 from rayps.core.errors import CheckpointError, PlaceError
 from rayps.tensors import checkpoint, checkpoint_place
@@ -53,22 +54,8 @@ def server() -> Iterator[S3Site]:
 
 @pytest.fixture
 def site(server: S3Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Site]:
-    """The server with an empty bucket, its proxy without faults, and the environment of this process."""
-    import s3fs
-
-    for name, value in server.env.items():
-        monkeypatch.setenv(name, value)
-    server.proxy.pass_on()
-    s3fs.S3FileSystem.clear_instance_cache()  # an instance keeps the endpoint and the credentials of its creation
-    files = s3fs.S3FileSystem()
-    if files.exists("bucket"):
-        for upload in unfinished(ObjectStore("s3://bucket/run")):
-            ObjectStore("s3://bucket/run").abort(upload)
-        files.rm("bucket", recursive=True)
-    files.mkdir("bucket")
-    yield server
-    server.proxy.pass_on()
-    s3fs.S3FileSystem.clear_instance_cache()
+    with empty_bucket(server, monkeypatch) as found:
+        yield found
 
 
 def objects() -> list[str]:
@@ -319,8 +306,6 @@ def test_a_writer_killed_while_its_connection_stalls_in_a_part(site: S3Site) -> 
 
 
 def test_errors_name_the_way_out(site: S3Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    import s3fs
-
     state = SavedState({"model/w": torch.ones(2)}, {"parameters": []})
     with pytest.raises(PlaceError, match="bucket does not exist\nthe bucket or folder is not there: create it"):
         checkpoint.save("s3://nowhere/run", 1, state)

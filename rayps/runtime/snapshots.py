@@ -15,16 +15,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rayps.core.errors import ConfigError, PlaceError
 from rayps.core.phase_rounds import Boundary
 from rayps.core.strategy_families import ends_together
+from rayps.core.urls import Location
 from rayps.core.values import JsonObject
 from rayps.parallel.division.division import Division
 from rayps.ps.server.dense_segment import ShardPart
 from rayps.runtime.journal import Journal
 from rayps.runtime.phases import RunPlan
+from rayps.runtime.unfinished_uploads import report_unfinished
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint, optim, weight_average
-from rayps.tensors.checkpoint import Meta
+from rayps.tensors.checkpoint import Meta, SavedState
+from rayps.tensors.checkpoint_place import SECONDS, CheckpointPlace
 from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import WorkerPart
@@ -37,6 +41,9 @@ if TYPE_CHECKING:
     from rayps.runtime.worker_group import WorkerGroup
 
 
+MISSED = 3  # checkpoints in a row that a remote place may fail to take before the run fails
+
+
 class Checkpointer:
     """Holds the newest state of a run in memory, and saves it on disk if the run has a folder."""
 
@@ -44,13 +51,14 @@ class Checkpointer:
         self,
         spec: JobSpec,
         journal: Journal,
-        folder: Path | None,
-        resume: Path | None,
+        folder: Location | None,
+        resume: Location | None,
         callbacks: CallbackRunner,
         workload: Workload,
     ) -> None:
         """Prepare: `folder` is for new checkpoints, `resume` is the checkpoint to start from; None if there is none.
 
+        Each is a path, or a URL of a place that is not local.
         The parameters and the average of `workload` are written to each checkpoint.
         """
         self._callbacks = callbacks
@@ -59,6 +67,8 @@ class Checkpointer:
             "average": weight_average.to_json(workload.average),
         }
         self.folder, self.resume, self.saved = folder, resume, resume
+        self._place = None if folder is None else CheckpointPlace.of(folder, max(spec.timeout, SECONDS))
+        self._unwritten = 0  # checkpoints in a row that a remote place did not take
         self.newest: Snapshot | None = None
         # the states of sparse tables at the end of the run, if no checkpoint has them
         self.tables: dict[str, list[bytes]] = {}
@@ -85,6 +95,7 @@ class Checkpointer:
             NotFound, ConfigError: the space to branch from does not exist, or belongs to another model.
             TrainingError: the state is not finite.
         """
+        self._check_place(group)
         # a model that no worker can hold whole is initialized in this process
         draw = partial(drawn_apart, workload) if any(plan.divisions) else group.initial
         found = draw(self._spec.seed)
@@ -107,7 +118,19 @@ class Checkpointer:
         checkpoint.must_be_finite(found.to_state(), "before the first round")
         return found
 
-    def _resumed(self, path: Path, drawn: Snapshot, group: WorkerGroup, plan: RunPlan, again: bool) -> Snapshot:
+    def _check_place(self, group: WorkerGroup) -> None:
+        """Refuse sparse tables in a remote place, and report unfinished uploads there."""
+        given = [each for each in (self.folder, self.resume) if each is not None and not isinstance(each, Path)]
+        if given and group.space is not None and group.space.tables:
+            raise ConfigError(
+                f"the model has sparse tables, whose rows are saved in local folders only, and {given[0]} is not one:\n"
+                "give checkpoint=FOLDER (--checkpoint DIR), a folder that the driver can write",
+                field="checkpoint",
+            )
+        if self._place is not None:
+            report_unfinished(self._place, self._journal)
+
+    def _resumed(self, path: Location, drawn: Snapshot, group: WorkerGroup, plan: RunPlan, again: bool) -> Snapshot:
         state = checkpoint.load(path)
         saved = Snapshot.from_state(state)
         round = saved.round
@@ -129,8 +152,9 @@ class Checkpointer:
         if saved.round != round:  # this run has another number of rounds per epoch
             self._callbacks.renumber(saved.round)
         if group.space is not None and group.space.tables:
-            group.space.load_tables(path / checkpoint.TABLES, before == len(saved.positions))
-        group.client_states.read(path / checkpoint.TABLES, saved.round)
+            group.space.load_tables(Path(path) / checkpoint.TABLES, before == len(saved.positions))
+        with checkpoint.tables_of(path) as tables:
+            group.client_states.read(tables, saved.round)
         self._journal.event("resumed", f"resumed from {path} at round {saved.round}", round=saved.round)
         for warning in of_another(state.meta, self._spec):
             self._journal.event("warning", f"{path} {warning}: is it the right folder?")
@@ -159,18 +183,34 @@ class Checkpointer:
         state = newer.to_state(generation=generation, **maker, **schedule, **recorded)
         checkpoint.must_be_finite(state, f"after round {newer.round - 1}", round=newer.round - 1)
         self.newest = newer
-        if self.folder is not None:
-            write_tables = (
-                group.space.write_tables(newer.round) if group.space is not None else group.client_states.writer
-            )
-            keep = self._spec.keep_checkpoints
-            self.saved = checkpoint.save(self.folder, newer.round, state, keep, write_tables=write_tables)
-            if group.space is not None:
-                group.space.tables_kept(self.saved / checkpoint.TABLES)
-            message = f"saved round {newer.round}"
-            self._journal.event("checkpoint", message, round=newer.round, path=str(self.saved))
-            self._callbacks.saved(self.saved, newer.round)
+        if self._place is not None:
+            self._save(self._place, newer, state, group, last=newer.round >= plan.calendar.rounds)
         group.saved(newer)
+
+    def _save(self, place: CheckpointPlace, newer: Snapshot, state: SavedState, group: WorkerGroup, last: bool) -> None:
+        """Write a checkpoint. If a remote place does not take it, the run goes on, at most `MISSED` times in a row.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be written. A PlaceError is raised for the run's last state, too.
+        """
+        write_tables = group.space.write_tables(newer.round) if group.space is not None else group.client_states.writer
+        try:
+            saved = checkpoint.save(place, newer.round, state, self._spec.keep_checkpoints, write_tables=write_tables)
+        except PlaceError as error:
+            self._unwritten += 1
+            if last or self._unwritten > MISSED:
+                raise
+            self._journal.event(
+                "warning",
+                f"the checkpoint of round {newer.round} was not written: {error.message.splitlines()[0]}; the run goes "
+                f"on, and tries again with its next checkpoint, at most {MISSED} times in a row",
+            )
+            return
+        self.saved, self._unwritten = saved, 0
+        if group.space is not None and isinstance(saved, Path):
+            group.space.tables_kept(saved / checkpoint.TABLES)
+        self._journal.event("checkpoint", f"saved round {newer.round}", round=newer.round, path=str(saved))
+        self._callbacks.saved(saved, newer.round)
 
     def describe_saved(self, at: int) -> str:
         """Return a text on which checkpoint remains of a run that was stopped at round `at`."""

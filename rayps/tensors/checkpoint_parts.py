@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rayps.core.errors import CheckpointError, PlaceError, TrainingError
 from rayps.core.failpoint import passing
+from rayps.core.urls import Location
 from rayps.core.values import JsonObject
 from rayps.tensors import checkpoint, tensor_file
 from rayps.tensors.checkpoint import prune
@@ -47,7 +48,7 @@ from rayps.tensors.checkpoint_manifest import (
     unread,
     verify_file,
 )
-from rayps.tensors.checkpoint_place import CheckpointPlace, LocalFolder, Location, name_of
+from rayps.tensors.checkpoint_place import CheckpointPlace, LocalFolder, name_of
 from rayps.tensors.finite import fault_in
 from rayps.tensors.tensor_file import FilePlan, StoredRange, header_of
 
