@@ -166,6 +166,23 @@ def test_a_newer_attempt_of_a_step_replaces_the_earlier_and_its_files(site: S3Si
     assert not [name for name in objects() if "step-00000009" in name]
 
 
+def test_many_small_tensors_are_read_in_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.filesystem("memory").store.clear()
+    tensors = {f"model/{i:03d}": torch.full((40,), float(i)) for i in range(300)}
+    path = checkpoint.save("memory://run", 1, SavedState(tensors, {"parameters": []}))
+    asked: list[str] = []
+    files = type(fsspec.filesystem("memory"))
+    read = files.cat_file
+    monkeypatch.setattr(files, "cat_file", lambda self, name, **given: asked.append(name) or read(self, name, **given))
+    found = checkpoint.load(path).tensors
+    assert found.keys() == tensors.keys() and all(torch.equal(found[key], value) for key, value in tensors.items())
+    assert len(asked) == 4  # the manifest, the header's length, the header, all tensors
+    asked.clear()
+    pieces = read_pieces(path, {key: (10, 30) if int(key[-3:]) % 50 == 7 else (0, 40) for key in tensors})
+    assert all((pieces[key] == value[0]).all() for key, value in tensors.items())
+    assert len(asked) == 3 + 1 + 6 * 2  # a tensor of which a part is wanted ends a read, and is one of its own
+
+
 # ---------------------------------------------------------------------------------------------- faults of the network
 
 
