@@ -470,3 +470,51 @@ def test_a_model_of_parts_is_a_first_point_and_is_exported(tmp_path: Path) -> No
     assert torch.equal(held["bias"], expected.tensors["model/bias"])
     assert checkpoint.keep(tmp_path / "saved", 3, "best") == tmp_path / "saved" / "best" / path.name
     same(checkpoint.load(tmp_path / "saved" / "best" / path.name), expected)
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+MEMORY = """
+import resource, sys, torch
+from rayps.tensors.checkpoint_parts import part_name, read_pieces, seal, write_part
+folder, n = sys.argv[1], 50_000_000
+
+def grown(work):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = work()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1000, found
+
+small = write_part(folder, 1, "t", part_name(0, 1), {"model/w": torch.ones(3)}, offsets={"model/w": 0})
+seal(folder, 1, "t", [small], meta={}, whole={"model/w": [3]})
+read_pieces(f"{folder}/step-00000001", {"model/w": (0, 2)})
+state = torch.ones(n)
+written, facts = grown(lambda: write_part(folder, 2, "t", part_name(0, 1), {"model/w": state}, offsets={"model/w": 0}))
+seal(folder, 2, "t", [facts], meta={}, whole={"model/w": [n]})
+print(written)
+"""
+READ = """
+import resource, sys
+from rayps.tensors.checkpoint_parts import read_pieces
+place, small = sys.argv[1], sys.argv[2]
+read_pieces(small, {"model/w": (0, 2)})
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert read_pieces(place, {"model/w": (20_000_000, 21_000_000)})["model/w"].sum() == 1_000_000
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1000)
+"""
+
+
+def test_writing_takes_no_second_copy_and_reading_takes_what_is_wanted(tmp_path: Path) -> None:
+    """Of a tensor of 200 MB: the peak of the resident memory, in MB, in processes of their own."""
+
+    def peak(code: str, *given: object) -> float:
+        command = [sys.executable, "-c", code, *map(str, given)]
+        ran = subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300
+        )
+        assert ran.returncode == 0, ran.stderr
+        return float(ran.stdout)
+
+    assert peak(MEMORY, tmp_path) < 3 * BLOCK / 1e6
+    newest, small = tmp_path / "step-00000002", tmp_path / "step-00000001"
+    assert peak(READ, newest, small) < 4 + 3 * BLOCK / 1e6
+    assert peak(READ, f"local://{newest}", f"local://{small}") < 4 + 4 * BLOCK / 1e6

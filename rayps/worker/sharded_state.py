@@ -25,11 +25,11 @@ from rayps.comm.ring.owned_slices import OwnedSlices
 from rayps.core.records import Event
 from rayps.core.strategy_families import rebuilds
 from rayps.core.topology import AUTO_BUCKET_MB, shard_of
+from rayps.core.urls import Location
 from rayps.data.base import Batch
 from rayps.tensors import optim
 from rayps.tensors.checkpoint import meta_of
 from rayps.tensors.checkpoint_parts import contents, read_pieces, verify_share
-from rayps.tensors.checkpoint_place import Location
 from rayps.tensors.clip import NormClip
 from rayps.tensors.finite import first_not_finite, is_finite
 from rayps.tensors.flat import FlatModel, Gradient, Layout, square_of
