@@ -240,15 +240,15 @@ class Checkpointer:
             raise error
         self._journal.event(
             "warning",
-            f"the checkpoint of round {round} was not written: {error.message.splitlines()[0]}; the run goes on, and tries "
-            f"again with its next checkpoint, at most {MISSED} times in a row",
+            f"the checkpoint of round {round} was not written: {error.message.splitlines()[0]}; the run continues, and "
+            f"tries again with its next checkpoint, at most {MISSED} times in a row",
         )
 
     def _seal(self, newer: Snapshot, state: SavedState, group: WorkerGroup, *, last: bool) -> None:
         """Complete the checkpoint that workers have written, which is the newest state from now on.
 
         Raises:
-            CheckpointError: a worker's file is not there, or the manifest cannot be written. See `_save` for PlaceError.
+            CheckpointError: a worker's file is not there, or the manifest cannot be written. PlaceError: see `_save`.
         """
         parts = group.parts
         assert newer.source is not None, "the workers have written the state"
