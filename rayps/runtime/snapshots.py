@@ -258,6 +258,7 @@ class Checkpointer:
         pieces = [key.partition("/")[2] for facts in written for key in facts.file.offsets if key.startswith("optim/")]
         whole = {f"model/{name}": shape for name, shape in shapes.items()}
         whole |= {f"optim/{key}": shapes[key.rpartition("/")[0]] for key in pieces}
+        whole |= {f"frozen/{name}": shape for facts in written for name, shape in facts.shapes.items()}
         numbers = {name: held for facts in reversed(written) for name, held in facts.numbers.items()}
         meta = state.meta | {"optimizer_numbers": numbers}
         place, round, token, keep = parts.place, newer.round, parts.token, self._spec.keep_checkpoints

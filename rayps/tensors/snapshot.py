@@ -41,13 +41,15 @@ from rayps.tensors.weight_average import Average
 class WrittenFacts:
     """What a worker has written: the file, the optimizer's numbers by parameter, and the frozen parameters.
 
-    `frozen` are the names of the frozen parameters in the file, and `frozen_hash` is of their values.
+    `frozen` are the names of the frozen parameters in the file, and `frozen_hash` is of their values. If workers have
+    pieces of them, `shapes` has their whole shapes by name, and there is no hash.
     """
 
     file: PartFacts
     numbers: dict[str, ParamState] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     frozen_hash: str = ""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,14 @@ from rayps.tensors.optim import Moments, ParamState, by_name, elementwise, momen
 class StatePieces:
     """Tensors named as in a checkpoint ("model/0.weight", "optim/0.weight/exp_avg"), and the offsets of pieces.
 
-    A tensor without an offset is whole. `numbers` are the numbers in the optimizer's state, by parameter.
+    A tensor without an offset is whole. `numbers` are the numbers in the optimizer's state, by parameter. `frozen` has
+    the shapes of the whole frozen parameters of which "frozen/NAME" are pieces, by name.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     offsets: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, ParamState] = field(default_factory=dict)
+    frozen: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def entries_of(layout: Layout, ranges: Iterable[tuple[int, int]]) -> list[Entry]:

@@ -167,6 +167,11 @@ class Worker:
             self.flat.vector.copy_(vector)
 
     @property
+    def layout(self) -> Layout:
+        """The layout of the vector of parameters."""
+        return self.flat.layout
+
+    @property
     def optimizer(self) -> Optimizer | None:
         """The optimizer of this worker, or None if only servers step."""
         return None if self.local is None else self.local.optimizer
@@ -627,7 +632,7 @@ def evaluated(w: Worker, *, whole: bool = False) -> Totals:
     with torch.no_grad(), user_code("evaluate"):
         data = w.workload.evaluation_data()
         batches = data.batches(rank=rank, size=size, seed=w.plan.seed, epoch=0)
-        for batch in bounded(batches, _evaluation_facts(w, data, whole=whole), w.plan.timeout):
+        for batch in bounded(batches, evaluation_facts(w, data, whole=whole), w.plan.timeout):
             if batch.size:
                 with user_code("evaluate"):  # each batch is a call of its own for the time limit
                     found = w.part.evaluate(batch.to(w.device))
@@ -636,7 +641,8 @@ def evaluated(w: Worker, *, whole: bool = False) -> Totals:
     return totals
 
 
-def _evaluation_facts(w: Worker, data: Data, *, whole: bool) -> EvaluationFacts:
+def evaluation_facts(w: Worker, data: Data, *, whole: bool) -> EvaluationFacts:
+    """Return the facts that bound an evaluation of a worker on `data`, of its share or, if `whole`, of all of it."""
     passes = w.batches.pass_
     limits = [most for most in (w.plan.evaluation_batches, w.workload.evaluation_batches) if most is not None]
     return EvaluationFacts(

@@ -193,7 +193,7 @@ class Loop:
         w = self.w
         cursor = snapshot.cursors.get(w.rank)
         w.batches.restore(None if cursor is None else cursor_of(cursor))
-        snapshot.check(w.flat.layout)
+        snapshot.check(w.layout)
         shared = dict(snapshot.shared)
         w.scaling.take(shared)
         self.load_buffers({name: value for name, value in snapshot.buffers.items() if name in snapshot.frozen})

@@ -62,7 +62,8 @@ class PartWriter:
         )
         if frozen and not self._frozen_hash:
             self._frozen_hash = hash_of(frozen)
-        return WrittenFacts(file, pieces.numbers, frozenset(frozen), self._frozen_hash)
+        names = frozenset(frozen) | pieces.frozen.keys()
+        return WrittenFacts(file, pieces.numbers, names, self._frozen_hash, pieces.frozen)
 
     def close(self) -> None:
         """Stop the write that is under way, whose file is removed."""
