@@ -41,13 +41,14 @@ class AllReduce(Strategy):
     bucket_mb: float | None = None
     replica: Replica | None = None
     shard: str | None = None
-    slice_backup: bool = False
+    slice_backup: bool | None = None
     name: ClassVar[str] = "all_reduce"
 
     @property
     def topology(self) -> Peers:
         """Workers that have the same part of the model average its gradient around a ring."""
-        return Peers(self.replica, self.compression, self.bucket_mb, shard=self.shard, slice_backup=self.slice_backup)
+        backup = False if self.slice_backup is None else self.slice_backup
+        return Peers(self.replica, self.compression, self.bucket_mb, shard=self.shard, slice_backup=backup)
 
     def __post_init__(self) -> None:
         if self.compression is not None:
