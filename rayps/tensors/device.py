@@ -20,11 +20,13 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rayps.core.errors import ConfigError, LinkError
@@ -112,6 +114,21 @@ class Device(ABC):
         """Return a vector of `n` elements in CPU memory that the device reads and writes without the processor."""
 
     @abstractmethod
+    def pin(self, vector: Tensor) -> Callable[[], None]:
+        """Pin ordinary CPU memory, such as memory that processes share; return a function that ends this.
+
+        If the system refuses to, copies of this memory let the host wait, and their results are the same.
+        """
+
+    @abstractmethod
+    def group_library(self) -> str:
+        """Return the name and the version of torch's library for groups of such devices; empty if there is none."""
+
+    @abstractmethod
+    def expandable_segments(self) -> bool:
+        """Whether torch allocates memory of the device in segments that grow, which other processes cannot open."""
+
+    @abstractmethod
     def memory(self) -> DeviceMemory:
         """Return how much memory the device has, and how much of it is free."""
 
@@ -163,6 +180,31 @@ class CudaDevice(Device):
     def pinned(self, n: int, dtype: torch.dtype) -> Tensor:
         """Return a vector of `n` elements in page-locked memory."""
         return torch.empty(n, dtype=dtype, pin_memory=True)
+
+    def pin(self, vector: Tensor) -> Callable[[], None]:
+        """Register the memory with CUDA."""
+        runtime, address = torch.cuda.cudart(), vector.data_ptr()  # type: ignore[no-untyped-call]
+        if int(runtime.cudaHostRegister(address, vector.nbytes, 0)):
+            with suppress(RuntimeError):  # the next call of CUDA reports the refusal once more
+                torch.zeros(1, device=self.place)
+            return lambda: None
+
+        def unpin() -> None:
+            torch.cuda.synchronize(self.place)
+            runtime.cudaHostUnregister(address)
+
+        return unpin
+
+    def group_library(self) -> str:
+        """Return the version of NCCL."""
+        if not dist.is_nccl_available():
+            return ""
+        return "nccl " + ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+    def expandable_segments(self) -> bool:
+        """Whether the environment of the process says so."""
+        settings = [os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
+        return any("expandable_segments:true" in each.replace(" ", "").lower() for each in settings)
 
     def memory(self) -> DeviceMemory:
         """Return the free and the whole memory of the GPU."""
@@ -258,6 +300,18 @@ class CpuDevice(Device):
     def pinned(self, n: int, dtype: torch.dtype) -> Tensor:
         """Return a vector of `n` elements in ordinary memory."""
         return torch.empty(n, dtype=dtype)
+
+    def pin(self, vector: Tensor) -> Callable[[], None]:
+        """Do nothing: the twin has no memory of its own."""
+        return lambda: None
+
+    def group_library(self) -> str:
+        """Return gloo."""
+        return "gloo" if dist.is_gloo_available() else ""
+
+    def expandable_segments(self) -> bool:
+        """Return False."""
+        return False
 
     def memory(self) -> DeviceMemory:
         """Return the free and the whole memory of the host."""
