@@ -40,7 +40,7 @@ def must_have(device, n, transport):
 def ranks(request, device):
     n, transport = request.param
     must_have(device, n, transport)
-    made = Ranks(n, device, transport, delayed=device == "cpu")
+    made = Ranks(n, device, transport, delayed=device == "cpu", timeout=10.0)
     yield made
     made.close()
 
@@ -381,15 +381,11 @@ def test_ranks_that_make_different_calls_are_told(device):
         ranks.close()
 
 
-def out_of_order(rank):
-    return by_tag(rank)
-
-
 def test_nccl_refuses_tensors_out_of_order(device):
     must_have(device, 2, "nccl")
     ranks = Ranks(2, device, "nccl")
     try:
-        assert "receive tensors in the order of sending" in ranks.errors(out_of_order)[1][1]
+        assert "receive tensors in the order of sending" in ranks.errors(by_tag)[1][1]
     finally:
         ranks.close()
 

@@ -24,6 +24,7 @@ from rayps.core.partition import slices
 from rayps.tensors.device import Device
 
 PROBE_SECONDS = 60.0  # longest time for a new group to connect its ranks and to sum a small vector
+_HEADER = -2 << 40  # tag of the message that precedes a vector between two ranks, with the vector's own tag
 _PROBE = 1000  # elements of the vector with which the group is tried
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -37,7 +38,7 @@ class GroupTransport:
         """Create the group; the ranks meet at the address `host` of rank 0. Raises LinkError if this fails."""
         self.device = device
         self._mesh = mesh
-        self._order: dict[tuple[int, bool], int] = {}  # for each peer and direction: the number of vectors
+        self._waits = device.kind == "cpu"  # gloo says that an operation has ended only to who waits for it
         self._connected: set[int | None] = set()  # the peers whose first operation has ended; None: that of all ranks
         self._group = process_group(mesh, "nccl" if device.kind == "cuda" else "gloo", host)
         mesh.at_end(self._group.abort)
@@ -51,19 +52,20 @@ class GroupTransport:
         self.device.current().wait()
         seconds = min(PROBE_SECONDS, self._mesh.timeout / 2)
         end = time.monotonic() + seconds
-        first = _begin(lambda: self._group.allreduce([x]))
+        first = _begin(lambda: self._group.allreduce([x]), self._waits)
         self._mesh.watch(lambda: first.done() or time.monotonic() > end)
         if not first.done():
             return f"the ranks were not connected within {seconds:g} s"
         try:
             work = first.result()
-            self._mesh.watch(lambda: work.is_completed() or time.monotonic() > end)
-            if not work.is_completed():
-                return f"the sum of a small vector took more than {seconds:g} s"
-            work.wait()
+            self._mesh.watch(lambda: self._waits or work.is_completed() or time.monotonic() > end)
+            if not self._waits:
+                if not work.is_completed():
+                    return f"the sum of a small vector took more than {seconds:g} s"
+                work.wait()
+                self._connected.add(None)
         except RuntimeError as error:
             return first_line(error)
-        self._connected.add(None)
         return "" if x.tolist() == [sum(range(1, self._mesh.size + 1))] * _PROBE else "the sum of a vector is wrong"
 
     def fold(self, x: Tensor, kind: Fold) -> None:
@@ -123,31 +125,25 @@ class GroupTransport:
 
     def send(self, x: Tensor, to: int, tag: int) -> None:
         """Send a vector to rank `to`. The call may wait until that rank receives it."""
-        number = self._next(to, sends=True)
-        self._mesh.send(to, tag, number.to_bytes(8, "little"))
+        self._mesh.send(to, _HEADER, tag.to_bytes(8, "little", signed=True))
         if x.numel():
             self._await(lambda: self._group.send([x], to, 0), to)
 
     def recv(self, x: Tensor, frm: int, tag: int) -> None:
-        """Receive a vector. Raises LinkError if the sender has sent a vector with another tag before: NCCL has none."""
-        found = bytearray(8)
-        self._mesh.recv(frm, tag, found)
-        number = self._next(frm, sends=False)
-        if int.from_bytes(found, "little") != number:
+        """Receive a vector. Raises LinkError if the next one of the sender has another tag: NCCL has no tags."""
+        header = bytearray(8)
+        self._mesh.recv(frm, _HEADER, header)
+        found = int.from_bytes(header, "little", signed=True)
+        if found != tag:
             raise self._mesh.fail(
                 LinkError(
-                    f"rank {frm} has sent tensors with other tags before that with tag {tag}: between GPUs with NCCL, "
-                    "receive tensors in the order of sending",
+                    f"rank {frm} has sent a tensor with tag {found} before that with tag {tag}: between GPUs with "
+                    "NCCL, receive tensors in the order of sending",
                     peer=f"rank {frm}",
                 )
             )
         if x.numel():
             self._await(lambda: self._group.recv([x], frm, 0), frm)
-
-    def _next(self, peer: int, *, sends: bool) -> int:
-        number = self._order.get((peer, sends), 0)
-        self._order[peer, sends] = number + 1
-        return number
 
     def _await(self, start: Callable[[], GroupWork], peer: int | None = None) -> None:
         """Start an operation and wait for it. Raises LinkError, which names the rank at fault, if it fails.
@@ -160,24 +156,29 @@ class GroupTransport:
                 work = start()
             else:
                 self.device.current().wait()
-                first = _begin(start)
+                first = _begin(start, self._waits)
                 self._mesh.watch(first.done)
                 work = first.result()
-                self._connected.add(peer)
-            self._mesh.watch(work.is_completed)
-            work.wait()
-            self.device.current().wait()
+                if not self._waits:
+                    self._connected.add(peer)
+            if not self._waits:
+                self._mesh.watch(work.is_completed)
+                work.wait()
+                self.device.current().wait()
         except RuntimeError as error:
             raise self._mesh.fail(self._mesh.blame(f"the process group failed: {first_line(error)[:200]}")) from error
 
 
-def _begin(start: Callable[[], GroupWork]) -> Future[GroupWork]:
-    """Start an operation in a thread of its own."""
+def _begin(start: Callable[[], GroupWork], waits: bool) -> Future[GroupWork]:
+    """Start an operation in a thread of its own; with `waits`, that thread also waits for it."""
     first: Future[GroupWork] = Future()
 
     def work() -> None:
         try:
-            first.set_result(start())
+            begun = start()
+            if waits:
+                begun.wait()
+            first.set_result(begun)
         except BaseException as error:
             first.set_exception(error)
 

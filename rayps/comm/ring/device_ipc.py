@@ -84,30 +84,37 @@ class IpcTransport:
 
     # Sharing memory
 
-    def share(self, n: int, dtype: torch.dtype) -> list[Tensor]:
+    def share(self, n: int, dtype: torch.dtype, owner: int | None = None) -> list[Tensor]:
         """Allocate `n` elements on each rank; return the memory of all ranks, in their order.
 
-        Raises LinkError if a rank cannot share its memory with this one, after all ranks have exchanged their offers.
+        With `owner`, only that rank allocates, and the list has one element. The call returns when all ranks have
+        opened the memory. Raises LinkError if a rank cannot share its memory with this one.
         """
-        found: list[Tensor] = []
+        me, found = self._mesh.rank, dict[int, Tensor]()
+        owners = range(self._mesh.size) if owner is None else [owner]
         problem: LinkError | None = None
         offers: dict[int, bytes] = {}
-        try:
-            mine = self.device.zeros_to_share(n, dtype)
-            self.device.current().wait()
-            offers = {peer: self.device.offer(mine) for peer in self._others}
-        except LinkError as error:
-            problem = error
-        arrived = {peer: bytearray(_OFFER_BYTES) for peer in self._others}
+        if me in owners:
+            try:
+                found[me] = self.device.zeros_to_share(n, dtype)
+                self.device.current().wait()
+                offers = {peer: self.device.offer(found[me]) for peer in self._others}
+            except LinkError as error:
+                problem = error
+        arrived = {peer: bytearray(_OFFER_BYTES) for peer in self._others if peer in owners}
         self._mesh.exchange(
-            [(peer, _padded(offers.get(peer, b""))) for peer in self._others],
+            [(peer, _padded(offers.get(peer, b""))) for peer in self._others if me in owners],
             [(peer, memoryview(offer)) for peer, offer in arrived.items()],
         )
+        for peer, offer in arrived.items():
+            try:
+                found[peer] = self._open(peer, offer, n, dtype)
+            except LinkError as error:
+                problem = problem or error
+        self._mesh.barrier()  # no rank frees its memory before the others have opened it
         if problem is not None:
             raise problem
-        for rank in range(self._mesh.size):
-            found.append(mine if rank == self._mesh.rank else self._open(rank, arrived[rank], n, dtype))
-        return found
+        return [found[rank] for rank in owners]
 
     def _open(self, rank: int, offer: bytes | bytearray, n: int, dtype: torch.dtype) -> Tensor:
         text = bytes(offer).rstrip()
@@ -121,7 +128,7 @@ class IpcTransport:
     def buffer(self, n: int, dtype: torch.dtype) -> Tensor:
         """Return a vector of `n` zeros that the other ranks read."""
         parts = self.share(n, dtype)
-        self._residents.append(DeviceResident(parts, self.share(n, dtype)[0]))
+        self._residents.append(DeviceResident(parts, self.share(n, dtype, owner=0)[0]))
         return parts[self._mesh.rank]
 
     def _prepare(self, size: int) -> int:
@@ -131,7 +138,7 @@ class IpcTransport:
             self._slots, self._out = [], []
             for _ in range(2):
                 self._slots.append(self.share(need, torch.uint8))
-                self._out.append(self.share(need, torch.uint8)[0])
+                self._out.append(self.share(need, torch.uint8, owner=0)[0])
         return self._slots[0][0].nbytes
 
     # Reducing
