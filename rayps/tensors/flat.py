@@ -111,7 +111,8 @@ class FlatModel:
     ) -> None:
         """Flatten the model in place.
 
-        `buffer(n, dtype)` allocates the gradient vector, e.g. in a ring's memory that peers can read. `part` is the
+        `buffer(n, dtype)` allocates the gradient vector, e.g. in a ring's memory that peers can read; it must be on the
+        model's device. `part` is the
         layout of the vector and its parameters in order; None means all trained parameters. `home(n, dtype)` allocates
         the parameter vector in memory that other processes update too. With `home`, sparse gradients stay sparse, and a
         step changes only their rows.
@@ -132,7 +133,7 @@ class FlatModel:
             self.vector = home(self.layout.size, self.layout.dtype)
         else:
             raise ConfigError(f"the model is on {device.type}: this strategy needs it on the CPU", field="strategy")
-        if buffer is not None and device.type == "cpu":
+        if buffer is not None:
             self.packed = buffer(self.layout.size + 1, self.layout.dtype)
         else:
             self.packed = torch.zeros(self.layout.size + 1, dtype=self.layout.dtype, device=device)

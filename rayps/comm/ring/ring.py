@@ -7,6 +7,7 @@ collective has failed, the ring cannot be used any more. Form a new one then.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, TypedDict, Unpack
 
 import torch
@@ -259,6 +260,11 @@ class Ring:
             return torch.zeros(n, dtype=dtype)
         with self.collectives.collective():
             return tensor_of(shared_memory.buffer(size), dtype)
+
+    def memory(self, place: torch.device) -> Callable[[int, torch.dtype], Tensor] | None:
+        """Return `buffer` if its vectors are on the device `place`, else None."""
+        device = self.collectives.device
+        return self.buffer if place == (torch.device("cpu") if device is None else device.device.place) else None
 
     def common(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a vector of `n` zeros in memory that all ranks of one host read and write without locks.
