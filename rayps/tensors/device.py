@@ -13,6 +13,7 @@ event after it is waited for. Code that omits a wait then reads or sends old dat
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -20,7 +21,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -32,6 +32,7 @@ from torch import Tensor
 from rayps.core.errors import ConfigError, LinkError
 
 Work = Callable[[], object]
+_REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
 
 
 class DeviceEvent(Protocol):
@@ -58,6 +59,12 @@ class DeviceStream(Protocol):
         """Add a copy of `source` into `target`, of equal shape; return the event after it.
 
         Between a GPU and the CPU the CPU's tensor must be in memory of `Device.pinned`; otherwise the host waits.
+        """
+
+    def empty(self, n: int, dtype: torch.dtype) -> Tensor:
+        """Return a vector of `n` elements on the device, not zeroed, which this stream may write at once.
+
+        Another stream may use it after an event of this one, by `copy` only.
         """
 
     def record(self) -> DeviceEvent:
@@ -114,11 +121,16 @@ class Device(ABC):
         """Return a vector of `n` elements in CPU memory that the device reads and writes without the processor."""
 
     @abstractmethod
-    def pin(self, vector: Tensor) -> Callable[[], None]:
-        """Pin ordinary CPU memory, such as memory that processes share; return a function that ends this.
+    def pin(self, memory: Tensor, *, read_only: bool = False) -> bool:
+        """Pin CPU memory that exists, such as memory that processes share; return whether the system allows it.
 
-        If the system refuses to, copies of this memory let the host wait, and their results are the same.
+        Copies from and to `memory` are then as those of `pinned`. Call `unpin` before the memory is freed. With
+        `read_only` this process may only read the memory.
         """
+
+    @abstractmethod
+    def unpin(self, memory: Tensor) -> None:
+        """Unpin memory that `pin` has pinned. No copy may be in progress."""
 
     @abstractmethod
     def group_library(self) -> str:
@@ -181,19 +193,20 @@ class CudaDevice(Device):
         """Return a vector of `n` elements in page-locked memory."""
         return torch.empty(n, dtype=dtype, pin_memory=True)
 
-    def pin(self, vector: Tensor) -> Callable[[], None]:
+    def pin(self, memory: Tensor, *, read_only: bool = False) -> bool:
         """Register the memory with CUDA."""
-        runtime, address = torch.cuda.cudart(), vector.data_ptr()  # type: ignore[no-untyped-call]
-        if int(runtime.cudaHostRegister(address, vector.nbytes, 0)):
-            with suppress(RuntimeError):  # the next call of CUDA reports the refusal once more
-                torch.zeros(1, device=self.place)
-            return lambda: None
+        size, flags = memory.numel() * memory.element_size(), _REGISTER_READ_ONLY if read_only else 0
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if not size or int(runtime.cudaHostRegister(memory.data_ptr(), size, flags)) == 0:
+            return True
+        with contextlib.suppress(RuntimeError):  # CUDA reports the refusal once more, with the next operation
+            torch.zeros(1, device=self.place)
+        return False
 
-        def unpin() -> None:
-            torch.cuda.synchronize(self.place)
-            runtime.cudaHostUnregister(address)
-
-        return unpin
+    def unpin(self, memory: Tensor) -> None:
+        """End the registration of the memory."""
+        if memory.numel():
+            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
 
     def group_library(self) -> str:
         """Return the version of NCCL."""
@@ -250,6 +263,10 @@ class _CudaStream:
                 each.record_stream(self._stream)  # if it is freed, its memory is used again only after the copy
         return self.record()
 
+    def empty(self, n: int, dtype: torch.dtype) -> Tensor:
+        with torch.cuda.stream(self._stream):
+            return torch.empty(n, dtype=dtype, device=self._stream.device)
+
     def record(self) -> DeviceEvent:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
@@ -301,9 +318,12 @@ class CpuDevice(Device):
         """Return a vector of `n` elements in ordinary memory."""
         return torch.empty(n, dtype=dtype)
 
-    def pin(self, vector: Tensor) -> Callable[[], None]:
-        """Do nothing: the twin has no memory of its own."""
-        return lambda: None
+    def pin(self, memory: Tensor, *, read_only: bool = False) -> bool:
+        """Return True: all memory of the host is like that of `pinned`."""
+        return True
+
+    def unpin(self, memory: Tensor) -> None:
+        """Do nothing."""
 
     def group_library(self) -> str:
         """Return gloo."""
@@ -376,6 +396,9 @@ class _TwinStream:
                 target.copy_(source)
 
         return self.run(work)
+
+    def empty(self, n: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(n, dtype=dtype)
 
     def record(self) -> DeviceEvent:
         return _TwinEvent(self, self._added)

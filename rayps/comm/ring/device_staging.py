@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -120,7 +121,8 @@ class Chunks:
         mesh.begin()
         self._memory = [tensor_of(self._shared.buffer(CHUNK_BYTES), torch.uint8) for _ in range(2)]
         for vector in [*self._memory, *(tensor_of(each.out, torch.uint8) for each in self._shared.residents[-2:])]:
-            mesh.at_end(device.pin(vector))
+            if device.pin(vector):
+                mesh.at_end(partial(_unpin, device, vector))
 
     def buffer(self, i: int, like: Tensor) -> Tensor:
         """Return the memory of chunk `i`, with the size and the dtype of `like`."""
@@ -135,3 +137,8 @@ class Chunks:
         where = self._shared.find(chunk)
         assert where is not None, "the chunks are in shared memory"
         return tensor_of(self._shared.reduce_resident(where, like.dtype, like.nbytes, kind), like.dtype)
+
+
+def _unpin(device: Device, memory: Tensor) -> None:
+    device.current().wait()
+    device.unpin(memory)
