@@ -85,13 +85,15 @@ class SumRank:
 
     def turn(self, vector: str) -> tuple[float, float]:
         """Return the seconds of one sum, and of the copies that it needs."""
-        work = (lambda: self._ring.total(self._resident)) if vector == "resident" else self._sum
-        return self._time(work), self._time(lambda: self._copies(vector))
+        resident = vector == "resident"
+        x = self._resident if resident else self._plain
+        return self._time(lambda: self._sum(x, resident)), self._time(lambda: self._copies(vector))
 
-    def _sum(self) -> Tensor:
-        return self._ring.sum(self._plain.fill_(1.0))
+    def _sum(self, x: Tensor, resident: bool) -> Tensor:
+        return self._ring.total(x) if resident else self._ring.sum(x)
 
     def _time(self, work: Callable[[], object]) -> float:
+        self._plain.fill_(1.0)
         self._device.current().wait()
         self._ring.barrier()
         start = time.perf_counter()
