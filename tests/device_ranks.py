@@ -41,9 +41,10 @@ class Ranks:
         self.alive = list(range(n))
         self.options = {"transport": transport, "timeout": timeout}
         self.generation = -1
-        for _ in range(n):
+        for i in range(n):
             pipe, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, kind, delayed, small), daemon=True)
+            own = f"cuda:{i}" if kind == "cuda" and transport == "nccl" else kind
+            process = context.Process(target=serve, args=(theirs, own, delayed, small), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(pipe)

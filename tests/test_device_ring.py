@@ -11,11 +11,18 @@ import time
 import pytest
 import torch
 from device_ranks import Ranks, later
+from small_work import Small
+from torch import nn
 
+from rayps.bench.device_step import worker_steps
+from rayps.comm.link import Listener
+from rayps.comm.ring import Ring
 from rayps.comm.ring.bucketed_mean import DeviceMean, pieces
 from rayps.comm.ring.choose_gpu_transport import NAMES, GpuFacts, choose_gpu_transport
+from rayps.comm.ring.device_group import GroupTransport
 from rayps.core.errors import ConfigError
 from rayps.core.partition import slices
+from rayps.tensors.device import Device
 from rayps.tensors.flat import Gradient
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -276,6 +283,48 @@ def test_tags_may_be_received_in_another_order(device, transport):
         ranks.close()
 
 
+class Trained(Small):
+    """A regression with a layer that no rank uses."""
+
+    def model(self):
+        model = super().model()
+        model.append(nn.Linear(1, 1).double())
+        return model
+
+    def loss(self, model, batch):
+        return ((model[:3](batch.x) - batch.y) ** 2).mean()
+
+
+def trains(rank, kind):
+    torch.manual_seed(0)
+    loop, turn = worker_steps(Trained(n=40, batch=3, optimizer=kind), rank.ring, str(rank.place))
+    turn(10)
+    assert loop.w.params.device == rank.place
+    return loop.w.params.cpu().tolist()
+
+
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "adam"])
+def test_a_worker_trains_as_plain_torch_on_the_union_of_the_batches(ranks, kind):
+    found = ranks(trains, kind)
+    assert all(each == found[0] for each in found)
+    work = Trained(n=40, batch=3, optimizer=kind)
+    torch.manual_seed(0)
+    model = work.model()
+    optimizer = work.optimizer(list(model.parameters()))
+    size = len(found)
+    steps = len(list(work.data().batches(rank=0, size=size, seed=0, epoch=0)))
+    for step in range(10):
+        if step % steps == 0:
+            loaders = [iter(work.data().batches(rank=r, size=size, seed=0, epoch=step // steps)) for r in range(size)]
+        some = [next(loader) for loader in loaders]
+        optimizer.zero_grad()
+        x, y = torch.cat([b.x for b in some]), torch.cat([b.y for b in some])
+        ((model[:3](x) - y) ** 2).mean().backward()
+        optimizer.step()
+    law = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    assert (torch.tensor(found[0], dtype=torch.float64) - law).abs().max() < 1e-9
+
+
 # Failures
 
 
@@ -414,6 +463,29 @@ def test_memory_stays_until_its_readers_have_closed_it(device):
         assert ranks(owner_frees)[1] is True
     finally:
         ranks.close()
+
+
+def test_a_group_of_one_rank_is_aborted_and_made_again(device):
+    """What a single GPU can show of NCCL: the group's operations, its end, and a new group in the same process."""
+    there = Device.of(device)
+    for generation in range(2):
+        with Listener("rank", b"g" * 32, generation) as listener:
+            ring = Ring.form(
+                0, [listener.address], listener, secret=b"g" * 32, generation=generation, timeout=60.0, streams=1
+            )
+        ring.collectives.mesh.begin()
+        group = GroupTransport(ring.collectives.mesh, there, "127.0.0.1")
+        assert group.probe() == ""
+        x = torch.arange(5.0, device=there.place)
+        group.fold(x, "add")
+        group.fold(x, "max")
+        group.broadcast(x, 0)
+        assert x.tolist() == [0, 1, 2, 3, 4]
+        out = torch.zeros(1, 5, device=there.place)
+        group.all_gather(x, out)
+        assert out[0].tolist() == group.reduce_scatter(x).tolist() == x.tolist()
+        assert group.reduce_scatter(x.bfloat16()).dtype == torch.bfloat16
+        ring.abort() if generation == 0 else ring.close()
 
 
 # The choice

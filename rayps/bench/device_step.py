@@ -48,7 +48,7 @@ class TransformerSize:
 
 
 SIZES = {
-    "cuda": TransformerSize(layers=12, width=768, heads=12, words=16_384, length=512, batch=16),
+    "cuda": TransformerSize(layers=12, width=768, heads=12, words=16_384, length=512, batch=32),
     "cpu": TransformerSize(layers=4, width=256, heads=4, words=4_096, length=64, batch=4),
 }
 
@@ -182,11 +182,18 @@ def _endless(work: Workload) -> Iterator[Batch]:
 
 
 def _own(work: Transformer, device: Device) -> Callable[[int], None]:
+    with Listener("worker-0", _SECRET, 0) as listener:
+        ring = Ring.form(0, [listener.address], listener, secret=_SECRET, generation=0, timeout=60.0, device=device)
+    return worker_steps(work, ring, device.kind)[1]
+
+
+def worker_steps(work: Workload, ring: Ring, device: str) -> tuple[SyncGradients, Callable[[int], None]]:
+    """Build the worker of AllReduce over a ring; return its loop, and a function that makes a number of steps."""
     flat = FlatModel(work.model())
     plan = WorkerPlan(
         generation=0,
-        rank=0,
-        size=1,
+        rank=ring.rank,
+        size=ring.size,
         strategy=AllReduce(),
         peers=PeerAddresses(),
         seed=0,
@@ -197,11 +204,8 @@ def _own(work: Transformer, device: Device) -> Callable[[int], None]:
         timeout=60.0,
     )
     peers = WorkerConnections(None)
-    with Listener("worker-0", _SECRET, 0) as listener:
-        peers.ring = Ring.form(
-            0, [listener.address], listener, secret=_SECRET, generation=0, timeout=60.0, device=device
-        )
-    loop = SyncGradients(work, plan, peers, device.kind)
+    peers.ring = ring
+    loop = SyncGradients(work, plan, peers, device)
     loop.load_state_dict(Snapshot(flat.layout, flat.vector))
 
     def report(point: Point) -> bool:
@@ -212,4 +216,4 @@ def _own(work: Transformer, device: Device) -> Callable[[int], None]:
         run = PlanRun(loop, report, lambda part, pin: None, lambda: loop.w.position >= loop.w.plan.end)
         run.run()  # without checkpoints
 
-    return turn
+    return loop, turn
