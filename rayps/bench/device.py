@@ -1,4 +1,7 @@
-"""Measure which layers are faster on a GPU: convolution and fully connected layers, forward and backward."""
+"""Measure which layers are faster on a GPU: convolution and fully connected layers, forward and backward.
+
+`rayps.bench.device_ring` measures sums among workers of one device, `rayps.bench.device_step` a training step.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +59,11 @@ def bench_device(batches: Sequence[int] = (1, 32, 128), *, repeats: int = 9) -> 
             count = sum(p.numel() for p in layer.parameters())
             rows.append(DeviceRow(name, batch, count, cpu, there, cpu / there if there else None, copy))
     return rows
+
+
+def devices_here() -> list[str]:
+    """Return the kinds of devices that this machine has."""
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def _step(layer: nn.Module, x: Tensor, repeats: int) -> float:

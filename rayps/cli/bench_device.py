@@ -1,38 +1,65 @@
-"""`rayps bench device`: measure which layers are faster on a GPU, including the transfer of their input."""
+"""`rayps bench device`: measure layers, sums among workers of one device and a training step, on the CPU and a GPU."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rayps.cli import show
 from rayps.cli.measure import Format, Json, show_rows, whole_numbers
 from rayps.cli.show import Output
+from rayps.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+PARTS = {  # the columns of each part's table
+    "layers": ("layer", "batch", "parameters", "cpu", "gpu", "times", "copy"),
+    "sum": ("device", "transport", "workers", "vector", "turns", "ms", "copies_ms", "times_copies", "error"),
+    "step": ("device", "contender", "parameters", "turns", "ms", "of_torch", "error"),
+}
+_HEADINGS = {"cpu": "cpu ms", "gpu": "gpu ms", "copy": "copy ms"}
 
 
 def device(
-    batches: Annotated[str, typer.Option(help="Batch sizes to measure, in rows.")] = "1,32,128",
+    what: Annotated[str, typer.Option(help="Parts to measure: layers, sum, step.")] = "layers,sum,step",
+    devices: Annotated[str, typer.Option(help="Devices of the parts sum and step; those that exist by default.")] = "",
+    workers: Annotated[str, typer.Option(help="Numbers of workers of one device that sum a vector.")] = "2,4",
+    megabytes: Annotated[float, typer.Option(help="The size of the vector to sum, in 10^6 bytes.")] = 100.0,
+    seconds: Annotated[float, typer.Option(help="Longest time of each part on each device, without starts.")] = 60.0,
+    batches: Annotated[str, typer.Option(help="Batch sizes of the layers, in rows.")] = "1,32,128",
     repeats: Annotated[int, typer.Option(help="Number of measurements of each layer and batch size.")] = 9,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Measure layers on this machine's CPU and GPU.
+    """Measure this machine's CPU and GPU. Needs no cluster.
 
-    The layers are convolutions and fully connected layers. The time to copy their input to the GPU is also measured.
+    layers: convolutions and fully connected layers, and the copy of their input to the GPU. sum: a vector of all
+    workers of one device, by each transport, beside the copies that it needs. step: one worker's training step in bf16
+    beside plain torch's.
     """
-    from rayps.bench.device import bench_device
+    names, counts, sizes = what.split(","), whole_numbers(workers, "workers"), whole_numbers(batches, "batches")
+    unknown = [name for name in names if name not in PARTS]
+    if unknown:
+        raise ConfigError(f"there is no part {unknown[0]!r}: use some of {', '.join(PARTS)}", what=what)
+    from rayps.bench.device import bench_device, devices_here
+    from rayps.bench.device_ring import bench_device_sums
+    from rayps.bench.device_step import bench_device_step
 
-    rows = bench_device(whole_numbers(batches, "batches"), repeats=repeats)
-    show_rows(
-        Output.json if as_json else output,
-        rows,
-        {
-            "layer": "layer",
-            "batch": "batch",
-            "parameters": "parameters",
-            "cpu": "cpu ms",
-            "gpu": "gpu ms",
-            "times": "times",
-            "copy": "copy ms",
-        },
-    )
+    places = devices.split(",") if devices else devices_here()
+    measure: dict[str, Callable[[], Sequence[DataclassInstance]]] = {
+        "layers": lambda: bench_device(sizes, repeats=repeats),
+        "sum": lambda: [
+            row for each in places for row in bench_device_sums(each, counts, megabytes=megabytes, seconds=seconds)
+        ],
+        "step": lambda: [row for each in places for row in bench_device_step(each, seconds=seconds)],
+    }
+    found = {name: measure[name]() for name in names}
+    if as_json or output is Output.json:
+        show.dump({name: [dataclasses.asdict(row) for row in rows] for name, rows in found.items()})
+        return
+    for name, rows in found.items():
+        show_rows(output, rows, {field: _HEADINGS.get(field, field.replace("_", " ")) for field in PARTS[name]})

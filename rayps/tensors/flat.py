@@ -114,11 +114,11 @@ class FlatModel:
     ) -> None:
         """Flatten the model in place.
 
-        `buffer(n, dtype)` allocates the gradient vector, e.g. in a ring's memory that peers can read. `part` is the
-        layout of the vector and its parameters in order; None means all trained parameters. `home(n, dtype)` allocates
-        the parameter vector in memory that other processes read or update too. With `keeps_sparse`, sparse gradients
-        stay sparse, and a step changes only their rows. Without `holds_gradient` there is no gradient vector: gradients
-        stay in `.grad`, and `packed` is empty.
+        `buffer(n, dtype)` allocates the gradient vector, e.g. in a ring's memory that peers can read; it must be on the
+        model's device. `part` is the layout of the vector and its parameters in order; None means all trained ones.
+        `home(n, dtype)` allocates the parameter vector in memory that other processes read or update too. With
+        `keeps_sparse`, sparse gradients stay sparse, and a step changes only their rows. Without `holds_gradient` there
+        is no gradient vector: gradients stay in `.grad`, and `packed` is empty.
         """
         self.model = model
         self._params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -138,7 +138,7 @@ class FlatModel:
             raise ConfigError(f"the model is on {device.type}: this strategy needs it on the CPU", field="strategy")
         if not holds_gradient:
             self.packed = torch.empty(0, dtype=self.layout.dtype, device=device)
-        elif buffer is not None and device.type == "cpu":
+        elif buffer is not None:
             self.packed = buffer(self.layout.size + 1, self.layout.dtype)
         else:
             self.packed = torch.zeros(self.layout.size + 1, dtype=self.layout.dtype, device=device)

@@ -25,6 +25,7 @@ from rayps.tensors.finite import is_finite
 from rayps.tensors.flat import FlatModel, Gradient, Layout, dense
 from rayps.worker.step_flags import COUNT, StepFlags, with_flags
 
+_ON_DEVICE = "the host waits for a device once in a step, when backward has ended"
 HELD_ELEMENTS = 1 << 14  # gradients with fewer elements are copied, because this is faster than a call for each
 
 
@@ -55,6 +56,8 @@ class Buckets:
         self._flags = StepFlags() if flags is None else flags
         auto = (AUTO_BUCKET_MB, "each bucket is sent to the owners of its slices") if slices is not None else None
         size, self._why = (bucket_mb, "as bucket_mb says") if bucket_mb is not None else auto or chosen(flat, ring)
+        if size and flat.packed.device.type != "cpu" and len(ring.choices.get("hosts", ())) < 2:
+            size, self._why = 0.0, _ON_DEVICE
         self.early = size > 0
         self._buckets = cut(flat.layout, 1e6 * size or math.inf)
         self._bucket_of = {i: b for b, members in enumerate(self._buckets) for i in members}
@@ -231,7 +234,7 @@ def chosen(flat: FlatModel, ring: Ring) -> tuple[float, str]:
         return AUTO_BUCKET_MB, "the transfer between hosts takes longer than starting a thread to send"
     if flat.packed.device.type == "cpu":
         return AUTO_BUCKET_MB, "ranks of one host read the buckets in shared memory, without a thread"
-    return 0.0, "on one host a thread that sends would take a core from the ranks that compute"
+    return 0.0, _ON_DEVICE
 
 
 def spans(layout: Layout, buckets: Sequence[Sequence[int]]) -> list[slice]:

@@ -34,8 +34,8 @@ class WorkerConnections:
         self.session: Session | None = None  # the session with the job's space
         self._map = seat.source if seat is not None and isinstance(seat.source, StaticMap) else None
 
-    def form(self, plan: WorkerPlan, snapshot: Snapshot, listener: Listener) -> None:
-        """Connect to all peers of the plan.
+    def form(self, plan: WorkerPlan, snapshot: Snapshot, listener: Listener, device: str = "cpu") -> None:
+        """Connect to all peers of the plan. `device` is where this worker's tensors are.
 
         Raises:
             PeerTimeout, PeerLost, StaleGeneration: a peer did not connect, or this generation has ended.
@@ -57,16 +57,18 @@ class WorkerConnections:
                 keep=keep,
             )
         if servers is None:
-            self.ring = self._ring(plan, "data", plan.peers.ring, listener, snapshot)
+            self.ring = self._ring(plan, "data", plan.peers.ring, listener, snapshot, device)
         else:
             assert self.session is not None, "the plan of a strategy with servers has a seat"
             self.server = GroupServer(self.session)
         if self.ring is not None and self.session is not None:
             self.session.join()
         for axis, addresses in plan.peers.axes.items():
-            self.rings[axis] = self._ring(plan, axis, addresses, listener, snapshot)
+            self.rings[axis] = self._ring(plan, axis, addresses, listener, snapshot, device)
 
-    def _ring(self, plan: WorkerPlan, axis: str, addresses: list[str], listener: Listener, snapshot: Snapshot) -> Ring:
+    def _ring(
+        self, plan: WorkerPlan, axis: str, addresses: list[str], listener: Listener, snapshot: Snapshot, device: str
+    ) -> Ring:
         """Form a ring of all ranks that differ from this one along `axis` only."""
         place = plan.place
         label, table = "worker", snapshot.ring
@@ -86,6 +88,7 @@ class WorkerConnections:
             table=table,
             algorithm="ring" if pairs else "auto",
             streams=int(pairs),
+            device="cpu" if pairs else device,
         )
 
     def rewire(self, found: SpaceMap) -> None:

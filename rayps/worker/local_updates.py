@@ -19,7 +19,7 @@ from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import VectorMemory, Worker
 from rayps.worker.loop import Loop
 from rayps.worker.plan import WorkerPart, WorkerPlan
-from rayps.worker.ring_worker import RingWorker
+from rayps.worker.ring_worker import RingWorker, gradient_memory
 from rayps.worker.step_flags import StepFlags
 from rayps.workload.base import Workload
 
@@ -30,7 +30,7 @@ class LocalWorker(RingWorker):
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
         """Build the worker, with gradients in memory of the ring. See `Worker`."""
         assert peers.ring is not None, "workers average over a ring"
-        super().__init__(workload, plan, peers, device, vectors=VectorMemory(peers.ring.buffer))
+        super().__init__(workload, plan, peers, device, vectors=VectorMemory(gradient_memory(peers.ring, device)))
 
 
 class LocalUpdates(Loop):

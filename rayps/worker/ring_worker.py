@@ -15,10 +15,11 @@ from rayps.core.records import Event
 from rayps.core.strategy import RoundMemory
 from rayps.core.topology import compression_in
 from rayps.data.base import Batch
+from rayps.tensors.device import Device
 from rayps.tensors.flat import Gradient
 from rayps.tensors.local_state import below
 from rayps.worker.connections import WorkerConnections
-from rayps.worker.core import VectorMemory, Worker, traffic_of
+from rayps.worker.core import Memory, VectorMemory, Worker, traffic_of
 from rayps.worker.plan import WorkerPlan
 from rayps.worker.step_flags import COUNT, OVERFLOW, StepFlags, with_flags
 from rayps.workload.base import Workload
@@ -227,6 +228,11 @@ class RingWorker(Worker):
         """
         assert self.local is not None, "on a ring each worker has an optimizer"
         self.local.unused, self.local.mean = unused, mean
+
+
+def gradient_memory(ring: Ring, device: str) -> Memory | None:
+    """Return what allocates a gradient vector in memory of the ring, or None if the ring has no memory on `device`."""
+    return ring.memory(Device.of(device).place)
 
 
 def ring_choices(plan: WorkerPlan, peers: WorkerConnections) -> list[Event]:

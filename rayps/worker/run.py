@@ -200,7 +200,7 @@ class GenerationRun:
             with self._lock:
                 if missed is not None and not self._stop.is_set():
                     self._facts.points += self._backup.take_over_points(missed, plan.start)
-        self._connections.form(plan, snapshot, listener)
+        self._connections.form(plan, snapshot, listener, device)
         if self._stop.is_set():
             raise StaleGeneration(f"generation {plan.generation} was ended before it started", peer="driver")
         loop: Loop = loop_class(plan.strategy)(workload, plan, self._connections, device)

@@ -37,7 +37,8 @@ class ServerWorker(Worker):
         assert server is not None, "the parameters are on servers"
         servers = servers_of(plan.strategy)
         assert servers is not None, "the strategy declares servers"
-        super().__init__(workload, plan, peers, device, vectors=VectorMemory(server.buffer), steps=servers.own_copies)
+        vectors = VectorMemory(server.buffer if device == "cpu" else None)
+        super().__init__(workload, plan, peers, device, vectors=vectors, steps=servers.own_copies)
         self.server = server
         self.meter.sources.append(lambda: (server.seconds_waiting, 0.0, server.bytes_moved))
         self.meter.lead = lambda: server.lead

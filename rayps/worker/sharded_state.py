@@ -42,6 +42,7 @@ from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import Memory, VectorMemory, Worker
 from rayps.worker.part_writer import PartWriter
 from rayps.worker.plan import WorkerPart, WorkerPlan
+from rayps.worker.ring_worker import gradient_memory
 from rayps.worker.scattered_gradients import ScatteredGradients
 from rayps.worker.step_flags import OVERFLOW
 from rayps.worker.sync_gradients import SyncGradients, SyncWorker
@@ -132,7 +133,7 @@ class ShardedWorker(SyncWorker):
         assert ring is not None, "gradients are averaged over a ring"
         self._data_ring = ring
         self._scatters = shard_of(plan.strategy) == "gradients"
-        vectors = VectorMemory(ring.buffer, self._parameters, holds_gradient=not self._scatters)
+        vectors = VectorMemory(gradient_memory(ring, device), self._parameters, holds_gradient=not self._scatters)
         super().__init__(workload, plan, peers, device, vectors=vectors)
         self.clip = NormClip(workload.clip_norm, [ring])
         self._scattered: ScatteredGradients | None = None
@@ -225,8 +226,13 @@ class ShardedWorker(SyncWorker):
 
     def _parameters(self, layout: Layout) -> Memory | None:
         topology = self.plan.strategy.topology
-        given = 0.0 if topology.compression is not None else self._bucket_mb  # a compressed mean is one vector
-        self._members = cut(layout, 1e6 * (AUTO_BUCKET_MB if given is None else given) or math.inf)
+        size = self._bucket_mb
+        if topology.compression is not None:
+            size = 0.0  # a compressed mean is one vector
+        elif self.device != "cpu" and not self._scatters and len(self._data_ring.choices.get("hosts", ())) < 2:
+            size = 0.0  # the host waits for a device once in a step
+        self._slice_mb = AUTO_BUCKET_MB if size is None else size
+        self._members = cut(layout, 1e6 * self._slice_mb or math.inf)
         self.slices = OwnedSlices(self._data_ring, spans(layout, self._members))
         return self.slices.allocate if self.device == "cpu" else None
 
@@ -238,7 +244,7 @@ class ShardedWorker(SyncWorker):
     def _make_buckets(self, ring: Ring) -> Buckets | None:
         if self._scatters:
             return None
-        return Buckets(self.flat, ring, self._bucket_mb, self.flags, slices=self.slices)
+        return Buckets(self.flat, ring, self._slice_mb, self.flags, slices=self.slices)
 
     # ---- parts
 

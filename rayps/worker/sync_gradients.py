@@ -23,7 +23,7 @@ from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import VectorMemory, Worker
 from rayps.worker.loop import Loop
 from rayps.worker.plan import WorkerPlan
-from rayps.worker.ring_worker import RingWorker
+from rayps.worker.ring_worker import RingWorker, gradient_memory
 from rayps.worker.step_flags import OVERFLOW, StepFlags
 from rayps.worker.sync_batchnorm import BatchNormSync, synchronize
 from rayps.worker.tables import bind_tables
@@ -52,7 +52,8 @@ class SyncWorker(RingWorker):
     ) -> None:
         """Build the worker, the buckets of its gradients, and the connection to sparse tables. See `Worker`."""
         assert peers.ring is not None, "gradients are averaged over a ring"
-        super().__init__(workload, plan, peers, device, vectors=vectors or VectorMemory(peers.ring.buffer))
+        vectors = vectors or VectorMemory(gradient_memory(peers.ring, device))
+        super().__init__(workload, plan, peers, device, vectors=vectors)
         self.ring = self.means.sent
         self._batchnorm: BatchNormSync | None = None
         if workload.sync_batchnorm and plan.size > 1:

@@ -75,8 +75,12 @@ def pieces(ring: Ring, vector: Tensor, cuts: Sequence[slice], marks: int) -> Buc
     `marks` is the number of bytes of which `finish` computes the maximum. All ranks must call `pieces` with the same
     arguments.
     """
-    if ring.size == 1:
+    if ring.size == 1 and vector.device.type == "cpu":
         return SingleRank(vector)
+    transport = ring.collectives.transport(vector)
+    several_hosts = len(ring.choices.get("hosts", ())) > 1
+    if ring.size == 1 or (transport is not None and not (transport.name == "staging" and several_hosts)):
+        return DeviceMean(ring, vector)
     shared_memory = ring.collectives.shared_memory
     where = shared_memory.find(vector) if shared_memory is not None and shared_memory.has_buffers else None
     if shared_memory is None or where is None:
@@ -133,6 +137,61 @@ class SingleRank(_Whole):
 
     def reorder(self, order: Sequence[int]) -> None:
         """Do nothing: no bucket is sent."""
+
+
+class DeviceMean(_Whole):
+    """A mean of vectors on devices, computed after all buckets have been submitted.
+
+    The host waits for the device once, at the end, when it checks whether the mean is finite. If the mean is not, the
+    ranks determine whose vector is at fault.
+    """
+
+    checks = True
+
+    def __init__(self, ring: Ring, vector: Tensor) -> None:
+        self.seconds = 0.0
+        self._ring, self._vector, self._samples = ring, vector, 0.0
+
+    def begin(self, samples: float) -> None:
+        """Start a mean; the vector is the mean over `samples` samples."""
+        self._samples, self.fault = float(samples), None
+
+    def submit(self, i: int) -> None:
+        """Do nothing: the buckets are sent together."""
+
+    def finish(self, marks: Tensor) -> Tensor:
+        """Return the mean. It is in the vector, or in memory that all ranks read."""
+        start, alone = time.perf_counter(), self._ring.size == 1
+        own = self._vector.sum(dtype=torch.float64)  # stays on the device, and is read only if the mean is not finite
+        if alone:
+            mean = self._vector if self._samples else self._vector.zero_()
+        else:
+            self._ring.max(marks)
+            kept = self._ring.collectives.resident(self._vector, self._samples)
+            mean = self._mean_in_place() if kept is None else kept
+        if not is_finite(mean):
+            faulty = torch.tensor([self._samples > 0 and not is_finite(own)], dtype=torch.uint8)
+            by_rank = (faulty if alone else self._ring.all_gather(faulty)).view(-1).tolist()
+            self.fault = by_rank.index(1) if 1 in by_rank else -1, first_not_finite(mean)
+        self.seconds += time.perf_counter() - start
+        return mean
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """Do nothing: the buckets are sent together."""
+
+    def _mean_in_place(self) -> Tensor:
+        """Compute the mean by the same operations as `Ring.mean`."""
+        vector = self._vector
+        total = self._ring.sum(torch.tensor([self._samples], dtype=torch.float64)).item()
+        wide = vector.float() if vector.dtype in HALF else vector
+        if self._samples:
+            wide.mul_(self._samples)
+        else:
+            wide.zero_()  # a mean over no samples is 0, although a vector may hold NaN
+        self._ring.sum(wide)
+        if total:
+            wide.div_(total)
+        return wide if wide is vector else vector.copy_(wide)
 
 
 class SharedMemoryMean:

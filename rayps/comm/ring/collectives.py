@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rayps.comm.ring.choose_algorithm import Autotuner
+from rayps.comm.ring.device_transport import DeviceTransport
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.shared_memory import SharedMemoryFold, tensor_of
 from rayps.comm.ring.torch_groups import TorchGroup
@@ -33,9 +34,10 @@ class Collectives:
     Only the thread that uses the ring may call them. While that thread calls none, the thread of `background` may.
     """
 
-    def __init__(self, mesh: Mesh, backend: Autotuner | TorchGroup) -> None:
+    def __init__(self, mesh: Mesh, backend: Autotuner | TorchGroup, device: DeviceTransport | None = None) -> None:
         self.mesh = mesh
         self.backend = backend
+        self.device = device  # reduces and transfers tensors on the ranks' devices; None: they are copied to the CPU
         self.background = BackgroundThread()
         self.seconds = 0.0  # seconds spent in collectives, including the time spent waiting
 
@@ -43,6 +45,10 @@ class Collectives:
     def shared_memory(self) -> SharedMemoryFold | None:
         """The memory that all ranks share; None unless all ranks are on one host and the backend is `own`."""
         return self.backend.shared_memory
+
+    def transport(self, t: Tensor) -> DeviceTransport | None:
+        """Return what reduces and transfers this tensor on its device, or None if it is copied to the CPU for that."""
+        return self.device if self.device is not None and t.device == self.device.device.place else None
 
     def fold(self, t: Tensors, kind: str, algorithm: str | None) -> Tensors:
         """Wait until all background collectives have ended, then reduce tensors over the ranks, in place.
@@ -75,7 +81,10 @@ class Collectives:
         self.mesh.begin()
         start = time.perf_counter()
         try:
-            if isinstance(self.backend, TorchGroup):
+            if algorithm is None and (device := self.transport(t)) is not None:
+                with flat_on_device(t) as flat:
+                    device.fold(flat, "add" if kind == "add" else "max")
+            elif isinstance(self.backend, TorchGroup):
                 self.backend.fold(t.detach(), kind)
             elif t.is_contiguous() and t.device.type == "cpu":
                 self.backend.fold(t.detach().view(-1), kind, algorithm)
@@ -93,6 +102,12 @@ class Collectives:
         The result is in shared memory too. Return None if the tensor is in other memory.
         """
         self.background.settle()
+        device = self.transport(t)
+        if device is not None:
+            if not t.is_contiguous():
+                return None
+            with self.collective():
+                return device.resident(t.detach(), weight)
         shared_memory = self.shared_memory
         if shared_memory is None or not shared_memory.has_buffers or not t.is_contiguous():
             return None
@@ -141,6 +156,17 @@ def flat_cpu(t: Tensor) -> Iterator[Tensor]:
         flat = whole.reshape(-1).to("cpu", copy=True)
         yield flat
         whole.copy_(flat.view(t.shape))
+
+
+@contextmanager
+def flat_on_device(t: Tensor) -> Iterator[Tensor]:
+    """Yield the tensor as one contiguous vector on its device. If that is a copy, it is copied back at the end."""
+    with torch.no_grad():
+        whole = t.detach()
+        flat = whole.reshape(-1)
+        yield flat
+        if not whole.is_contiguous():
+            whole.copy_(flat.view(t.shape))
 
 
 def must_add(t: Tensor) -> None:

@@ -16,6 +16,13 @@ class ProbeRow(TypedDict):
     seconds: dict[str, float]
 
 
+class DeviceChoice(TypedDict):
+    """The transport of tensors between the ranks' devices, and the reason."""
+
+    transport: str
+    why: str
+
+
 class RingChoices(TypedDict, total=False):
     """The algorithm and transport of a ring, and the reason for them. `Ring.form` accepts it as `table`."""
 
@@ -27,6 +34,7 @@ class RingChoices(TypedDict, total=False):
     streams_seconds: dict[int, float]
     table: list[ProbeRow]
     why: str
+    device: DeviceChoice
 
 
 def describe(choices: RingChoices) -> str:
@@ -34,6 +42,12 @@ def describe(choices: RingChoices) -> str:
 
     Example: `all-reduce between 4 ranks over shm: one_shot up to 262 KB, two_shot above; measured ...`.
     """
+    device = choices.get("device")
+    more = "" if device is None else f"; tensors on devices by {device['transport']}: {device['why']}"
+    return _describe_algorithms(choices) + more
+
+
+def _describe_algorithms(choices: RingChoices) -> str:
     over = choices["transport"]
     if "tcp" in over and "streams" in choices:
         over += f" ({choices['streams']} stream{'s' if choices['streams'] > 1 else ''} between two ranks)"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import select
 import threading
 import time
@@ -37,6 +38,8 @@ LINGER_SECONDS = 0.25  # seconds during which a rank that closes tries to send i
 GRACE_SECONDS = 0.5
 MOST_STREAMS = 16
 TRIED_STREAMS = 4  # number of streams that are opened between two ranks to measure the best number
+WATCH_SPIN_SECONDS = 200e-6  # seconds during which a rank yields its core, before it sleeps between two looks
+_LISTEN_SECONDS = 1e-3  # seconds between two looks at the connections, while a rank waits for a device
 _AHEAD_BYTES = 1 << 20  # bytes that a relay keeps queued, so that data is sent while the rank adds
 _IN = select.POLLIN
 
@@ -203,6 +206,27 @@ class Mesh:
                     if not self._pause(set(), {}, wakeup):
                         return
                 raise self._gone(min(gone))
+
+    def watch(self, done: Callable[[], bool]) -> None:
+        """Wait until `done()` returns True, e.g. because a device has finished work in which other ranks take part.
+
+        Raises the errors of `exchange`.
+        """
+        start = now = time.perf_counter()
+        listened = start
+        with self.guarded():
+            while not done():
+                if now - start > WATCH_SPIN_SECONDS:
+                    time.sleep(WATCH_SPIN_SECONDS / 4)
+                else:
+                    os.sched_yield()
+                if now - listened > _LISTEN_SECONDS:
+                    self._sleep(set(), {}, 0)
+                    listened = now
+                now = time.perf_counter()
+                if now - start > self._seconds_before_ask():
+                    raise self._find_silent(set(self._links.ranks))
+        self.seconds_waiting += time.perf_counter() - start
 
     def check(self) -> None:
         """Raise the error that ended this mesh, if it has ended."""

@@ -7,17 +7,21 @@ collective has failed, the ring cannot be used any more. Form a new one then.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from rayps.comm.link import Listener, Prefer
+from rayps.comm.link import Listener, Prefer, parse_address
 from rayps.comm.ring import algorithms as ring_algorithms
 from rayps.comm.ring.algorithms import raw
 from rayps.comm.ring.choose_algorithm import Autotuner
-from rayps.comm.ring.collectives import HALF, CollectiveHandle, Collectives, Tensors, flat_cpu, must_add
+from rayps.comm.ring.choose_gpu_transport import GpuTransport
+from rayps.comm.ring.collectives import HALF, CollectiveHandle, Collectives, Tensors, flat_cpu, flat_on_device, must_add
 from rayps.comm.ring.describe import RingChoices, describe
+from rayps.comm.ring.device_transport import DeviceTransport
+from rayps.comm.ring.form_device_transport import form_device_transport
 from rayps.comm.ring.mesh import Mesh, link_up
 from rayps.comm.ring.p2p import PointToPoint
 from rayps.comm.ring.rendezvous import find_ranks
@@ -26,6 +30,7 @@ from rayps.comm.ring.shared_progress import Progress, common
 from rayps.comm.ring.torch_groups import TorchGroup
 from rayps.core.errors import ConfigError
 from rayps.core.records import RingTable
+from rayps.tensors.device import Device
 from rayps.tensors.flat import Gradient
 
 Backend = Literal["own", "gloo", "nccl"]
@@ -39,6 +44,8 @@ class RingOptions(TypedDict, total=False):
     algorithm: str
     table: RingTable | None
     streams: int
+    device: str | Device
+    device_transport: GpuTransport | None
 
 
 class Ring:
@@ -56,11 +63,13 @@ class Ring:
         rayps.run(add, workers=2)  # [[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]
     """
 
-    def __init__(self, mesh: Mesh, generation: int, folder: Autotuner | TorchGroup) -> None:
+    def __init__(
+        self, mesh: Mesh, generation: int, folder: Autotuner | TorchGroup, device: DeviceTransport | None = None
+    ) -> None:
         self.rank = mesh.rank
         self.size = mesh.size
         self.generation = generation
-        self.collectives = Collectives(mesh, folder)  # the operations that the methods of this class use
+        self.collectives = Collectives(mesh, folder, device)  # the operations that the methods of this class use
         self._parcels: PointToPoint | None = None
 
     @classmethod
@@ -79,13 +88,17 @@ class Ring:
         algorithm: str = "auto",
         table: RingTable | None = None,
         streams: int = 0,
+        device: str | Device = "cpu",
+        device_transport: GpuTransport | None = None,
     ) -> Ring:
         """Form a ring: connect to every rank of `addresses` (the addresses of the ranks' listeners, in order).
 
         `timeout` limits, in seconds, the forming of the ring and every later wait. `prefer` forces a transport: shm,
         unix or tcp. `algorithm` is auto, ring, tree, one_shot, two_shot, star or hierarchical. `table` is the `choices`
         of an earlier ring: with the same choices, sums have the same bits. `streams` is the number of TCP connections
-        between two ranks; with 0, the ranks measure the best number.
+        between two ranks; with 0, the ranks measure the best number. `device` is where the ranks' large tensors are;
+        all ranks must give one of the same kind. `device_transport` is nccl, ipc or staging; by default the ranks
+        choose by their facts (`choose_gpu_transport`). With a transport given, "cpu" is the twin of a GPU.
 
         Raises:
             PeerTimeout: a rank did not join in time. The error names the missing ranks.
@@ -111,10 +124,15 @@ class Ring:
                 if backend == "own"
                 else TorchGroup(mesh, backend, addresses[0])
             )
+            there = device if isinstance(device, Device) else Device.of(device)
+            transport: DeviceTransport | None = None
+            if isinstance(folder, Autotuner) and mesh.size > 1 and (there.kind != "cpu" or device_transport):
+                host = parse_address(addresses[0]).host
+                transport, folder.choices["device"] = form_device_transport(mesh, folder, there, device_transport, host)
         except BaseException:
             mesh.close()
             raise
-        return cls(mesh, generation, folder)
+        return cls(mesh, generation, folder, transport)
 
     @classmethod
     def join(
@@ -228,15 +246,25 @@ class Ring:
     def buffer(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a vector of `n` zeros: in shared memory if all ranks are on one host, else in ordinary memory.
 
+        In a ring with a device, the vector is on the device.
         Other ranks read shared memory directly. `sum` and `mean` of the vector, or of a contiguous part of it, then
         need one copy less. All ranks must call `buffer` with the same arguments.
         """
         shared_memory = self.collectives.shared_memory
         size = n * torch.empty(0, dtype=dtype).element_size()
+        device = self.collectives.device
+        if device is not None and n:
+            with self.collectives.collective():
+                return device.buffer(n, dtype)
         if shared_memory is None or n == 0:
             return torch.zeros(n, dtype=dtype)
         with self.collectives.collective():
             return tensor_of(shared_memory.buffer(size), dtype)
+
+    def memory(self, place: torch.device) -> Callable[[int, torch.dtype], Tensor] | None:
+        """Return `buffer` if its vectors are on the device `place`, else None."""
+        device = self.collectives.device
+        return self.buffer if place == (torch.device("cpu") if device is None else device.device.place) else None
 
     def common(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a vector of `n` zeros in memory that all ranks of one host read and write without locks.
@@ -257,7 +285,11 @@ class Ring:
     def broadcast(self, t: Tensor, root: int = 0) -> Tensor:
         """Copy the tensor of rank `root` into `t` on all ranks; return `t`."""
         self._must_be_rank(root)
-        shared_memory = self.collectives.shared_memory
+        shared_memory, device = self.collectives.shared_memory, self.collectives.transport(t)
+        if device is not None:
+            with self.collectives.collective(), flat_on_device(t) as flat:
+                device.broadcast(flat, root)
+            return t
         with self.collectives.collective(), flat_cpu(t) as flat:
             if shared_memory is not None:
                 shared_memory.spread(flat, root)
@@ -267,6 +299,12 @@ class Ring:
 
     def all_gather(self, t: Tensor) -> Tensor:
         """Return all ranks' tensors, stacked in the order of ranks: a new tensor [size, *shape]."""
+        device = self.collectives.transport(t)
+        if device is not None:
+            out = torch.empty(self.size, t.numel(), dtype=t.dtype, device=t.device)
+            with self.collectives.collective():
+                device.all_gather(t.detach().reshape(-1), out)
+            return out.view(self.size, *t.shape)
         out = torch.empty(self.size, t.numel(), dtype=t.dtype)
         with self.collectives.collective():
             ring_algorithms.all_gather(self.collectives.mesh, t.detach().reshape(-1).cpu(), out)
@@ -278,6 +316,10 @@ class Ring:
         `partition.slices` gives each rank's slice.
         """
         must_add(t)
+        device = self.collectives.transport(t)
+        if device is not None:
+            with self.collectives.collective():
+                return device.reduce_scatter(t.detach().reshape(-1))
         flat = t.detach().reshape(-1).cpu()
         with self.collectives.collective():
             wide = flat.float() if t.dtype in HALF else flat
@@ -295,12 +337,21 @@ class Ring:
     def send(self, t: Tensor, to: int, tag: int = 0) -> None:
         """Send a tensor to rank `to`; return when all bytes have been sent."""
         self._must_be_another(to)
+        device = self.collectives.transport(t)
         with self.collectives.timed():
+            if device is not None:
+                device.send(t.detach().reshape(-1), to, tag)
+                return
             self.collectives.mesh.send(to, tag, raw(t.detach().reshape(-1).cpu()))
 
     def recv(self, t: Tensor, frm: int, tag: int = 0) -> Tensor:
         """Fill `t` with the next tensor that rank `frm` sent with `tag`; return `t`."""
         self._must_be_another(frm)
+        device = self.collectives.transport(t)
+        if device is not None:
+            with self.collectives.timed(), flat_on_device(t) as flat:
+                device.recv(flat, frm, tag)
+            return t
         with self.collectives.timed(), flat_cpu(t) as flat:
             self.collectives.mesh.recv(frm, tag, raw(flat))
         return t
@@ -335,7 +386,8 @@ class Ring:
         vector: Tensor = x.vector
         packed: Tensor | None = getattr(x, "packed", None)
         if packed is None or vector.dtype in HALF:  # half precision has too few digits for a count of samples
-            packed = torch.empty(vector.numel() + 1, dtype=torch.promote_types(vector.dtype, torch.float32))
+            wide = torch.promote_types(vector.dtype, torch.float32)
+            packed = torch.empty(vector.numel() + 1, dtype=wide, device=vector.device)
             packed[:-1].copy_(vector.reshape(-1))
         if x.samples:
             packed[:-1].mul_(x.samples)

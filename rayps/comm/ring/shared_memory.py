@@ -191,6 +191,14 @@ class SharedMemoryFold:
             peer=f"rank {self._group[i]}",
         )
 
+    def meet(self, kind: int, size: int, where: tuple[int, int] = (-1, 0), weight: float = 1.0) -> Weights:
+        """Announce a collective, wait for all ranks, compare; return the weights that the ranks have announced."""
+        parity = self.parity
+        self.announce(kind, size, where, weight)
+        self.barrier()
+        self.agree(parity)
+        return self._weights[parity].copy()
+
     # Adding
 
     def reduce(self, x: Tensor, fold: str) -> None:
@@ -241,9 +249,7 @@ class SharedMemoryFold:
             if self._place == root:
                 self._slots[root][parity][: len(piece)] = piece
                 self.bytes_shared += len(self._others) * len(piece)
-            self.announce(5, len(data))
-            self.barrier()
-            self.agree(parity)
+            self.meet(5, len(data))
             if self._place != root:
                 piece[:] = self._slots[root][parity][: len(piece)]
 
@@ -254,9 +260,7 @@ class SharedMemoryFold:
     def _put(self, piece: Bytes, total: int, kind: int) -> None:
         parity = self.parity
         self._slots[self._place][parity][: len(piece)] = piece
-        self.announce(kind, total)
-        self.barrier()
-        self.agree(parity)
+        self.meet(kind, total)
 
     # In place
 
@@ -278,12 +282,9 @@ class SharedMemoryFold:
         buffer's next reduction.
         """
         number, offset = where
-        parity = self.parity
         resident = self.residents[number]
-        self.announce(3 if weight is None else 4, size, where, 0.0 if weight is None else weight)
-        self.barrier()
-        self.agree(parity)
-        weights = None if weight is None else self._weights[parity].copy()
+        announced = self.meet(3 if weight is None else 4, size, where, 0.0 if weight is None else weight)
+        weights = None if weight is None else announced
         width = dtype.itemsize
         lo, hi = part(size // width, len(self._group), self._place)
         own = slice(offset + lo * width, offset + hi * width)

@@ -7,7 +7,8 @@ NCCL between GPUs. The ring also has its own connections, by which it finds the 
 from __future__ import annotations
 
 import datetime
-from typing import Any
+import os
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,10 @@ from rayps.comm.ring.algorithms import broadcast
 from rayps.comm.ring.describe import RingChoices
 from rayps.comm.ring.mesh import Mesh
 from rayps.core.errors import ConfigError, LinkError, first_line
+from rayps.tensors.device import Device
 
 _store = dist.TCPStore  # type: ignore[attr-defined]
-_OPS = {"add": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+REDUCTIONS = {"add": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class TorchGroup:
@@ -31,14 +33,16 @@ class TorchGroup:
     def __init__(self, mesh: Mesh, backend: str, address: str) -> None:
         if backend not in ("gloo", "nccl"):
             raise ConfigError(f"there is no backend {backend!r}: use own, gloo or nccl", backend=backend)
-        if backend == "nccl" and not torch.cuda.is_available():
-            raise ConfigError("the backend nccl needs a CUDA device: use own or gloo", backend=backend)
         self._mesh = mesh
         self._cuda = backend == "nccl"
+        try:
+            self._device = Device.of("cuda" if self._cuda else "cpu")
+        except ConfigError as error:
+            raise ConfigError("the backend nccl needs a CUDA device: use own or gloo", backend=backend) from error
         self.choices: RingChoices = {"algorithm": backend, "transport": backend, "ranks": mesh.size, "why": "given"}
         self._group: Any = None
         if mesh.size > 1 or self._cuda:
-            self._group = _group(mesh, backend, parse_address(address).host)
+            self._group = process_group(mesh, backend, parse_address(address).host)
             mesh.at_end(self._close)
 
     def must_know(self, algorithm: str | None) -> None:
@@ -56,13 +60,15 @@ class TorchGroup:
         """
         target = x.float() if kind == "add" and x.dtype in (torch.float16, torch.bfloat16) else x.contiguous()
         if target.is_cuda != self._cuda:
-            target = target.cuda() if self._cuda else target.cpu()
+            target = target.to(self._device.place)
         options = dist.AllreduceOptions()
-        options.reduceOp = _OPS[kind]  # type: ignore[assignment]
+        options.reduceOp = REDUCTIONS[kind]  # type: ignore[assignment]
         try:
-            self._group.allreduce([target], options).wait()
+            work: GroupWork = self._group.allreduce([target], options)
             if self._cuda:
-                torch.cuda.synchronize()
+                self._mesh.watch(work.is_completed)
+            work.wait()
+            self._device.current().wait()
         except RuntimeError as error:
             reason = first_line(error)[:200]
             raise self._mesh.blame(f"the backend {self.choices['algorithm']} failed: {reason}") from error
@@ -71,13 +77,29 @@ class TorchGroup:
 
     def _close(self) -> None:
         if self._group is not None:
-            shutdown = getattr(self._group, "shutdown", None)
-            if self._cuda and shutdown is not None:
-                shutdown()
+            if self._cuda:
+                self._group.abort()
             self._group = None
 
 
-def _group(mesh: Mesh, backend: str, host: str) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
+class GroupWork(Protocol):
+    """An operation of a process group that has begun."""
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, with a result or an error."""
+
+    def wait(self) -> bool:
+        """Let the operations that follow on the device wait for the result. Raises RuntimeError if it has failed."""
+
+
+def process_group(mesh: Mesh, backend: str, host: str) -> Any:
+    """Create a process group of the mesh's ranks with torch's backend gloo or nccl, and with the mesh's timeout.
+
+    The ranks meet at a store of rank 0, whose address is `host`. An operation of NCCL that fails or takes too long
+    raises an error; it does not end the process, as torch does by default. Raises LinkError if the group cannot start.
+    """
+    if backend == "nccl":
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     seconds = datetime.timedelta(seconds=mesh.timeout)
     port = torch.zeros(1, dtype=torch.int64)
     store: Any = None

@@ -167,10 +167,18 @@ class _Wrapping:
         """Connect the workers, which then have rank 0's parameters or those of the saved state."""
         here, optimizer, servers = self._here, self._optimizer, self._servers
         place = here.place
-        ring = Ring.join(self._name, here.rank, here.size, timeout=place.timeout, join_timeout=place.start)
+        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
+        ring = Ring.join(
+            self._name,
+            here.rank,
+            here.size,
+            timeout=place.timeout,
+            join_timeout=place.start,
+            device=str(device) if device.type == "cuda" else "cpu",
+        )
         if here.rank == 0 and here.size > 1:
             log.info(ring.choice)
-        flat = FlatModel(self._model, ring.buffer if self._leaves_early() else None)
+        flat = FlatModel(self._model, ring.memory(device) if self._leaves_early() else None)
         flat.drop_grad()  # no gradient yet, as in plain torch: a parameter without a gradient was not used
         saved = here.wrap_states(number)
         # a schedule begins with the rates that the loop has set: a saved optimizer has those of its last step
