@@ -238,6 +238,8 @@ PRIVATE = {  # names of torch's, Ray's and Python's own: why there is no public 
     "_internal_kv_get": "the same",
     "_internal_kv_put": "the same",
     "_internal_kv_list": "the same",
+    "_new_shared_cuda": "torch: memory of another process, which its multiprocessing opens in the same way",
+    "_share_cuda_": "the same",
     "_modules": "a module's own children, to put another in its place",
     "_optimizer_step_post_hooks": "torch: whether an optimizer has hooks, which it lists nowhere",
     "_optimizer_step_pre_hooks": "the same",
