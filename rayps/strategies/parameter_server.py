@@ -80,7 +80,7 @@ class ParameterServer(Strategy):
     def round(self, w: WorkerView) -> None:
         """Pull the parameters w, compute the gradient g of the next batch at w, and push g."""
         w.params = w.server.pull()
-        w.server.push(w.grad(w.batch()))
+        w.push_grad(w.batch())
 
     def on_push(self, shard: ShardView, value: Vector, weight: float) -> None:
         """Apply w <- w - step(g_i / N) when a push arrives, unless staleness is 0."""

@@ -112,6 +112,17 @@ class Device(ABC):
         """Return a vector of `n` elements in CPU memory that the device reads and writes without the processor."""
 
     @abstractmethod
+    def pin(self, memory: Tensor) -> bool:
+        """Pin CPU memory that exists, such as memory that processes share; return whether the system allows it.
+
+        Copies from and to `memory` are then as those of `pinned`. Call `unpin` before the memory is freed.
+        """
+
+    @abstractmethod
+    def unpin(self, memory: Tensor) -> None:
+        """Unpin memory that `pin` has pinned. No copy may be in progress."""
+
+    @abstractmethod
     def memory(self) -> DeviceMemory:
         """Return how much memory the device has, and how much of it is free."""
 
@@ -163,6 +174,17 @@ class CudaDevice(Device):
     def pinned(self, n: int, dtype: torch.dtype) -> Tensor:
         """Return a vector of `n` elements in page-locked memory."""
         return torch.empty(n, dtype=dtype, pin_memory=True)
+
+    def pin(self, memory: Tensor) -> bool:
+        """Register the memory with CUDA."""
+        size = memory.numel() * memory.element_size()
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        return not size or int(runtime.cudaHostRegister(memory.data_ptr(), size, 0)) == 0
+
+    def unpin(self, memory: Tensor) -> None:
+        """End the registration of the memory."""
+        if memory.numel():
+            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
 
     def memory(self) -> DeviceMemory:
         """Return the free and the whole memory of the GPU."""
@@ -258,6 +280,13 @@ class CpuDevice(Device):
     def pinned(self, n: int, dtype: torch.dtype) -> Tensor:
         """Return a vector of `n` elements in ordinary memory."""
         return torch.empty(n, dtype=dtype)
+
+    def pin(self, memory: Tensor) -> bool:
+        """Return True: all memory of the host is like that of `pinned`."""
+        return True
+
+    def unpin(self, memory: Tensor) -> None:
+        """Do nothing."""
 
     def memory(self) -> DeviceMemory:
         """Return the free and the whole memory of the host."""

@@ -184,6 +184,10 @@ class GroupServer:
             )
             self._last = self._last._replace(durable=answers.durable)
 
+    def note(self, answers: SegmentReplies, *, pulled: bool) -> None:
+        """Record the answers to a push that the session has streamed. `pulled`: the push had a pull with it."""
+        self._last = answers if pulled else self._last._replace(durable=answers.durable)
+
     def flush(self) -> None:
         """Wait until every push is durable: all backups have it, so the failure of one server does not lose it.
 
