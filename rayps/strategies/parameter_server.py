@@ -25,6 +25,8 @@ optimizer, and the job reports a warning.
 - `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto): encodes the pushes, with error feedback.
 - `replica` of several workers: each worker of a replica pulls and pushes its part of the model. Each part has its own
   shards (`shards` in total, at least one for each part).
+- `shard_resources` ({"gpu": 0.25}): each shard keeps its slice and its optimizer on a part of a GPU. Only for fixed
+  servers, without `replicas`, tables and a server group.
 
 A workload's `clip_norm` clips each worker's push (dense part and rows of tables together) before the N pushes are
 averaged.
@@ -32,6 +34,7 @@ averaged.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -56,6 +59,7 @@ class ParameterServer(Strategy):
     replay_mb: float | None = None
     replicas: int | None = None
     replica: Replica | None = None
+    shard_resources: Mapping[str, float] | None = None
     name: ClassVar[str] = "parameter_server"
 
     def __post_init__(self) -> None:
@@ -67,7 +71,15 @@ class ParameterServer(Strategy):
 
         With staleness 0, the servers wait for all pushes of a round; otherwise they apply each push on arrival.
         """
-        return plain_servers(self.shards, self.staleness, self.compression, self.replicas, self.replay_mb, self.replica)
+        return plain_servers(
+            self.shards,
+            self.staleness,
+            self.compression,
+            self.replicas,
+            self.replay_mb,
+            self.replica,
+            shard_resources=self.shard_resources,
+        )
 
     @property
     def server_half(self) -> ServerHalf:

@@ -105,14 +105,15 @@ class SlicedOptimizer:
     def mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         """Return the mean with which `step_mean` takes a step; it is valid until the next call of this optimizer.
 
-        The sum is computed in blocks that fit into the cache. Half precision is summed in float32 and rounded once. A
-        value of weight 0 is not read, because it may be NaN.
+        On the CPU the sum is computed in blocks that fit into the cache. Half precision is summed in float32 and
+        rounded once. A value of weight 0 is not read, because it may be NaN.
         """
         total, spare = sum(weights), self._spare()
         shares = [(value, weight / total) for value, weight in zip(values, weights, strict=True) if weight]
         half = spare.dtype in (torch.float16, torch.bfloat16)
-        for at in range(0, spare.numel(), _BLOCK):
-            block = slice(at, at + _BLOCK)
+        size = _BLOCK if spare.is_cpu else max(1, spare.numel())
+        for at in range(0, spare.numel(), size):
+            block = slice(at, at + size)
             first, share = shares[0]
             mean = first[block].float().mul_(share) if half else torch.mul(first[block], share, out=spare[block])
             for value, share in shares[1:]:
@@ -211,7 +212,7 @@ class SlicedOptimizer:
                 self._leaves.append(leaf)
                 held = [state.get(piece.name, {}) for piece in run]
                 if held[0]:
-                    self.optimizer.state[leaf.param] = _merged(held, run)
+                    self.optimizer.state[leaf.param] = _placed(_merged(held, run), leaf.param, group)
 
     def _runs(self, members: list[int], state: Moments) -> list[list[Entry]]:
         runs: list[list[Entry]] = []
@@ -285,6 +286,20 @@ def _merged(held: list[ParamState], run: list[Entry]) -> ParamState:
     return {
         key: torch.cat([state[key] for state in held]) if _elementwise(key, first, size) else first
         for key, first in held[0].items()
+    }
+
+
+def _placed(state: ParamState, param: nn.Parameter, group: Group) -> ParamState:
+    """Return a parameter's state on the parameter's device, by the rule of `torch.optim.Optimizer.load_state_dict`.
+
+    On the CPU the tensors are not copied.
+    """
+    if param.is_cpu:
+        return state
+    counts = param.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+    return {
+        key: value.to(counts if key == "step" else param.device) if isinstance(value, Tensor) else value
+        for key, value in state.items()
     }
 
 
