@@ -354,6 +354,22 @@ def test_the_slowest_rank_is_named_after_the_timeout(device):
         here.close()
 
 
+def test_each_pull_is_a_new_one(device):
+    """A pull that arrived with a push is used once: a second pull sees what another worker has pushed since."""
+    layout = vector_layout(12)
+    here = house(layout, 3, 2, None)
+    try:
+        view, other = view_of(here.join(0), device), here.join(1)
+        view.push(torch.ones(12, dtype=layout.dtype, device=device.place))
+        assert torch.allclose(view.pull().cpu(), here.start - 0.05)
+        other.push(torch.ones(12, dtype=layout.dtype))
+        other.settle()
+        assert torch.allclose(view.pull().cpu(), here.start - 0.1)
+        view.close()
+    finally:
+        here.close()
+
+
 def test_a_range_and_an_empty_push(device):
     layout = vector_layout(12)
     here = house(layout, 3, 1, None)
@@ -372,7 +388,7 @@ def test_a_range_and_an_empty_push(device):
 
 
 def test_the_memory_of_a_push_that_the_system_does_not_pin(device, monkeypatch):
-    monkeypatch.setattr(type(device), "pin", lambda self, memory: False)
+    monkeypatch.setattr(type(device), "pin", lambda self, memory, read_only=False: False)
     layout = vector_layout(12)
     here = house(layout, 3, 1, 0)
     try:

@@ -168,7 +168,7 @@ def test_a_branch_of_a_segment_on_a_device(device):
 
 
 def test_memory_that_the_system_does_not_pin(device, monkeypatch):
-    monkeypatch.setattr(type(device), "pin", lambda self, memory: False)
+    monkeypatch.setattr(type(device), "pin", lambda self, memory, read_only=False: False)
     one, other = pair(device, "adam")
     for segment in (one, other):
         segment.shard.push(0, 0, torch.ones(30, dtype=torch.float64), 1.0)

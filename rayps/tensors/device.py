@@ -13,6 +13,7 @@ event after it is waited for. Code that omits a wait then reads or sends old dat
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -30,6 +31,7 @@ from torch import Tensor
 from rayps.core.errors import ConfigError, LinkError
 
 Work = Callable[[], object]
+_REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
 
 
 class DeviceEvent(Protocol):
@@ -112,10 +114,11 @@ class Device(ABC):
         """Return a vector of `n` elements in CPU memory that the device reads and writes without the processor."""
 
     @abstractmethod
-    def pin(self, memory: Tensor) -> bool:
+    def pin(self, memory: Tensor, *, read_only: bool = False) -> bool:
         """Pin CPU memory that exists, such as memory that processes share; return whether the system allows it.
 
-        Copies from and to `memory` are then as those of `pinned`. Call `unpin` before the memory is freed.
+        Copies from and to `memory` are then as those of `pinned`. Call `unpin` before the memory is freed. With
+        `read_only` this process may only read the memory.
         """
 
     @abstractmethod
@@ -175,11 +178,15 @@ class CudaDevice(Device):
         """Return a vector of `n` elements in page-locked memory."""
         return torch.empty(n, dtype=dtype, pin_memory=True)
 
-    def pin(self, memory: Tensor) -> bool:
+    def pin(self, memory: Tensor, *, read_only: bool = False) -> bool:
         """Register the memory with CUDA."""
-        size = memory.numel() * memory.element_size()
+        size, flags = memory.numel() * memory.element_size(), _REGISTER_READ_ONLY if read_only else 0
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        return not size or int(runtime.cudaHostRegister(memory.data_ptr(), size, 0)) == 0
+        if not size or int(runtime.cudaHostRegister(memory.data_ptr(), size, flags)) == 0:
+            return True
+        with contextlib.suppress(RuntimeError):  # CUDA reports the refusal once more, with the next operation
+            torch.zeros(1, device=self.place)
+        return False
 
     def unpin(self, memory: Tensor) -> None:
         """End the registration of the memory."""
@@ -281,7 +288,7 @@ class CpuDevice(Device):
         """Return a vector of `n` elements in ordinary memory."""
         return torch.empty(n, dtype=dtype)
 
-    def pin(self, memory: Tensor) -> bool:
+    def pin(self, memory: Tensor, *, read_only: bool = False) -> bool:
         """Return True: all memory of the host is like that of `pinned`."""
         return True
 

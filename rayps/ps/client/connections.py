@@ -23,7 +23,7 @@ from rayps.comm.link.socket_link import EMPTY, as_bytes
 from rayps.comm.link.wakeup import Wakeup
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.failpoint import passing
-from rayps.ps.protocol.mailbox import AVAILABLE, WAITS, WorkerMailbox, WorkerMemory, open_mailbox
+from rayps.ps.protocol.mailbox import AVAILABLE, WAITS, Landing, WorkerMailbox, WorkerMemory, array_of, open_mailbox
 from rayps.ps.protocol.messages import JOIN_PAYLOAD, GroupMessage, error_of, read_numbers, unpack
 from rayps.ps.protocol.rows import ShardRows
 from rayps.ps.protocol.segment_map import SpaceMap, StaticMap, StaticSubscription
@@ -353,7 +353,7 @@ class SegmentRequest:
             if place is None:
                 self.answers[index] = data if self.outputs is None else memoryview(bytes(data))
                 continue
-            view = as_bytes(place)
+            view = place if isinstance(place, Landing) else as_bytes(place)
             if len(view) != len(data):
                 raise LinkError(
                     f"{server!r} sent {len(data)} bytes of segment {index} where {len(view)} were expected",
@@ -361,7 +361,10 @@ class SegmentRequest:
                     given=len(data),
                     expected=len(view),
                 )
-            view[:] = data
+            if isinstance(view, Landing):
+                view.receive(array_of(data), lasting=False)
+            else:
+                view[:] = data
             self.answers[index] = EMPTY
 
 

@@ -17,6 +17,7 @@ push that is lost is sent again from it. `begin` therefore waits for all answers
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from rayps.core.errors import PeerTimeout
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.segment_feed import SegmentFeed
 from rayps.ps.client.session import GRACE_SECONDS, SegmentReplies
+from rayps.ps.protocol.mailbox import Landing
+from rayps.ps.protocol.rows import Bytes
 from rayps.tensors.device import Device, DeviceEvent
 from rayps.tensors.flat import Gradient
 from rayps.tensors.packing import flat_bytes
@@ -49,14 +52,12 @@ class DeviceServer:
         self._server, self._more = server, more
         self._early = space.servers.staleness in (0, None)
         self._memory = PushMemory(server, device)
-        self._down, self._up = device.stream(), device.stream()
-        self._landing = torch.empty_like(vector)  # the pulled values on the device
-        self._received = device.pinned(server.size, server.dtype)  # the pulled values on the host
-        self._uploaded: DeviceEvent = self._up.record()
+        self._down = device.stream()
+        self._pulls = PulledVector(device, vector, self.cuts)
         self._finite = device.pinned(max(1, len(self.cuts)), torch.uint8)  # by segment: whether its push is finite
         self._source = vector[:0]
         self._push: _PushThread | None = None
-        self._pulled = False  # whether `_landing` has, or will have, the values of the next pull
+        self._pulled = False  # whether `_pulls` has, or will have, the values of the next pull
         self._waited = 0.0
 
     # ---- pushes
@@ -71,9 +72,7 @@ class DeviceServer:
         server, item = self._server, self.vector.element_size()
         places: dict[int, Any] | None = None
         if self._early and self._more():
-            self._uploaded.wait()  # until then the device reads the memory that the pull will overwrite
-            received = flat_bytes(self._received)
-            places = {i: received[a * item : b * item] for i, (a, b) in enumerate(self.cuts)}
+            places = self._pulls.places()
         server.step += rounds
         server.bytes_moved += server.size * item * (1 if places is None else 2)
         self._source, self._pulled = source, places is not None
@@ -82,7 +81,6 @@ class DeviceServer:
             weight,
             self._memory.pieces(self.cuts),
             places,
-            self._upload,
             finite=self._finite if checked else None,
             mixed_versions=not server.consistent,
         )
@@ -129,25 +127,17 @@ class DeviceServer:
     def pull(self) -> Tensor:
         """Wait until the staleness bound allows the pull; return the model's parameters, with the pulled values."""
         self.settle()
-        current = self.device.current()
         if not self._pulled:
-            self._uploaded.wait()
-            self._server.pull(out=self._received)
-            self._uploaded = self._up.copy(self._landing, self._received)
+            self._server.pull(out=self._pulls.host())
+            self._pulls.upload(0, self._server.size)
         self._pulled = False
-        current.after(self._uploaded)
-        self._up.after(current.copy(self.vector, self._landing))
+        self._pulls.copy_to(self.vector)
         return self.vector
 
     def read(self) -> Tensor:
         """Return the parameters on the servers as they are now, on the CPU, without waiting for other workers."""
         self.settle()
         return self._server.read()
-
-    def _upload(self, segment: int) -> None:
-        """Copy the pulled values of a segment to the device. Called in the thread of the push."""
-        a, b = self.cuts[segment]
-        self._uploaded = self._up.copy(self._landing[a:b], self._received[a:b])
 
     # ---- waits
 
@@ -171,8 +161,8 @@ class DeviceServer:
     def close(self) -> None:
         """Release the pinned memory. Close the `GroupServer` afterwards."""
         self._down.wait()
-        self._up.wait()
         self._memory.close()
+        self._pulls.close()
 
     # ---- facts
 
@@ -204,6 +194,100 @@ class DeviceServer:
     def bytes_moved(self) -> int:
         """Bytes of parameters and gradients, sent and received."""
         return self._server.bytes_moved
+
+
+class PulledVector:
+    """The pulled values on the device, in a vector beside the model's, and the pinned memory through which they come.
+
+    If a server of this host holds a segment, the device reads the segment in the server's memory, where that can be
+    pinned.
+    """
+
+    def __init__(self, device: Device, vector: Tensor, cuts: tuple[tuple[int, int], ...]) -> None:
+        self._device, self._cuts = device, cuts
+        self._values = torch.empty_like(vector)
+        self._host = device.pinned(vector.numel(), vector.dtype)
+        self._stream = device.stream()
+        self._done: DeviceEvent = self._stream.record()
+        self._pins: dict[int, tuple[int, Tensor | None]] = {}  # by segment: the server's memory; None: it is not pinned
+
+    def places(self) -> dict[int, Any]:
+        """Return the place of each segment's pulled values. The host waits until earlier values have been read."""
+        self._done.wait()
+        return {segment: _SegmentLanding(self, segment, self._bytes(segment)) for segment in range(len(self._cuts))}
+
+    def host(self) -> Tensor:
+        """Return the pinned memory for a whole pull. The host waits until earlier values in it have been read."""
+        self._done.wait()
+        return self._host
+
+    def upload(self, lo: int, hi: int) -> None:
+        """Copy the elements lo to hi from the pinned memory to the device."""
+        self._done = self._stream.copy(self._values[lo:hi], self._host[lo:hi])
+
+    def receive(self, segment: int, values: Bytes, *, lasting: bool) -> None:
+        """Copy a segment's values to the device: see `Landing.receive`."""
+        lo, hi = self._cuts[segment]
+        if not lasting or not len(values):
+            self._host[lo:hi].copy_(tensor_over(values, self._host.dtype))
+            self.upload(lo, hi)
+            return
+        pinned = self._pinned(segment, values)
+        if pinned is None:
+            self._host[lo:hi].copy_(tensor_over(values, self._host.dtype))
+            self.upload(lo, hi)
+        else:
+            self._done = self._stream.copy(self._values[lo:hi], pinned)
+            self._done.wait()  # the server may change the values as soon as this returns
+
+    def copy_to(self, vector: Tensor) -> None:
+        """Let this thread's stream copy the values to `vector`, after they have arrived on the device."""
+        current = self._device.current()
+        current.after(self._done)
+        self._stream.after(current.copy(vector, self._values))
+
+    def close(self) -> None:
+        """Unpin the servers' memory."""
+        self._stream.wait()
+        for _, pinned in self._pins.values():
+            if pinned is not None:
+                self._device.unpin(pinned)
+        self._pins.clear()
+
+    def _bytes(self, segment: int) -> int:
+        lo, hi = self._cuts[segment]
+        return (hi - lo) * self._host.element_size()
+
+    def _pinned(self, segment: int, values: Bytes) -> Tensor | None:
+        """Return the server's memory as a pinned tensor, or None if the system does not pin it."""
+        address = int(values.__array_interface__["data"][0])
+        known = self._pins.get(segment)
+        if known is None or known[0] != address:
+            if known is not None and known[1] is not None:
+                self._device.unpin(known[1])
+            found = tensor_over(values, self._host.dtype)
+            known = self._pins[segment] = address, found if self._device.pin(found, read_only=True) else None
+        return known[1]
+
+
+class _SegmentLanding(Landing):
+    def __init__(self, vector: PulledVector, segment: int, size: int) -> None:
+        self._vector, self._segment, self._size = vector, segment, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def receive(self, values: Bytes, *, lasting: bool) -> None:
+        self._vector.receive(self._segment, values, lasting=lasting)
+
+
+def tensor_over(values: Bytes, dtype: torch.dtype) -> Tensor:
+    """Return a tensor over an array of bytes, which may be read-only memory: the tensor must not be written to."""
+    if not len(values):
+        return torch.empty(0, dtype=dtype)
+    block = (ctypes.c_char * len(values)).from_address(int(values.__array_interface__["data"][0]))
+    block.held = values  # type: ignore[attr-defined]  # the tensor keeps `block`, and `block` keeps the memory
+    return torch.frombuffer(block, dtype=dtype)
 
 
 class PushMemory:

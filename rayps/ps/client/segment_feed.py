@@ -11,7 +11,7 @@ these segments too.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -21,14 +21,12 @@ from rayps.ps.client.connections import SegmentRequest
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.tensors.device import DeviceEvent
 
-Landed = Callable[[int], None]  # called with a segment whose pulled values are in the host's memory
-
 
 class SegmentFeed:
     """The requests of one streamed push, for `Session.stream`. `copied` and `end` may be called by any thread.
 
-    `pieces` has the piece of each dense segment, and `places` the memory for its pulled values; with `places` None
-    nothing is pulled. `landed` is called for each pulled segment, in the thread of `Session.stream`.
+    `pieces` has the piece of each dense segment, and `places` the place for its pulled values; with `places` None
+    nothing is pulled.
     """
 
     def __init__(
@@ -37,7 +35,6 @@ class SegmentFeed:
         weight: float,
         pieces: Mapping[int, Any],
         places: Mapping[int, Any] | None,
-        landed: Landed,
         *,
         finite: Tensor | None = None,
         mixed_versions: bool = False,
@@ -46,7 +43,7 @@ class SegmentFeed:
         self.step, self.weight, self.mixed_versions = step, weight, mixed_versions
         self.finite = finite
         self.wakeup = Wakeup()
-        self._pieces, self._places, self._landed = pieces, places, landed
+        self._pieces, self._places = pieces, places
         self._lock = threading.Lock()
         self._next = len(pieces) - 1  # the next segment to leave
         self._copies: dict[int, DeviceEvent] = {}
@@ -106,12 +103,6 @@ class SegmentFeed:
                 others, self._others = self._others, {}
                 return SegmentRequest(GroupMessage.PUSH, self.step, self.weight, dict(others))
         return None
-
-    def landed(self, request: SegmentRequest) -> None:
-        """Handle the answer to a request that `take` has returned."""
-        if request.kind is GroupMessage.PUSH_PULL:
-            for index in request.pieces:
-                self._landed(index)
 
     def close(self) -> None:
         """Close the wakeup, after the session has ended."""

@@ -95,9 +95,6 @@ class RequestFeed(Protocol):
     def take(self, *, idle: bool) -> SegmentRequest | None:
         """Return the next request, or None if there is none now. If `idle`, no request is in flight."""
 
-    def landed(self, request: SegmentRequest) -> None:
-        """Handle a request that is answered, and whose values are in its outputs."""
-
 
 class Session:
     """The requests of one rank to a space's servers. For one thread; every other thread needs its own `reader()`.
@@ -397,7 +394,7 @@ class Session:
                         sent.append(request)
                         self._send_all()
                         continue
-                    self._release_answered(feed)
+                    self._release_answered()
                     if feed.ended and not self._requests and not self._unsure_segments:
                         break
                     if not self._receive_by_mailbox():
@@ -410,15 +407,13 @@ class Session:
                 raise
         return replies_of(sent)
 
-    def _release_answered(self, feed: RequestFeed) -> None:
-        """Drop the requests whose values are complete from the present exchange, and report them to the feed."""
-        again = {i for each in self._requests if each.open and each.kind is GroupMessage.READ for i in each.pieces}
-        done = [each for each in self._requests if not each.open and again.isdisjoint(each.pieces)]
-        self._requests = [each for each in self._requests if each not in done]
+    def _release_answered(self) -> None:
+        """Drop the requests that are answered from the present exchange."""
+        done = [each for each in self._requests if not each.open]
+        self._requests = [each for each in self._requests if each.open]
         for each in done:
             if not each.repeated:
                 self._sender.pool.release(each.buffers)
-                feed.landed(each)
 
     def _wait_for(self, feed: RequestFeed) -> None:
         """Wait for answers and for the feed. If nothing is awaited from servers, the wait has no deadline."""

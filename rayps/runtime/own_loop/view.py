@@ -95,6 +95,7 @@ class LoopView:
 
     def push_grad(self, batch: None) -> None:
         """Push the gradient that the user's loop has computed."""
+        assert self.server is not None, "the parameters are on servers"
         self.server.push(self.grad(batch))
 
     def clipped(self, vector: Tensor) -> Tensor:
