@@ -20,10 +20,11 @@ from rayps.core.topology import shard_bundles
 from rayps.ps.protocol.rows import ShardRows
 from rayps.ps.server import shard_actor
 from rayps.ps.server.dense_segment import DenseSegment, state_of
-from rayps.ps.server.device_optimizer import BLOCK_BYTES, DeviceOptimizer, Uploads
+from rayps.ps.server.device_optimizer import DeviceOptimizer
 from rayps.service.plan import needs
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.job import JobSpec
+from rayps.tensors.uploads import BLOCK_BYTES, Uploads
 
 SHARED = "shard_resources=(gpu=0.25)"
 

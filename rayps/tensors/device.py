@@ -60,6 +60,12 @@ class DeviceStream(Protocol):
         Between a GPU and the CPU the CPU's tensor must be in memory of `Device.pinned`; otherwise the host waits.
         """
 
+    def empty(self, n: int, dtype: torch.dtype) -> Tensor:
+        """Return a vector of `n` elements on the device, not zeroed, which this stream may write at once.
+
+        Another stream may use it after an event of this one, by `copy` only.
+        """
+
     def record(self) -> DeviceEvent:
         """Return an event after all work that was added before."""
 
@@ -237,6 +243,10 @@ class _CudaStream:
                 each.record_stream(self._stream)  # if it is freed, its memory is used again only after the copy
         return self.record()
 
+    def empty(self, n: int, dtype: torch.dtype) -> Tensor:
+        with torch.cuda.stream(self._stream):
+            return torch.empty(n, dtype=dtype, device=self._stream.device)
+
     def record(self) -> DeviceEvent:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
@@ -358,6 +368,9 @@ class _TwinStream:
                 target.copy_(source)
 
         return self.run(work)
+
+    def empty(self, n: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(n, dtype=dtype)
 
     def record(self) -> DeviceEvent:
         return _TwinEvent(self, self._added)

@@ -1,9 +1,9 @@
 """A segment's parameters, optimizer state and sums of gradients on a device. The rest of the segment stays as it is.
 
 The segment's memory on the host, which workers read and states are taken from, has the values of the newest step. A
-step copies the pushed gradients to the device through pinned memory, in two alternating blocks: the processor fills one
-while the device reads the other. After the step the parameters are copied back, before any answer. A state of the
-segment is on the CPU, and a segment on a device restores a state of a segment on the CPU, and the reverse.
+step copies the pushed gradients to the device through pinned memory (`Uploads`). After the step the parameters are
+copied back, before any answer. A state of the segment is on the CPU, and a segment on a device restores a state of a
+segment on the CPU, and the reverse.
 """
 
 from __future__ import annotations
@@ -11,18 +11,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from rayps.ps.protocol.mailbox import SharedSlice
 from rayps.ps.protocol.pieces import Extent
 from rayps.ps.protocol.rows import ShardRows
 from rayps.ps.server.dense_segment import SegmentOptimizer
-from rayps.tensors.device import Device, DeviceEvent
+from rayps.tensors.device import Device
 from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.optim import Factory
-
-BLOCK_BYTES = 4 << 20  # bytes of one block of pinned memory
+from rayps.tensors.uploads import Uploads
 
 
 class DeviceOptimizer(SegmentOptimizer):
@@ -53,35 +51,3 @@ class DeviceOptimizer(SegmentOptimizer):
         self._device.current().copy(self._back[lo:hi], self.params[lo:hi]).wait()
         if self._back is not self._image:
             self._image[lo:hi].copy_(self._back[lo:hi])
-
-
-class Uploads:
-    """Copies vectors of ordinary memory to a device, through two blocks of pinned memory."""
-
-    def __init__(self, device: Device, dtype: torch.dtype) -> None:
-        self._device = device
-        count = BLOCK_BYTES // dtype.itemsize
-        self._blocks = [device.pinned(count, dtype) for _ in range(2)]
-        self._free: list[DeviceEvent | None] = [None, None]
-        self._stream = device.stream()
-
-    def copy(self, source: Tensor) -> Tensor:
-        """Return a copy of `source` on the device, which this thread's stream waits for. `source` may then change.
-
-        A tensor that is on the GPU is returned itself.
-        """
-        if source.device.type != "cpu":
-            return source
-        found = torch.empty(source.shape, dtype=source.dtype, device=self._device.place)
-        flat, given, size = found.view(-1), source.reshape(-1), self._blocks[0].numel()
-        self._stream.after(self._device.current().record())  # the memory of `found` may be in use by earlier work
-        for number, lo in enumerate(range(0, len(given), size)):
-            part, which = given[lo : lo + size], number % 2
-            free = self._free[which]
-            if free is not None:
-                free.wait()
-            block = self._blocks[which][: len(part)]
-            block.copy_(part)
-            self._free[which] = self._stream.copy(flat[lo : lo + len(part)], block)
-        self._device.current().after(self._stream.record())
-        return found
