@@ -64,7 +64,7 @@ class SlicedOptimizer:
         `decays` is the number of whole steps for which this step counts, the factor of the weight decay. If it is None,
         it is |`scale`|. See `decaying`.
         """
-        if self._sgd and self._step_plainly(grad, scale):
+        if self._step_plainly(grad, scale):
             return
         if scale != 1.0:
             grad = torch.mul(grad, scale, out=self._spare())
@@ -110,6 +110,8 @@ class SlicedOptimizer:
         """
         total, spare = sum(weights), self._spare()
         shares = [(value, weight / total) for value, weight in zip(values, weights, strict=True) if weight]
+        if len(shares) == 1 and self._is_plain:
+            return shares[0][0]  # its share is 1; another optimizer may change the gradient that it is given
         half = spare.dtype in (torch.float16, torch.bfloat16)
         size = _BLOCK if spare.is_cpu else max(1, spare.numel())
         for at in range(0, spare.numel(), size):
@@ -139,17 +141,19 @@ class SlicedOptimizer:
     def _hooked(self) -> bool:
         return bool(self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks)
 
+    @property
+    def _is_plain(self) -> bool:
+        """Whether a step only computes `p -= lr * grad`, for all parameters."""
+        return self._sgd and not self._hooked and all(is_plain_group(group) for group in self.optimizer.param_groups)
+
     def _step_plainly(self, grad: Tensor, scale: float) -> bool:
         """Take a step of plain SGD (see `is_plain_group`) in one operation, with the same bits as torch's own loop.
 
         Return whether the step was taken; if the optimizer is not plain SGD, it is not.
         """
-        if self._hooked:
+        if not self._is_plain:
             return False
         groups = self.optimizer.param_groups
-        for group in groups:
-            if not is_plain_group(group):
-                return False
         single = len(self._leaves) == 1 and grad.numel() == self._leaves[0].size
         for leaf in self._leaves:
             group = groups[leaf.group]

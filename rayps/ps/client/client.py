@@ -90,6 +90,12 @@ class GroupServer:
         """
         return self._fetch(GroupMessage.PULL, lo, self.size if hi is None else hi, out, consistent)
 
+    def pull_to(self, places: dict[int, Any]) -> None:
+        """Pull the whole vector as `pull` does. `places` has a buffer, or a `Landing`, for each dense segment."""
+        self.settle()
+        self.bytes_moved += self.size * self._vector.item
+        self._last = self._pulled(dict.fromkeys(places, EMPTY), places, None)
+
     def read(self, lo: int = 0, hi: int | None = None) -> Tensor:
         """Return the elements lo to hi as they are now, without waiting for other workers.
 

@@ -86,14 +86,19 @@ class DeviceServer:
         )
         self._push = _PushThread(feed, server)
 
-    def send(self, segment: int) -> None:
-        """Send a segment, whose values the work of this thread's stream computes. Any thread may call this."""
+    def send(self, segment: int) -> DeviceEvent:
+        """Send a segment, whose values the work of this thread's stream computes; return the event after its copy.
+
+        Any thread may call this.
+        """
         assert self._push is not None, "begin() comes first"
         (a, b), source, flag = self.cuts[segment], self._source, self._finite[segment : segment + 1]
         self._down.after(self.device.current().record())
         if self._push.feed.finite is not None:
             self._down.run(lambda: flag.copy_(torch.isfinite(source[a:b]).all(), non_blocking=True))
-        self._push.feed.copied(segment, self._down.copy(self._memory.host[a:b], source[a:b]))
+        done = self._down.copy(self._memory.host[a:b], source[a:b])
+        self._push.feed.copied(segment, done)
+        return done
 
     def end(self, *, refused: bool = False) -> None:
         """End the push, after all segments were sent. If `refused`, the segments that have not left do not leave."""
@@ -128,8 +133,7 @@ class DeviceServer:
         """Wait until the staleness bound allows the pull; return the model's parameters, with the pulled values."""
         self.settle()
         if not self._pulled:
-            self._server.pull(out=self._pulls.host())
-            self._pulls.upload(0, self._server.size)
+            self._server.pull_to(self._pulls.places())
         self._pulled = False
         self._pulls.copy_to(self.vector)
         return self.vector
@@ -216,29 +220,17 @@ class PulledVector:
         self._done.wait()
         return {segment: _SegmentLanding(self, segment, self._bytes(segment)) for segment in range(len(self._cuts))}
 
-    def host(self) -> Tensor:
-        """Return the pinned memory for a whole pull. The host waits until earlier values in it have been read."""
-        self._done.wait()
-        return self._host
-
-    def upload(self, lo: int, hi: int) -> None:
-        """Copy the elements lo to hi from the pinned memory to the device."""
-        self._done = self._stream.copy(self._values[lo:hi], self._host[lo:hi])
-
     def receive(self, segment: int, values: Bytes, *, lasting: bool) -> None:
         """Copy a segment's values to the device: see `Landing.receive`."""
         lo, hi = self._cuts[segment]
-        if not lasting or not len(values):
-            self._host[lo:hi].copy_(tensor_over(values, self._host.dtype))
-            self.upload(lo, hi)
-            return
-        pinned = self._pinned(segment, values)
-        if pinned is None:
-            self._host[lo:hi].copy_(tensor_over(values, self._host.dtype))
-            self.upload(lo, hi)
-        else:
+        pinned = self._pinned(segment, values) if lasting and len(values) else None
+        if pinned is not None:
             self._done = self._stream.copy(self._values[lo:hi], pinned)
             self._done.wait()  # the server may change the values as soon as this returns
+            return
+        self._done.wait()  # the device may still read the values of an earlier attempt
+        self._host[lo:hi].copy_(tensor_over(values, self._host.dtype))
+        self._done = self._stream.copy(self._values[lo:hi], self._host[lo:hi])
 
     def copy_to(self, vector: Tensor) -> None:
         """Let this thread's stream copy the values to `vector`, after they have arrived on the device."""
