@@ -17,7 +17,7 @@ from rayps.tensors.device import Device, DeviceEvent
 BLOCK_BYTES = 4 << 20  # bytes of one block of pinned memory
 
 
-class Upload(NamedTuple):
+class DeviceUpload(NamedTuple):
     """Values on their way to the device: complete once `done` is done, in memory of the stream that copies them."""
 
     values: Tensor
@@ -34,7 +34,7 @@ class Uploads:
         self._free: list[DeviceEvent | None] = [None, None]  # done once the device has read the block
         self._stream = device.stream()
 
-    def start(self, source: Tensor) -> Upload:
+    def start(self, source: Tensor) -> DeviceUpload:
         """Start a copy of `source`, a tensor on the CPU. When this returns, `source` may change."""
         given, size = source.reshape(-1), self._blocks[0].numel()
         with self._lock:
@@ -47,9 +47,9 @@ class Uploads:
                 block = self._blocks[which][: len(part)]
                 block.copy_(part)
                 self._free[which] = self._stream.copy(found[lo : lo + len(part)], block)
-            return Upload(found.view(source.shape), self._stream.record())
+            return DeviceUpload(found.view(source.shape), self._stream.record())
 
-    def take(self, upload: Upload) -> Tensor:
+    def take(self, upload: DeviceUpload) -> Tensor:
         """Return an upload's values, in memory of this thread's stream, which waits for them."""
         current = self._device.current()
         found = torch.empty_like(upload.values)

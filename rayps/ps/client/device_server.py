@@ -95,7 +95,7 @@ class DeviceServer:
         (a, b), source, flag = self.cuts[segment], self._source, self._finite[segment : segment + 1]
         self._down.after(self.device.current().record())
         if self._push.feed.finite is not None:
-            self._down.run(lambda: flag.copy_(torch.isfinite(source[a:b]).all(), non_blocking=True))
+            self._down.run(lambda: flag.copy_(_all_finite(source[a:b]), non_blocking=True))
         done = self._down.copy(self._memory.host[a:b], source[a:b])
         self._push.feed.copied(segment, done)
         return done
@@ -212,6 +212,7 @@ class PulledVector:
         self._values = torch.empty_like(vector)
         self._host = device.pinned(vector.numel(), vector.dtype)
         self._stream = device.stream()
+        self._stream.after(device.current().record())  # earlier work may still use the memory of `_values`
         self._done: DeviceEvent = self._stream.record()
         self._pins: dict[int, tuple[int, Tensor | None]] = {}  # by segment: the server's memory; None: it is not pinned
 
@@ -318,6 +319,11 @@ class PushMemory:
             self._device.unpin(self._shared)
         self._shared, self._known = None, None
         self.host = self.host[:0]
+
+
+def _all_finite(values: Tensor) -> Tensor:
+    """Return 1 if all values are finite, else 0, as uint8 [1] on their device."""
+    return torch.isfinite(values).all().to(torch.uint8).view(1)
 
 
 class _PushThread:

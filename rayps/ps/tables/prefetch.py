@@ -23,7 +23,7 @@ from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.tables.ids import GivenIds, ids_of
 from rayps.ps.tables.local import TableSession
 from rayps.ps.tables.lookup import Lookup, lookup_of
-from rayps.tensors.uploads import Upload
+from rayps.tensors.uploads import DeviceUpload
 
 if TYPE_CHECKING:
     from rayps.data.base import Batch
@@ -41,7 +41,7 @@ class Prefetched(NamedTuple):
     given: Tensor
     lookup: Lookup
     rows: Tensor
-    upload: Upload | None = None
+    upload: DeviceUpload | None = None
 
 
 class PrefetchCall:
@@ -76,7 +76,7 @@ class _AnnouncedBatch:
     given: dict[str, Tensor]
     lookups: dict[str, Lookup] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
-    uploads: dict[str, Upload] = field(default_factory=dict)  # the rows on the worker's device
+    uploads: dict[str, DeviceUpload] = field(default_factory=dict)  # the rows on the worker's device
     call: PrefetchCall | None = None
 
 
