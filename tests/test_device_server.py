@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import rayps
 from rayps.cluster.local import LocalCluster, until
 from rayps.core.errors import PeerLost, PeerTimeout, TrainingError, WorkloadError
+from rayps.core.staleness_bound import Clock
 from rayps.ps.client.device_server import DeviceServer
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.device import CpuDevice, Device
@@ -98,6 +99,16 @@ def test_one_worker_without_steps_in_common_trains_as_without_a_device(device, o
     work, strategy = Deep(optimizer="adam"), f"parameter_server:shards={shards},staleness={staleness}"
     found = on_device(work, strategy, workers=1, epochs=2)
     assert equal(device, found, train(work, strategy, workers=1, epochs=2, resources={"cpu": 1}))
+
+
+@pytest.mark.parametrize("staleness", ["0", "none"])
+def test_servers_of_a_group_with_backups(device, on_device, staleness):
+    """A server has several segments there: while its mailbox has a request, the next one is a message."""
+    workers = 2 if staleness == "0" else 1
+    work, strategy = Deep(optimizer="adam"), f"parameter_server:shards=3,replicas=1,staleness={staleness}"
+    found = on_device(work, strategy, workers=workers)
+    law = train(work, f"parameter_server:staleness={staleness}", workers=workers, resources={"cpu": 1})
+    assert equal(device, found, law)
 
 
 @pytest.mark.parametrize("strategy", ["parameter_server:shards=2,staleness=none", "parameter_server:staleness=1"])
@@ -354,6 +365,58 @@ def test_the_slowest_rank_is_named_after_the_timeout(device):
         here.close()
 
 
+@pytest.mark.parametrize("resident", [True, False], ids=["memory", "messages"])
+def test_a_restarted_server_gets_the_pushes_that_it_lacks(device, resident):
+    layout = vector_layout(12)
+    here = house(layout, 3, 1, None)
+    try:
+        server = here.join(0, relink=True, keep=1 << 20, resident=resident)
+        view = view_of(server, device)
+        for step in range(4):
+            assert torch.allclose(view.pull().cpu(), here.start - 0.1 * step)
+            if step == 2:
+                here.restart(1)
+            view.push(torch.ones(12, dtype=layout.dtype, device=device.place))
+        assert torch.allclose(view.pull().cpu(), here.start - 0.4)
+        view.close()
+    finally:
+        here.close()
+
+
+def test_a_server_that_dies_during_a_push_is_replaced(device):
+    """Its segment has left, and the others have not: the replacement gets the segment again."""
+    layout = vector_layout(12)
+    here = house(layout, 3, 1, None)
+    try:
+        view = view_of(here.join(0, relink=True, keep=1 << 20), device)
+        view.begin(torch.ones(12, dtype=layout.dtype, device=device.place), 1.0)
+        view.send(2)
+        assert until(lambda: here.loops[2].shard.version == 1, 30.0)
+        here.restart(2)
+        view.send(1)
+        view.send(0)
+        view.end()
+        assert torch.allclose(view.pull().cpu(), here.start - 0.1)
+        view.push(torch.ones(12, dtype=layout.dtype, device=device.place))
+        assert torch.allclose(view.pull().cpu(), here.start - 0.2)
+        view.close()
+    finally:
+        here.close()
+
+
+def test_a_push_in_progress_ends_with_the_worker(device):
+    """Another worker's push is missing, and will not come."""
+    layout = vector_layout(12)
+    here = house(layout, 2, 2, 0)
+    try:
+        view = view_of(here.join(0), device)
+        view.push(torch.ones(12, dtype=layout.dtype, device=device.place))
+        view.close()
+        assert not [each for each in threading.enumerate() if each.name == "rayps-push"]
+    finally:
+        here.close()
+
+
 def test_each_pull_is_a_new_one(device):
     """A pull that arrived with a push is used once: a second pull sees what another worker has pushed since."""
     layout = vector_layout(12)
@@ -399,6 +462,58 @@ def test_the_memory_of_a_push_that_the_system_does_not_pin(device, monkeypatch):
         view.close()
     finally:
         here.close()
+
+
+# ---- what an early pull may return
+
+
+def runs(workers, rounds, staleness):
+    """Every order in which the clock lets workers push, as lists of ranks: a worker pulls before each push."""
+    todo = [((), (0,) * workers)]
+    while todo:
+        order, done = todo.pop()
+        if all(mark == rounds for mark in done):
+            yield order
+        for rank in range(workers):
+            if done[rank] < rounds and Clock(dict(enumerate(done)), staleness).may_pull(rank):
+                todo.append(((*order, rank), (*done[:rank], done[rank] + 1, *done[rank + 1 :])))
+
+
+def state_of_servers(done, staleness):
+    """What the parameters contain: the closed rounds in step, and the pushes of each worker otherwise."""
+    return min(done) if staleness == 0 else tuple(done)
+
+
+@pytest.mark.parametrize("staleness", [0, None])
+def test_an_early_pull_returns_what_a_later_one_may(staleness):
+    """In every run of three workers: the pull that is asked for with a push is served by the clock at some moment
+    before the worker's next push, and its state is one that a pull at the beginning of the next round may return."""
+    count = 0
+    for order in runs(3, 2, staleness):
+        states = [(0, 0, 0)]
+        for rank in order:
+            states.append((*states[-1][:rank], states[-1][rank] + 1, *states[-1][rank + 1 :]))
+        for at, rank in enumerate(order, 1):
+            until_next = order.index(rank, at) + 1 if rank in order[at:] else len(states)
+            served = [
+                done
+                for done in states[at:until_next]
+                if Clock(dict(enumerate(done)), staleness).may_pull(rank, states[at][rank])
+            ]
+            early = state_of_servers(served[0], staleness)
+            later = {state_of_servers(done, staleness) for done in served}
+            assert early in later
+            if staleness == 0:
+                assert later == {states[at][rank]}  # one state, whenever the pull is asked for
+            else:
+                assert early[rank] == states[at][rank]  # the worker's own push is in it
+            count += 1
+    assert count == {0: 216, None: 540}[staleness]
+
+
+def test_an_early_pull_under_a_bound_could_wait_for_a_worker_that_has_stopped():
+    """Why it is not asked for early: worker 1 has stopped after round 0, and worker 0 after its push of round 1."""
+    assert not Clock({0: 2, 1: 0}, 1).may_pull(0, 2)
 
 
 # ---- which segments are complete

@@ -163,7 +163,10 @@ class DeviceServer:
         self._server.wait(rank, rounds)
 
     def close(self) -> None:
-        """Release the pinned memory. Close the `GroupServer` afterwards."""
+        """Release the pinned memory, and end a push in progress together with the session. Then close `GroupServer`."""
+        push, self._push = self._push, None
+        if push is not None:
+            push.stop()
         self._down.wait()
         self._memory.close()
         self._pulls.close()
@@ -342,6 +345,12 @@ class _PushThread:
             self._answers = self._server.session.stream(self.feed)
         except Exception as error:  # raised by `wait`
             self._error = error
+
+    def stop(self) -> None:
+        """End the push, although requests may not be answered. The session cannot be used afterwards."""
+        self.feed.end(refused=True)
+        self._server.hang_up()
+        self._thread.join(GRACE_SECONDS)
 
     def wait(self) -> SegmentReplies:
         """Wait until all requests are answered, after `SegmentFeed.end`; return the answers.
