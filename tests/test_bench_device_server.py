@@ -62,6 +62,8 @@ def test_what_is_not_valid_is_refused():
 
 def test_the_input_is_sized_by_the_time_of_a_computation():
     class Work:
+        place = torch.device("cpu")
+
         def compute(self, x):
             self.rows = len(x)
 

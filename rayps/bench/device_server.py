@@ -71,6 +71,10 @@ class DeviceRowsRow:
 class _Transfers(Protocol):
     """What is measured with one worker. Each method returns when its work is done."""
 
+    @property
+    def place(self) -> torch.device:
+        """The device of the model."""
+
     def copy_down(self) -> None:
         """Copy the gradient to the host."""
 
@@ -188,7 +192,7 @@ def _sized(work: _Transfers, ms: float) -> Tensor:
     """Return an input with so many rows that `compute` takes about `ms` milliseconds."""
     rows = 16
     while True:
-        x = torch.randn(rows, WIDTH)
+        x = torch.randn(rows, WIDTH, device=work.place)
         found = _median(functools.partial(work.compute, x), 3)
         if found >= ms or rows >= 1 << 20:
             return x
@@ -216,6 +220,7 @@ class _OnDevice:
         self._early = EarlyPush(self._flat, self._server)
         self._host = device.pinned(server.size, server.dtype)
         self._stream = device.stream()
+        self.place = device.place
 
     def copy_down(self) -> None:
         self._stream.copy(self._host, self._flat.packed[:-1]).wait()
@@ -248,7 +253,7 @@ class _OnDevice:
 
     def step(self, x: Tensor) -> None:
         self._flat.drop_grad()
-        loss = self._model(x.to(self._device.place, non_blocking=True)).square().mean()
+        loss = self._model(x).square().mean()
         self._early.begin(float(len(x)))
         loss.backward()
         self._early.collect()
@@ -257,7 +262,7 @@ class _OnDevice:
 
     def compute(self, x: Tensor) -> None:
         self._flat.drop_grad()
-        self._model(x.to(self._device.place, non_blocking=True)).square().mean().backward()
+        self._model(x).square().mean().backward()
         self._flat.collect_grad()
         self._device.current().record().wait()
 
@@ -270,6 +275,7 @@ class _OnCpu:
         self._flat = FlatModel(model, server.buffer)
         server.home = self._flat.vector
         self._host = torch.zeros(server.size)
+        self.place = torch.device("cpu")
 
     def copy_down(self) -> None:
         self._host.copy_(self._flat.packed[:-1])
