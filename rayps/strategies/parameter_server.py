@@ -34,7 +34,6 @@ averaged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -59,7 +58,7 @@ class ParameterServer(Strategy):
     replay_mb: float | None = None
     replicas: int | None = None
     replica: Replica | None = None
-    shard_resources: Mapping[str, float] | None = None
+    shard_resources: dict[str, float] | None = None
     name: ClassVar[str] = "parameter_server"
 
     def __post_init__(self) -> None:
