@@ -26,6 +26,7 @@ from itertools import islice
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rayps.core.errors import ConfigError, LinkError
@@ -132,6 +133,14 @@ class Device(ABC):
         """Unpin memory that `pin` has pinned. No copy may be in progress."""
 
     @abstractmethod
+    def group_library(self) -> str:
+        """Return the name and the version of torch's library for groups of such devices; empty if there is none."""
+
+    @abstractmethod
+    def expandable_segments(self) -> bool:
+        """Whether torch allocates memory of the device in segments that grow, which other processes cannot open."""
+
+    @abstractmethod
     def memory(self) -> DeviceMemory:
         """Return how much memory the device has, and how much of it is free."""
 
@@ -198,6 +207,17 @@ class CudaDevice(Device):
         """End the registration of the memory."""
         if memory.numel():
             torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+
+    def group_library(self) -> str:
+        """Return the version of NCCL."""
+        if not dist.is_nccl_available():
+            return ""
+        return "nccl " + ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+    def expandable_segments(self) -> bool:
+        """Whether the environment of the process says so."""
+        settings = [os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
+        return any("expandable_segments:true" in each.replace(" ", "").lower() for each in settings)
 
     def memory(self) -> DeviceMemory:
         """Return the free and the whole memory of the GPU."""
@@ -304,6 +324,14 @@ class CpuDevice(Device):
 
     def unpin(self, memory: Tensor) -> None:
         """Do nothing."""
+
+    def group_library(self) -> str:
+        """Return gloo."""
+        return "gloo" if dist.is_gloo_available() else ""
+
+    def expandable_segments(self) -> bool:
+        """Return False."""
+        return False
 
     def memory(self) -> DeviceMemory:
         """Return the free and the whole memory of the host."""
