@@ -243,7 +243,9 @@ PRIVATE = {  # names of torch's, Ray's and Python's own: why there is no public 
     "_modules": "a module's own children, to put another in its place",
     "_optimizer_step_post_hooks": "torch: whether an optimizer has hooks, which it lists nowhere",
     "_optimizer_step_pre_hooks": "the same",
+    "_overloadname": "torch: the operation of the same name that takes a generator",
     "_parameters": "a module's own parameters, to put another in its place",
+    "_schema": "torch: which arguments an operation changes",
     "_values": "torch: values() of a sparse tensor needs the duplicates of an index to be added up first",
     "_version": "torch: whether a tensor was written",
 }

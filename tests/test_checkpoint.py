@@ -1,17 +1,21 @@
 """Checkpoints: what was saved comes back; nothing torn, changed or foreign is ever taken for one."""
 
+import hashlib
 import json
 import logging
 import os
 import pickle
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
+from rayps.core import failpoint
 from rayps.core.errors import CheckpointError
 from rayps.tensors import checkpoint
 from rayps.tensors.checkpoint import SavedState
+from rayps.tensors.checkpoint_manifest import manifest_hash
 
 
 def a_state(value: float = 1.0) -> SavedState:
@@ -148,12 +152,16 @@ def a_like(state: SavedState) -> SavedState:
     return first
 
 
+def file_hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def sealed(path: Path, **changes: object) -> None:
     """Change a manifest as an attacker would: with the right hash."""
     body = json.loads((path / "manifest.json").read_text())
     body.update(changes)
     body.pop("sha256")
-    (path / "manifest.json").write_text(json.dumps({**body, "sha256": checkpoint._manifest_hash(body)}))
+    (path / "manifest.json").write_text(json.dumps({**body, "sha256": manifest_hash(body)}))
 
 
 def test_foreign_and_newer_and_crafted_manifests(tmp_path: Path) -> None:
@@ -162,7 +170,8 @@ def test_foreign_and_newer_and_crafted_manifests(tmp_path: Path) -> None:
     files = json.loads(manifest)["files"]
     facts = files["model.safetensors"]
     cases: list[tuple[dict[str, object], str]] = [
-        ({"version": 2}, "use a newer rayps"),
+        ({"version": 3}, "use a newer rayps"),
+        ({"version": 2}, "missing fields"),
         ({"format": "other"}, "not a checkpoint of rayps"),
         ({"files": None}, "missing fields"),
         ({"meta": []}, "missing fields"),
@@ -198,7 +207,7 @@ def test_a_pickle_is_never_run(tmp_path: Path, name: str) -> None:
     (path / name).write_bytes(pickle.dumps(Bomb(tmp_path / "canary")))
     if name != "manifest.json":
         body = json.loads((path / "manifest.json").read_text())["files"]
-        body[name] |= {"size": (path / name).stat().st_size, "sha256": checkpoint._hash(path / name)}
+        body[name] |= {"size": (path / name).stat().st_size, "sha256": file_hash(path / name)}
         sealed(path, files=body)
     with pytest.raises(CheckpointError, match="cannot be"):
         checkpoint.load(path)
@@ -234,21 +243,19 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
-@pytest.mark.parametrize("place", ["manifest", "model", "rename"])
+@pytest.mark.parametrize(
+    "place", ["files written, no manifest", "manifest written, draft not renamed", "draft renamed, not synced"]
+)
 def test_a_writer_killed_at_any_point_leaves_no_half(tmp_path: Path, place: str) -> None:
     older = checkpoint.save(tmp_path, 1, a_state())
     child = os.fork()
     if child == 0:
-        if place == "manifest":
-            checkpoint._manifest_hash = lambda body: os._exit(9)  # type: ignore[assignment]
-        elif place == "model":
-            checkpoint._sync = lambda path: os._exit(9)  # type: ignore[assignment]
-        else:
-            Path.rename = lambda self, target: os._exit(9)  # type: ignore[assignment,method-assign]
+        failpoint.arm(f"checkpoint: {place}=1")
         checkpoint.save(tmp_path, 2, a_state())
         os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert checkpoint.scan(tmp_path) == (older, {}) and len(names(tmp_path)) == 2
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    newest = older if "not synced" not in place else tmp_path / "step-00000002"
+    assert checkpoint.scan(tmp_path) == (newest, {}) and len(names(tmp_path)) == 2
     checkpoint.save(tmp_path, 2, a_state(), keep=1)
     assert names(tmp_path) == ["step-00000002"]
 

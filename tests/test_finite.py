@@ -1,5 +1,6 @@
 """The law of finite results: no success and no checkpoint holds parameters, rows or moments that are not finite."""
 
+import hashlib
 import json
 import math
 import threading
@@ -21,6 +22,7 @@ from rayps.core.topology import SharedVector
 from rayps.strategies.catalogue import CATALOGUE
 from rayps.strategies.federated import Federated
 from rayps.tensors import checkpoint
+from rayps.tensors.checkpoint_manifest import manifest_hash
 from rayps.tensors.finite import is_finite
 
 EXACT = 1e-12
@@ -340,8 +342,11 @@ def reseal(path, flag=False):
         manifest.pop("finite", None)
     for part in ("files", "beside"):
         for name, facts in manifest[part].items():
-            facts |= {"size": (path / name).stat().st_size, "sha256": checkpoint._hash(path / name)}
-    text = json.dumps({**manifest, "sha256": checkpoint._manifest_hash(manifest)})
+            facts |= {
+                "size": (path / name).stat().st_size,
+                "sha256": hashlib.sha256((path / name).read_bytes()).hexdigest(),
+            }
+    text = json.dumps({**manifest, "sha256": manifest_hash(manifest)})
     (path / checkpoint.MANIFEST).write_text(text)
 
 

@@ -316,3 +316,15 @@ def test_a_step_by_the_mean(weights, monkeypatch):
     one.step_mean(values, weights)
     law.step(sum(w * v for v, w in zip(values, weights, strict=True)) / sum(weights))
     assert torch.allclose(one.params, law.params, atol=1e-14, rtol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["nadam", "asgd"])
+def test_a_number_of_a_parameter_stays_one_number_where_parameters_are_numbers(name):
+    layout = Layout.of((n, torch.empty((), dtype=torch.float64)) for n in "ab")
+    one = optim.SlicedOptimizer(EVERY[name], layout, numbers(0, 2), 0, 2)
+    one.step(numbers(1, 2))
+    again = optim.SlicedOptimizer(EVERY[name], layout, one.params.clone(), 0, 2)
+    again.load(optim.join([one.moments()], layout), layout)
+    for each in (one, again):
+        each.step(numbers(2, 2))
+    assert torch.equal(one.params, again.params)

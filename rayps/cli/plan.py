@@ -25,7 +25,7 @@ from rayps.core.pipeline.validate import read
 from rayps.core.replica import Pipeline, pipeline_of
 from rayps.core.strategy import Phase, StrategyView
 from rayps.core.strategy_families import learns_by_client
-from rayps.core.topology import replica_of, replicas_in
+from rayps.core.topology import Peers, replica_of, replicas_in, shard_of
 from rayps.core.traffic import Sizes
 from rayps.core.values import Json, JsonObject
 from rayps.service.job_file import assignments
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from rayps.workload.base import Workload
 
 _WIDTH = 100
-_MEMORY = ("parameters", "gradients", "optimizer", "activations", "all")
+_MEMORY = ("parameters", "gradients", "optimizer", "copies", "activations", "all")
 
 
 def plan(
@@ -94,6 +94,7 @@ def plan(
     found = []
     workload = None if target is None else _workload(target, batch, params)
     divisions = [None] * len(phases) if workload is None else _divisions(workload, target, phases, workers)
+    recomputed = [] if workload is None else _recomputed(workload)
     for phase, division in zip(phases, divisions, strict=True):
         count = _workers(phase.strategy, workers)
         if workload is None:
@@ -103,7 +104,9 @@ def plan(
 
             cost = expected(workload, phase.strategy, count, division, batch, activations=True)
         timeline = _timeline(phase.strategy, own, workload if times else None, division, count)
-        found.append(_Plan(phase, cost, division, timeline, limit, has_workload=workload is not None, timed=times))
+        drawn = _Plan(phase, cost, division, timeline, limit, has_workload=workload is not None, timed=times)
+        drawn.recomputed = recomputed
+        found.append(drawn)
     if svg is not None:
         _draw(found, svg)
     if as_json or output is Output.json:
@@ -134,6 +137,7 @@ class PlanRecord(TypedDict):
     grid: dict[str, int]
     division: list[ColumnFacts] | None
     costs: JsonObject
+    recomputed: list[str]
     unfit: list[str]
     schedule: NotRequired[DrawnSchedule]
 
@@ -155,6 +159,7 @@ class _Plan:
         self.strategy, self.costs, self.division, self.timeline = phase.strategy, cost, division, timeline
         self.limit, self.has_workload, self.timed = limit, has_workload, timed
         self.known = any(each["parameters"] for each in cost.memory)
+        self.recomputed: list[str] = []  # the modules whose activations are computed again
         self.name = show.strategy(wire([Phase(None, phase.strategy)]))
 
     @property
@@ -175,6 +180,7 @@ class _Plan:
             "grid": {"data": grid.data, "stage": grid.stage, "tensor": grid.tensor},
             "division": None if self.division is None else self.division.facts(),
             "costs": self.costs.to_dict(),
+            "recomputed": self.recomputed,
             "unfit": self.unfit(),
         }
         if self.timeline is not None:
@@ -257,12 +263,23 @@ class _Plan:
         show.table([f"traffic of a {turn}", "messages", *figures, "hidden", "formula"], rows)
 
     def _show_memory(self) -> None:
-        keys = [key for key in _MEMORY if self.has_workload or key in ("parameters", "gradients")]
+        known = [key for key in _MEMORY if any(key in each for each in self.costs.memory)]
+        keys = [key for key in known if self.has_workload or key in ("parameters", "gradients")]
         rows = [
             [_worker_name(self.costs.grid, i), *[amount(each[key]) for key in keys]]
             for i, each in enumerate(self.costs.memory)
         ]
         show.table(["memory", *keys], rows)
+        if self.costs.memory_formula:
+            show.line(self.costs.memory_formula)
+        if self.recomputed:
+            from rayps.workload.model_blocks import named_briefly
+
+            names = named_briefly(self.recomputed)
+            show.line(
+                f"activations  of {len(self.recomputed)} modules ({names}) are computed again; the memory is that of "
+                "their inputs, and of all of the largest one"
+            )
 
     def unfit(self) -> list[str]:
         """Return a sentence, with a remedy, for each part of the plan that exceeds the memory or is inefficient."""
@@ -270,7 +287,7 @@ class _Plan:
         grid, cores = self.costs.grid, os.cpu_count() or 1
         for i, each in enumerate(self.costs.memory if self.limit is not None and self.known else []):
             if self.limit is not None and each["all"] > self.limit:
-                most = max(_MEMORY[:-1], key=lambda key: each[key])
+                most = max(_MEMORY[:-1], key=lambda key: each.get(key, 0.0))
                 found.append(
                     f"does not fit: {_worker_name(grid, i)} needs {amount(each['all'])} but has {amount(self.limit)}; "
                     f"most of it ({amount(each[most])}) is for {most}: {_remedy(most, self.strategy)}"
@@ -290,7 +307,14 @@ def _remedy(most: str, strategy: StrategyView) -> str:
     if most == "activations":
         if isinstance(replica_of(strategy), Pipeline):
             return "raise micro_batches with schedule 1f1b, or use a smaller batch"
-        return "use a smaller batch, or a pipeline, which stores the activations of some micro-batches only"
+        return (
+            "use a smaller batch, checkpoint_activations=true, or a pipeline, which stores the activations of some "
+            "micro-batches only"
+        )
+    if most == "optimizer" and isinstance(strategy.topology, Peers) and shard_of(strategy) is None:
+        return "use all_reduce:shard=optimizer, by which each worker holds a slice of it"
+    if most == "gradients" and shard_of(strategy) == "optimizer":
+        return "use all_reduce:shard=gradients, by which each worker holds a slice of them"
     if replica_of(strategy) is None:
         return "divide the model: pipeline:stages=2, or tensor_parallel:size=2"
     return "raise stages, or the size of tensor_parallel"
@@ -383,6 +407,16 @@ def _divisions(
             show.note(f"warning: {warning}")
         found += checked.divisions
     return found
+
+
+def _recomputed(workload: Workload) -> list[str]:
+    """Return the names of the modules whose activations are computed again for backward."""
+    from rayps.parallel.division.build import blank
+    from rayps.workload.checkpoint_activations import checkpointed_blocks
+
+    if not workload.checkpoint_activations:
+        return []
+    return list(checkpointed_blocks(blank(workload), workload.checkpoint_activations))
 
 
 def _workers(strategy: StrategyView, given: int | None) -> int:

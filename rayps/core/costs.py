@@ -6,6 +6,7 @@ traffic inside a divided replica, the idle time of a pipeline, and the memory of
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -14,7 +15,7 @@ from rayps.core.partition import slices
 from rayps.core.pipeline.schedule import Action, Table, idle, idle_formula, peak, splits, table
 from rayps.core.replica import Pipeline, pipeline_of
 from rayps.core.strategy import StrategyView
-from rayps.core.topology import Servers, Topology
+from rayps.core.topology import AUTO_BUCKET_MB, Peers, Servers, Topology
 from rayps.core.traffic import Sizes, TrafficCost
 from rayps.core.values import JsonObject
 
@@ -29,6 +30,7 @@ class Costs:
     idle_formula: str = ""
     peaks: list[int] = field(default_factory=list)  # most activations that each stage holds at once
     memory: list[dict[str, float]] = field(default_factory=list)  # bytes of each column's worker, by purpose
+    memory_formula: str = ""  # the formula of the memory, if workers hold slices of the state
 
     @property
     def bytes(self) -> float | None:
@@ -63,6 +65,7 @@ class Costs:
             "idle_formula": self.idle_formula,
             "activations": self.peaks,
             "memory": self.memory,
+            "memory_formula": self.memory_formula,
         }
 
 
@@ -81,7 +84,8 @@ def costs(strategy: StrategyView, workers: int, sizes: Sizes, rows: Table | None
         sizes = replace(sizes, owned=owned, held=owned)
     traffic = strategy.cost(grid, sizes)
     if replica is None:
-        return Costs(grid, traffic, memory=[_memory(topology, sizes, 0, sum(sizes.kept) * sizes.batch)])
+        memory = _memory(topology, sizes, 0, sum(sizes.kept) * sizes.batch, grid.data)
+        return Costs(grid, traffic, memory=[memory], memory_formula=_formula(topology))
     pipeline = pipeline_of(replica)
     if pipeline is not None:
         traffic.append(_stages(pipeline, grid, sizes))
@@ -196,7 +200,7 @@ def _borrowed(grid: Grid, sizes: Sizes) -> list[TrafficCost]:
     return found
 
 
-def _memory(topology: Topology, sizes: Sizes, column: int, activations: float) -> dict[str, float]:
+def _memory(topology: Topology, sizes: Sizes, column: int, activations: float, workers: int = 1) -> dict[str, float]:
     """Return the memory in bytes of one worker of `column`, by purpose."""
     own = sizes.columns[column] * sizes.width
     held = (sizes.held[column] if sizes.held else sizes.columns[column]) * sizes.width
@@ -207,4 +211,43 @@ def _memory(topology: Topology, sizes: Sizes, column: int, activations: float) -
         "optimizer": own * sizes.states if steps else 0.0,
         "activations": activations,
     }
+    if isinstance(topology, Peers) and topology.shard is not None:
+        found |= sharded_memory(topology, own, sizes.states, workers)
     return found | {"all": sum(found.values())}
+
+
+def _formula(topology: Topology) -> str:
+    if not isinstance(topology, Peers) or topology.shard is None:
+        return ""
+    gradients = {"optimizer": "V", "gradients": "V/N + a bucket", "parameters": "V/N"}[topology.shard]
+    parameters = "V/N" if topology.shard == "parameters" else "V"
+    copies = ", copies 2(1 + k) V/N" if topology.slice_backup else ""
+    return (
+        f"formula      parameters {parameters}, gradients {gradients}, optimizer kV/N{copies}; V = bytes of the "
+        "parameters, N = workers, k = numbers in the optimizer's state for each element (2 for Adam)"
+    )
+
+
+def sharded_memory(topology: Peers, vector: float, states: float, workers: int) -> dict[str, float]:
+    """Return the memory in bytes of one of N workers that hold slices of the state, by purpose, without activations.
+
+    V is the bytes of the parameters (`vector`), k the numbers in the optimizer's state for each element (`states`), and
+    B the bytes of a bucket.
+
+        shard         parameters   gradients   optimizer
+        optimizer     V            V           kV/N
+        gradients     V            V/N + B     kV/N
+        parameters    V/N          V/N         kV/N
+
+    With `slice_backup`, a worker also has its slice (1 + k) V/N twice in shared memory, for the newest two rounds. A
+    worker of another host that holds the copy has as much again.
+    """
+    part = vector / workers
+    bucket = min(vector, 1e6 * (AUTO_BUCKET_MB if topology.bucket_mb is None else topology.bucket_mb or math.inf))
+    gradients = {"optimizer": vector, "gradients": part + bucket, "parameters": part}
+    found = {
+        "parameters": part if topology.shard == "parameters" else vector,
+        "gradients": gradients[topology.shard or "optimizer"],
+        "optimizer": states * part,
+    }
+    return found | ({"copies": 2 * (1 + states) * part} if topology.slice_backup else {})

@@ -6,6 +6,7 @@
     │   ├── WorkloadError        the user's model, loss, optimizer or module
     │   ├── DataError            a file, a column, a value
     │   └── CheckpointError      a checkpoint that is missing, damaged or of another model
+    │       └── PlaceError       the place of checkpoints cannot be reached, read or written
     ├── TrainingError            the training failed: a loss that is not finite, ...
     ├── LinkError                the connection between two peers failed
     │   ├── PeerLost             the peer closed the connection or died
@@ -83,6 +84,10 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint is missing, damaged, or belongs to another model."""
+
+
+class PlaceError(CheckpointError):
+    """A place of checkpoints cannot be reached, read or written. Carries `place`; a retry may help."""
 
 
 class TrainingError(RaypsError):

@@ -164,8 +164,10 @@ def recovery_of(topology: Topology) -> Recovery:
     """Return the default recovery of a topology.
 
     ReplaceOne if there are servers and workers do not run in step. In other cases: Rebuild if a replica is several
-    workers, RestartAll if a replica is one worker.
+    workers, or if workers hold copies of each other's slices; else RestartAll.
     """
+    if isinstance(topology, Peers) and topology.slice_backup:
+        return Rebuild()
     if isinstance(topology, Servers) and not topology.in_step:
         return ReplaceOne()
     return RestartAll() if topology.replica is None else Rebuild(from_servers=isinstance(topology, Servers))
@@ -190,11 +192,14 @@ SYNC_GRADIENTS = "sync_gradients"
 SERVER_STEPS = "server_steps"
 LOCAL_UPDATES = "local_updates"
 SHARED_VECTOR = "shared_vector"
+SHARDED_STATE = "sharded_state"
+SHARDED_PARAMETERS = "sharded_parameters"
 FEDERATED_ROUNDS = "federated_rounds"
 
 
 def loop_of(topology: Topology) -> str:
     """Return the name of the loop that runs a topology by default."""
     if isinstance(topology, Peers):
-        return SYNC_GRADIENTS
+        sharded = SHARDED_PARAMETERS if topology.shard == "parameters" else SHARDED_STATE
+        return SYNC_GRADIENTS if topology.shard is None else sharded
     return SERVER_STEPS if isinstance(topology, Servers) else SHARED_VECTOR

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rayps.core.strategy import ServerHalf
 
 REPLAY_MB = 256.0
+AUTO_BUCKET_MB = 4.0  # 10^6 bytes of a bucket of gradients, if buckets are sent early and no size is given
 REPLAY = "the size of the pushes that a worker may retain, in 10^6 bytes, at least 0"  # for errors about `replay_mb`
 
 
@@ -116,6 +117,8 @@ Update = PerPush | PerRound
 
 # ---- topologies
 
+SHARDS = ("optimizer", "gradients", "parameters")
+
 
 @dataclass(frozen=True, slots=True)
 class JobFacts:
@@ -136,6 +139,11 @@ class Peers:
     bucket_mb: float | None = None  # 10^6 bytes of a bucket of gradients; 0 means one bucket, None an automatic choice
     tables: Servers | None = None  # the servers of sparse tables; None if the model must have no tables
     prefetch: bool = True  # pull the next batch's rows of tables while the current batch is computed
+    shard: str | None = None  # which state each worker holds only a slice of; None: each worker holds all of it
+    slice_backup: bool = False  # whether another worker holds a copy of each worker's slice
+
+    def __post_init__(self) -> None:
+        _check_shard(self)
 
     @property
     def in_step(self) -> bool:
@@ -162,6 +170,8 @@ class Peers:
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
         """Return the traffic of a step between replicas, by formula."""
         whole = self.replica is None and self.compression is None and self.bucket_mb != 0
+        if self.shard is not None:
+            return traffic.sharded_step(grid, sizes, self.shard, self.compression, overlaps=whole)
         found = traffic.ring_mean(grid, sizes, self.compression, overlaps=whole)
         return [*found, traffic.table_rows()] if self.tables is not None and grid.data > 1 else found
 
@@ -303,6 +313,12 @@ class SharedVector:
 Topology = Peers | Servers | SharedVector
 
 
+def shard_of(strategy: ServerHalf) -> str | None:
+    """Return which state each worker holds only a slice of under a strategy, or None if it holds all of it."""
+    topology = strategy.topology
+    return topology.shard if isinstance(topology, Peers) else None
+
+
 def servers_of(strategy: ServerHalf) -> Servers | None:
     """Return the servers that hold the dense parameters under a strategy, or None if workers hold them."""
     topology = strategy.topology
@@ -353,6 +369,48 @@ def group_of(topology: Topology) -> tuple[int, int]:
 
 def _grid(replica: Replica | None, workers: int) -> Grid:
     return Grid(workers) if replica is None else Grid.of(workers, replica.stages, replica.tensor)
+
+
+def _check_shard(peers: Peers) -> None:
+    """Raise ConfigError if the options of sharded state cannot be combined."""
+    shard = peers.shard
+    if shard is not None and shard not in SHARDS:
+        known = ", ".join(map(repr, SHARDS))
+        raise ConfigError(
+            f"shard is {shard!r}: give {known}, or none (each worker holds the whole state)", field="shard"
+        )
+    if not isinstance(peers.slice_backup, bool):
+        raise ConfigError(f"slice_backup is {peers.slice_backup!r}: give True or False", field="slice_backup")
+    if shard is None:
+        if peers.slice_backup:
+            raise ConfigError(
+                "slice_backup is True without shard: every worker holds the whole state; give also shard='optimizer' "
+                "or shard='gradients', or leave out slice_backup",
+                field="slice_backup",
+            )
+        return
+    if peers.replica is not None:
+        raise ConfigError(
+            f"shard is {shard!r} and replica is {peers.replica.name}: the workers of a replica hold parts of the model "
+            "already; leave out one of them",
+            field="shard",
+        )
+    if peers.tables is not None:
+        raise ConfigError(
+            f"shard is {shard!r} with sparse tables, whose rows are on servers already: leave out shard", field="shard"
+        )
+    if peers.compression is not None and shard != "optimizer":
+        raise ConfigError(
+            f"shard is {shard!r} and compression is {peers.compression!r}, which needs the whole gradient on each "
+            "worker: use shard='optimizer', or leave out compression",
+            field="shard",
+        )
+    if peers.slice_backup and shard == "parameters":
+        raise ConfigError(
+            "slice_backup is True and shard is 'parameters', for which no worker holds copies: leave out slice_backup "
+            "(a failure then restarts all workers from the newest checkpoint), or use shard='gradients'",
+            field="slice_backup",
+        )
 
 
 def _no_tables(name: str, job: JobFacts) -> ConfigError:

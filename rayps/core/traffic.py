@@ -83,6 +83,38 @@ def ring_mean(grid: Grid, sizes: Sizes, compression: str | None, *, overlaps: bo
     ]
 
 
+def sharded_step(grid: Grid, sizes: Sizes, shard: str, compression: str | None, *, overlaps: bool) -> list[TrafficCost]:
+    """Return the cost per step of workers that hold slices of the state: see `Peers.shard`.
+
+    Gradients are summed to their owners, and parameters are sent from their owners: each half of a ring's traffic. With
+    compression, every worker gets the whole mean gradient. With `shard` "parameters", parameters are sent twice: for
+    the forward pass and for the backward pass.
+    """
+    n, size = grid.data, sizes.parameters * sizes.width
+    if n == 1:
+        return [one_replica()]
+    half = (n - 1) * size
+    gradients = TrafficCost(
+        f"gradients to their owners among {n}",
+        f"(N-1)/N V from each of N = {n}, in N-1 messages a bucket",
+        half,
+        (n - 1) * n,
+        half / n,
+        hidden="backward, except the last bucket" if overlaps else "no",
+    )
+    if compression is not None:
+        [gradients] = ring_mean(grid, sizes, compression, overlaps=False)
+    times = 2 if shard == "parameters" else 1
+    parameters = TrafficCost(
+        "parameters from their owners",
+        f"{'2 x ' if times == 2 else ''}(N-1)/N V from each of N = {n}",
+        times * half,
+        times * (n - 1) * n,
+        times * half / n,
+    )
+    return [gradients, parameters]
+
+
 def one_replica() -> TrafficCost:
     """Return the cost of gradients between replicas if there is one replica: nothing is sent."""
     return TrafficCost("gradients between replicas", "0: there is one replica", 0, 0, 0)

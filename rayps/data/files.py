@@ -25,7 +25,7 @@ from rayps.core.errors import DataError
 from rayps.data.unsupported import CONVERT, is_pattern, other_format, pattern, refuse_ray_data
 
 if TYPE_CHECKING:
-    import fsspec  # type: ignore[import-untyped]
+    import fsspec
 
 SUFFIXES = (".parquet", ".parq", ".pq")
 _BUFFER = 1 << 20  # bytes that are read ahead for each column; pyarrow's default is the whole column of a row group

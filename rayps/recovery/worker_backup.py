@@ -15,7 +15,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from rayps.comm.link import memory
 from rayps.core import failpoint
@@ -26,8 +25,7 @@ from rayps.core.values import JsonObject
 from rayps.recovery.backup_assignment import BackupAssignment, HeldRounds
 from rayps.recovery.peer_replication import BackupConnection, PeerReplication, fetch_missing_part, fetch_state
 from rayps.recovery.state_slots import CommittedState, StateFacts, tensors_of
-from rayps.tensors.flat import FlatModel
-from rayps.tensors.optim import with_edits
+from rayps.tensors.optim import Moments
 from rayps.tensors.snapshot import Snapshot
 from rayps.workload.model_part import ModelPart
 
@@ -42,16 +40,11 @@ class CommittedWorker(Protocol):
         """The number of batches that the worker has taken."""
 
     @property
-    def flat(self) -> FlatModel:
-        """The parameters."""
-
-    @property
     def part(self) -> ModelPart:
         """The buffers and frozen parameters."""
 
-    @property
-    def optimizer(self) -> Optimizer | None:
-        """The optimizer with its moments, or None if only servers step."""
+    def committed_state(self) -> tuple[Tensor, Moments]:
+        """Return the parameters and the optimizer's state, or those of the elements that the worker owns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +116,9 @@ class Committer:
         """Return the worker's state without a copy."""
         if self._frozen is None:
             self._frozen = {name for name, p in worker.part.module.named_parameters() if not p.requires_grad}
-        optimizer = worker.optimizer
-        assert optimizer is not None, "a worker whose state is committed has an optimizer"
-        named = zip(worker.flat.layout.entries, worker.flat.parameters, strict=True)
-        moments = {entry.name: optimizer.state.get(p, {}) for entry, p in named}
-        moments = with_edits(moments, optimizer, worker.flat.layout, worker.flat.parameters)
+        params, moments = worker.committed_state()
         buffers = {name: value for name, value in worker.part.beside.items() if name not in self._frozen}
-        return tensors_of(worker.flat.vector, moments, buffers, torch.get_rng_state(), self._points())
+        return tensors_of(params, moments, buffers, torch.get_rng_state(), self._points())
 
     @property
     def cost(self) -> CommitCost | None:
@@ -159,6 +148,7 @@ def with_state(snapshot: Snapshot, rank: int, state: CommittedState, rest: Commi
     return replace(
         snapshot,
         params=state.tensors["params"],
+        source=None,
         moments=state.moments,
         buffers=snapshot.buffers | state.buffers | ({} if rest is None else rest.buffers),
         rng={} if rng is None else {rank: rng},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rayps.core.errors import ConfigError
 from rayps.core.strategy import StrategyView
 from rayps.core.strategy_families import SHARED_VECTOR
-from rayps.core.topology import replica_of, servers_of
+from rayps.core.topology import replica_of, servers_of, shard_of
 from rayps.strategies.admm import ADMM
 from rayps.tensors.weight_average import Average
 
@@ -23,6 +23,8 @@ def check_average_under(strategy: StrategyView, average: Average | None) -> None
     servers, why = servers_of(strategy), None
     if replica_of(strategy) is not None:
         why = "its workers hold parts of the model"
+    elif shard_of(strategy) is not None:
+        why = "each worker holds a slice of its state"
     elif strategy.loop == SHARED_VECTOR:
         why = "its workers change the parameters while one of them would read them"
     elif isinstance(strategy, ADMM):

@@ -30,6 +30,7 @@ from rayps.core.records import ProgressRecord
 from rayps.core.strategy import Phase
 from rayps.core.strategy_families import Rebuild, Recovery, RestartAll, has_remote_clients, learns_by_client
 from rayps.core.topology import runs_in_step, shard_bundles
+from rayps.core.urls import Location
 from rayps.core.user_code import awaited
 from rayps.core.user_module import pack
 from rayps.core.warm_start import StartFrom
@@ -83,8 +84,8 @@ class Driver:
         spec: JobSpec,
         journal: Journal,
         *,
-        checkpoints: Path | None = None,
-        resume: Path | None = None,
+        checkpoints: Location | None = None,
+        resume: Location | None = None,
         capture: bool = True,
         phases: list[Phase] | None = None,
         failures: int = 0,
@@ -322,6 +323,10 @@ class Driver:
         orders = replace(orders, evaluation_batches=self._evaluation_batches)
         if (traces := self._record.traces) is not None:
             orders = replace(orders, profile=traces.ranks_to_trace(self.spec.workers))
+        parts = self._checkpoints.parts_plan(phase.phase.strategy, self._group.hosts)
+        orders = replace(orders, parts=parts)
+        if parts is None:
+            self._checkpoints.load_newest()
         self._group.begin(orders, self._checkpoints.snapshot, state.rebuild)
         self._record.set_status(Status.RUNNING, "")
         return Findings()
@@ -519,6 +524,7 @@ class Driver:
         else:
             outcome.error = state.error
         outcome.checkpoint, outcome.best = self._checkpoints.saved, self._callbacks.run.best
+        outcome.scratch = self._checkpoints.scratch
         self._end_callbacks(outcome)
         kind = {Status.SUCCEEDED: "finished", Status.STOPPED: "stopped"}.get(outcome.status, "failed")
         self.journal.event(kind, outcome.message, metrics=outcome.metrics)

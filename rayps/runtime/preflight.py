@@ -33,7 +33,7 @@ from rayps.core.phase_rounds import OPEN
 from rayps.core.replica import Pipeline, Replica
 from rayps.core.strategy import Phase, StrategyView
 from rayps.core.strategy_families import ends_together, has_remote_clients
-from rayps.core.topology import JobFacts, replica_of, servers_of
+from rayps.core.topology import JobFacts, replica_of, servers_of, shard_of
 from rayps.core.user_code import user_code
 from rayps.core.user_module import unpack
 from rayps.core.warm_start import StartFrom
@@ -41,6 +41,7 @@ from rayps.data.base import Batch, Data, Nested, map_tensors
 from rayps.data.unsupported import is_ray_data, ray_data_way
 from rayps.federated.check import federated
 from rayps.federated.strategy_interface import FederatedView
+from rayps.parallel.division.build import blank
 from rayps.parallel.division.divide import divide, sample_of
 from rayps.parallel.division.division import Division
 from rayps.parallel.pipeline.loss_proxy import parts
@@ -64,6 +65,7 @@ from rayps.worker.evaluation_batches import FEWEST
 from rayps.worker.loop_of_family import loop_class
 from rayps.workload.adapters import check_adapters
 from rayps.workload.base import Workload, check_fields, evaluates_training_data, misspelt
+from rayps.workload.checkpoint_activations import FIELD, checkpoint_activations, checkpointed_blocks
 from rayps.workload.compile_model import options_of
 from rayps.workload.model import apart, has_tables, model_of
 from rayps.workload.model_part import Whole
@@ -96,8 +98,10 @@ def preflight(
         check_average_under(phase.strategy, workload.average)
     data = _data(workload, all(has_remote_clients(phase.strategy) for phase in phases))
     grids = [phase.grid(spec.workers) for phase in phases]
+    sharded = all(shard_of(phase.strategy) is not None for phase in phases)
     with apart(), limited(workload):  # restores the user's random state
-        model = model_of(workload)
+        # a model whose state workers divide may be larger than the memory of this process
+        model = blank(workload) if sharded else model_of(workload)
         check_adapters(model)
     with apart():
         tables = tables_of(model) if has_tables(model) else ()
@@ -106,6 +110,7 @@ def preflight(
     _check_topologies(phases, spec, tables, workload.clip_norm)
     _check_batchnorm(workload, phases, model, replicas=max(grid.data for grid in grids))
     _check_fp16(workload, phases, tables)
+    _check_activations(workload, phases, model)
     if tables and options_of(workload.compile) is not None:
         raise ConfigError(
             f"compile is {workload.compile!r} and the model has sparse tables, whose rows are on servers: compile the "
@@ -123,7 +128,8 @@ def preflight(
     warnings += [
         warning for strategy in federated_strategies for warning in federated(strategy, workload, data, spec.seed)
     ]
-    if any(servers_of(strategy) for strategy, _ in both) or any(grid.tensor > 1 for grid in grids):
+    slices = any(servers_of(strategy) or shard_of(strategy) in ("optimizer", "gradients") for strategy, _ in both)
+    if slices or any(grid.tensor > 1 for grid in grids):
         optim.check_elementwise(recipe_of(workload), layout)
         scale_warnings = dict.fromkeys(strategy.scale_warning(grid.data) for strategy, grid in both)
         if any(scale_warnings) and optim.ignores_scale(recipe_of(workload), layout):
@@ -270,6 +276,12 @@ def _check_batchnorm(workload: Workload, phases: list[Phase], model: nn.Module, 
             field="sync_batchnorm",
         )
     for phase in phases if given else ():
+        if shard_of(phase.strategy) in ("gradients", "parameters"):
+            raise ConfigError(
+                f"sync_batchnorm is True and shard is {shard_of(phase.strategy)!r}: the sums of BatchNorm layers and "
+                "those of gradients would mix during backward; use shard='optimizer', or sync_batchnorm=False",
+                field="sync_batchnorm",
+            )
         able = loop_class(phase.strategy).view.synchronizes_batchnorm
         if not able or replica_of(phase.strategy) is not None:
             raise ConfigError(
@@ -277,6 +289,28 @@ def _check_batchnorm(workload: Workload, phases: list[Phase], model: nn.Module, 
                 f"{phase.name} has none: use all_reduce or hybrid, or sync_batchnorm=False (each worker's statistics "
                 "are then those of its own batches)",
                 field="sync_batchnorm",
+            )
+
+
+def _check_activations(workload: Workload, phases: list[Phase], model: nn.Module) -> None:
+    """Raise ConfigError if activations cannot be computed again, as `checkpoint_activations` of the workload says."""
+    if not checkpointed_blocks(model, workload.checkpoint_activations):
+        return
+    what = f"{FIELD} is {workload.checkpoint_activations!r}"
+    if workload.sync_batchnorm:
+        raise ConfigError(
+            f"{what} and sync_batchnorm is True, whose layers would exchange their sums again in backward: set one of "
+            "them to False",
+            field=FIELD,
+        )
+    for phase in phases:
+        replica = replica_of(phase.strategy)
+        if replica is not None and replica.stages * replica.tensor > 1:
+            way = "raise micro_batches with schedule 1f1b" if replica.stages > 1 else "use a smaller batch_size"
+            raise ConfigError(
+                f"{what}, and a replica of {phase.name} is several workers, which cannot compute activations again: "
+                f"set {FIELD} to False, and {way} for less memory",
+                field=FIELD,
             )
 
 
@@ -432,6 +466,7 @@ def _train_and_evaluate(workload: Workload, request: TrialRequest) -> str | None
             data = workload.data()
         torch.manual_seed(request.seed)
         held = Whole(workload, model_of(workload))
+        checkpoint_activations(held.module, workload.checkpoint_activations)
         made(recipe_of(workload), NamedParameters(held.parameters, held.layout.names))
         with user_code("evaluation_data"):
             evaluation = workload.evaluation_data()

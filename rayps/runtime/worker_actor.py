@@ -27,9 +27,11 @@ from rayps.core.metrics import Totals
 from rayps.core.records import Point
 from rayps.core.user_code import Call, ended_threads, lacks_memory, record_thread_ends, too_large, under_way
 from rayps.core.user_module import unpack
+from rayps.parallel.division.build import blank
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.recovery.backup_assignment import HeldRounds
 from rayps.recovery.worker_backup import WorkerBackup
+from rayps.tensors.flat import Layout
 from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.loop import Companions
@@ -127,6 +129,11 @@ class WorkerActor:
             if lacks_memory(error):
                 raise too_large("worker-0", error) from error
             raise
+
+    def layout(self) -> Layout:
+        """Return the layout of the model's vector. The model takes no memory if it can be built on the meta device."""
+        model = blank(self._load())
+        return Layout.of((name, p) for name, p in model.named_parameters() if p.requires_grad)
 
     def begin(self, plan: WorkerPlan, snapshot: Snapshot, own: LocalState | None = None) -> bool:
         """End the running plan, start `plan`, and return True at once.

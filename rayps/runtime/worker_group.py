@@ -21,7 +21,7 @@ from rayps.core.grid import Grid
 from rayps.core.metrics import Totals, total_over
 from rayps.core.records import Point
 from rayps.core.strategy_families import learns_by_client, rebuilds
-from rayps.core.topology import runs_in_step, servers_of
+from rayps.core.topology import runs_in_step, servers_of, shard_of
 from rayps.core.user_code import START_SECONDS, overdue
 from rayps.federated.client_states_backup import ClientStatesBackup
 from rayps.federated.strategy_interface import state_owner
@@ -31,9 +31,10 @@ from rayps.ps.server.dense_segment import ShardPart
 from rayps.recovery.backup_assignment import RebuildPlan
 from rayps.runtime.job_servers import FixedServers, JobServers
 from rayps.runtime.recover import PeerStates
-from rayps.runtime.snapshots import SnapshotSchedule, assemble, columns_of, in_columns
+from rayps.runtime.snapshots import SnapshotSchedule, assemble, assemble_written, columns_of, in_columns
+from rayps.tensors.flat import Layout
 from rayps.tensors.snapshot import Snapshot
-from rayps.worker.plan import Orders, PeerAddresses, WorkerFacts, WorkerPart, WorkerPlan
+from rayps.worker.plan import Orders, PartsPlan, PeerAddresses, WorkerFacts, WorkerPart, WorkerPlan
 
 if TYPE_CHECKING:
     from rayps.ps.job_space import JobSpace
@@ -224,6 +225,11 @@ class WorkerGroup:
 
     # ---- a generation
 
+    def layout(self) -> Layout:
+        """Return the model's layout, which rank 0 finds without memory for the parameters if that is possible."""
+        layout: Layout = self.workers[0].handle.call("layout").result(START_SECONDS)
+        return layout
+
     def initial(self, seed: int) -> Snapshot:
         """Return the state before the first round, whose parameters rank 0 draws from the seed.
 
@@ -243,9 +249,31 @@ class WorkerGroup:
         from_servers = rebuilds(self._current_orders().strategy, from_servers=True)
         return from_servers and not any(shard.dead for shard in self.shards)
 
+    @property
+    def parts(self) -> PartsPlan | None:
+        """Where the workers of this generation write their parts of checkpoints; None if the driver writes."""
+        return self._current_orders().parts
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all workers have ended their plan of this generation."""
+        facts = [worker.facts for worker in self.workers]
+        return all(isinstance(each, WorkerFacts) and each.status == "finished" for each in facts)
+
+    @property
+    def hosts(self) -> set[str]:
+        """The names of the workers' hosts."""
+        return {worker.place.host for worker in self.workers if worker.place is not None}
+
+    @property
+    def _grid_of_states(self) -> Grid:
+        """The grid in which the workers of a column have equal states. Workers that hold slices have none in common."""
+        sharded = shard_of(self._current_orders().strategy) is not None
+        return Grid.of(self.size, tensor=self.size) if sharded else self.grid
+
     def end_generation(self) -> RebuildPlan | None:
         """End the generation now. Return how all workers can continue without a snapshot, or None if they cannot."""
-        return self._peers.end_generation(self.grid, self.workers)
+        return self._peers.end_generation(self._grid_of_states, self.workers)
 
     def begin(self, orders: Orders, snapshot: Snapshot, rebuild: RebuildPlan | None = None) -> None:
         """Start a generation from the snapshot. Dead members are replaced, and living ones start again.
@@ -270,10 +298,12 @@ class WorkerGroup:
         self._received.accept_from(None if rebuild is None else rebuild.round)
         self._peers.assignments = []
         if self.holds_backups:
-            self._peers.assign_backups(self.grid, self.workers, rebuild)
+            self._peers.assign_backups(self._grid_of_states, self.workers, rebuild)
         if any(member.dead for member in self.workers):
             return
         parts = columns_of(replace(snapshot, own={}), orders.division)
+        if snapshot.source is not None:
+            parts = [part.without_frozen() for part in parts]
         shared = [self.cluster.share(part.without_frozen()) for part in parts]  # each worker gets its column's part
         whole = self._whole_parts(parts)
         if self.space is not None and self._uses_space:
@@ -394,6 +424,7 @@ class WorkerGroup:
             orders.each_boundary,
             orders.evaluation_batches,
             orders.each_epoch,
+            orders.parts,
         )
 
     @property
@@ -499,6 +530,8 @@ class WorkerGroup:
     def _assemble(self, base: Snapshot, worker_parts: list[WorkerPart | None], held: list[ShardPart]) -> Snapshot:
         """Return the whole state from all members' parts."""
         division = self._current_orders().division
+        if self._current_orders().parts is not None:
+            return assemble_written(base, [part for part in worker_parts if part is not None])
         if division is None:
             return assemble(base, dict(enumerate(worker_parts)), held)
         columns = [self._column(rank) for rank in range(self.size)]
@@ -539,7 +572,10 @@ class WorkerGroup:
         seconds.
         """
         parts = columns_of(snapshot, self._current_orders().division)
-        shared = [(self.cluster.share(part.params), part.without_frozen().buffers) for part in parts]
+        shared = [
+            (self.cluster.share(part.params) if part.source is None else None, part.without_frozen().buffers)
+            for part in parts
+        ]
         replies = [w.handle.call("evaluate", *shared[self._column(rank)]) for rank, w in enumerate(self.workers)]
         silence = self._current_orders().timeout
         return evaluated(self.workers, replies, timeout, silence=silence, round=snapshot.round)

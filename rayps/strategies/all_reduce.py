@@ -7,6 +7,11 @@ Gradients are sent in buckets of `bucket_mb` (10^6 bytes) while backward continu
 and none means that rayps chooses the size.
 A workload's `clip_norm` clips g, the mean.
 `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto) encodes the g_i, with error feedback.
+`shard` divides state that is equal on all workers (Rajbhandari et al., "ZeRO: Memory optimizations toward training
+trillion parameter models", SC 2020). With "optimizer" (stage 1), worker i gets only its slice of g, steps its slice of
+w with its slice of the optimizer's moments, and sends it to the others. With "gradients" (stage 2), no worker holds the
+whole g: each micro-batch's gradient is sent bucket by bucket and dropped. With "parameters" (stage 3), torch's FSDP2
+also divides w. With `slice_backup`, another worker holds a copy of each slice, from which a dead worker is rebuilt.
 With a `replica` of several workers, i numbers the replicas. Each worker averages the gradient of its part of the model
 with the workers of the other replicas that have the same part. This gradient is sent in one piece, uncompressed.
 """
@@ -35,12 +40,14 @@ class AllReduce(Strategy):
     compression: str | None = None
     bucket_mb: float | None = None
     replica: Replica | None = None
+    shard: str | None = None
+    slice_backup: bool = False
     name: ClassVar[str] = "all_reduce"
 
     @property
     def topology(self) -> Peers:
         """Workers that have the same part of the model average its gradient around a ring."""
-        return Peers(self.replica, self.compression, self.bucket_mb)
+        return Peers(self.replica, self.compression, self.bucket_mb, shard=self.shard, slice_backup=self.slice_backup)
 
     def __post_init__(self) -> None:
         if self.compression is not None:
@@ -52,6 +59,7 @@ class AllReduce(Strategy):
                 field="bucket_mb",
             )
         check_replica(self.replica, compression=self.compression, bucket_mb=mb)
+        _ = self.topology  # checks how the options can be combined
 
     def round(self, w: WorkerView) -> None:
         """Do one round: g <- mean of the workers' gradients; w <- w - step(g)."""

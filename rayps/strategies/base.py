@@ -16,6 +16,8 @@ from rayps.core.nested_options import wire_of
 from rayps.core.strategy import RingView, ServerHalf, ShardView, Vector, WorkerView
 from rayps.core.strategy_families import (
     SERVER_STEPS,
+    SHARDED_PARAMETERS,
+    SHARDED_STATE,
     SHARED_VECTOR,
     SYNC_GRADIENTS,
     Recovery,
@@ -111,7 +113,7 @@ class Strategy:
         By default, this is the topology's formula if gradients are exchanged in each step; otherwise the traffic is
         reported as unknown.
         """
-        each_step = self.loop in (SYNC_GRADIENTS, SERVER_STEPS, SHARED_VECTOR)
+        each_step = self.loop in (SYNC_GRADIENTS, SERVER_STEPS, SHARED_VECTOR, SHARDED_STATE, SHARDED_PARAMETERS)
         return self.topology.cost(grid, sizes) if each_step else [undeclared(grid)]
 
     def scale_warning(self, workers: int) -> str | None:

@@ -5,7 +5,9 @@
         tables/NAME/rows-00000.parquet ...         sparse tables, if any: see `rayps.ps.tables.parquet`
         manifest.json                              written last: sizes, SHA-256, shapes, dtypes, meta, its own hash
 
-A checkpoint is written under a temporary name with ".tmp-" and then renamed. A folder without ".tmp-" is complete.
+A checkpoint is in a local folder, or in a place behind a URL of fsspec. `rayps.tensors.checkpoint_place` says how it
+becomes complete. In a remote place one file has all tensors. `rayps.tensors.checkpoint_parts` writes checkpoints of
+several processes. All of them are read here.
 
 Parameters, optimizer moments, rows of tables and the strategies' own tensors are finite in every checkpoint. The
 manifest's entry "finite" states that they were checked before the checkpoint was written. If an older version wrote the
@@ -15,41 +17,68 @@ checkpoint, the entry is missing, and the tensors are checked when the checkpoin
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
+import math
 import os
 import re
 import shutil
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NotRequired, TypeAlias, TypedDict, TypeGuard
+from typing import overload
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 
-from rayps.core.errors import CheckpointError, TrainingError
-from rayps.core.values import Json, JsonObject
+from rayps.core.errors import CheckpointError, PlaceError, TrainingError
+from rayps.core.failpoint import passing
+from rayps.core.urls import Location
+from rayps.core.values import Json
+from rayps.tensors import checkpoint_manifest, tensor_file
+from rayps.tensors.checkpoint_manifest import (
+    FORMAT,
+    IN_PARTS,
+    TABLES,
+    WHOLE_TENSORS,
+    FileFacts,
+    Manifest,
+    Meta,
+    check_size,
+    digest_of,
+    encoded,
+    files_of,
+    kinds,
+    manifest_of,
+    shapes_of,
+    torn,
+    unread,
+    verify_file,
+)
+from rayps.tensors.checkpoint_place import (
+    BLOCK,
+    MANIFEST,
+    CheckpointPlace,
+    LocalFolder,
+    ObjectStore,
+    name_of,
+    step_of,
+    sync,
+)
 from rayps.tensors.finite import Fault, fault_in
+from rayps.tensors.tensor_file import FilePlan, StoredRange
 
-FORMAT = "rayps-checkpoint"
-VERSION = 1
-MANIFEST = "manifest.json"
-Meta: TypeAlias = dict[str, Any]  # JSON data of a checkpoint: each entry is read by the module that wrote it
-TABLES = "tables"
+__all__ = ["MANIFEST", "TABLES", "Meta", "SavedState"]
+
 FROZEN = "frozen"  # prefix of parameters that the run never changes, and the name of their hash in `meta`
 
 _log = logging.getLogger(__name__)
-_STEP = re.compile(r"step-(\d{8,})")
 _PREFIX = re.compile(r"[A-Za-z0-9_]+")
-_FILE = re.compile(r"[A-Za-z0-9_]+\.safetensors")
-_TABLE_FILE = re.compile(rf"{TABLES}/[A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_-]+\.parquet")
+_WHOLE_STATE = "state.safetensors"  # the file of all tensors in a remote place
 
 
 @dataclass(slots=True)
@@ -60,76 +89,128 @@ class SavedState:
     meta: Meta = field(default_factory=dict)
 
 
-class _TensorFacts(TypedDict):
-    shape: list[int]
-    dtype: str
-
-
-class _FileFacts(TypedDict):
-    """A manifest's entry for one file; only safetensors files have `tensors`."""
-
-    size: int
-    sha256: str
-    tensors: NotRequired[dict[str, _TensorFacts]]
-
-
-class _Manifest(TypedDict):
-    format: str
-    version: int
-    step: int
-    files: dict[str, _FileFacts]
-    meta: Meta
-    beside: NotRequired[dict[str, _FileFacts]]  # the files of tables; since version 0.1
-    finite: NotRequired[bool]  # whether the tensors were found finite before they were written
-
-
 # ---------------------------------------------------------------------------------------------- write
 
 
+@overload
 def save(
-    folder: str | Path,
+    folder: Path,
     step: int,
     state: SavedState,
     keep: int = 2,
     *,
     write_tables: Callable[[Path], list[Path]] | None = None,
-) -> Path:
-    """Write a checkpoint of `step`, then remove all but the newest `keep` checkpoints. Return the checkpoint's path.
+) -> Path: ...
 
-    Only one process may write to `folder`. After an error or a crash, the earlier checkpoints are unchanged.
-    Checkpoints of later steps are removed, because they exist only if the run was restored to an earlier step.
-    `write_tables` is called with the path of the folder `tables`. It writes files into this folder and returns their
-    paths; the manifest contains their hashes.
+
+@overload
+def save(
+    folder: Location | CheckpointPlace,
+    step: int,
+    state: SavedState,
+    keep: int = 2,
+    *,
+    write_tables: Callable[[Path], list[Path]] | None = None,
+) -> Location: ...
+
+
+def save(
+    folder: Location | CheckpointPlace,
+    step: int,
+    state: SavedState,
+    keep: int = 2,
+    *,
+    write_tables: Callable[[Path], list[Path]] | None = None,
+) -> Location:
+    """Write a checkpoint of `step`, then remove all but the newest `keep` checkpoints. Return its path or URL.
+
+    Only one process may write to `folder`, a folder or a URL. After an error or a crash, the earlier checkpoints are
+    unchanged. Checkpoints of later steps are removed, because they exist only if the run was restored to an earlier
+    step. `write_tables` is called with the path of a folder `tables`. It writes files into this folder and returns
+    their paths; the manifest contains their hashes.
 
     Raises:
         CheckpointError: the checkpoint cannot be written, e.g. because the disk is full.
+        PlaceError: the remote place cannot be reached, or refuses.
         TrainingError: the state is not finite. Nothing is written.
     """
-    folder = Path(folder)
+    place, token = CheckpointPlace.of(folder), uuid.uuid4().hex
     must_be_finite(state, f"in the state of round {step}")
-    final = folder / f"step-{step:08d}"
-    draft = folder / f"{final.name}.tmp-{uuid.uuid4().hex}"
+    final = place.at(name_of(step))
     try:
-        draft.mkdir(parents=True)
-        _write(draft, step, state, write_tables(draft / TABLES) if write_tables is not None else [], _steps(folder))
-        if final.exists():
-            final.rename(folder / f"{final.name}.tmp-{uuid.uuid4().hex}")
-        draft.rename(final)
-        _sync(folder)
+        manifest = _written(place, step, token, state, write_tables)
+        passing("checkpoint: files written, no manifest")
+        place.publish(step, token, encoded(manifest))
     except OSError as error:
-        shutil.rmtree(draft, ignore_errors=True)
+        place.discard(step, token)
         raise CheckpointError(
             f"cannot write the checkpoint {final}: {error.strerror or error}", path=str(final)
         ) from error
     except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
+        place.discard(step, token)
         raise
-    _prune(folder, step, keep)
-    return final
+    passing("checkpoint: complete, old ones not removed")
+    prune(place, step, keep, manifest, drafts_upto=None)
+    return final.location
 
 
-def _write(draft: Path, step: int, state: SavedState, table_files: list[Path], earlier: list[Path]) -> None:
-    files: dict[str, _FileFacts] = {}
+def _written(
+    place: CheckpointPlace, step: int, token: str, state: SavedState, write_tables: Callable[[Path], list[Path]] | None
+) -> Manifest:
+    """Write all files of a checkpoint but its manifest. Return the manifest."""
+    body: Manifest = {
+        "format": FORMAT,
+        "version": WHOLE_TENSORS,
+        "step": step,
+        "files": {},
+        "meta": state.meta,
+        "beside": {},
+        "finite": True,
+    }
+    encoded(body)  # so that `meta` that is no JSON data is found before anything is written
+    for prefix in {key.partition("/")[0]: key for key in state.tensors}.items():
+        _check_prefix(*prefix)
+    if isinstance(place, LocalFolder):
+        draft = place.draft(step, token).path
+        draft.mkdir(parents=True)
+        body["files"] = _write_by_prefix(draft, state, [place.path / name_of(other) for other in place.steps()])
+        for path in write_tables(draft / TABLES) if write_tables is not None else []:
+            sync(path)
+            name = str(path.relative_to(draft))
+            body["beside"][name] = {"size": path.stat().st_size, "sha256": digest_of(LocalFolder(draft), name)}
+        return body
+    name = place.stored_name(_WHOLE_STATE, token)
+    plan = FilePlan.of(state.tensors)
+    draft_place = place.draft(step, token)
+    with draft_place.writer(name, plan.size) as sink:
+        digest = plan.write(sink)
+    body["files"] = {name: {"size": plan.size, "sha256": digest, "tensors": kinds(state.tensors)}}
+    if write_tables is not None:
+        body["beside"] = _send_tables(draft_place, token, write_tables)
+    return {**body, "version": IN_PARTS, "whole": {}, "token": token}
+
+
+def _send_tables(
+    draft: CheckpointPlace, token: str, write_tables: Callable[[Path], list[Path]]
+) -> dict[str, FileFacts]:
+    """Write the files of tables into a scratch folder, and send them. Return their facts by name."""
+    sent: dict[str, FileFacts] = {}
+    with tempfile.TemporaryDirectory(prefix="rayps-tables-") as scratch:
+        home = Path(scratch)
+        local = LocalFolder(home)
+        for path in write_tables(home / TABLES):
+            own = str(path.relative_to(home))
+            name, size = draft.stored_name(own, token), local.size(own)
+            with draft.writer(name, size) as sink, path.open("rb") as file:
+                while block := file.read(BLOCK):
+                    sink.write(memoryview(block))
+            sent[name] = {"size": size, "sha256": digest_of(local, own)}
+    return sent
+
+
+def _write_by_prefix(draft: Path, state: SavedState, earlier: list[Path]) -> dict[str, FileFacts]:
+    """Write one file for each prefix of the tensors' names. Return the files' facts by name."""
+    files: dict[str, FileFacts] = {}
     for prefix, tensors in sorted(_by_prefix(state.tensors).items()):
         path = draft / f"{prefix}.safetensors"
         linked = _linked(path, state, earlier) if prefix == FROZEN else None
@@ -138,37 +219,20 @@ def _write(draft: Path, step: int, state: SavedState, table_files: list[Path], e
             continue
         plain = _plain(tensors)
         safetensors.torch.save_file(plain, path)
-        _sync(path)
-        files[path.name] = {"size": path.stat().st_size, "sha256": _hash(path), "tensors": _kinds(plain)}
-    try:
-        meta = json.loads(json.dumps(state.meta))  # meta as it will be read again: with text keys, without tuples
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the checkpoint's `meta` cannot be written as JSON: {error}") from error
-    body: _Manifest = {
-        "format": FORMAT,
-        "version": VERSION,
-        "step": step,
-        "files": files,
-        "meta": meta,
-        "beside": {str(path.relative_to(draft)): _file_facts(path) for path in table_files},
-        "finite": True,
-    }
-    text = json.dumps({**body, "sha256": _manifest_hash(body)}, indent=1)
-    with (draft / MANIFEST).open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(draft)
+        sync(path)
+        digest = digest_of(LocalFolder(draft), path.name)
+        files[path.name] = {"size": path.stat().st_size, "sha256": digest, "tensors": kinds(plain)}
+    return files
 
 
-def _linked(path: Path, state: SavedState, earlier: list[Path]) -> _FileFacts | None:
+def _linked(path: Path, state: SavedState, earlier: list[Path]) -> FileFacts | None:
     """Link `path` to the file of an earlier checkpoint with the same frozen parameters. Return None if there is none.
 
     Both checkpoints are whole: a file exists as long as one of its links does.
     """
     for other in earlier:
         try:
-            manifest = _manifest(other)
+            manifest = manifest_of(LocalFolder(other))
             if manifest["meta"].get(FROZEN) == state.meta.get(FROZEN) and path.name in manifest["files"]:
                 os.link(other / path.name, path)
                 return manifest["files"][path.name]
@@ -177,20 +241,17 @@ def _linked(path: Path, state: SavedState, earlier: list[Path]) -> _FileFacts | 
     return None
 
 
-def _file_facts(path: Path) -> _FileFacts:
-    _sync(path)
-    return {"size": path.stat().st_size, "sha256": _hash(path)}
+def _check_prefix(prefix: str, key: str) -> None:
+    if not _PREFIX.fullmatch(prefix):
+        raise CheckpointError(
+            f"the name of tensor {key!r} has no prefix for its file: name it as in 'model/0.weight'", key=key
+        )
 
 
 def _by_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
     groups: dict[str, dict[str, torch.Tensor]] = {}
     for key, value in tensors.items():
-        prefix = key.partition("/")[0]
-        if not _PREFIX.fullmatch(prefix):
-            raise CheckpointError(
-                f"the name of tensor {key!r} has no prefix for its file: name it as in 'model/0.weight'", key=key
-            )
-        groups.setdefault(prefix, {})[key] = value
+        groups.setdefault(key.partition("/")[0], {})[key] = value
     return groups
 
 
@@ -208,39 +269,57 @@ def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return plain
 
 
-def _prune(folder: Path, step: int, keep: int) -> None:
-    """Remove incomplete checkpoints, checkpoints of later steps than `step`, and all but the newest `keep` others.
+def prune(place: CheckpointPlace, step: int, keep: int, manifest: Manifest, *, drafts_upto: int | None) -> None:
+    """Remove checkpoints of later steps than `step`, and all but the newest `keep` others.
 
-    If a checkpoint cannot be removed, a warning is logged.
+    Files of incomplete checkpoints are removed too, of steps up to `drafts_upto`, or all if it is None. `manifest` is
+    that of the checkpoint of `step`. If something cannot be removed, a warning is logged.
     """
-    own = [path for path in _steps(folder) if _number(path) <= step]
-    old = own[max(keep, 1) :] + [path for path in _steps(folder) if _number(path) > step]
-    for path in [*old, *folder.glob("step-*.tmp-*")]:
-        try:
-            shutil.rmtree(path)
-        except OSError as error:
-            _log.warning("the old checkpoint %s cannot be removed: %s", path, error)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        present = place.steps()
+    except (OSError, PlaceError) as error:
+        _log.warning("old checkpoints in %s cannot be removed: %s", place, error)
+        return
+    own = [other for other in present if other <= step]
+    for old in [*own[max(keep, 1) :], *(other for other in present if other > step)]:
+        try:
+            place.delete(old)
+        except (OSError, PlaceError) as error:
+            _log.warning("the old checkpoint %s cannot be removed: %s", place.at(name_of(old)), error)
+    try:
+        place.delete_drafts(drafts_upto, (step, [name for name, _ in files_of(manifest)]))
+    except (OSError, PlaceError) as error:
+        _log.warning("files of incomplete checkpoints in %s cannot be removed: %s", place, error)
 
 
-def keep(folder: str | Path, step: int, name: str, other: Path | None = None) -> Path | None:
+@overload
+def keep(folder: Path, step: int, name: str, other: Path | None = None) -> Path | None: ...
+
+
+@overload
+def keep(folder: Location, step: int, name: str, other: Location | None = None) -> Location | None: ...
+
+
+def keep(folder: Location, step: int, name: str, other: Location | None = None) -> Location | None:
     """Keep the checkpoint of `step` in the subfolder `name`, in place of other checkpoints there. Return its path.
 
     Its files are linked, or copied where links are not possible, so that it stays when `save` removes old checkpoints.
-    If `folder` has no checkpoint of this step, the one at `other` is taken. Return None if there is none.
+    In a remote place the store copies them. If `folder` has no checkpoint of this step, the one at `other` is taken.
+    Return None if there is none.
 
     Raises:
         CheckpointError: the checkpoint cannot be linked or copied.
+        PlaceError: the place cannot be reached, or refuses.
     """
-    folder = Path(folder)
-    final = folder / name / f"step-{step:08d}"
+    place = CheckpointPlace.of(folder)
+    if isinstance(place, ObjectStore):
+        return _keep_copy(place, step, name, None if other is None else CheckpointPlace.of(other))
+    assert isinstance(place, LocalFolder)
+    return _keep_links(place.path, step, name, None if other is None else Path(other))
+
+
+def _keep_links(folder: Path, step: int, name: str, other: Path | None) -> Path | None:
+    final = folder / name / name_of(step)
     mine = folder / final.name
     if final.is_dir() and (not mine.is_dir() or (mine / MANIFEST).read_bytes() == (final / MANIFEST).read_bytes()):
         return final
@@ -253,13 +332,45 @@ def keep(folder: str | Path, step: int, name: str, other: Path | None = None) ->
         if final.exists():
             final.rename(draft.with_name(f"{final.name}.tmp-{uuid.uuid4().hex}"))
         draft.rename(final)
-        _sync(final.parent)
+        sync(final.parent)
     except (OSError, shutil.Error) as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(f"cannot keep the checkpoint {source} as {final}: {error}", path=str(final)) from error
-    for path in [*(folder / name).glob("step-*.tmp-*"), *(path for path in _steps(folder / name) if path != final)]:
+    others = [folder / name / name_of(each) for each in LocalFolder(folder / name).steps() if each != step]
+    for path in [*(folder / name).glob("step-*.tmp-*"), *others]:
         shutil.rmtree(path, ignore_errors=True)
     return final
+
+
+def _keep_copy(place: ObjectStore, step: int, name: str, other: CheckpointPlace | None) -> str | None:
+    into = place.at(name)
+    mine, final = place.at(name_of(step)), into.at(name_of(step))
+    held, kept = _manifest_bytes(mine), _manifest_bytes(final)
+    if kept is not None and held in (None, kept):
+        return final.location
+    source: CheckpointPlace | None = mine if held is not None else other
+    text = held if held is not None else None if other is None else _manifest_bytes(other)
+    if text is None or not isinstance(source, ObjectStore):
+        return None
+    manifest = manifest_of(source)
+    try:
+        for file, _ in files_of(manifest):
+            source.copy(file, final, file)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"cannot keep the checkpoint {source} as {final}: {error}", path=str(final)) from error
+    into.publish(step, manifest.get("token", ""), text)
+    for each in into.steps():
+        if each != step:
+            into.delete(each)
+    into.delete_drafts(None, (step, [file for file, _ in files_of(manifest)]))
+    return final.location
+
+
+def _manifest_bytes(place: CheckpointPlace) -> bytes | None:
+    try:
+        return place.read(MANIFEST)
+    except FileNotFoundError:
+        return None
 
 
 def _link(source: str, target: str) -> str:
@@ -273,24 +384,24 @@ def _link(source: str, target: str) -> str:
 # ---------------------------------------------------------------------------------------------- read
 
 
-def load(path: str | Path) -> SavedState:
-    """Verify the hashes of one checkpoint and return its state.
+def load(path: Location | CheckpointPlace) -> SavedState:
+    """Verify the hashes of one checkpoint, whole or in parts, at a path or URL. Return its state.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged, changed, of a newer format, or not one of rayps. If the
             same folder has a valid earlier checkpoint, the error names the newest one.
+        PlaceError: the remote place cannot be reached, or refuses.
     """
-    path = Path(path)
+    place = CheckpointPlace.of(path)
     try:
-        manifest = _manifest(path)
-        _verify_tables(path, manifest)
-        for name, facts in _files(path, manifest):
-            _verify(path, name, facts)
-        state = _state(path, manifest)
+        manifest = manifest_of(place)
+        for name, facts in manifest.get("beside", {}).items():
+            verify_file(place, name, facts)
+        state = _state(place, manifest)
         if manifest.get("finite") is not True:
-            _verify_finite(path, manifest, state)
+            _verify_finite(place, manifest, state)
     except CheckpointError as error:
-        earlier = _valid_before(path) if "reason" in error.data else None
+        earlier = _valid_before(place) if "reason" in error.data else None
         if earlier is None:
             raise
         first = error.message.splitlines()[0]
@@ -298,33 +409,63 @@ def load(path: str | Path) -> SavedState:
     return state
 
 
-def meta_of(path: str | Path) -> Meta:
+def meta_of(path: Location | CheckpointPlace) -> Meta:
     """Return the JSON data of one checkpoint, whose tensors are not read.
 
     Raises:
         CheckpointError: the checkpoint is missing, its manifest is damaged, or it is not one of rayps.
+        PlaceError: the remote place cannot be reached, or refuses.
     """
-    return _manifest(Path(path))["meta"]
+    return manifest_of(CheckpointPlace.of(path))["meta"]
 
 
-def _valid_before(path: Path) -> Path | None:
+def _valid_before(place: CheckpointPlace) -> CheckpointPlace | None:
     """Return the newest valid checkpoint of an earlier step in the same folder, or None if there is none."""
-    for other in _steps(path.parent) if _STEP.fullmatch(path.name) else []:
-        if _number(other) < _number(path):
+    step = step_of(place.name)
+    for other in place.parent.steps() if step is not None else []:
+        if step is not None and other < step:
             with contextlib.suppress(CheckpointError):
-                verify(other)
-                return other
+                verify(place.parent.at(name_of(other)))
+                return place.parent.at(name_of(other))
     return None
 
 
-def _state(path: Path, manifest: _Manifest) -> SavedState:
-    state = SavedState(meta=manifest["meta"])
-    for name, facts in _files(path, manifest):
-        state.tensors.update(_tensors(path, name, facts["tensors"]))
-    return state
+def _state(place: CheckpointPlace, manifest: Manifest) -> SavedState:
+    """Read all tensors, and compare the files' hashes with the manifest."""
+    problem = checkpoint_manifest.uncovered(manifest["files"], manifest.get("whole", {}))
+    if problem is not None:
+        raise torn(place, problem)
+    shapes, whole = shapes_of(manifest), manifest.get("whole", {})
+    flat: dict[str, torch.Tensor] = {}
+    for name, facts in manifest["files"].items():
+        offsets = facts.get("offsets", {})
+
+        def target(
+            key: str, stored: StoredRange, facts: FileFacts = facts, offsets: dict[str, int] = offsets
+        ) -> torch.Tensor:
+            size = math.prod(stored.shape)
+            if key not in whole:
+                flat[key] = torch.empty(size, dtype=stored.dtype)
+                return flat[key]
+            if kinds({key: stored}) != {key: facts["tensors"].get(key)}:
+                raise tensor_file.TensorFileError(f"{key!r} is not as the manifest states")
+            if key not in flat:
+                flat[key] = torch.empty(math.prod(whole[key]), dtype=stored.dtype)
+            return flat[key][offsets[key] : offsets[key] + size]
+
+        try:
+            check_size(place, name, facts)
+            found, digest = tensor_file.read_all(place, name, target)
+        except (OSError, EOFError, tensor_file.TensorFileError) as error:
+            raise unread(place, name, error) from error
+        if digest != facts["sha256"]:
+            raise torn(place, f"{name} was changed after it was written (SHA-256)")
+        if kinds(found) != facts["tensors"]:
+            raise torn(place, f"{name} does not contain the tensors that the manifest names")
+    return SavedState({key: value.view(shapes[key]["shape"]) for key, value in flat.items()}, manifest["meta"])
 
 
-def verify(path: str | Path) -> None:
+def verify(path: Location | CheckpointPlace) -> None:
     """Read all bytes of a checkpoint and compare their hashes with its manifest.
 
     If the manifest does not state that the tensors are finite, they are checked too.
@@ -332,14 +473,40 @@ def verify(path: str | Path) -> None:
     Raises:
         CheckpointError: the checkpoint is missing, damaged, changed, of a newer format, not finite, or not one of
             rayps.
+        PlaceError: the remote place cannot be reached, or refuses.
     """
-    path = Path(path)
-    manifest = _manifest(path)
-    _verify_tables(path, manifest)
-    for name, facts in _files(path, manifest):
-        _verify(path, name, facts)
+    place = CheckpointPlace.of(path)
+    manifest = manifest_of(place)
+    for name, facts in files_of(manifest):
+        verify_file(place, name, facts)
     if manifest.get("finite") is not True:
-        _verify_finite(path, manifest, _state(path, manifest))
+        _verify_finite(place, manifest, _state(place, manifest))
+
+
+@contextlib.contextmanager
+def tables_of(path: Location) -> Iterator[Path]:
+    """Yield a local folder with the files of a checkpoint's tables: its own, or a copy of that of a remote checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, or a file is damaged.
+        PlaceError: the remote place cannot be reached, or refuses.
+    """
+    place = CheckpointPlace.of(path)
+    if isinstance(place, LocalFolder):
+        yield place.path / TABLES
+        return
+    with tempfile.TemporaryDirectory(prefix="rayps-tables-") as scratch:
+        manifest = manifest_of(place)
+        for name, facts in manifest.get("beside", {}).items():
+            own = Path(scratch) / name.replace(f"-{manifest.get('token', '')}.", ".")
+            own.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                check_size(place, name, facts)
+                own.write_bytes(place.read(name))
+            except OSError as error:
+                raise unread(place, name, error) from error
+            verify_file(LocalFolder(Path(scratch)), str(own.relative_to(scratch)), facts)
+        yield Path(scratch) / TABLES
 
 
 def fault_of(state: SavedState) -> Fault | None:
@@ -365,10 +532,21 @@ def must_be_finite(state: SavedState, when: str, **data: Json) -> None:
     )
 
 
-def newest(folder: str | Path) -> Path | None:
-    """Return the newest complete and finite checkpoint in a folder, or None if there is none.
+@overload
+def newest(folder: Path) -> Path | None: ...
+
+
+@overload
+def newest(folder: Location) -> Location | None: ...
+
+
+def newest(folder: Location) -> Location | None:
+    """Return the newest complete and finite checkpoint in a folder or place, or None if there is none.
 
     For each newer checkpoint that is skipped, a warning is logged.
+
+    Raises:
+        PlaceError: the remote place cannot be reached, or refuses.
     """
     found, invalid = scan(folder)
     for path, reason in invalid.items():
@@ -376,119 +554,56 @@ def newest(folder: str | Path) -> Path | None:
     return found
 
 
-def usable(folder: str | Path) -> tuple[Path | None, list[str]]:
-    """Return the newest complete and finite checkpoint, and a warning for each newer one that was skipped."""
+@overload
+def usable(folder: Path) -> tuple[Path | None, list[str]]: ...
+
+
+@overload
+def usable(folder: Location) -> tuple[Location | None, list[str]]: ...
+
+
+def usable(folder: Location) -> tuple[Location | None, list[str]]:
+    """Return the newest complete and finite checkpoint, and a warning for each newer one that was skipped.
+
+    Raises:
+        PlaceError: the remote place cannot be reached, or refuses.
+    """
     found, invalid = scan(folder)
     return found, [f"skipped the checkpoint {path}: {reason}" for path, reason in invalid.items()]
 
 
-def scan(folder: str | Path) -> tuple[Path | None, dict[Path, str]]:
-    """Return the newest complete and finite checkpoint (or None), and why each newer one cannot be used."""
-    invalid: dict[Path, str] = {}
-    for path in _steps(Path(folder)):
+def scan(folder: Location) -> tuple[Location | None, dict[Location, str]]:
+    """Return the newest complete and finite checkpoint (or None), and why each newer one cannot be used.
+
+    Raises:
+        PlaceError: the remote place cannot be reached, or refuses. It is not known then which checkpoint is the newest.
+    """
+    place = CheckpointPlace.of(folder)
+    invalid: dict[Location, str] = {}
+    for step in place.steps():
+        path = place.at(name_of(step))
         try:
             verify(path)
+        except PlaceError:
+            raise
         except CheckpointError as error:
-            invalid[path] = str(error.data.get("reason", error.message))
+            invalid[path.location] = str(error.data.get("reason", error.message))
         else:
-            return path, invalid
+            return path.location, invalid
     return None, invalid
 
 
-def _steps(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in a folder, newest first."""
-    paths = folder.iterdir() if folder.is_dir() else iter(())
-    return sorted((path for path in paths if _STEP.fullmatch(path.name)), key=_number, reverse=True)
-
-
-def _number(path: Path) -> int:
-    return int(path.name[5:])
-
-
-def _manifest(path: Path) -> _Manifest:
-    try:
-        text = (path / MANIFEST).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, error) from error
-    try:
-        manifest = json.loads(text)
-    except ValueError as error:
-        raise _torn(path, f"its manifest is incomplete: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not a checkpoint of rayps: its {MANIFEST} has another format", path=str(path))
-    version = manifest.get("version")
-    if isinstance(version, int) and version > VERSION:
-        raise CheckpointError(
-            f"{path} has format {version}, and this rayps reads formats up to {VERSION}: use a newer rayps",
-            path=str(path),
-            version=version,
-        )
-    if manifest.pop("sha256", None) != _manifest_hash(manifest):
-        raise _torn(path, "its manifest was changed after it was written")
-    if not _complete(manifest):
-        raise _torn(path, "its manifest has missing fields")
-    return manifest
-
-
-def _complete(manifest: JsonObject) -> TypeGuard[_Manifest]:
-    files = manifest.get("files")
-    return (
-        isinstance(manifest.get("meta"), dict)
-        and isinstance(files, dict)
-        and all(isinstance(facts, dict) and {"size", "sha256", "tensors"} <= set(facts) for facts in files.values())
-    )
-
-
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    inside = _steps(path)
-    if inside:
-        return CheckpointError(
-            f"{path} is a folder of several checkpoints: give one of them, e.g. {inside[0]}", path=str(path)
-        )
-    if not path.exists():
-        return CheckpointError(f"no checkpoint at {path}: give a folder such as .../step-00000171", path=str(path))
-    return _torn(path, f"its {MANIFEST} cannot be read: {getattr(error, 'strerror', None) or error}")
-
-
-def _torn(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint {path} is not valid: {reason}\ngive an earlier checkpoint", path=str(path), reason=reason
-    )
-
-
-def _files(path: Path, manifest: _Manifest) -> Iterator[tuple[str, _FileFacts]]:
-    for name, facts in manifest["files"].items():
-        if not _FILE.fullmatch(name):
-            raise _torn(path, f"its manifest names the file {name!r}, which is not a file of a checkpoint")
-        yield name, facts
-
-
-def _verify_tables(path: Path, manifest: _Manifest) -> None:
-    for name, facts in manifest.get("beside", {}).items():
-        if not _TABLE_FILE.fullmatch(name):
-            raise _torn(path, f"its manifest names the file {name!r}, which is not a file of a checkpoint")
-        _verify(path, name, facts)
-
-
-def _verify(path: Path, name: str, facts: _FileFacts) -> None:
-    try:
-        size = (path / name).stat().st_size
-        if size != facts["size"]:
-            raise _torn(path, f"{name} has {size} bytes, but the manifest states {facts['size']}")
-        if _hash(path / name) != facts["sha256"]:
-            raise _torn(path, f"{name} was changed after it was written (SHA-256)")
-    except OSError as error:
-        raise _torn(path, f"{name} cannot be read: {error.strerror or error}") from error
-
-
-def _verify_finite(path: Path, manifest: _Manifest, state: SavedState) -> None:
+def _verify_finite(place: CheckpointPlace, manifest: Manifest, state: SavedState) -> None:
     fault = fault_of(state)
     if fault is not None:
-        raise _torn(path, f"{fault.where} is not finite (NaN or infinite)")
-    for name in manifest.get("beside", {}):
-        wrong = rows_fault(path / name)
-        if wrong is not None:
-            raise _torn(path, f"{wrong} in {name} is not finite (NaN or infinite)")
+        raise torn(place, f"{fault.where} is not finite (NaN or infinite)")
+    if manifest.get("beside"):
+        with tables_of(place.location) as folder:
+            for file in sorted(folder.rglob("*.parquet")):
+                wrong = rows_fault(file)
+                if wrong is not None:
+                    name = file.relative_to(folder.parent)
+                    raise torn(place, f"{wrong} in {name} is not finite (NaN or infinite)")
 
 
 def rows_fault(path: Path) -> str | None:
@@ -510,29 +625,3 @@ def rows_fault(path: Path) -> str | None:
     except (OSError, pa.ArrowException) as error:
         raise CheckpointError(f"{path} cannot be read: {error}", path=str(path)) from error
     return None
-
-
-def _tensors(path: Path, name: str, expected: dict[str, _TensorFacts]) -> dict[str, torch.Tensor]:
-    try:
-        tensors = safetensors.torch.load_file(path / name)
-    except (OSError, SafetensorError) as error:
-        raise _torn(path, f"{name} cannot be read: {error}") from error
-    if _kinds(tensors) != expected:
-        raise _torn(path, f"{name} does not contain the tensors that the manifest names")
-    return tensors
-
-
-def _kinds(tensors: dict[str, torch.Tensor]) -> dict[str, _TensorFacts]:
-    return {
-        key: {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-        for key, value in tensors.items()
-    }
-
-
-def _manifest_hash(body: _Manifest | JsonObject) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

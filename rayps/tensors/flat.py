@@ -108,13 +108,17 @@ class FlatModel:
         buffer: Callable[[int, torch.dtype], Tensor] | None = None,
         part: tuple[Layout, Sequence[nn.Parameter]] | None = None,
         home: Callable[[int, torch.dtype], Tensor] | None = None,
+        *,
+        keeps_sparse: bool = False,
+        holds_gradient: bool = True,
     ) -> None:
         """Flatten the model in place.
 
         `buffer(n, dtype)` allocates the gradient vector, e.g. in a ring's memory that peers can read. `part` is the
         layout of the vector and its parameters in order; None means all trained parameters. `home(n, dtype)` allocates
-        the parameter vector in memory that other processes update too. With `home`, sparse gradients stay sparse, and a
-        step changes only their rows.
+        the parameter vector in memory that other processes read or update too. With `keeps_sparse`, sparse gradients
+        stay sparse, and a step changes only their rows. Without `holds_gradient` there is no gradient vector: gradients
+        stay in `.grad`, and `packed` is empty.
         """
         self.model = model
         self._params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -125,14 +129,16 @@ class FlatModel:
             self._params = [(entry.name, p) for entry, p in zip(part[0].entries, part[1], strict=True)]
         self._parameters = NamedParameters((p for _, p in self._params), (name for name, _ in self._params))
         device = self._params[0][1].device if self._params else torch.device("cpu")
-        self._shared = home is not None
+        self._keeps_sparse = keeps_sparse
         if home is None:
             self.vector = torch.empty(self.layout.size, dtype=self.layout.dtype, device=device)
         elif device.type == "cpu":
             self.vector = home(self.layout.size, self.layout.dtype)
         else:
             raise ConfigError(f"the model is on {device.type}: this strategy needs it on the CPU", field="strategy")
-        if buffer is not None and device.type == "cpu":
+        if not holds_gradient:
+            self.packed = torch.empty(0, dtype=self.layout.dtype, device=device)
+        elif buffer is not None and device.type == "cpu":
             self.packed = buffer(self.layout.size + 1, self.layout.dtype)
         else:
             self.packed = torch.zeros(self.layout.size + 1, dtype=self.layout.dtype, device=device)
@@ -144,8 +150,9 @@ class FlatModel:
                 view.copy_(p)
                 p.data = view
                 # .data has its own version counter: a write to one gradient must not count as a write to all of them
-                self.views.append(self.packed[entry.lo : entry.hi].view(entry.shape).data)
-        for (_, p), view in zip(self._params, self.views, strict=True):
+                if holds_gradient:
+                    self.views.append(self.packed[entry.lo : entry.hi].view(entry.shape).data)
+        for (_, p), view in zip(self._params, self.views, strict=holds_gradient):
             p.grad = view  # zeros; pages that are never written take no memory
 
     @property
@@ -189,7 +196,7 @@ class FlatModel:
     @property
     def sparse_grads(self) -> bool:
         """Whether gradients of sparse layout stay in `.grad` and are not copied into the vector."""
-        return self._shared
+        return self._keeps_sparse
 
     def load_grad(self, vector: Tensor) -> None:
         """Copy `vector` into the gradient vector, and make each `.grad` a view of it, for the optimizer's step."""
@@ -209,7 +216,7 @@ class FlatModel:
                 p.grad = view
 
     def _keeps(self, grad: Tensor | None) -> bool:
-        return self._shared and grad is not None and grad.layout is not torch.strided
+        return self._keeps_sparse and grad is not None and grad.layout is not torch.strided
 
 
 def dense(grad: Tensor) -> Tensor:

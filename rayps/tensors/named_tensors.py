@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rayps.core.errors import CheckpointError
+from rayps.core.urls import Location, is_url
 from rayps.core.warm_start import StartFrom
 from rayps.tensors import checkpoint
+from rayps.tensors.checkpoint_parts import PieceReader
 from rayps.tensors.snapshot import Snapshot, hash_of
 
 MODEL_FILE = "model.safetensors"
@@ -37,7 +39,7 @@ _WAY = 'save its state_dict with safetensors.torch.save_file(state_dict, "model.
 class StoredTensor:
     """One tensor in a file."""
 
-    file: Path
+    file: Location  # a safetensors file, or a checkpoint in parts
     key: str  # its name in the file
     shape: tuple[int, ...]
 
@@ -78,7 +80,7 @@ class ModelNames:
 class StartPoint:
     """The tensors with which a model starts: from a name of the model to the place in a file."""
 
-    path: Path
+    path: Location
     sources: Mapping[str, StoredTensor]
     missing: int = 0  # tensors of the model that are not in the file
     tables: Path | None = None  # the folder with the rows of sparse tables, if there is one
@@ -116,6 +118,8 @@ def start_point(start: StartFrom, names: ModelNames, home: str | Path | None = N
     Raises:
         CheckpointError: the path has no such files, or their names and shapes are not those of the model.
     """
+    if is_url(start.path):
+        return _start_in_a_place(start, names)
     path = Path(home or ".") / Path(start.path).expanduser()
     tables = path / checkpoint.TABLES
     files = adapter_files(path, names.adapters)
@@ -125,12 +129,35 @@ def start_point(start: StartFrom, names: ModelNames, home: str | Path | None = N
         found = match(start, replace(names, wanted=expected), sources)
         message = f"the adapters are those of {path}: {len(found)} tensors; the others are those that model() returns"
         return StartPoint(path, found, len(expected) - len(found), tables if tables.is_dir() else None, message)
-    found = match(start, names, sources_of(path))
+    return _start_with(start, names, path, sources_of(path), tables if tables.is_dir() else None)
+
+
+def _start_with(
+    start: StartFrom, names: ModelNames, path: Location, sources: dict[str, StoredTensor], tables: Path | None
+) -> StartPoint:
+    found = match(start, names, sources)
     count = len(names.wanted)
     message = f"the parameters are those of {path}: {len(found)} of {count} tensors of the model"
     if len(found) < count:
         message += "; the others are drawn from the seed"
-    return StartPoint(path, found, count - len(found), tables if tables.is_dir() else None, message)
+    return StartPoint(path, found, count - len(found), tables, message)
+
+
+def _start_in_a_place(start: StartFrom, names: ModelNames) -> StartPoint:
+    """Find the tensors of a model in a remote checkpoint.
+
+    Raises:
+        CheckpointError: the URL is not one of a checkpoint, or its names and shapes are not those of the model.
+    """
+    url = start.path.rstrip("/")
+    with checkpoint.tables_of(url) as tables:
+        if tables.is_dir() and any(tables.iterdir()):
+            raise CheckpointError(
+                f"{url} has sparse tables, which are read from local folders only: copy the checkpoint to a folder, "
+                "and give the folder",
+                path=url,
+            )
+    return _start_with(start, names, url, _of_checkpoint(url), None)
 
 
 # ---- names
@@ -322,13 +349,14 @@ def _of_index(path: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _of_checkpoint(path: Path) -> dict[str, StoredTensor]:
+def _of_checkpoint(path: Location) -> dict[str, StoredTensor]:
     checkpoint.verify(path)
     found: dict[str, StoredTensor] = {}
-    for prefix in ("model", "buffer", "frozen"):
-        file = path / f"{prefix}.safetensors"
-        if file.is_file():
-            found |= {name.removeprefix(f"{prefix}/"): source for name, source in _of_file(file).items()}
+    contents = PieceReader(path).contents
+    for prefix in ("model/", "buffer/", "frozen/"):
+        for key, facts in contents.items():
+            if key.startswith(prefix):
+                found[key.removeprefix(prefix)] = StoredTensor(path, key, tuple(facts["shape"]))
     if not found:  # what `rayps.save` of a loop writes: its modules have names of their own
         raise CheckpointError(
             f"{path} is the saved state of a loop, and not of one model: write its modules as files by "
@@ -339,20 +367,31 @@ def _of_checkpoint(path: Path) -> dict[str, StoredTensor]:
 
 
 def read(sources: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor), one file after another.
+    """Yield (name, tensor), one file or checkpoint after another, one tensor at a time.
 
     Raises CheckpointError if a file cannot be read, or a tensor's shape has changed.
     """
-    by_file: dict[Path, list[str]] = defaultdict(list)
+    by_file: dict[Location, list[str]] = defaultdict(list)
     for name, source in sources.items():
         by_file[source.file].append(name)
     for path, names in by_file.items():
-        with _opened(path) as file:
+        with _tensors_of(path) as tensor:
             for name in names:
-                value = file.get_tensor(sources[name].key)
+                value = tensor(sources[name].key)
                 if tuple(value.shape) != sources[name].shape:
                     raise CheckpointError(f"{path} was changed while it was read: {name}", path=str(path))
                 yield name, value
+
+
+@contextlib.contextmanager
+def _tensors_of(path: Location) -> Iterator[Callable[[str], Tensor]]:
+    """Yield a function that reads a tensor of a safetensors file, or of a checkpoint, by its key."""
+    if is_url(path) or Path(path).is_dir():
+        reader = PieceReader(path)
+        yield lambda key: reader.read({key: None})[key]
+        return
+    with _opened(Path(path)) as file:
+        yield file.get_tensor
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ and L-BFGS are not. `check_elementwise` tests an optimizer by a trial, not by it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -24,6 +24,8 @@ from rayps.tensors.torch_compat import spare_compiler
 from rayps.tensors.user_loss import OWN_LOOP_WAY
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
+# keys whose value is one number for each parameter, also if the parameter has one element: counts of torch's optimizers
+PER_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
 _STATE = "optim/"  # prefix of the names of an optimizer's tensors in a checkpoint
 _Value = TypeVar("_Value")
 Group = dict[str, Any]  # a parameter group, as torch types it
@@ -37,17 +39,40 @@ spare_compiler()
 
 
 class SlicedOptimizer:
-    """The user's optimizer over elements lo to hi of the vector, with its parameter groups.
+    """The user's optimizer over elements lo to hi of the vector, or over several ranges, with its parameter groups.
 
     A *leaf* is one parameter of this optimizer. Adjacent pieces of one group with compatible states are merged into one
     leaf, because the time of a step grows with the number of leaves. The result of an elementwise optimizer is the
     same.
     """
 
-    def __init__(self, factory: Factory, layout: Layout, params: Tensor, lo: int, hi: int) -> None:
+    def __init__(
+        self,
+        factory: Factory,
+        layout: Layout,
+        params: Tensor,
+        lo: int,
+        hi: int,
+        ranges: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        """Build the user's optimizer. `params` are the elements lo to hi, which a step changes.
+
+        `ranges` are the bounds of the elements to be stepped, ascending and between lo and hi; None means all of them.
+        A parameter may have elements in one range only.
+
+        Raises:
+            WorkloadError: the user's code failed, or did not return an optimizer.
+        """
         self.params = params
-        self._pieces = layout.pieces(lo, hi)
+        self._ranges = ((lo, hi),) if ranges is None else tuple(ranges)
+        self._pieces = [piece for a, b in self._ranges for piece in layout.pieces(a, b)]
         self._lo = lo
+        self._compact: dict[str, int] = {}  # from a parameter to the place of its piece if all ranges are joined
+        at = 0
+        for piece in self._pieces:
+            self._compact[piece.name] = at
+            at += piece.hi - piece.lo
+        self._alone: frozenset[str] = frozenset()  # names of parameters that are not merged with others: see `step`
         self.optimizer, self._members, state = _retarget(build(factory, layout), layout, self._pieces)
         # only for torch's own optimizers is it known how to divide a merged leaf's state into pieces again
         self._merges = type(self.optimizer).__module__.startswith("torch.optim")
@@ -57,6 +82,28 @@ class SlicedOptimizer:
         self._scratch: Tensor | None = None
         self._leaves: list[_Leaf] = []
         self._arrange(state)
+
+    def step_used(self, grad: Tensor, unused: Collection[str]) -> None:
+        """Take a step with the gradient `grad`: of all `params`, or of the joined ranges only.
+
+        The parameters named in `unused` have no gradient, and the optimizer skips them. The optimizer may change the
+        elements of `grad` in the ranges. Raises WorkloadError if the optimizer's step fails.
+        """
+        whole = grad.numel() == self.params.numel()
+        missing = frozenset(unused) - self._alone
+        if missing:  # their states may differ from their neighbours' from now on
+            self._alone |= missing
+            self._arrange(self._states())
+        skipped = self._alone & frozenset(unused)
+        for leaf in self._leaves:
+            first = leaf.pieces[0].name
+            at = self._compact[first]
+            cut = leaf.cut if whole else slice(at, at + leaf.size)
+            leaf.param.grad = None if first in skipped else grad[cut]
+        with user_code("optimizer.step"):
+            self.optimizer.step()
+        for leaf in self._leaves:
+            leaf.param.grad = None
 
     def step(self, grad: Tensor, scale: float = 1.0, decays: float | None = None) -> None:
         """Take a step with `scale` times the gradient slice `grad`, [len(params)], which does not change.
@@ -184,14 +231,17 @@ class SlicedOptimizer:
             for piece in leaf.pieces:
                 a = piece.lo - leaf.pieces[0].lo
                 found[piece.name] = {
-                    key: _copied(value[a : a + piece.hi - piece.lo] if _elementwise(key, value, leaf.size) else value)
+                    key: _copied(value[a : a + piece.hi - piece.lo] if elementwise(key, value, leaf.size) else value)
                     for key, value in state.items()
                 }
         return found
 
     def load(self, moments: Moments, layout: Layout) -> None:
         """Load the state of whole parameters; each piece gets its slice of the parameter's state."""
-        self.restore(cut(moments, layout, self._lo, self._lo + self.params.numel()))
+        found: Moments = {}
+        for lo, hi in self._ranges:
+            found |= cut(moments, layout, lo, hi)
+        self.restore(found)
 
     def restore(self, moments: Moments) -> None:
         """Restore the state that `moments` returned for the same elements.
@@ -223,7 +273,8 @@ class SlicedOptimizer:
         for i in members:
             piece = self._pieces[i]
             last = runs[-1][-1] if runs else None
-            if last is not None and self._merges and last.hi == piece.lo and _alike(last, piece, state):
+            alone = last is not None and not self._alone.isdisjoint((last.name, piece.name))
+            if last is not None and self._merges and last.hi == piece.lo and not alone and _alike(last, piece, state):
                 runs[-1].append(piece)
             else:
                 runs.append([piece])
@@ -260,9 +311,9 @@ def _decays_inside(group: Group) -> bool:
     return bool(group.get("weight_decay")) and not group.get("decoupled_weight_decay")
 
 
-def _elementwise(key: str, value: StateValue, size: int) -> bool:
+def elementwise(key: str, value: StateValue, size: int) -> bool:
     """Return whether `value` has one number for each of a leaf's `size` elements; a count of steps does not."""
-    return isinstance(value, Tensor) and value.dim() == 1 and len(value) == size and key != "step"
+    return isinstance(value, Tensor) and value.dim() == 1 and len(value) == size and key not in PER_PARAMETER
 
 
 def _alike(last: Entry, piece: Entry, state: Moments) -> bool:
@@ -274,7 +325,7 @@ def _alike(last: Entry, piece: Entry, state: Moments) -> bool:
     if a.keys() != b.keys():
         return False
     for key in a:
-        ours = _elementwise(key, a[key], last.hi - last.lo), _elementwise(key, b[key], piece.hi - piece.lo)
+        ours = elementwise(key, a[key], last.hi - last.lo), elementwise(key, b[key], piece.hi - piece.lo)
         if ours == (False, False):
             if isinstance(a[key], Tensor) != isinstance(b[key], Tensor):
                 return False
@@ -288,7 +339,7 @@ def _alike(last: Entry, piece: Entry, state: Moments) -> bool:
 def _merged(held: list[ParamState], run: list[Entry]) -> ParamState:
     size = run[0].hi - run[0].lo
     return {
-        key: torch.cat([state[key] for state in held]) if _elementwise(key, first, size) else first
+        key: torch.cat([state[key] for state in held]) if elementwise(key, first, size) else first
         for key, first in held[0].items()
     }
 
@@ -381,7 +432,7 @@ def cut(moments: Moments, layout: Layout, lo: int, hi: int) -> Moments:
 
 
 def _cut_all(state: ParamState, entry: Entry, piece: Entry) -> ParamState:
-    return {key: _cut(value, entry, piece, counts=key == "step") for key, value in state.items()}
+    return {key: _cut(value, entry, piece, counts=key in PER_PARAMETER) for key, value in state.items()}
 
 
 def _cut(value: StateValue, entry: Entry, piece: Entry, *, counts: bool) -> StateValue:
@@ -517,13 +568,14 @@ def check_elementwise(factory: Factory, layout: Layout) -> None:
         same = torch.equal(whole, sliced)
     except Exception as error:  # the user's optimizer may raise anything
         raise WorkloadError(
-            f"{name} cannot step flat slices, as a parameter server requires: {str(error).partition(chr(10))[0]}\n"
-            "use an elementwise optimizer such as SGD, Adam or Adagrad, or the strategy all_reduce"
+            f"{name} cannot step flat slices, as servers and sharded state require: "
+            f"{str(error).partition(chr(10))[0]}\n"
+            "use an elementwise optimizer such as SGD, Adam or Adagrad, or the strategy all_reduce without shard"
         ) from error
     if not same:
         raise WorkloadError(
             f"{name} is not elementwise: its steps on slices of the parameters differ from its step on the whole.\n"
-            "use an elementwise optimizer such as SGD, Adam or Adagrad, or the strategy all_reduce"
+            "use an elementwise optimizer such as SGD, Adam or Adagrad, or the strategy all_reduce without shard"
         )
 
 

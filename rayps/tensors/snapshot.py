@@ -26,13 +26,41 @@ from rayps.core.errors import CheckpointError
 from rayps.core.phase_rounds import OPEN, Calendar, PhaseSpan
 from rayps.core.records import Point, RingTable
 from rayps.core.repeated_pushes import Ledger, union
+from rayps.core.urls import Location
 from rayps.core.values import JsonObject
-from rayps.tensors import loss_scale, weight_average
+from rayps.tensors import checkpoint, checkpoint_parts, loss_scale, weight_average
 from rayps.tensors.checkpoint import SavedState
+from rayps.tensors.checkpoint_parts import PartFacts
 from rayps.tensors.flat import Layout
 from rayps.tensors.local_state import LocalState, below
 from rayps.tensors.optim import Moments, ParamState, by_name, moments_of
 from rayps.tensors.weight_average import Average
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFacts:
+    """What a worker has written: the file, the optimizer's numbers by parameter, and the frozen parameters.
+
+    `frozen` are the names of the frozen parameters in the file, and `frozen_hash` is of their values.
+    """
+
+    file: PartFacts
+    numbers: dict[str, ParamState] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
+    frozen_hash: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StateSource:
+    """Where the tensors are that a snapshot stands for.
+
+    They are in the checkpoint `path`, or in the files that workers have `written` for the next one. If there is
+    neither, workers draw them.
+    """
+
+    path: Location | None = None
+    written: tuple[WrittenFacts, ...] = ()
+
 
 _RETAINED = 2  # number of parts that are retained: the newest ones
 P = TypeVar("P")
@@ -71,6 +99,50 @@ class Snapshot:
     frozen_hash: str = ""  # of the values of `frozen`; "" if there are none
     # from where each replica continues in data without a length: see `rayps.worker.batches.Cursor`
     cursors: dict[int, JsonObject] = field(default_factory=dict)
+    # where the parameters, moments and frozen parameters are if the snapshot has none; None if it has them. `params` is
+    # then on the meta device
+    source: StateSource | None = None
+
+    @classmethod
+    def without_tensors(cls, layout: Layout, source: StateSource) -> Snapshot:
+        """Return the snapshot that stands for the state at `source`, for workers that read or draw it themselves."""
+        return cls(layout, torch.empty(layout.size, dtype=layout.dtype, device="meta"), source=source)
+
+    @classmethod
+    def standing_for(cls, path: Location) -> Snapshot:
+        """Return the snapshot of a checkpoint without parameters, moments and frozen parameters.
+
+        Raises CheckpointError if the checkpoint is missing or damaged.
+        """
+        meta, shapes = checkpoint.meta_of(path), checkpoint_parts.contents(path)
+        small = [key for key in shapes if key.partition("/")[0] in ("rng", "buffer", "shared")]
+        tensors: dict[str, Tensor] = dict(checkpoint_parts.read_pieces(path, dict.fromkeys(small)))
+        for name, shape in meta["parameters"]:
+            dtype = getattr(torch, shapes[f"model/{name}"]["dtype"])
+            tensors[f"model/{name}"] = torch.empty(shape, dtype=dtype, device="meta")
+        apart = meta.get("apart", {}) | {"numbers": {}}
+        found = cls.from_state(SavedState(tensors, meta | {"optimizer_numbers": {}, "apart": apart}))
+        found.source = StateSource(path)
+        return found
+
+    def loaded(self) -> Snapshot:
+        """Return the snapshot with all tensors: this one, or the checkpoint that it stands for.
+
+        Raises CheckpointError if the checkpoint is missing or damaged.
+        """
+        if self.source is None:
+            return self
+        assert self.source.path is not None, "workers have drawn the state, and no checkpoint has it"
+        whole = Snapshot.from_state(checkpoint.load(self.source.path))
+        return replace(
+            self,
+            params=whole.params,
+            moments=whole.moments,
+            buffers=whole.buffers,
+            frozen=whole.frozen,
+            frozen_hash=whole.frozen_hash,
+            source=None,
+        )
 
     @property
     def round(self) -> int:
@@ -139,6 +211,8 @@ class Snapshot:
         tensors |= {f"rng/{rank}": value for rank, value in self.rng.items()}
         moments, numbers = by_name(self.moments)
         tensors |= moments | {f"shared/{name}": value for name, value in self.shared.items()}
+        if self.source is not None:  # workers write the other tensors
+            tensors = {name: value for name, value in tensors.items() if not value.is_meta}
         own_numbers = dict[str, dict[str, ParamState]]()
         for rank, own in self.own.items():
             found, own_numbers[str(rank)] = own.named()
@@ -209,7 +283,10 @@ class Snapshot:
 
     def without_frozen(self) -> Snapshot:
         """Return the snapshot without the values of frozen parameters, for a worker that has them."""
-        return replace(self, buffers={name: value for name, value in self.buffers.items() if name not in self.frozen})
+        held = {name: value for name, value in self.buffers.items() if name not in self.frozen}
+        if self.source is not None:  # workers draw or read the frozen parameters too
+            return replace(self, buffers=held, frozen=frozenset(), frozen_hash="")
+        return replace(self, buffers=held)
 
     def thaw(self, changed: Collection[str]) -> None:
         """Treat the parameters `changed` as buffers from now on, because a step has changed them."""

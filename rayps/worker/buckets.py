@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from rayps.comm.ring import Ring
-from rayps.comm.ring.bucketed_mean import SentBuckets, pieces
+from rayps.comm.ring.bucketed_mean import SentBuckets, pieces, scattered_pieces
+from rayps.comm.ring.owned_slices import OwnedSlices
 from rayps.core.records import Event
+from rayps.core.topology import AUTO_BUCKET_MB
 from rayps.tensors.finite import is_finite
 from rayps.tensors.flat import FlatModel, Gradient, Layout, dense
 from rayps.worker.step_flags import COUNT, StepFlags, with_flags
 
-AUTO_MB = 4.0
 HELD_ELEMENTS = 1 << 14  # gradients with fewer elements are copied, because this is faster than a call for each
 
 
@@ -42,21 +43,27 @@ class Buckets:
         flags: StepFlags | None = None,
         *,
         hooked: bool = True,
+        slices: OwnedSlices | None = None,
     ) -> None:
         """Prepare buckets of `bucket_mb` times 10^6 bytes. `flags` are exchanged by `finish`.
 
         If `bucket_mb` is 0, there is one bucket, which is sent after backward. If it is None, `chosen` decides.
-        `hooked`: gradients are taken when autograd has computed them; if False, the caller calls `take`.
+        `hooked`: gradients are taken when autograd has computed them; if False, the caller calls `take`. `slices`: the
+        elements of which this rank needs the mean, in buckets of the same size; None means all elements.
         """
         self._flat, self._ring = flat, ring
         self._flags = StepFlags() if flags is None else flags
-        size, self._why = (bucket_mb, "as bucket_mb says") if bucket_mb is not None else chosen(flat, ring)
+        auto = (AUTO_BUCKET_MB, "each bucket is sent to the owners of its slices") if slices is not None else None
+        size, self._why = (bucket_mb, "as bucket_mb says") if bucket_mb is not None else auto or chosen(flat, ring)
         self.early = size > 0
         self._buckets = cut(flat.layout, 1e6 * size or math.inf)
         self._bucket_of = {i: b for b, members in enumerate(self._buckets) for i in members}
-        entries = flat.layout.entries
-        spans = [slice(entries[members[-1]].lo, entries[members[0]].hi) for members in self._buckets]
-        self._pieces = pieces(ring, flat.packed[:-1], spans, len(entries) + 1 + COUNT)
+        entries, vector = flat.layout.entries, flat.packed[:-1]
+        marks = len(entries) + 1 + COUNT
+        if slices is None:
+            self._pieces = pieces(ring, vector, spans(flat.layout, self._buckets), marks)
+        else:
+            self._pieces = scattered_pieces(ring, vector, slices, marks)
         self._active, self._adds, self._samples, self._factor = False, False, 0.0, 1.0
         self._arrivals: list[int] = []  # indices of the parameters, in the order in which their gradients arrived
         self._times = [0] * len(entries)  # the number of parts of each gradient in this round
@@ -221,10 +228,16 @@ def chosen(flat: FlatModel, ring: Ring) -> tuple[float, str]:
     if "hosts" not in ring.choices:
         return 0.0, "a torch process group sums the gradients"
     if len(ring.choices["hosts"]) > 1:
-        return AUTO_MB, "the transfer between hosts takes longer than starting a thread to send"
+        return AUTO_BUCKET_MB, "the transfer between hosts takes longer than starting a thread to send"
     if flat.packed.device.type == "cpu":
-        return AUTO_MB, "ranks of one host read the buckets in shared memory, without a thread"
+        return AUTO_BUCKET_MB, "ranks of one host read the buckets in shared memory, without a thread"
     return 0.0, "on one host a thread that sends would take a core from the ranks that compute"
+
+
+def spans(layout: Layout, buckets: Sequence[Sequence[int]]) -> list[slice]:
+    """Return the range of the vector of each bucket, for the indices of each bucket's parameters."""
+    entries = layout.entries
+    return [slice(entries[members[-1]].lo, entries[members[0]].hi) for members in buckets]
 
 
 def cut(layout: Layout, size: float) -> list[list[int]]:

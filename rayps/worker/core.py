@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -29,7 +30,7 @@ from rayps.data.base import Batch, Data, Nested
 from rayps.tensors import optim
 from rayps.tensors.clip import NormClip
 from rayps.tensors.finite import gradient_fault
-from rayps.tensors.flat import FlatModel, Gradient
+from rayps.tensors.flat import FlatModel, Gradient, Layout
 from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of
 from rayps.tensors.user_loss import checked_loss
 from rayps.worker.batches import BatchStream
@@ -40,8 +41,10 @@ from rayps.worker.plan import WorkerPlan
 from rayps.worker.step_scaling import StepScaling
 from rayps.workload.accumulate import Ready, StepLoss
 from rayps.workload.base import Workload, evaluates_training_data
+from rayps.workload.checkpoint_activations import checkpoint_activations
 from rayps.workload.compile_model import compile_model
 from rayps.workload.model import model_of
+from rayps.workload.model_blocks import named_briefly
 from rayps.workload.model_part import ModelPart, Whole
 
 if TYPE_CHECKING:
@@ -49,6 +52,34 @@ if TYPE_CHECKING:
 
 Memory = Callable[[int, torch.dtype], Tensor]  # (elements, dtype) -> a new vector, e.g. in shared memory
 Traffic = tuple[float, float, int]  # seconds waited, seconds spent on transfer, bytes
+
+
+@dataclass(frozen=True, slots=True)
+class VectorMemory:
+    """Where a worker's vectors are. A function allocates memory that other processes use; None means private memory.
+
+    `keeps_sparse`: gradients of sparse layout stay sparse. `holds_gradient`: there is a vector of gradients; if False,
+    gradients stay in `.grad`.
+    """
+
+    gradients: Memory | None = None
+    parameters: Callable[[Layout], Memory | None] = lambda layout: None
+    keeps_sparse: bool = False
+    holds_gradient: bool = True
+
+    def flatten(self, part: ModelPart) -> FlatModel:
+        """Make the parameters of a model's part views of one vector in this memory.
+
+        Raises LinkError if a connection fails while the memory is allocated.
+        """
+        return FlatModel(
+            part.module,
+            self.gradients,
+            (part.layout, part.parameters),
+            self.parameters(part.layout),
+            keeps_sparse=self.keeps_sparse,
+            holds_gradient=self.holds_gradient,
+        )
 
 
 class Worker:
@@ -67,13 +98,12 @@ class Worker:
         peers: WorkerConnections,
         device: str = "cpu",
         *,
-        gradients: Memory | None = None,
-        parameters: Memory | None = None,
+        vectors: VectorMemory | None = None,
         steps: bool = True,
     ) -> None:
         """Build the model. If `steps`, the worker also has an optimizer.
 
-        `gradients` and `parameters` allocate memory that other processes read or write; None means private memory.
+        `vectors` says where the vectors of gradients and parameters are; None means in private memory.
 
         Raises:
             WorkloadError, DataError: the user's code failed.
@@ -88,9 +118,9 @@ class Worker:
         self.scaling = StepScaling(workload.precision)
         self.batches = self._stream(workload)
         self.part: ModelPart = self._model_part(peers)
-        self.flat = FlatModel(self.part.module, gradients, (self.part.layout, self.part.parameters), parameters)
+        self.flat = (vectors or VectorMemory()).flatten(self.part)
         self.clip = NormClip(workload.clip_norm, peers.rings.values())
-        self.local: LocalOptimizer | None = self._optimizer() if steps else None
+        self.local: WorkerOptimizer | None = self._optimizer() if steps else None
         self.meter = Meter(list(peers.rings.values()))
 
     # ---- position
@@ -188,6 +218,17 @@ class Worker:
         """
         return self.clip.clipped(vector)
 
+    def committed_state(self) -> tuple[Tensor, optim.Moments]:
+        """Return what a backup holds of parameters and moments: all of them, without a copy.
+
+        The moments include the groups' `edits`: see `rayps.tensors.optim.edits`.
+        """
+        optimizer, flat = self.optimizer, self.flat
+        assert optimizer is not None, "a worker whose state is committed has an optimizer"
+        named = zip(flat.layout.entries, flat.parameters, strict=True)
+        moments = {entry.name: optimizer.state.get(p, {}) for entry, p in named}
+        return flat.vector, optim.with_edits(moments, optimizer, flat.layout, flat.parameters)
+
     def own_loss(self) -> float:
         """Return the mean loss of this worker's model over all of the evaluation data."""
         result = evaluated(self, whole=True).get("loss", Total(math.nan, 1)).result
@@ -239,6 +280,10 @@ class Worker:
     def _backward(self, batch: Batch, ready: Ready | None = None) -> StepLoss:
         factor = self.scaling.factor
         found = self.part.backward(batch, self.position - 1, self._check, ready=ready, scale=factor)
+        return self._recorded(found, batch)
+
+    def _recorded(self, found: StepLoss, batch: Batch) -> StepLoss:
+        """Record the loss of a step in the meter, and return it."""
         self.batches.weight = found.weight
         if found.mean is not None and self.part.reports:
             self.meter.add_loss(found.mean, found.weight, batch.size)
@@ -303,14 +348,22 @@ class Worker:
             found.pass_.alone = not ends_together(plan.strategy.topology)
         return found
 
-    def _optimizer(self) -> LocalOptimizer:
+    def _optimizer(self) -> WorkerOptimizer:
         factory = self.part.factory(recipe_of(self.workload))
         return LocalOptimizer(factory, self.flat, self.clip, Ticks(self.plan.origin, self.batches.steps_per_epoch))
+
+    def _new_model(self) -> nn.Module:
+        """Return a model whose parameters are loaded next. Raises WorkloadError if the user's code fails."""
+        return model_of(self.workload)
 
     def _model_part(self, peers: WorkerConnections) -> ModelPart:
         plan, workload = self.plan, self.workload
         if plan.division is None:
-            model = plan.strategy.split(model_of(workload).to(self.device), peers.ring)
+            model = plan.strategy.split(self._new_model().to(self.device), peers.ring)
+            blocks = checkpoint_activations(model, workload.checkpoint_activations, workload.compile, self.device)
+            if blocks and not plan.rank:
+                message = f"the activations of {len(blocks)} modules ({named_briefly(blocks)}) are computed again"
+                self.log.choices.append({"kind": "choice", "message": message, "blocks": blocks})
             compile_model(model, workload.compile, self.device)
             return Whole(workload, model)
         column = plan.grid.column(plan.rank)
@@ -335,6 +388,35 @@ class EarlyGradient(Protocol):
 
 
 # ---- optimizer
+
+
+class WorkerOptimizer(Protocol):
+    """The optimizer with which a worker steps its parameters, or those that it owns."""
+
+    optimizer: Optimizer  # the user's
+    unused: Collection[int]  # indices of the parameters that have no gradient in the next step, which skips them
+    mean: Tensor | None  # the gradient of the next step if it is in memory that other ranks also read
+
+    def at(self, round: int) -> None:
+        """Set the learning rates of round `round` by the schedule. Raises WorkloadError if the schedule fails."""
+
+    def step(self, vector: Tensor) -> None:
+        """Apply a gradient, clipped to the workload's `clip_norm`. Raises WorkloadError if the step fails."""
+
+    def moments(self) -> optim.Moments:
+        """Return a dict from a parameter's name to its optimizer state, as copies on the CPU."""
+
+    def load(self, moments: optim.Moments) -> None:
+        """Restore the state of whole parameters. The state of an optimizer of another kind is dropped."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors of the optimizer's state, in the same order on all workers."""
+
+    def make_state(self) -> None:
+        """Create the optimizer's state with all values zero. The parameters do not change."""
+
+    def reset(self) -> None:
+        """Drop the optimizer's state."""
 
 
 class LocalOptimizer:

@@ -16,7 +16,7 @@ from rayps.tensors import weight_average
 from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.connections import WorkerConnections
-from rayps.worker.core import Worker
+from rayps.worker.core import VectorMemory, Worker
 from rayps.worker.loop import Loop
 from rayps.worker.plan import WorkerPart, WorkerPlan
 from rayps.worker.ring_worker import RingWorker
@@ -30,7 +30,7 @@ class LocalWorker(RingWorker):
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
         """Build the worker, with gradients in memory of the ring. See `Worker`."""
         assert peers.ring is not None, "workers average over a ring"
-        super().__init__(workload, plan, peers, device, gradients=peers.ring.buffer)
+        super().__init__(workload, plan, peers, device, vectors=VectorMemory(peers.ring.buffer))
 
 
 class LocalUpdates(Loop):

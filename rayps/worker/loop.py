@@ -33,6 +33,8 @@ class Loop:
     """Runs a strategy's rounds on one worker `w`. The class of `w` is `view`, with the methods of the family."""
 
     view: ClassVar[type[Worker]] = Worker
+    # whether a worker retains its part at each boundary, before the driver asks for one: see `rayps.runtime.snapshots`
+    retains_unasked: ClassVar[bool] = True
     w: Worker
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
@@ -93,6 +95,9 @@ class Loop:
 
     def retain(self, round: int) -> None:
         """Retain what a checkpoint after `round` contains in addition to the result of `state_dict`."""
+
+    def abandon(self) -> None:
+        """End what the loop does in the background after its last round. Any thread may call it."""
 
     def close(self) -> None:
         """Release the loop's resources. This is also called after an error."""

@@ -20,6 +20,8 @@ FAMILIES = {
     strategy_families.SERVER_STEPS: "rayps.worker.server_steps:ServerSteps",
     strategy_families.LOCAL_UPDATES: "rayps.worker.local_updates:LocalUpdates",
     strategy_families.SHARED_VECTOR: "rayps.worker.shared_vector:SharedVectorSteps",
+    strategy_families.SHARDED_STATE: "rayps.worker.sharded_state:ShardedState",
+    strategy_families.SHARDED_PARAMETERS: "rayps.worker.sharded_parameters:ShardedParameters",
     strategy_families.FEDERATED_ROUNDS: "rayps.worker.federated_rounds:FederatedRounds",
 }
 MODEL_SLICE = "rayps.parallel.division.model_slice:ModelSlice"  # the model part of a replica of several workers

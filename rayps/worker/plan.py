@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from torch import Tensor
 
@@ -10,6 +11,7 @@ from rayps.core import records
 from rayps.core.grid import Grid, Point
 from rayps.core.phase_rounds import OPEN, Boundary
 from rayps.core.strategy import StrategyView
+from rayps.core.urls import Location
 from rayps.core.user_code import Call
 from rayps.core.values import JsonObject
 from rayps.parallel.division.division import Division
@@ -19,6 +21,7 @@ from rayps.recovery.worker_backup import CommitCost
 from rayps.tensors import optim
 from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.local_state import LocalState
+from rayps.tensors.snapshot import WrittenFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,15 @@ class Orders:
     each_boundary: bool = False  # whether the driver takes a snapshot at every boundary, for which workers wait
     evaluation_batches: int | None = None  # the most batches of a worker's evaluation; None: all
     each_epoch: bool = False  # the same at the end of every evaluated epoch, whose round is not known before
+    parts: PartsPlan | None = None  # where workers write their parts of checkpoints; None if the driver writes
+
+
+@dataclass(frozen=True, slots=True)
+class PartsPlan:
+    """Where the workers of a generation write their parts of checkpoints, and the token of these files."""
+
+    place: Location
+    token: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +94,7 @@ class WorkerPlan:
     each_boundary: bool = False  # whether to wait at a boundary until the driver has the states of earlier ones
     evaluation_batches: int | None = None  # the most batches of an evaluation; None: all
     each_epoch: bool = False  # the same at the end of every evaluated epoch, whose round is not known before
+    parts: PartsPlan | None = None  # where this worker writes its part of a checkpoint; None if the driver writes
 
     @property
     def last_epoch(self) -> int | None:
@@ -138,3 +151,26 @@ class WorkerPart:
     shared: dict[str, Tensor] = field(default_factory=dict)  # values that are equal on all workers
     met: bool = False  # whether the strategy's stop rule was met in this round, which ends the phase
     cursor: JsonObject | None = None  # from where the worker continues in data without a length: see `Cursor`
+    pending: PendingPart | None = None  # on the worker: the write of its tensors, if the worker writes them itself
+    written: WrittenFacts | None = None  # on the driver: what the worker has written
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the part can be sent to the driver: the worker has written its tensors, or failed to."""
+        return self.pending is None or self.pending.done()
+
+    def delivered(self) -> WorkerPart:
+        """Return the part as the driver receives it. Raises the error of the write, if it has failed."""
+        if self.pending is None:
+            return self
+        return replace(self, pending=None, written=self.pending.facts())
+
+
+class PendingPart(Protocol):
+    """A worker's file of a checkpoint, which is written in the background."""
+
+    def done(self) -> bool:
+        """Return whether the write has ended, with or without an error."""
+
+    def facts(self) -> WrittenFacts:
+        """Return what was written. Call it after the end of the write, whose error it raises."""

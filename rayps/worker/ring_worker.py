@@ -18,7 +18,7 @@ from rayps.data.base import Batch
 from rayps.tensors.flat import Gradient
 from rayps.tensors.local_state import below
 from rayps.worker.connections import WorkerConnections
-from rayps.worker.core import Memory, Worker, traffic_of
+from rayps.worker.core import VectorMemory, Worker, traffic_of
 from rayps.worker.plan import WorkerPlan
 from rayps.worker.step_flags import COUNT, OVERFLOW, StepFlags, with_flags
 from rayps.workload.base import Workload
@@ -110,11 +110,10 @@ class RingWorker(Worker):
         peers: WorkerConnections,
         device: str = "cpu",
         *,
-        gradients: Memory | None = None,
-        parameters: Memory | None = None,
+        vectors: VectorMemory | None = None,
     ) -> None:
         """Build the worker, and the ring that compresses if the strategy has compression. See `Worker`."""
-        super().__init__(workload, plan, peers, device, gradients=gradients, parameters=parameters)
+        super().__init__(workload, plan, peers, device, vectors=vectors)
         ring = peers.ring
         assert ring is not None, "a family without servers uses a ring"
         self.meter.sources.append(traffic_of(ring))

@@ -89,7 +89,7 @@ class GenerationRun:
                 facts.position,
                 facts.error,
                 facts.points,
-                sorted(self._parts),
+                sorted(at for at, part in self._parts.items() if part.is_complete),
                 kept_since=0 if session is None else session.replay_buffer.since,
                 cost=None if self._backup is None else self._backup.cost,
                 met=facts.met,
@@ -114,10 +114,19 @@ class GenerationRun:
     def part(self, rounds: int | None) -> WorkerPart | None:
         """Return this worker's part of the checkpoint after `rounds` rounds, or None if it is not retained.
 
-        If `rounds` is None, return the newest part.
+        If `rounds` is None, return the newest part. Raises CheckpointError or TrainingError if the worker has failed to
+        write it.
         """
         with self._lock:
-            return self._parts.get(max(self._parts, default=0) if rounds is None else rounds)
+            at = max(self._parts, default=0) if rounds is None else rounds
+            part = self._parts.get(at)
+            if part is None:
+                return None
+            try:
+                return part.delivered()
+            except RaypsError:
+                del self._parts[at]  # the driver then asks for the part of a later round
+                raise
 
     def rewire(self, found: SpaceMap) -> None:
         """Use the map `found`, in which a shard is replaced, and repeat the pushes that the new shard lacks."""
@@ -147,6 +156,8 @@ class GenerationRun:
         next exchange with a peer.
         """
         self._stop.set()
+        if self._run is not None:
+            self._run.loop.abandon()
         if self._backup is not None:
             self._backup.end_commits()
         self._connections.abort()
@@ -295,7 +306,7 @@ class PlanRun:
             if due:
                 self._await_epoch()
                 self._due = at
-            together = due or at in plan.boundary
+            together = due or (at in plan.boundary and (loop.retains_unasked or plan.each_boundary))
             if together or at == self.wanted:
                 loop.retain(at)
                 if not (w.done or at >= plan.end):  # at the end, the part is taken after `finish`

@@ -19,7 +19,7 @@ from rayps.tensors.flat import Gradient, square_of
 from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.connections import WorkerConnections
-from rayps.worker.core import Worker
+from rayps.worker.core import VectorMemory, Worker
 from rayps.worker.early_push import EarlyPush
 from rayps.worker.loop import Loop
 from rayps.worker.plan import WorkerPart, WorkerPlan
@@ -41,8 +41,8 @@ class ServerWorker(Worker):
         servers = servers_of(plan.strategy)
         assert servers is not None, "the strategy declares servers"
         place = transfer_device(device)
-        buffer = server.buffer if place is None else None  # the gradient on a device is not in the servers' memory
-        super().__init__(workload, plan, peers, device, gradients=buffer, steps=servers.own_copies)
+        memory = VectorMemory(server.buffer if place is None else None)  # on a device, servers cannot read the gradient
+        super().__init__(workload, plan, peers, device, vectors=memory, steps=servers.own_copies)
         self.server: GroupServer | DeviceServer = server
         self._early: EarlyPush | None = None
         if place is not None:

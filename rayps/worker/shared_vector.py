@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from rayps.worker.connections import WorkerConnections
-from rayps.worker.core import Worker
+from rayps.worker.core import VectorMemory, Worker
 from rayps.worker.loop import Loop
 from rayps.worker.plan import WorkerPlan
 from rayps.worker.ring_worker import RingWorker
@@ -18,7 +18,9 @@ class SharedVectorWorker(RingWorker):
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
         """Build the worker, with parameters in memory of the ring. See `Worker`."""
         assert peers.ring is not None, "the ring allocates the shared memory"
-        super().__init__(workload, plan, peers, device, parameters=peers.ring.common)
+        common = peers.ring.common
+        vectors = VectorMemory(parameters=lambda layout: common, keeps_sparse=True)
+        super().__init__(workload, plan, peers, device, vectors=vectors)
 
 
 class SharedVectorSteps(Loop):

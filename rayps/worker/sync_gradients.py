@@ -20,7 +20,7 @@ from rayps.data.base import Batch
 from rayps.tensors.flat import Gradient
 from rayps.worker.buckets import Buckets
 from rayps.worker.connections import WorkerConnections
-from rayps.worker.core import Worker
+from rayps.worker.core import VectorMemory, Worker
 from rayps.worker.loop import Loop
 from rayps.worker.plan import WorkerPlan
 from rayps.worker.ring_worker import RingWorker
@@ -41,10 +41,18 @@ class SyncWorker(RingWorker):
 
     synchronizes_batchnorm: ClassVar[bool] = True
 
-    def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        plan: WorkerPlan,
+        peers: WorkerConnections,
+        device: str = "cpu",
+        *,
+        vectors: VectorMemory | None = None,
+    ) -> None:
         """Build the worker, the buckets of its gradients, and the connection to sparse tables. See `Worker`."""
         assert peers.ring is not None, "gradients are averaged over a ring"
-        super().__init__(workload, plan, peers, device, gradients=peers.ring.buffer)
+        super().__init__(workload, plan, peers, device, vectors=vectors or VectorMemory(peers.ring.buffer))
         self.ring = self.means.sent
         self._batchnorm: BatchNormSync | None = None
         if workload.sync_batchnorm and plan.size > 1:
@@ -52,14 +60,22 @@ class SyncWorker(RingWorker):
         self._counted: Batch | None = None  # the last batch with rows, if BatchNorm layers are synchronized
         self._buckets: Buckets | None = None
         if isinstance(self.ring, Ring) and plan.division is None:
-            topology = plan.strategy.topology
-            size = topology.bucket_mb if isinstance(topology, Peers) else None
-            if self._batchnorm is not None:
-                size = 0.0  # the sums of BatchNorm layers use the ring during backward
-            self._buckets = Buckets(self.flat, self.ring, size, self.flags)
-            self.log.choices += [self._buckets.choice] if plan.rank == 0 and plan.size > 1 else []
+            self._buckets = self._make_buckets(self.ring)
+            if self._buckets is not None and plan.rank == 0 and plan.size > 1:
+                self.log.choices.append(self._buckets.choice)
         if peers.session is not None:
             bind_tables(self, peers.session)
+
+    def _make_buckets(self, ring: Ring) -> Buckets | None:
+        return Buckets(self.flat, ring, self._bucket_mb, self.flags)
+
+    @property
+    def _bucket_mb(self) -> float | None:
+        """The size of buckets in 10^6 bytes: 0 means one bucket, None an automatic choice."""
+        if self.workload.sync_batchnorm and self.plan.size > 1:
+            return 0.0  # the sums of BatchNorm layers use the ring during backward
+        topology = self.plan.strategy.topology
+        return topology.bucket_mb if isinstance(topology, Peers) else None
 
     def grad(self, batch: Batch) -> Gradient:
         """Return the gradient as `Worker.grad` does.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -36,6 +37,16 @@ class StepLoss:
     weight: float
     factor: float = 1.0
     metrics: Totals = field(default_factory=dict)
+
+
+class MicroBatchGradients(Protocol):
+    """Takes the gradient of each micro-batch, instead of their sum at the end of the step."""
+
+    def begin(self, weight: float, factor: float = 1.0) -> None:
+        """Start a micro-batch, before its backward. `.grad` times `factor` is the gradient of a mean of this weight."""
+
+    def end(self) -> None:
+        """End a micro-batch, after its backward. Its gradients are taken, and `.grad` is None."""
 
 
 def micro_batches(batch: Batch) -> list[Batch]:
@@ -83,3 +94,35 @@ def accumulate(
     if len(parts) == 1 and weight and not pairs:
         mean = value
     return StepLoss(mean, whole(weight), factor / scale, metrics)
+
+
+def each_micro_batch(
+    compute: Compute, batch: Batch, check: Check, gradients: MicroBatchGradients, *, scale: float = 1.0
+) -> StepLoss:
+    """Compute loss and backward of each micro-batch, and pass each gradient on to `gradients` with its weight.
+
+    A micro-batch with weight 0 begins and ends too, without a backward. The losses are multiplied by `scale` for
+    backward. The factor of the result is 1. Raises the errors of `accumulate`, and those of `gradients`.
+    """
+    total, weight = 0.0, 0.0
+    pairs: bool | None = None
+    metrics: Totals = {}
+    for part in micro_batches(batch):
+        with user_code("loss"):  # each micro-batch is a call of its own for the time limit
+            found = compute(part)
+            add_totals(metrics, found.metrics)
+            pairs = is_pair(found, pairs)
+            own = found.weight_of(part.size)
+            if own:
+                value = check(found.total)
+                total += value if pairs else value * own
+                weight += own
+            gradients.begin(whole(own), 1 / scale)
+            if own:
+                loss = found.total / own if pairs else found.total
+                (loss if scale == 1 else loss * scale).backward()  # type: ignore[no-untyped-call]
+            gradients.end()
+            del found
+    single = value if weight and len(micro_batches(batch)) == 1 and not pairs else None
+    mean = total / weight if weight else math.nan
+    return StepLoss(mean if single is None else single, whole(weight), 1.0, metrics)

@@ -24,6 +24,7 @@ from rayps.workload import parameters
 from rayps.workload.callback import Callback
 from rayps.workload.compile_model import Compile, options_of
 from rayps.workload.metric_values import Metric
+from rayps.workload.model_blocks import BlockNames, patterns_of
 from rayps.workload.precision import DTYPES
 
 Loss: TypeAlias = torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]  # a mean, or a sum and its weight
@@ -65,6 +66,10 @@ class Workload(ABC):
     `compile` True compiles the model on each worker by `torch.compile`, in place: parameters keep their names. A string
     is the name of a backend, and a dict has options of `torch.compile`.
 
+    `checkpoint_activations` True stores only the inputs of the blocks that the model repeats, such as the layers of a
+    decoder, and computes their activations again for backward. Names such as "layers.*", or several, choose modules
+    instead. Loss and gradients do not change.
+
     Example:
         class Line(rayps.Workload):
             def model(self):
@@ -85,6 +90,7 @@ class Workload(ABC):
     accumulate: int = 1  # micro-batches in a step
     precision: str | None = None  # of loss and evaluation: None (as the model is), "bf16" or "fp16"
     compile: Compile = False  # True, a backend's name, or a dict of options of torch.compile
+    checkpoint_activations: BlockNames = False  # True (repeated blocks), or names of modules such as "layers.*"
     schedule_every: str = "step"  # the unit of `schedule`: "step" or "epoch"
     evaluation_batches: int | None = None  # the most batches of each worker in an evaluation; None: all of its share
     sync_batchnorm: bool = False  # whether BatchNorm layers use the union of the workers' batches (all_reduce, hybrid)
@@ -202,13 +208,14 @@ def check_clip_norm(workload: Workload) -> None:
 
 
 def check_fields(workload: Workload) -> None:
-    """Refuse an invalid `clip_norm`, `accumulate`, `evaluation_batches`, `precision` or `compile`.
+    """Refuse an invalid `clip_norm`, `accumulate`, `precision`, `compile`, or another invalid field.
 
     Raises:
         ConfigError: a field has a value that it cannot have.
     """
     check_clip_norm(workload)
     options_of(workload.compile)
+    patterns_of(workload.checkpoint_activations, "checkpoint_activations")
     name, k, precision = type(workload).__name__, workload.accumulate, workload.precision
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise ConfigError(

@@ -58,14 +58,19 @@ def model_of(workload: Workload) -> nn.Module:
     return model
 
 
+def seeded_model(workload: Workload, seed: int) -> nn.Module:
+    """Return a new model from the user's `model()`, drawn from `seed`. Raises the errors of `model_of`."""
+    with _drawing():
+        torch.manual_seed(seed)
+        return model_of(workload)
+
+
 def drawn(workload: Workload, seed: int) -> Snapshot:
     """Return the state before the first round, with parameters drawn from `seed`.
 
     The state does not depend on the strategy or the number of workers.
     """
-    with _drawing():
-        torch.manual_seed(seed)
-        model = model_of(workload)
+    model = seeded_model(workload, seed)
     buffers = {name: value.clone() for name, value in outside_vector(model).items()}
     frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
     of_frozen = hash_of({name: buffers[name] for name in frozen})

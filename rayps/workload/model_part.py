@@ -16,7 +16,7 @@ from rayps.core.records import Point
 from rayps.data.base import Batch
 from rayps.tensors.flat import Layout, outside_vector
 from rayps.tensors.optim import Factory
-from rayps.workload.accumulate import Check, Ready, StepLoss, accumulate
+from rayps.workload.accumulate import Check, MicroBatchGradients, Ready, StepLoss, accumulate, each_micro_batch
 from rayps.workload.base import Workload
 from rayps.workload.loss_result import LossResult, loss_result
 from rayps.workload.metric_values import Metric, totals_of
@@ -92,6 +92,12 @@ class Whole:
     ) -> StepLoss:
         """Leave gradients in `.grad` of the parameters, and return the loss of the step: see `accumulate`."""
         return accumulate(self._loss, batch, check, ready=ready, scale=scale)
+
+    def backward_each(
+        self, batch: Batch, check: Check, gradients: MicroBatchGradients, *, scale: float = 1.0
+    ) -> StepLoss:
+        """Pass the gradient of each micro-batch on to `gradients`, and return the loss: see `each_micro_batch`."""
+        return each_micro_batch(self._loss, batch, check, gradients, scale=scale)
 
     def evaluate(self, batch: Batch) -> Totals:
         """Return the totals of the batch's metrics, including the loss."""

@@ -116,6 +116,59 @@ def ring_with_work(mesh: Mesh | Subgroup | Idle, x: Tensor, fold: Fold, before: 
     mesh.relay((me + 1) % n, (me - 1) % n, first(), arrivals())
 
 
+def ring_slice(n: int, ranks: int, rank: int) -> slice:
+    """Return the range of `n` elements of which `ring_reduce_scatter` leaves the sum on `rank`, one of `ranks`."""
+    return slices(n, ranks)[(rank + 1) % ranks]
+
+
+def ring_reduce_scatter(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
+    """Run the reduce-scatter of `ring`, which is its first half, in place.
+
+    Afterwards `ring_slice` of `x` has the same bits as after `ring`. The other elements are undefined.
+    """
+    n, me = mesh.size, mesh.rank
+    if n == 1:
+        return
+    cuts = slices(x.numel(), n)
+    scratch = torch.empty(min(SEGMENT_BYTES // x.element_size(), -(-x.numel() // n)), dtype=x.dtype)
+
+    def adding(segment: Tensor, arrived: Tensor, last: bool) -> Callable[[], Buffer | None]:
+        def work() -> Buffer | None:
+            fold(segment, arrived)
+            return None if last else raw(segment)
+
+        return work
+
+    def arrivals() -> Iterator[Arrival]:
+        for step in range(n - 1):
+            for segment in _segments(x[cuts[(me - step - 1) % n]]):
+                arrived = scratch[: segment.numel()]
+                yield raw(arrived), adding(segment, arrived, step == n - 2)
+
+    mesh.relay((me + 1) % n, (me - 1) % n, map(raw, _segments(x[cuts[me]])), arrivals())
+
+
+def ring_all_gather(mesh: Mesh | Subgroup, x: Tensor) -> None:
+    """Run the all-gather of `ring`, which is its second half, in place.
+
+    Each rank has valid elements in its `ring_slice` of `x`. Afterwards all ranks have the valid elements of all ranks.
+    """
+    n, me = mesh.size, mesh.rank
+    if n == 1:
+        return
+    cuts = slices(x.numel(), n)
+
+    def passing(segment: Tensor, last: bool) -> Callable[[], Buffer | None]:
+        return lambda: None if last else raw(segment)
+
+    def arrivals() -> Iterator[Arrival]:
+        for step in range(n - 1):
+            for segment in _segments(x[cuts[(me - step) % n]]):
+                yield raw(segment), passing(segment, step == n - 2)
+
+    mesh.relay((me + 1) % n, (me - 1) % n, map(raw, _segments(x[cuts[(me + 1) % n]])), arrivals())
+
+
 def _segments(chunk: Tensor) -> list[Tensor]:
     """Cut a chunk into segments of at most `SEGMENT_BYTES`; an empty chunk gives one empty segment."""
     return list(torch.split(chunk, SEGMENT_BYTES // chunk.element_size())) if chunk.numel() else [chunk]

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from rayps.comm.link.memory import ORDERED
-from rayps.comm.ring.collectives import HALF, CollectiveHandle
+from rayps.comm.ring.algorithms import add, ring_reduce_scatter, ring_slice
+from rayps.comm.ring.collectives import HALF, CollectiveHandle, flat_cpu
+from rayps.comm.ring.owned_slices import OwnedSlices
 from rayps.comm.ring.ring import Ring
 from rayps.comm.ring.shared_memory import Bytes, SharedMemoryFold, Weights, fold_parts, tensor_of
 from rayps.core.partition import part
@@ -82,6 +84,17 @@ def pieces(ring: Ring, vector: Tensor, cuts: Sequence[slice], marks: int) -> Buc
     return SharedMemoryMean(ring, shared_memory, vector, where, cuts, marks)
 
 
+def scattered_pieces(ring: Ring, vector: Tensor, slices: OwnedSlices, marks: int) -> BucketedMean:
+    """Return what `pieces` returns for the buckets of `slices`; the mean is computed only where this rank owns it.
+
+    The other elements of the result of `finish` are undefined.
+    """
+    found = pieces(ring, vector, slices.cuts, marks)
+    if isinstance(found, SharedMemoryMean):
+        found.is_read = False
+    return ScatteredBuckets(ring, vector, slices) if isinstance(found, SentBuckets) else found
+
+
 class _Whole:
     """The base class of means that read every element from the vector. `hold` cannot be used with them."""
 
@@ -142,6 +155,7 @@ class SharedMemoryMean:
         marks: int,
     ) -> None:
         self.seconds = 0.0
+        self.is_read = True  # whether each rank reads the parts of the mean that other ranks have computed
         self._ring, self._shared_memory, self._where = ring, shared_memory, where
         self._dtype, self._size, self._cuts = vector.dtype, vector.nbytes, cuts
         number, offset = where
@@ -211,7 +225,8 @@ class SharedMemoryMean:
                 self._add(piece)
             self._faults[rank][:] = (0, 0) if self.fault is None else (1 + self.fault[1], self.fault[0])
             np.maximum.reduce(self._marks, out=marks.numpy())
-            shared_memory.bytes_shared += shared_memory.bytes_by_two_shot(self._size)
+            moved = shared_memory.bytes_by_two_shot(self._size)
+            shared_memory.bytes_shared += moved if self.is_read else moved // 2
             shared_memory.barrier()
         found = [(int(at) - 1, int(rank)) for at, rank in self._faults if at]
         self.fault = min(found)[::-1] if found else None  # the result is the same on all ranks
@@ -318,3 +333,31 @@ class SentBuckets(_Whole):
             wide.div_(total)
         if wide is not part:
             part.copy_(wide)
+
+
+class ScatteredBuckets(SentBuckets):
+    """A mean of which each rank computes the elements that it owns, by the reduce-scatter of the ring algorithm.
+
+    These elements have the bits that `SentBuckets` computes by the algorithm `ring`. A rank sends half as many bytes.
+    """
+
+    def __init__(self, ring: Ring, vector: Tensor, slices: OwnedSlices) -> None:
+        super().__init__(ring, vector, slices.cuts)
+        self._slices = slices
+
+    def _mean(self, part: Tensor) -> None:
+        ring = self._ring
+        own = ring_slice(part.numel(), ring.size, ring.rank)
+        with flat_cpu(part) as flat:
+            wide = flat.float() if flat.dtype in HALF else flat
+            if self._samples:
+                wide.mul_(self._samples)
+            else:
+                wide.zero_()  # a mean over no samples is 0, although a vector may hold NaN
+            with ring.collectives.collective():
+                ring_reduce_scatter(ring.collectives.mesh, wide, add)
+            total = self._total.item()
+            if total:
+                wide[own].div_(total)
+            if wide is not flat:
+                flat[own].copy_(wide[own])

@@ -136,6 +136,14 @@ class SharedMemoryFold:
         self.residents.append(Resident(mine.ctypes.data, parts, out))
         return mine
 
+    def exposed(self, size: int) -> list[Bytes]:
+        """Allocate `size` zero bytes on each rank, which the other ranks can read; return all ranks' memory.
+
+        All ranks must call `exposed` with the same size.
+        """
+        key, self._offers = self._offers, self._offers + 1
+        return self._share(key, size)
+
     def common(self, size: int) -> Bytes:
         """Allocate `size` zero bytes that every rank reads and writes.
 

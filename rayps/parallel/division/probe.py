@@ -5,7 +5,7 @@ The memory is that of the activations which a forward pass stores for backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -21,6 +21,7 @@ from rayps.parallel.pipeline.cut import layers, spans
 from rayps.parallel.pipeline.skip import stash_in
 from rayps.parallel.tensor import TensorCommunicator, split
 from rayps.workload.base import Workload
+from rayps.workload.checkpoint_activations import checkpoint_activations, checkpointed_blocks
 from rayps.workload.loss_result import loss_result
 from rayps.workload.model import apart, model_of
 
@@ -62,14 +63,24 @@ def plain(division: Division, sizes: Sizes) -> Sizes:
 def whole(workload: Workload, sizes: Sizes, sample: Batch) -> Sizes:
     """Return `sizes` with the bytes per row that the undivided model stores for backward, measured on `sample`.
 
+    If some modules compute their activations again, these are the bytes outside of them, and those of the largest one.
+
     Raises:
         WorkloadError: the user's code fails on the sample.
+        ConfigError: `checkpoint_activations` of the workload chooses no module.
     """
     with apart():
         model = model_of(workload)
-        with _record_stored(model) as found, user_code("loss"):
+        blocks = checkpointed_blocks(model, workload.checkpoint_activations)
+        inside = dict.fromkeys(blocks, 0)
+        with _record_stored(model) as found, _counting(blocks, found, inside), user_code("loss"):
             workload.loss(model, sample)
-    return replace(sizes, kept=(sum(found.values()) / max(sample.size, 1),))
+        if blocks:
+            checkpoint_activations(model, workload.checkpoint_activations)
+            with _record_stored(model) as found, user_code("loss"):
+                workload.loss(model, sample)
+    bytes = sum(found.values()) + max(inside.values(), default=0)
+    return replace(sizes, kept=(bytes / max(sample.size, 1),))
 
 
 def probe(workload: Workload, division: Division, sizes: Sizes, sample: Batch) -> Sizes:
@@ -172,6 +183,28 @@ def _count_exchanges(communicator: _SingleProcessGroup, into: list[int]) -> Iter
         zip((communicator.summed, communicator.gathered, communicator.collectives), before, strict=True)
     ):
         into[i] += now - then
+
+
+@contextmanager
+def _counting(blocks: Mapping[str, nn.Module], found: Mapping[int, int], inside: dict[str, int]) -> Iterator[None]:
+    """In the block, write into `inside` for each module the bytes that are added to `found` while it runs forward."""
+    before: dict[str, int] = {}
+    handles = []
+
+    def begin(name: str) -> None:
+        before[name] = sum(found.values())
+
+    def end(name: str) -> None:
+        inside[name] = max(inside[name], sum(found.values()) - before[name])
+
+    for name, module in blocks.items():
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: begin(name)))
+        handles.append(module.register_forward_hook(lambda *_, name=name: end(name)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

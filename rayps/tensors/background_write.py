@@ -1,0 +1,79 @@
+"""A write that runs in a thread of the lowest priority while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from typing import Generic, TypeVar
+
+from rayps.core.errors import PlaceError
+
+_NICENESS = 19  # the lowest scheduling priority: the thread runs if no other thread of the host wants the processor
+_Result = TypeVar("_Result")
+
+
+class BackgroundWrite(Generic[_Result]):
+    """One write in a thread of its own. The thread has niceness 19 on Linux; elsewhere it is an ordinary thread.
+
+    Hashing and writing of large blocks release the GIL. The requests to a remote place run in the event loop of
+    fsspec, a thread of ordinary priority.
+    """
+
+    def __init__(self, write: Callable[[Callable[[], bool]], _Result], what: str = "the checkpoint") -> None:
+        """Prepare. `write(stopped)` returns the result; `stopped` is what `write_part` asks. `what` is for errors."""
+        self._write, self._what = write, what
+        self._stopped = threading.Event()
+        self._ended = threading.Event()
+        self._value: _Result
+        self._error: BaseException | None = None
+        # a daemon: the process may end during a write, and the checkpoint is then absent
+        self._thread = threading.Thread(target=self._run, daemon=True, name="rayps-checkpoint")
+
+    def start(self) -> BackgroundWrite[_Result]:
+        """Start the thread; return this object."""
+        self._thread.start()
+        return self
+
+    def done(self) -> bool:
+        """Return whether the write has ended: with a result, with an error, or cancelled."""
+        return self._ended.is_set()
+
+    def result(self, timeout: float) -> _Result:
+        """Return the result of the write. Wait for it at most `timeout` seconds.
+
+        Raises:
+            PlaceError: the write has not ended after `timeout` seconds. It goes on.
+            CancelledError: the write was cancelled.
+            CheckpointError, TrainingError: the error of the write.
+        """
+        if not self._ended.wait(timeout):
+            raise PlaceError(
+                f"{self._what} was not written after {timeout:g} s: use a faster place, save less often "
+                "(checkpoint_every), or give a larger timeout",
+                seconds=timeout,
+            )
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def cancel(self, timeout: float = 10.0) -> bool:
+        """Stop the write before its next block; its file is removed. Return whether it has ended in `timeout` s."""
+        self._stopped.set()
+        return self._ended.wait(timeout) if self._thread.ident is not None else True
+
+    def _run(self) -> None:
+        try:
+            if sys.platform == "linux":  # elsewhere this would lower the priority of the whole process
+                with contextlib.suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            if self._stopped.is_set():
+                raise CancelledError(f"{self._what} was cancelled")
+            self._value = self._write(self._stopped.is_set)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ended.set()

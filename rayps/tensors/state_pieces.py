@@ -1,0 +1,72 @@
+"""The state of some elements of the vector as named pieces of whole parameters, as a checkpoint in parts has it.
+
+A piece is a flat range of a parameter, or of the optimizer's state of a parameter. Its offset is the number of elements
+of the parameter before the piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rayps.tensors.flat import Entry, Layout
+from rayps.tensors.optim import Moments, ParamState, by_name, elementwise, moments_of
+
+
+@dataclass(slots=True)
+class StatePieces:
+    """Tensors named as in a checkpoint ("model/0.weight", "optim/0.weight/exp_avg"), and the offsets of pieces.
+
+    A tensor without an offset is whole. `numbers` are the numbers in the optimizer's state, by parameter.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    offsets: dict[str, int] = field(default_factory=dict)
+    numbers: dict[str, ParamState] = field(default_factory=dict)
+
+
+def entries_of(layout: Layout, ranges: Iterable[tuple[int, int]]) -> list[Entry]:
+    """Return the pieces of parameters in some ranges of the vector. A parameter must be in one range only."""
+    return [piece for lo, hi in ranges for piece in layout.pieces(lo, hi)]
+
+
+def wanted(layout: Layout, ranges: Iterable[tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """Return a dict from a parameter's name to the begin and end of its piece, counted from the parameter's begin."""
+    start = {entry.name: entry.lo for entry in layout.entries}
+    return {e.name: (e.lo - start[e.name], e.hi - start[e.name]) for e in entries_of(layout, ranges)}
+
+
+def pieces_of(layout: Layout, ranges: Iterable[tuple[int, int]], vector: Tensor, moments: Moments) -> StatePieces:
+    """Return the state of the elements in `ranges` as copies on the CPU.
+
+    `moments` is the optimizer's state of these elements, as `SlicedOptimizer.moments` returns it; it is not copied.
+    """
+    start = {entry.name: entry.lo for entry in layout.entries}
+    tensors, numbers = by_name(moments)
+    found = StatePieces(tensors, {}, numbers)
+    for piece in entries_of(layout, ranges):
+        offset = piece.lo - start[piece.name]
+        found.tensors[f"model/{piece.name}"] = vector[piece.lo : piece.hi].to("cpu", copy=True)
+        found.offsets[f"model/{piece.name}"] = offset
+        for key, value in moments.get(piece.name, {}).items():
+            if elementwise(key, value, piece.hi - piece.lo):
+                found.offsets[f"optim/{piece.name}/{key}"] = offset
+            elif offset:  # the piece at the parameter's begin has this value too
+                found.tensors.pop(f"optim/{piece.name}/{key}", None)
+    return found
+
+
+def fill(layout: Layout, pieces: dict[str, Tensor], vector: Tensor, ranges: Iterable[tuple[int, int]]) -> None:
+    """Copy the pieces of parameters, by their names in a checkpoint, into the elements of `vector` in `ranges`."""
+    with torch.no_grad():
+        for piece in entries_of(layout, ranges):
+            vector[piece.lo : piece.hi].copy_(pieces[f"model/{piece.name}"].reshape(-1))
+
+
+def moments_in(pieces: dict[str, Tensor], numbers: dict[str, ParamState]) -> Moments:
+    """Return the optimizer's state of pieces, for `SlicedOptimizer.restore`. `numbers` has those of all parameters."""
+    names = {name.removeprefix("model/") for name in pieces if name.startswith("model/")}
+    return moments_of(pieces, {name: held for name, held in numbers.items() if name in names})

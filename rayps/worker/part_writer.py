@@ -1,0 +1,70 @@
+"""Write a worker's part of a checkpoint in the background, while the worker continues to train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from rayps.tensors.background_write import BackgroundWrite
+from rayps.tensors.checkpoint_parts import PartFacts, part_name, write_part
+from rayps.tensors.snapshot import WrittenFacts, hash_of
+from rayps.tensors.state_pieces import StatePieces
+from rayps.worker.plan import PartsPlan
+
+Stopped = Callable[[], bool]  # returns whether the write must end before its next block
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundPart:
+    """A part that is being written: see `PendingPart`."""
+
+    write: BackgroundWrite[WrittenFacts]
+
+    def done(self) -> bool:
+        """Return whether the write has ended, with or without an error."""
+        return self.write.done()
+
+    def facts(self) -> WrittenFacts:
+        """Return what was written. Raises the error of the write."""
+        return self.write.result(0)
+
+
+class PartWriter:
+    """Writes the parts of one worker of a generation, one after the other."""
+
+    def __init__(self, plan: PartsPlan, number: int, count: int, timeout: float) -> None:
+        """Prepare. The worker writes part `number` of `count`. `timeout`: seconds for the write before to end."""
+        self._plan, self._number, self._count, self._timeout = plan, number, count, timeout
+        self._last: BackgroundWrite[WrittenFacts] | None = None
+        self._frozen_hash = ""
+
+    def start(self, round: int, pieces: StatePieces, frozen: dict[str, Tensor]) -> BackgroundPart:
+        """Start to write the part after `round` rounds. The tensors must not change any more.
+
+        `frozen` are the frozen parameters that this worker writes, by name. Wait first until the part before is
+        written. Raises PlaceError if that takes too long, and the error of that write if it has failed.
+        """
+        if self._last is not None:
+            self._last.result(self._timeout)
+        write = BackgroundWrite(partial(self._write, round, pieces, frozen), f"part {self._number} of round {round}")
+        self._last = write.start()
+        return BackgroundPart(write)
+
+    def _write(self, round: int, pieces: StatePieces, frozen: dict[str, Tensor], stopped: Stopped) -> WrittenFacts:
+        plan = self._plan
+        tensors = pieces.tensors | {f"frozen/{name}": value for name, value in frozen.items()}
+        name = part_name(self._number, self._count)
+        file: PartFacts = write_part(
+            plan.place, round, plan.token, name, tensors, offsets=pieces.offsets, stopped=stopped
+        )
+        if frozen and not self._frozen_hash:
+            self._frozen_hash = hash_of(frozen)
+        return WrittenFacts(file, pieces.numbers, frozenset(frozen), self._frozen_hash)
+
+    def close(self) -> None:
+        """Stop the write that is under way, whose file is removed."""
+        if self._last is not None:
+            self._last.cancel()
