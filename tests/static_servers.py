@@ -26,8 +26,10 @@ _CONNECTING = threading.RLock()
 class Served:
     """One server, in this process."""
 
+    device = "cpu"
+
     def __init__(self, house, index, generation=1):
-        self.actor = ShardActor(index, SECRET, pack(house.factory))
+        self.actor = ShardActor(index, SECRET, pack(house.factory), device=self.device)
         plan = ShardPlan(house.space, index, generation, house.boundary)
         self.actor.begin(plan, Snapshot(house.space.layout, house.start, positions=[0] * house.workers))
         self.address = self.actor.place().address

@@ -170,7 +170,8 @@ def test_the_catalogue_tells_everything():
         {"name": "shard", "type": "str | None", "default": None},
         {"name": "slice_backup", "type": "bool | None", "default": None},
     ]
-    assert told["parameter_server"]["options"][-1] == replica
+    resources = {"name": "shard_resources", "type": "dict[str, float] | None", "default": None}
+    assert told["parameter_server"]["options"][-2:] == [replica, resources]
     assert [o["of"] for o in told["pipeline"]["options"] if "of" in o] == [["tensor_parallel"]]
     of_any_type = {o["name"] for o in told["fedavg"]["options"] if o["type"] == "Any"}
     assert of_any_type == {"rule", "attack", "speed", "available", "clients"}
@@ -182,6 +183,7 @@ def test_the_catalogue_tells_everything():
         "replay_mb": None,
         "replicas": None,
         "replica": None,
+        "shard_resources": None,
     }
     assert all(item["summary"] for item in told.values())
     json.dumps(catalogue())

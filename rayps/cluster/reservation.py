@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rayps.cluster.local import Bundle, Cluster, Reservation, not_free
@@ -15,11 +16,15 @@ _CHECK_SECONDS = 3.0  # seconds until free resources are checked again; doubled 
 
 @dataclass(frozen=True, slots=True)
 class WorkerResources:
-    """The reserved bundles `gang`, the index of each rank's bundle, and a `message` about the replicas' hosts."""
+    """The reserved bundles `gang`, the index of each rank's bundle, and a `message` about the replicas' hosts.
+
+    `others` is the index of the first bundle that is not for workers.
+    """
 
     gang: Reservation | None = None
     index: list[int] = field(default_factory=list)
     message: str | None = None
+    others: int = 0
 
     def release(self) -> None:
         """Release the bundles."""
@@ -32,8 +37,10 @@ def torch_threads(cpus: float) -> int:
     return max(1, int(cpus))
 
 
-def reserve(cluster: Cluster, resources: Bundle, grid: Grid, timeout: float) -> WorkerResources:
-    """Reserve the resources of all workers, or of none.
+def reserve(
+    cluster: Cluster, resources: Bundle, grid: Grid, timeout: float, others: Sequence[Bundle] = ()
+) -> WorkerResources:
+    """Reserve the resources of all workers, and the bundles `others` of other actors, or none of them.
 
     If too few resources are free, wait until enough are. Each check of the free resources places the replicas anew.
 
@@ -42,7 +49,8 @@ def reserve(cluster: Cluster, resources: Bundle, grid: Grid, timeout: float) -> 
     """
     one_each = [resources] * grid.size
     if grid.columns == 1 or not any(resources.values()):
-        return WorkerResources(cluster.reserve(one_each, timeout), list(range(grid.size)))
+        gang = cluster.reserve([*one_each, *others], timeout)
+        return WorkerResources(gang, list(range(grid.size)), others=grid.size)
     end, pause = time.monotonic() + timeout, _CHECK_SECONDS
     while True:
         placement = place_ranks(cluster.hosts(), grid, resources)
@@ -52,16 +60,16 @@ def reserve(cluster: Cluster, resources: Bundle, grid: Grid, timeout: float) -> 
             wanted, index = bundles(placement.hosts, grid, resources)
         left = end - time.monotonic()
         try:
-            gang = cluster.reserve(wanted, max(min(pause, left), 0.1))
+            gang = cluster.reserve([*wanted, *others], max(min(pause, left), 0.1))
         except NoResources as error:
             if "free" not in error.data:  # the whole cluster is too small
                 raise
             if left <= pause:
-                raise not_free(one_each, error.data["free"], timeout) from None
+                raise not_free([*one_each, *others], error.data["free"], timeout) from None
             pause *= 2
             continue
         if gang is None:
-            return WorkerResources(None, index)
+            return WorkerResources(None, index, others=len(wanted))
         held = gang.hosts()
         reasons = {} if placement is None else placement.reasons
-        return WorkerResources(gang, index, describe([held[i] for i in index], grid, reasons))
+        return WorkerResources(gang, index, describe([held[i] for i in index], grid, reasons), len(wanted))

@@ -29,10 +29,13 @@ def plain_servers(
     replicas: int | None = None,
     replay_mb: float | None = None,
     replica: Replica | None = None,
+    *,
+    shard_resources: Mapping[str, float] | None = None,
 ) -> Servers:
     """Return the topology of a plain parameter server with these options.
 
-    The bound `staleness` also applies to pulls of the rows of sparse tables.
+    The bound `staleness` also applies to pulls of the rows of sparse tables. `shard_resources` is {"gpu": a part of a
+    GPU}, or None for servers on the CPU.
 
     Raises:
         ConfigError: an option is invalid, or two options cannot be combined.
@@ -55,8 +58,29 @@ def plain_servers(
     if compression is not None:
         compression_of(compression)
     check_replica(replica, compression=compression)
+    gpus = _gpus_of(shard_resources)
+    if gpus and replicas is not None:
+        raise ConfigError(
+            f"shard_resources is {shard_resources!r} and replicas is {replicas!r}: servers of a group are on the CPU; "
+            "leave out shard_resources, or replicas (fixed servers)",
+            field="shard_resources",
+        )
     consistency, update = consistency_of(staleness), update_of(staleness)
-    return Servers(shards, replicas, consistency, update, replica, compression, replay_mb, tables=True)
+    return Servers(shards, replicas, consistency, update, replica, compression, replay_mb, tables=True, gpus=gpus)
+
+
+def _gpus_of(given: Mapping[str, float] | None) -> float:
+    """Return the part of a GPU of each shard. Raises ConfigError if `given` is not valid."""
+    if given is None:
+        return 0.0
+    amount = given.get("gpu") if isinstance(given, Mapping) and set(given) == {"gpu"} else None
+    if isinstance(amount, bool) or not isinstance(amount, (int, float)) or not 0 < amount <= 1:
+        raise ConfigError(
+            f"shard_resources is {given!r}: give the part of a GPU of each shard, above 0 and at most 1, such as "
+            '{"gpu": 0.25} (in text: shard_resources=(gpu=0.25)), or none',
+            field="shard_resources",
+        )
+    return float(amount)
 
 
 def summing_servers(

@@ -136,6 +136,9 @@ class WorkerView(Protocol):
     def mean_grad(self, batch: Batch) -> Vector:
         """Return `ring.mean(grad(batch))`, read-only. Parts of the gradient are sent while the rest is computed."""
 
+    def push_grad(self, batch: Batch) -> None:
+        """Call `server.push(grad(batch))`. On a device, parts of the gradient are sent while the rest is computed."""
+
     def step(self, grad: Gradient | Vector) -> None:
         """Apply a gradient vector with this worker's optimizer, clipped to the workload's `clip_norm`."""
 

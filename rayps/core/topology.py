@@ -10,7 +10,9 @@ options and models it cannot be combined with (`check`). All other code asks the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from rayps.core import traffic
@@ -125,6 +127,7 @@ class JobFacts:
     branch: str | None = None  # the space, on a server group, from which the job copies its first parameters
     tables: tuple[str, ...] = ()  # names of the model's sparse tables
     clip_norm: float | None = None  # the workload's `clip_norm`
+    group: str | None = None  # the server group that the job names
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +193,7 @@ class Servers:
     prefetch: bool = True  # pull the next batch's rows of tables while the current batch is computed
     push_every: int = 1  # steps between two pushes of a worker
     pull_every: int = 1  # steps between two pulls
+    gpus: float = 0.0  # the part of a GPU on which each server steps its slice; 0 means on the CPU
 
     @property
     def staleness(self) -> int | None:
@@ -242,6 +246,13 @@ class Servers:
         if job.tables and not self.tables:
             raise _no_tables(name, job)
         _refuse_replica(self.replica, job)
+        if self.gpus and (job.tables or job.group is not None):
+            why = f"on server group {job.group!r}" if job.group is not None else "on a server group, with its tables"
+            raise ConfigError(
+                f"shard_resources gives each shard {self.gpus:g} GPU, and the parameters are {why}: only a job's own "
+                "fixed servers can be on GPUs; leave out shard_resources" + (", or server_group" if job.group else ""),
+                field="shard_resources",
+            )
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
         """Return the traffic of a step with the servers, by formula."""
@@ -312,6 +323,18 @@ def servers_of(strategy: ServerHalf) -> Servers | None:
     """Return the servers that hold the dense parameters under a strategy, or None if workers hold them."""
     topology = strategy.topology
     return topology if isinstance(topology, Servers) else None
+
+
+def shard_bundles(strategies: Iterable[ServerHalf], workers: int) -> list[dict[str, float]]:
+    """Return the resources to reserve for each of a job's own servers, for all its strategies.
+
+    The list is empty if no server needs a GPU.
+    """
+    found: list[float] = []
+    for servers in filter(None, map(servers_of, strategies)):
+        wanted = [servers.gpus] * servers.shards(servers.grid(workers).columns) if servers.gpus else []
+        found = [max(pair) for pair in zip_longest(found, wanted, fillvalue=0.0)]
+    return [{"gpu": gpus} for gpus in found]
 
 
 def replica_of(strategy: ServerHalf) -> Replica | None:

@@ -29,7 +29,7 @@ from rayps.core.phase_rounds import Calendar
 from rayps.core.records import ProgressRecord
 from rayps.core.strategy import Phase
 from rayps.core.strategy_families import Rebuild, Recovery, RestartAll, has_remote_clients, learns_by_client
-from rayps.core.topology import runs_in_step
+from rayps.core.topology import runs_in_step, shard_bundles
 from rayps.core.urls import Location
 from rayps.core.user_code import awaited
 from rayps.core.user_module import pack
@@ -253,7 +253,9 @@ class Driver:
             cluster, packed, spec.workers, resources, self._process.code, capture=self._process.capture, space=space
         )
         self._started = group
-        placed = group.start(spec.timeout, plan.widest(spec.workers), self.trial.check)
+        placed = group.start(
+            spec.timeout, plan.widest(spec.workers), self.trial.check, servers=shard_bundles(strategies, spec.workers)
+        )
         if placed:
             self.journal.event("placed", placed)
         self.trial.end(self.journal)

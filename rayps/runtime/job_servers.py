@@ -10,9 +10,11 @@ from typing import Protocol
 from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import ActorReply, Cluster
 from rayps.cluster.members import GroupMember, place, settle
+from rayps.cluster.reservation import WorkerResources
 from rayps.core.strategy import StrategyView
 from rayps.core.topology import group_of, runs_in_step, servers_of
 from rayps.core.user_module import pack
+from rayps.core.values import Keywords
 from rayps.parallel.division.division import shares
 from rayps.ps.group import find, start
 from rayps.ps.job_space import JobSpace
@@ -68,6 +70,8 @@ class FixedServers:
 
     def __init__(self, cluster: Cluster, packed: bytes, secret: bytes, code: JobCode | None) -> None:
         self.members: list[GroupMember] = []
+        self.reserved = WorkerResources()  # the resources of shards on GPUs are in it, beside those of workers
+        self._gpus = 0.0  # the part of a GPU of each shard; 0 means on the CPU
         self._cluster, self._packed, self._secret, self._code = cluster, packed, secret, code
         self._orders: Orders | None = None
         self._spaces: list[Space] = []  # one for each column
@@ -75,13 +79,14 @@ class FixedServers:
         # from a worker's (column, data rank) to the number of its starts
         self._incarnations: Counter[tuple[int, int]] = Counter()
 
-    def prepare(self, wanted: int) -> list[GroupMember]:
-        """Start shards until `wanted` shards are alive, and end the surplus ones.
+    def prepare(self, wanted: int, gpus: float = 0.0) -> list[GroupMember]:
+        """Start shards until `wanted` shards are alive, each with the part `gpus` of a GPU, and end all others.
 
         Return the new shards, which have not reported their addresses yet.
         """
-        kept = self.members[:wanted]
-        for member in [*self.members[wanted:], *(m for m in kept if m.dead)]:
+        kept = self.members[:wanted] if gpus == self._gpus else []
+        self._gpus = gpus
+        for member in [*self.members[len(kept) :], *(m for m in kept if m.dead)]:
             self._cluster.kill(member.handle)
         self.members = [self._spawn(i) if i >= len(kept) or kept[i].dead else kept[i] for i in range(wanted)]
         return [member for member in self.members if member.place is None]
@@ -186,8 +191,18 @@ class FixedServers:
         self.members = []
 
     def _spawn(self, index: int) -> GroupMember:
+        where: Keywords = {}
+        if self._gpus:
+            gang = self.reserved.gang
+            where = {"gpus": self._gpus, "gang": gang, "index": self.reserved.others + index, "device": "cuda"}
         handle = self._cluster.spawn(
-            "rayps.ps.server.shard_actor:ShardActor", index, self._secret, self._packed, code=self._code, threads=1
+            "rayps.ps.server.shard_actor:ShardActor",
+            index,
+            self._secret,
+            self._packed,
+            code=self._code,
+            threads=1,
+            **where,
         )
         return GroupMember(f"shard-{index}", handle)
 

@@ -237,7 +237,7 @@ def _check_topologies(
     """Raise ConfigError if a strategy cannot be combined with the job's tables, branch, clip_norm or server group."""
     names = [phase.name for phase in phases]
     topologies = [phase.strategy.topology for phase in phases]
-    facts = JobFacts(tables=tuple(table.name for table in tables), clip_norm=clip_norm)
+    facts = JobFacts(tables=tuple(table.name for table in tables), clip_norm=clip_norm, group=spec.server_group)
     for at, (name, topology) in enumerate(zip(names, topologies, strict=True)):
         # the branch concerns the first phase only, because the job starts from it
         topology.check(name, facts if at else replace(facts, branch=spec.branch))

@@ -37,7 +37,7 @@ from rayps.runtime.state_folder import StateFolder
 from rayps.runtime.status import Outcome
 from rayps.runtime.trace_folder import TraceFolder
 from rayps.strategies.catalogue import StrategySpec, parse, wire
-from rayps.strategies.job import JobSpec
+from rayps.strategies.job import JobSpec, gpus_of_servers
 from rayps.tensors import checkpoint as checkpoints
 from rayps.tensors.checkpoint_place import CheckpointPlace, ObjectStore
 from rayps.tensors.snapshot import Snapshot
@@ -436,7 +436,7 @@ def open_ray(address: str | None, spec: JobSpec, journal: Journal) -> Cluster:
             "warning",
             f"{spec.workers} workers share {cores} cores: enough to try the job, but too slow for real training",
         )
-    gpus = math.ceil(spec.workers * spec.resources.get("gpu", 0)) or None
+    gpus = math.ceil(spec.workers * spec.resources.get("gpu", 0) + gpus_of_servers(spec)) or None
     return RayCluster.local(max(cpus, 1), None if gpus else 0)
 
 

@@ -61,13 +61,19 @@ class WorkerLauncher:
     warm: bool = True  # whether workers may take warm processes
     _reserved: WorkerResources = field(default_factory=WorkerResources)
 
-    def reserve(self, grid: Grid, timeout: float) -> str | None:
-        """Reserve resources for all workers, or for none. Return a text on where replicas are placed, or None.
+    def reserve(self, grid: Grid, timeout: float, others: Sequence[Bundle]) -> str | None:
+        """Reserve resources for all workers and servers, or for none.
 
-        Raises NoResources if the cluster does not have the resources within `timeout` seconds.
+        `others` are the resources of the servers. Return a text on where replicas are placed, or None. Raises
+        NoResources if the cluster does not have the resources within `timeout` seconds.
         """
-        self._reserved = reserve(self.cluster, self.resources, grid, timeout)
+        self._reserved = reserve(self.cluster, self.resources, grid, timeout, others)
         return self._reserved.message
+
+    @property
+    def reserved(self) -> WorkerResources:
+        """What is reserved."""
+        return self._reserved
 
     def start(self, rank: int) -> GroupMember:
         """Start one worker's process."""
@@ -160,18 +166,26 @@ class WorkerGroup:
 
     # ---- start and end
 
-    def start(self, timeout: float, grid: Grid | None = None, check: Callable[[], None] = lambda: None) -> str | None:
-        """Reserve the workers' resources together and start all workers.
+    def start(
+        self,
+        timeout: float,
+        grid: Grid | None = None,
+        check: Callable[[], None] = lambda: None,
+        *,
+        servers: Sequence[Bundle] = (),
+    ) -> str | None:
+        """Reserve the resources of workers and servers together, and start all workers.
 
         Return a text on where replicas are placed, or None. `timeout` is in seconds. `check` is called while the
-        workers start. If `check` raises an exception or a worker does not start, all workers are ended and the
-        resources are released.
+        workers start. If it raises an exception or a worker does not start, all workers are ended and the resources are
+        released. `servers` are the resources of the job's own servers (`shard_bundles`).
 
         Raises:
             NoResources: the cluster lacks the resources.
             ClusterError: an actor did not start.
         """
-        placed = self._launcher.reserve(grid or Grid(self.size), timeout)
+        placed = self._launcher.reserve(grid or Grid(self.size), timeout, servers)
+        self._fixed.reserved = self._launcher.reserved
         try:
             check()
             self.workers = [self._launcher.start(rank) for rank in range(self.size)]
@@ -273,7 +287,8 @@ class WorkerGroup:
         self._collected = snapshot.round
         self._launcher.end(member for member in self.workers if member.dead)
         self.workers = [self._launcher.start(i) if m.dead else m for i, m in enumerate(self.workers)]
-        new = self._fixed.prepare(0 if self._uses_space else _servers(orders))
+        servers = servers_of(orders.strategy)
+        new = self._fixed.prepare(0 if self._uses_space else _servers(orders), 0.0 if servers is None else servers.gpus)
         place([*(m for m in self.workers if m.place is None), *new], seconds=self._start_seconds())
         self._received.begin(orders.evaluated)
         if any(member.dead for member in self.members):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from rayps.core.job_status import Status, may_move
 from rayps.core.records import OutcomeRecord, ProgressRecord
-from rayps.strategies.job import JobSpec
+from rayps.strategies.job import JobSpec, gpus_of_servers
 
 Bundle = dict[str, float]
 
@@ -113,8 +113,13 @@ Action = Start | RequestStop | Kill | SetStatus | SetReason | EndJob
 
 
 def needs(spec: JobSpec) -> Bundle:
-    """Return the resources that a running job reserves for all its workers. Its driver and servers reserve none."""
-    return {kind: spec.workers * spec.resources.get(kind, 0.0) for kind in ("cpu", "gpu")}
+    """Return the resources that a running job reserves for all its workers, and for servers on GPUs.
+
+    Its driver, and servers on CPUs, reserve none. Servers of a user's own strategy are not counted, because its file is
+    not read here.
+    """
+    found = {kind: spec.workers * spec.resources.get(kind, 0.0) for kind in ("cpu", "gpu")}
+    return found | {"gpu": found["gpu"] + gpus_of_servers(spec)}
 
 
 def plan(

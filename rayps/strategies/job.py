@@ -10,6 +10,7 @@ from typing import Self, TypeGuard
 from rayps.core.code_archive import is_hash
 from rayps.core.errors import ConfigError
 from rayps.core.requirements import refused_requirement
+from rayps.core.topology import shard_bundles
 from rayps.core.values import Json, JsonObject, Keywords
 from rayps.core.warm_start import StartFrom
 from rayps.core.workload_name import misnamed_function
@@ -246,6 +247,15 @@ class JobSpec:
                 field="workload",
             )
         return cls(**given).check()
+
+
+def gpus_of_servers(spec: JobSpec) -> float:
+    """Return how many GPUs the servers of a job need together; 0 if its strategy is a user's own, in a file."""
+    try:
+        strategies = [phase.strategy for phase in parse(spec.strategy)]
+    except ConfigError:
+        return 0.0
+    return sum(bundle["gpu"] for bundle in shard_bundles(strategies, spec.workers))
 
 
 def _is_parameter_value(value: Json) -> bool:

@@ -25,6 +25,8 @@ optimizer, and the job reports a warning.
 - `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto): encodes the pushes, with error feedback.
 - `replica` of several workers: each worker of a replica pulls and pushes its part of the model. Each part has its own
   shards (`shards` in total, at least one for each part).
+- `shard_resources` ({"gpu": 0.25}): each shard keeps its slice and its optimizer on a part of a GPU. Only for fixed
+  servers, without `replicas`, tables and a server group.
 
 A workload's `clip_norm` clips each worker's push (dense part and rows of tables together) before the N pushes are
 averaged.
@@ -56,6 +58,7 @@ class ParameterServer(Strategy):
     replay_mb: float | None = None
     replicas: int | None = None
     replica: Replica | None = None
+    shard_resources: dict[str, float] | None = None
     name: ClassVar[str] = "parameter_server"
 
     def __post_init__(self) -> None:
@@ -67,7 +70,15 @@ class ParameterServer(Strategy):
 
         With staleness 0, the servers wait for all pushes of a round; otherwise they apply each push on arrival.
         """
-        return plain_servers(self.shards, self.staleness, self.compression, self.replicas, self.replay_mb, self.replica)
+        return plain_servers(
+            self.shards,
+            self.staleness,
+            self.compression,
+            self.replicas,
+            self.replay_mb,
+            self.replica,
+            shard_resources=self.shard_resources,
+        )
 
     @property
     def server_half(self) -> ServerHalf:
@@ -80,7 +91,7 @@ class ParameterServer(Strategy):
     def round(self, w: WorkerView) -> None:
         """Pull the parameters w, compute the gradient g of the next batch at w, and push g."""
         w.params = w.server.pull()
-        w.server.push(w.grad(w.batch()))
+        w.push_grad(w.batch())
 
     def on_push(self, shard: ShardView, value: Vector, weight: float) -> None:
         """Apply w <- w - step(g_i / N) when a push arrives, unless staleness is 0."""

@@ -111,7 +111,7 @@ class SlicedOptimizer:
         `decays` is the number of whole steps for which this step counts, the factor of the weight decay. If it is None,
         it is |`scale`|. See `decaying`.
         """
-        if self._sgd and self._step_plainly(grad, scale):
+        if self._step_plainly(grad, scale):
             return
         if scale != 1.0:
             grad = torch.mul(grad, scale, out=self._spare())
@@ -152,14 +152,17 @@ class SlicedOptimizer:
     def mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         """Return the mean with which `step_mean` takes a step; it is valid until the next call of this optimizer.
 
-        The sum is computed in blocks that fit into the cache. Half precision is summed in float32 and rounded once. A
-        value of weight 0 is not read, because it may be NaN.
+        On the CPU the sum is computed in blocks that fit into the cache. Half precision is summed in float32 and
+        rounded once. A value of weight 0 is not read, because it may be NaN.
         """
         total, spare = sum(weights), self._spare()
         shares = [(value, weight / total) for value, weight in zip(values, weights, strict=True) if weight]
+        if len(shares) == 1 and self._is_plain:
+            return shares[0][0]  # its share is 1; another optimizer may change the gradient that it is given
         half = spare.dtype in (torch.float16, torch.bfloat16)
-        for at in range(0, spare.numel(), _BLOCK):
-            block = slice(at, at + _BLOCK)
+        size = _BLOCK if spare.is_cpu else max(1, spare.numel())
+        for at in range(0, spare.numel(), size):
+            block = slice(at, at + size)
             first, share = shares[0]
             mean = first[block].float().mul_(share) if half else torch.mul(first[block], share, out=spare[block])
             for value, share in shares[1:]:
@@ -185,17 +188,19 @@ class SlicedOptimizer:
     def _hooked(self) -> bool:
         return bool(self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks)
 
+    @property
+    def _is_plain(self) -> bool:
+        """Whether a step only computes `p -= lr * grad`, for all parameters."""
+        return self._sgd and not self._hooked and all(is_plain_group(group) for group in self.optimizer.param_groups)
+
     def _step_plainly(self, grad: Tensor, scale: float) -> bool:
         """Take a step of plain SGD (see `is_plain_group`) in one operation, with the same bits as torch's own loop.
 
         Return whether the step was taken; if the optimizer is not plain SGD, it is not.
         """
-        if self._hooked:
+        if not self._is_plain:
             return False
         groups = self.optimizer.param_groups
-        for group in groups:
-            if not is_plain_group(group):
-                return False
         single = len(self._leaves) == 1 and grad.numel() == self._leaves[0].size
         for leaf in self._leaves:
             group = groups[leaf.group]
@@ -261,7 +266,7 @@ class SlicedOptimizer:
                 self._leaves.append(leaf)
                 held = [state.get(piece.name, {}) for piece in run]
                 if held[0]:
-                    self.optimizer.state[leaf.param] = _merged(held, run)
+                    self.optimizer.state[leaf.param] = _placed(_merged(held, run), leaf.param, group)
 
     def _runs(self, members: list[int], state: Moments) -> list[list[Entry]]:
         runs: list[list[Entry]] = []
@@ -336,6 +341,20 @@ def _merged(held: list[ParamState], run: list[Entry]) -> ParamState:
     return {
         key: torch.cat([state[key] for state in held]) if elementwise(key, first, size) else first
         for key, first in held[0].items()
+    }
+
+
+def _placed(state: ParamState, param: nn.Parameter, group: Group) -> ParamState:
+    """Return a parameter's state on the parameter's device, by the rule of `torch.optim.Optimizer.load_state_dict`.
+
+    On the CPU the tensors are not copied.
+    """
+    if param.is_cpu:
+        return state
+    counts = param.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+    return {
+        key: value.to(counts if key == "step" else param.device) if isinstance(value, Tensor) else value
+        for key, value in state.items()
     }
 
 

@@ -251,19 +251,25 @@ class Worker:
 
     # ---- for subclasses
 
-    def _gradient(self, batch: Batch) -> tuple[Gradient, list[bool]]:
+    def _gradient(self, batch: Batch, early: EarlyGradient | None = None) -> tuple[Gradient, list[bool]]:
         """Return the gradient as `grad` does, and for each parameter whether backward has computed a gradient.
 
         If the gradient has overflowed in fp16, `scaling.overflow` is true, and the gradient is that of no sample.
+        `early` collects the gradient while backward continues, if it has a sample.
         """
         with self.meter.computing():
             self.flat.drop_grad()
             gradient = Gradient(self.flat.packed, batch.size)
             self.scaling.overflow = False
             if batch.size:
-                found = self._backward(batch)
+                found = self._backward(batch, None if early is None else early.begin)
                 gradient.samples, gradient.loss = found.weight, math.nan if found.mean is None else found.mean
-                self._multiply_gradients(found.factor)
+                if early is not None and early.begun:
+                    early.collect()
+                else:
+                    self._multiply_gradients(found.factor)
+                if self.tables is not None and found.factor != 1:
+                    self.tables.scale(found.factor)
             used = [p.grad is not None for p in self.flat.parameters]
             self.flat.collect_grad()
             if gradient.samples:
@@ -296,8 +302,6 @@ class Worker:
             for p in self.flat.parameters:
                 if p.grad is not None:
                     p.grad.mul_(factor)
-        if self.tables is not None:
-            self.tables.scale(factor)
 
     def _settled(self, gradient: Gradient) -> Gradient:
         """Return this worker's own gradient, after a decision about its step that concerns no other worker."""
@@ -372,6 +376,20 @@ class Worker:
             workload, plan.division, column, peers.rings, seed=plan.seed, data=self.rank, device=self.device
         )
         return part
+
+
+class EarlyGradient(Protocol):
+    """Collects a gradient into the vector of a flat model while backward continues."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether a gradient is collected now."""
+
+    def begin(self, weight: float, factor: float) -> None:
+        """Begin, before the last backward of the step: see `rayps.workload.accumulate.Ready`."""
+
+    def collect(self) -> None:
+        """Collect the rest of the gradient, after backward."""
 
 
 # ---- optimizer

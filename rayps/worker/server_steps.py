@@ -13,11 +13,14 @@ from rayps.core.topology import runs_in_step, servers_of
 from rayps.data.base import Batch
 from rayps.parallel.division.agree import agreed_step
 from rayps.ps.client.client import GroupServer, compress
+from rayps.ps.client.device_server import DeviceServer
+from rayps.tensors.device import Device
 from rayps.tensors.flat import Gradient, square_of
 from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import VectorMemory, Worker
+from rayps.worker.early_push import EarlyPush
 from rayps.worker.loop import Loop
 from rayps.worker.plan import WorkerPart, WorkerPlan
 from rayps.worker.ring_worker import ring_choices
@@ -37,14 +40,21 @@ class ServerWorker(Worker):
         assert server is not None, "the parameters are on servers"
         servers = servers_of(plan.strategy)
         assert servers is not None, "the strategy declares servers"
-        vectors = VectorMemory(server.buffer if device == "cpu" else None)
-        super().__init__(workload, plan, peers, device, vectors=vectors, steps=servers.own_copies)
-        self.server = server
-        self.meter.sources.append(lambda: (server.seconds_waiting, 0.0, server.bytes_moved))
-        self.meter.lead = lambda: server.lead
+        place = transfer_device(device)
+        memory = VectorMemory(server.buffer if place is None else None)  # on a device, servers cannot read the gradient
+        super().__init__(workload, plan, peers, device, vectors=memory, steps=servers.own_copies)
+        self.server: GroupServer | DeviceServer = server
+        self._early: EarlyPush | None = None
+        if place is not None:
+            self.server = DeviceServer(server, place, self.flat.vector, self._pulls_again)
+            if plan.division is None and self.clip.most is None and self.scaling.scale is None:
+                self._early = EarlyPush(self.flat, self.server)
+        view = self.server
+        self.meter.sources.append(lambda: (view.seconds_waiting, 0.0, view.bytes_moved))
+        self.meter.lead = lambda: view.lead
         if plan.division is not None:
             self.log.choices += ring_choices(plan, peers)
-        if device == "cpu":
+        if place is None:
             server.home = self.flat.vector
         if peers.session is not None:
             bind_tables(self, peers.session)
@@ -67,6 +77,29 @@ class ServerWorker(Worker):
                 self._clip_push(gradient.vector)
         return gradient
 
+    def push_grad(self, batch: Batch) -> None:
+        """Push the gradient of the loss on `batch`: see `WorkerView.push_grad`.
+
+        On a device it is sent by segment while backward continues, unless it is compressed, clipped, or in fp16: these
+        need the whole gradient first. Raises the errors of `grad`, and LinkError if a connection fails.
+        """
+        early, server = self._early, self.server
+        if early is None or not batch.size or not isinstance(server, DeviceServer) or server.compresses:
+            server.push(self.grad(batch))
+            return
+        try:
+            gradient = self._settled(self._gradient(batch, early)[0])
+        except BaseException:
+            early.fail()
+            raise
+        if early.begun:
+            early.end()
+        else:  # the loss has weight 0
+            server.push(gradient)
+
+    def _pulls_again(self) -> bool:
+        return self.position < self.plan.end
+
     def _clip_push(self, vector: Tensor) -> None:
         square = square_of(vector)
         if self.tables is not None:
@@ -76,6 +109,11 @@ class ServerWorker(Worker):
             vector.mul_(factor)
             if self.tables is not None:
                 self.tables.scale(factor)
+
+
+def transfer_device(name: str) -> Device | None:
+    """Return the device between which and the servers a worker's vectors are copied; None on the CPU."""
+    return None if name == "cpu" else Device.of(name)
 
 
 class ServerSteps(Loop):
@@ -104,6 +142,12 @@ class ServerSteps(Loop):
         """Wait until the servers have applied this worker's pushes. Raises LinkError if a connection fails."""
         super().finish()  # the workers need not agree on parameters, because the servers hold them
         self.w.server.settle()
+
+    def close(self) -> None:
+        """Release the worker's resources. See `Loop`."""
+        super().close()
+        if isinstance(self.w.server, DeviceServer):
+            self.w.server.close()
 
     def _steps_of_params(self) -> int:
         """Return the number of steps before the last pull: a worker averages the parameters that it pulls."""

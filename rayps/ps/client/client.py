@@ -90,6 +90,12 @@ class GroupServer:
         """
         return self._fetch(GroupMessage.PULL, lo, self.size if hi is None else hi, out, consistent)
 
+    def pull_to(self, places: dict[int, Any]) -> None:
+        """Pull the whole vector as `pull` does. `places` has a buffer, or a `Landing`, for each dense segment."""
+        self.settle()
+        self.bytes_moved += self.size * self._vector.item
+        self._last = self._pulled(dict.fromkeys(places, EMPTY), places, None)
+
     def read(self, lo: int = 0, hi: int | None = None) -> Tensor:
         """Return the elements lo to hi as they are now, without waiting for other workers.
 
@@ -183,6 +189,10 @@ class GroupServer:
                 GroupMessage.PUSH, deferred.pieces, step=deferred.step, weight=deferred.weight
             )
             self._last = self._last._replace(durable=answers.durable)
+
+    def note(self, answers: SegmentReplies, *, pulled: bool) -> None:
+        """Record the answers to a push that the session has streamed. `pulled`: the push had a pull with it."""
+        self._last = answers if pulled else self._last._replace(durable=answers.durable)
 
     def flush(self) -> None:
         """Wait until every push is durable: all backups have it, so the failure of one server does not lose it.

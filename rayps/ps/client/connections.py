@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import select
 import time
 from collections.abc import Callable, Mapping
@@ -19,9 +20,10 @@ import numpy as np
 from rayps.comm.link import Link, Message, connect
 from rayps.comm.link.memory import Fence
 from rayps.comm.link.socket_link import EMPTY, as_bytes
+from rayps.comm.link.wakeup import Wakeup
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.failpoint import passing
-from rayps.ps.protocol.mailbox import AVAILABLE, WAITS, WorkerMailbox, WorkerMemory, open_mailbox
+from rayps.ps.protocol.mailbox import AVAILABLE, WAITS, Landing, WorkerMailbox, WorkerMemory, array_of, open_mailbox
 from rayps.ps.protocol.messages import JOIN_PAYLOAD, GroupMessage, error_of, read_numbers, unpack
 from rayps.ps.protocol.rows import ShardRows
 from rayps.ps.protocol.segment_map import SpaceMap, StaticMap, StaticSubscription
@@ -193,8 +195,10 @@ class ServerConnections:
         """Record that this server serves its segments: it may be sent requests without a pause."""
         self.backoffs.pop(server, None)
 
-    def wait(self, unsent: list[int]) -> None:
+    def wait(self, unsent: list[int], also: Wakeup | None = None, most: float = math.inf) -> None:
         """Wait until an answer or a map arrives, or until requests to the segments `unsent` may be tried again.
+
+        The wait also ends when `also` is woken, and after `most` seconds.
 
         Raises:
             PeerTimeout: the deadline has passed; the error names the servers that did not answer.
@@ -205,7 +209,7 @@ class ServerConnections:
             raise PeerLost(f"{self.name} has ended its own connections (hang_up or close)", peer=self.name)
         if now > self.deadline:
             raise self._late(unsent)
-        ends = self.deadline
+        ends = min(self.deadline, now + most)
         if unsent:
             self.map_subscription.reconnect()
             ends = min(ends, *(each.until for each in self.backoffs.values() if each.until > now), now + NAP_SECONDS)
@@ -221,6 +225,8 @@ class ServerConnections:
             poll.register(self.map_subscription.fileno(), select.POLLIN)
         if mailboxes and self.memory is not None:
             poll.register(self.memory.wakeup, select.POLLIN)
+        if also is not None:
+            poll.register(also, select.POLLIN)
         for mailbox in mailboxes:
             mailbox.words[WAITS] = 1
         self.fence()
@@ -347,7 +353,7 @@ class SegmentRequest:
             if place is None:
                 self.answers[index] = data if self.outputs is None else memoryview(bytes(data))
                 continue
-            view = as_bytes(place)
+            view = place if isinstance(place, Landing) else as_bytes(place)
             if len(view) != len(data):
                 raise LinkError(
                     f"{server!r} sent {len(data)} bytes of segment {index} where {len(view)} were expected",
@@ -355,7 +361,10 @@ class SegmentRequest:
                     given=len(data),
                     expected=len(view),
                 )
-            view[:] = data
+            if isinstance(view, Landing):
+                view.receive(array_of(data), lasting=False)
+            else:
+                view[:] = data
             self.answers[index] = EMPTY
 
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from rayps.comm.link import Message
 from rayps.comm.link.socket_link import EMPTY, as_bytes
+from rayps.comm.link.wakeup import Wakeup
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.failpoint import passing
 from rayps.ps.client.connections import (
@@ -42,6 +43,8 @@ from rayps.ps.protocol.space import Space
 GRACE_SECONDS = 5.0  # seconds beyond the timeout, for servers to answer with an error that names the slowest rank
 KEEP_BYTES = 256_000_000  # bytes of the replay buffer, by default
 _NEVER = 1 << 62
+COPY_SECONDS = 0.001  # seconds between two checks whether a copy from a device is done, while answers are awaited
+FEED_SECONDS = 1.0  # seconds between two checks of the connections while a feed provides nothing
 ASK_SECONDS = 0.5  # seconds between two checks whether awaited segments are lost
 # requests whose answer a server may delay
 _PATIENT = frozenset({GroupMessage.PULL, GroupMessage.PUSH_PULL, GroupMessage.READ, GroupMessage.FLUSH})
@@ -59,6 +62,38 @@ class SegmentReplies(NamedTuple):
     lead: int
     version: int
     durable: int
+
+
+def replies_of(requests: Sequence[SegmentRequest]) -> SegmentReplies:
+    """Return the answers to several requests of one exchange."""
+    found: dict[int, Any] = {}
+    for request in requests:
+        found |= request.answers
+    return SegmentReplies(
+        found,
+        max((request.lead for request in requests), default=0),
+        min((request.version for request in requests if request.version is not None), default=0),
+        min((request.durable for request in requests if request.durable is not None), default=0),
+    )
+
+
+class RequestFeed(Protocol):
+    """Provides the requests of `Session.stream`, one after another."""
+
+    @property
+    def wakeup(self) -> Wakeup:
+        """Woken when `take` may return another request."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether `take` will return no more requests."""
+
+    @property
+    def copying(self) -> bool:
+        """Whether `take` will return a request soon, without a call of `wakeup.wake`."""
+
+    def take(self, *, idle: bool) -> SegmentRequest | None:
+        """Return the next request, or None if there is none now. If `idle`, no request is in flight."""
 
 
 class Session:
@@ -202,15 +237,7 @@ class Session:
             if those
         ]
         self._run(requests)
-        found: dict[int, Any] = {}
-        for request in requests:
-            found |= request.answers
-        return SegmentReplies(
-            found,
-            max((request.lead for request in requests), default=0),
-            min((request.version for request in requests if request.version is not None), default=0),
-            min((request.durable for request in requests if request.durable is not None), default=0),
-        )
+        return replies_of(requests)
 
     def read_together(
         self,
@@ -346,6 +373,58 @@ class Session:
         else:
             passing("session: acknowledged")
         return SegmentReplies({}, lead, version, durable)
+
+    def stream(self, feed: RequestFeed) -> SegmentReplies:
+        """Send the requests of a feed as it provides them, while earlier ones are in flight; return all answers.
+
+        Another thread fills the feed. Until this method has returned, only `hang_up` and `catch_up` may be called, and
+        the buffers of a request must not change. The deadline of the answers begins with the last request. Raises as
+        `exchange`.
+        """
+        sent: list[SegmentRequest] = []
+        with self._lock:
+            self._begin()
+            try:
+                self._apply_map()
+                while True:
+                    request = feed.take(idle=all(not each.open for each in self._requests))
+                    if request is not None:
+                        self._begin()
+                        self._requests.append(request)
+                        sent.append(request)
+                        self._send_all()
+                        continue
+                    self._release_answered()
+                    if feed.ended and not self._requests and not self._unsure_segments:
+                        break
+                    if not self._receive_by_mailbox():
+                        self._wait_for(feed)
+                        self._receive()
+                        self._send_all()
+                passing("session: acknowledged")
+            except BaseException:
+                self._give_up()
+                raise
+        return replies_of(sent)
+
+    def _release_answered(self) -> None:
+        """Drop the requests that are answered from the present exchange."""
+        done = [each for each in self._requests if not each.open]
+        self._requests = [each for each in self._requests if each.open]
+        for each in done:
+            if not each.repeated:
+                self._sender.pool.release(each.buffers)
+
+    def _wait_for(self, feed: RequestFeed) -> None:
+        """Wait for answers and for the feed. If nothing is awaited from servers, the wait has no deadline."""
+        if not self._requests and not self._unsure_segments:
+            self._begin()
+        awaited = {index for each in self._requests for index in each.pieces if index not in each.answers}
+        self._losses.check(awaited | self._unsure_segments.keys())
+        unasked = [index for index, connection in self._unsure_segments.items() if connection is None]
+        unsent = [index for each in self._requests for index in each.unsent] + unasked
+        self._connections.wait(unsent, feed.wakeup, COPY_SECONDS if feed.copying else FEED_SECONDS)
+        feed.wakeup.clear()
 
     def notify(self, kind: GroupMessage, number: int) -> None:
         """Send a message that has no answer (SAVED, RELEASE), with a = `number`, to all connected servers."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import struct
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -327,14 +328,33 @@ def copy_whole(words: memoryview, values: Bytes, place: Bytes, rows: ShardRows |
 
 def copy_now(values: Bytes, place: Bytes, rows: ShardRows | None) -> None:
     """Copy `values`, or `rows` of them, to `place`, even if the server's optimizer steps during the copy."""
-    if rows is None:
+    if isinstance(place, Landing):
+        place.receive(values, lasting=True)
+    elif rows is None:
         place[:] = values
     else:
         rows.copy(values, place)
 
 
-def array_of(buffer: Any) -> Bytes:
-    """Return a buffer as an array of bytes that shares its memory."""
+class Landing(ABC):
+    """A place for the pulled values of a whole dense segment that is not memory of the host, such as on a device."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The size of the values in bytes."""
+
+    @abstractmethod
+    def receive(self, values: Bytes, *, lasting: bool) -> None:
+        """Copy `values` to this place, and return when they have been read.
+
+        If `lasting`, `values` are memory of a server of this host, in which the next values will be too.
+        """
+
+
+def array_of(buffer: Any) -> Any:
+    """Return a buffer as an array of bytes that shares its memory; return a `Landing` itself."""
+    if isinstance(buffer, Landing):
+        return buffer
     if isinstance(buffer, np.ndarray):
         return buffer if buffer.dtype == np.uint8 and buffer.ndim == 1 else buffer.reshape(-1).view(np.uint8)
     return np.frombuffer(buffer, np.uint8) if len(buffer) else np.empty(0, np.uint8)

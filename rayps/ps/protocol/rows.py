@@ -207,6 +207,8 @@ class ShardRows:
 
     def of(self, vector: Tensor) -> Tensor:
         """Return these rows of the shard's vector, as a new tensor [len(ids), width]."""
+        if not vector.is_cpu:
+            return self._table(vector)[self.ids.to(vector.device)]
         return _taken(self._table(vector), self.ids)
 
     def copy(self, vector: Bytes, into: Bytes) -> None:
@@ -223,7 +225,9 @@ class ShardRows:
 
     def put(self, vector: Tensor, rows: Tensor) -> None:
         """Replace these rows of the shard's vector by `rows`."""
-        if len(self.ids):
+        if not vector.is_cpu:
+            self._table(vector)[self.ids.to(vector.device)] = rows.view(-1, self.width)
+        elif len(self.ids):
             _cells(self._table(vector))[self.ids.numpy()] = _cells(rows.contiguous().view(-1, self.width))
 
     def _table(self, vector: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -157,8 +157,11 @@ class ChangeLog:
 class SegmentOptimizer:
     """A segment's parameters and the optimizer that steps them, whole or in part, with its learning-rate schedule."""
 
-    def __init__(self, extent: Extent, memory: SharedSlice, factory: Factory, ticks: Ticks) -> None:
-        self.params = memory.params
+    def __init__(
+        self, extent: Extent, memory: SharedSlice, factory: Factory, ticks: Ticks, *, params: Tensor | None = None
+    ) -> None:
+        """Step `params`, which are by default those in `memory`."""
+        self.params = memory.params if params is None else params
         self.whole = 0, self.params.numel()
         self.area: Area = self.whole  # what the next step changes; the rest of the segment keeps its values
         self._words = memory.words
@@ -176,7 +179,7 @@ class SegmentOptimizer:
 
     def step(self, grad: Tensor, scale: float = 1.0, decays: float | None = None) -> None:
         """Apply `scale` times a gradient of the area; see `SlicedOptimizer.step`."""
-        area = self.area
+        area, grad = self.area, self._given(grad)
         self._words[STEPS] += (
             1  # odd during the step: a worker that reads the memory during the step must read it again
         )
@@ -187,12 +190,20 @@ class SegmentOptimizer:
                 step_rows(self._sliced, area, grad, scale, decays)
             else:
                 self._step_range(grad * scale, *area, abs(scale) if decays is None else decays)
+            self._stepped()
         finally:
             self._words[STEPS] += 1
 
     def mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         """Return the weighted mean of gradients of the area, sum(w_i v_i) / sum(w_i), valid until the next call."""
         return self._sliced.mean(values, weights) if self.area == self.whole else weighted_mean([*values], [*weights])
+
+    def _given(self, grad: Tensor) -> Tensor:
+        """Return a gradient where the parameters are."""
+        return grad
+
+    def _stepped(self) -> None:
+        """Handle the end of a step, before other processes may read the new values."""
 
     def _step_range(self, grad: Tensor, a: int, b: int, decays: float) -> None:
         # an elementwise optimizer may step all elements, if those outside the range are restored afterwards
@@ -244,6 +255,9 @@ class SegmentOptimizer:
         """Bytes of parameters and optimizer state."""
         held = [t for state in self._sliced.optimizer.state.values() for t in state.values()]
         return sum(t.numel() * t.element_size() for t in [self.params, *held] if isinstance(t, Tensor))
+
+
+OptimizerType = Callable[[Extent, SharedSlice, Factory, Ticks], SegmentOptimizer]
 
 
 class RoundBuffer:
@@ -393,12 +407,14 @@ class Shard:
         boundary: Boundary = NEVER,
         private: bool = False,
         ticks: Ticks | None = None,
+        optimizer: OptimizerType | None = None,
     ) -> None:
         """Begin with `params`, which contain the pushes that `start` lists.
 
         `start`: a ledger, or the first step that each rank will push. `boundary`: the rounds after which a state is
         retained. With `private`, the shard uses the tensor `params` itself, and other processes cannot read it.
-        `ticks`: the epochs of the phase, for a learning-rate schedule that counts epochs.
+        `ticks`: the epochs of the phase, for a learning-rate schedule that counts epochs. `optimizer`: makes the
+        shard's optimizer, such as one on a device; None means `SegmentOptimizer`.
         """
         servers = servers_of(strategy) or Servers()
         self.extent, self.strategy = extent, strategy
@@ -418,9 +434,8 @@ class Shard:
         self.retained = RetainedStates(boundary)
         self._open = RoundBuffer() if servers.update.gathers else None
         self._counts = ShardCounts()
-        self.optimizer = SegmentOptimizer(
-            extent, self.slice, optimizer_factory(factory, servers.adagrad), ticks or Ticks()
-        )
+        made = optimizer or SegmentOptimizer
+        self.optimizer = made(extent, self.slice, optimizer_factory(factory, servers.adagrad), ticks or Ticks())
 
     @property
     def params(self) -> Tensor:
@@ -665,13 +680,21 @@ class DenseSegment:
     reads the base's memory, until one of the two receives a push.
     """
 
-    def __init__(self, space: Space, index: int, factory: Factory, *, base: DenseSegment | None = None) -> None:
-        """Begin with the values of `base`, or with zeros until a state is loaded."""
+    def __init__(
+        self,
+        space: Space,
+        index: int,
+        factory: Factory,
+        *,
+        base: DenseSegment | None = None,
+        optimizer: OptimizerType | None = None,
+    ) -> None:
+        """Begin with the values of `base`, or with zeros until a state is loaded. `optimizer`: see `Shard`."""
         if space.layout is None:
             raise ConfigError(
                 f"space {space.name!r} has no dense vector, of which segment {index} could be a part", field="segment"
             )
-        self.space, self.index, self.factory = space, index, factory
+        self.space, self.index, self.factory, self._optimizer = space, index, factory, optimizer
         self.extent = Extent(space.layout, *space.cuts[index])
         self.rows = self.extent.hi - self.extent.lo
         self._known = KnownRows(KEPT_LISTS * space.workers)
@@ -700,6 +723,7 @@ class DenseSegment:
             boundary=self._boundary,
             private=not self._shared,
             ticks=self.space.ticks,
+            optimizer=self._optimizer,
         )
         self._buffer = flat_bytes(self._shard.params).data if self.rows else memoryview(b"")
         if restore:
@@ -951,7 +975,11 @@ class DenseSegment:
         """
         base = self if self._base is None else self._base
         made = DenseSegment(
-            space or self.space, self.index if index is None else index, factory or self.factory, base=base
+            space or self.space,
+            self.index if index is None else index,
+            factory or self.factory,
+            base=base,
+            optimizer=self._optimizer,
         )
         base._branches = [ref for ref in base._branches if ref() is not None] + [weakref.ref(made)]
         return made

@@ -6,6 +6,7 @@ generation of the segment (`begin`), and gives workers the address of the segmen
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from dataclasses import dataclass, field
@@ -20,8 +21,10 @@ from rayps.core.phase_rounds import Boundary
 from rayps.core.user_module import unpack
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.assignments import AssignedSegment
-from rayps.ps.server.dense_segment import DenseSegment, ShardFacts, ShardPart, part_of
+from rayps.ps.server.dense_segment import DenseSegment, OptimizerType, ShardFacts, ShardPart, part_of
+from rayps.ps.server.device_optimizer import DeviceOptimizer
 from rayps.ps.server.server import GroupServerLoop
+from rayps.tensors.device import Device
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import recipe_of
 from rayps.tensors.optim import Factory
@@ -44,6 +47,11 @@ class ShardPlan:
     whole: Layout | None = None  # the whole model's layout, if the space has only the part of one worker of a replica
 
 
+def optimizer_on(device: str) -> OptimizerType | None:
+    """Return what makes a shard's optimizer on a device; None on the CPU. Raises ConfigError if there is no device."""
+    return None if device == "cpu" else functools.partial(DeviceOptimizer, device=Device.of(device))
+
+
 class ShardActor:
     """The actor of one server, which serves its segment of the parameters to workers."""
 
@@ -56,13 +64,18 @@ class ShardActor:
         code: JobCode | None = None,
         threads: int | None = None,
         host: str | None = None,
+        device: str = "cpu",
     ) -> None:
-        """Listen at `host`, or at this machine's address; `factory` is a packed workload or optimizer factory."""
+        """Listen at `host`, or at this machine's address; `factory` is a packed workload or optimizer factory.
+
+        `device`: where the parameters are stepped. Raises ConfigError if there is no such device here.
+        """
         if threads is not None:
             torch.set_num_threads(threads)
         self._code = enter_code(code or JobCode(""))
         self._packed, self._index, self._secret = factory, index, secret
         self._listener = Listener(f"shard-{index}", secret, host=host or host_address())
+        self._optimizer = optimizer_on(device)
         self._loop: GroupServerLoop | None = None
         self._assigned: AssignedSegment | None = None
 
@@ -81,7 +94,7 @@ class ShardActor:
         factory: Factory = recipe_of(found) if isinstance(found, Workload) else found
         if plan.whole is not None:
             factory = of_some(factory, plan.whole, [entry.name for entry in snapshot.layout.entries])
-        segment = DenseSegment(space, plan.segment, factory)
+        segment = DenseSegment(space, plan.segment, factory, optimizer=self._optimizer)
         segment.copied = False
         segment.share()
         lo, hi = space.cuts[plan.segment]

@@ -28,8 +28,10 @@ from rayps.ps.tables.ids import GivenIds
 from rayps.ps.tables.local import TableSession
 from rayps.ps.tables.lookup import Lookup, lookup_of, merged, spans
 from rayps.ps.tables.prefetch import PrefetchCall, Prefetched, Prefetcher
+from rayps.ps.tables.row_transfer import RowTransfer, row_transfer
 from rayps.tensors.finite import first_not_finite, is_finite
 from rayps.tensors.flat import square_of
+from rayps.tensors.uploads import Download
 
 
 class TableClient:
@@ -47,7 +49,9 @@ class TableClient:
         self.seconds = 0.0  # seconds that forward passes have waited for pulls
         self.session = session
         self._lockstep = space.servers.in_step
+        self.transfer: RowTransfer | None = None  # copies rows to the device of the ids; None if it is the CPU
         self._pending: list[tuple[Lookup, Tensor]] = []
+        self._downloads: list[tuple[Lookup, Download]] = []  # gradients for `_pending` that are on their way
         self._last: tuple[Tensor, Lookup] | None = None
 
     # ---- ids
@@ -64,16 +68,23 @@ class TableClient:
     def rows(self, ids: Tensor, learns: bool = True) -> tuple[Lookup, Tensor]:
         """Return the lookup of a forward pass's ids, and the rows of its n unique ids [n, dim], prefetched if possible.
 
-        With `learns` (training) or staleness 0, the pull waits for the staleness bound; otherwise the servers return
-        the current rows at once. Raises LinkError if the pull fails, DataError if an id is negative.
+        The rows are on the device of `ids`. With `learns` (training) or staleness 0, the pull waits for the staleness
+        bound; otherwise the servers return the current rows at once. Raises LinkError if the pull fails, DataError if
+        an id is negative.
         """
-        began = time.perf_counter()
+        began, upload = time.perf_counter(), None
+        if self.transfer is None:
+            self.transfer = row_transfer(ids.device, wire_format.DTYPES[self.table.dtype])
         held = self.prefetched(self.table.name) if learns else None
         if held is None:
             lookup = self.lookup(ids)
             found = self.fetch(lookup, GroupMessage.PULL if learns or self._lockstep else GroupMessage.READ)
         else:
             lookup, found = self._from_prefetched(held, ids)
+            upload = held.upload if lookup is held.lookup else None
+        if self.transfer is not None:
+            uploads = self.transfer.uploads
+            found = uploads.take(upload or uploads.start(found))
         self.seconds += time.perf_counter() - began
         return lookup, found
 
@@ -155,32 +166,41 @@ class TableClient:
             summed = torch.zeros(len(lookup.ids), self.table.dim, dtype=wire_format.DTYPES[self.table.dtype])
             summed.index_add_(0, lookup.inverse.reshape(-1), grads.reshape(-1, self.table.dim).to(summed.dtype))
             ids, grads = lookup, summed
+        elif self.transfer is not None:
+            self._downloads.append((ids, self.transfer.download(grads.detach())))
+            return
         self._pending.append((ids, grads.detach()))
+
+    def _arrived(self) -> list[tuple[Lookup, Tensor]]:
+        """Return the gradients of the next push, after the wait for those that are on their way from a device."""
+        downloads, self._downloads = self._downloads, []
+        self._pending += [(lookup, download.wait()) for lookup, download in downloads]
+        return self._pending
 
     def gradient_fault(self) -> int | None:
         """Return the first id whose gradient in the next push is not finite, or None if all are finite."""
-        for lookup, grads in self._pending:
+        for lookup, grads in self._arrived():
             if not is_finite(grads):
                 return int(lookup.ids[first_not_finite(grads) // self.table.dim])
         return None
 
     def square(self) -> Tensor:
         """Return the squared Euclidean norm of the next push, in which the gradients of equal ids are summed."""
-        if len(self._pending) > 1:
+        if len(self._arrived()) > 1:
             self._pending = [merged(self._pending, self.table)]
         return sum((square_of(grads) for _, grads in self._pending), torch.zeros((), dtype=torch.float64))
 
     def scale(self, factor: float) -> None:
         """Multiply the next push by `factor`."""
-        self._pending = [(lookup, grads * factor) for lookup, grads in self._pending]
+        self._pending = [(lookup, grads * factor) for lookup, grads in self._arrived()]
 
     def drop_gradients(self) -> None:
         """Discard the gradients of the next push."""
-        self._pending.clear()
+        self._arrived().clear()
 
     def pieces(self) -> dict[int, Buffer]:
         """Return the next push as a dict from every segment of the table to its piece; then begin an empty push."""
-        pending, self._pending = self._pending, []
+        pending, self._pending = self._arrived(), []
         lookup, grads = pending[0] if len(pending) == 1 else merged(pending, self.table)
         ids, counts, rows = lookup.ids, lookup.counts, grads.numpy()
         room = self._block(lookup, rows.itemsize * self.table.dim)

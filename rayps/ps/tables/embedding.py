@@ -95,7 +95,6 @@ class _Rows(nn.Module):
         client, learns = self._client(), torch.is_grad_enabled()
         with peers_awaited():
             lookup, rows = client.rows(ids, learns=learns)
-        rows = rows.to(ids.device)
         if learns:
             rows = rows.detach().requires_grad_()
             rows.register_post_accumulate_grad_hook(_gradient_hook(client, lookup))  # type: ignore[no-untyped-call]
@@ -108,7 +107,7 @@ class _Rows(nn.Module):
 def _gradient_hook(client: TableClient, lookup: Lookup) -> Callable[[Tensor], None]:
     def hook(rows: Tensor) -> None:
         if rows.grad is not None:
-            client.gradient(lookup, rows.grad.cpu())
+            client.gradient(lookup, rows.grad)
             rows.grad = None
 
     return hook

@@ -23,6 +23,7 @@ from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.tables.ids import GivenIds, ids_of
 from rayps.ps.tables.local import TableSession
 from rayps.ps.tables.lookup import Lookup, lookup_of
+from rayps.tensors.uploads import DeviceUpload
 
 if TYPE_CHECKING:
     from rayps.data.base import Batch
@@ -32,11 +33,15 @@ GRACE_SECONDS = 10.0  # added to the timeout, so that the session raises its err
 
 
 class Prefetched(NamedTuple):
-    """The ids of one table as the user gave them, their lookup, and the rows [n, dim] in the order of `lookup.ids`."""
+    """The ids of one table as the user gave them, their lookup, and the rows [n, dim] in the order of `lookup.ids`.
+
+    `upload` has the rows on the worker's device, or on their way; None if they were not copied ahead.
+    """
 
     given: Tensor
     lookup: Lookup
     rows: Tensor
+    upload: DeviceUpload | None = None
 
 
 class PrefetchCall:
@@ -71,6 +76,7 @@ class _AnnouncedBatch:
     given: dict[str, Tensor]
     lookups: dict[str, Lookup] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
+    uploads: dict[str, DeviceUpload] = field(default_factory=dict)  # the rows on the worker's device
     call: PrefetchCall | None = None
 
 
@@ -149,7 +155,7 @@ class Prefetcher:
         self.waited += time.perf_counter() - began
         if not coming.rows:
             self._pull(coming, self._session)
-        return Prefetched(coming.given[name], coming.lookups[name], coming.rows[name])
+        return Prefetched(coming.given[name], coming.lookups[name], coming.rows[name], coming.uploads.get(name))
 
     def close(self) -> None:
         """End the prefetch thread. A pull that is in progress in the thread fails."""
@@ -195,5 +201,8 @@ class Prefetcher:
             outputs |= client.landing(lookup, rows[name]) or {}
         answers: SegmentReplies = session.exchange(GroupMessage.PULL, asked, outputs=outputs)
         for name, lookup in coming.lookups.items():
-            self._clients[name].convert_answers(lookup, rows[name], answers)
+            client = self._clients[name]
+            client.convert_answers(lookup, rows[name], answers)
+            if client.transfer is not None:
+                coming.uploads[name] = client.transfer.uploads.start(rows[name])
         coming.rows = rows

@@ -93,6 +93,11 @@ class LoopView:
         """Return the mean of all workers' gradients."""
         return self._rounds.mean_grad()
 
+    def push_grad(self, batch: None) -> None:
+        """Push the gradient that the user's loop has computed."""
+        assert self.server is not None, "the parameters are on servers"
+        self.server.push(self.grad(batch))
+
     def clipped(self, vector: Tensor) -> Tensor:
         """Return the vector: a loop clips its gradients itself, by `clip_grad_norm_`."""
         return vector
