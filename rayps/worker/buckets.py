@@ -74,6 +74,11 @@ class Buckets:
         return len(self._buckets)
 
     @property
+    def members(self) -> list[list[int]]:
+        """The indices of each bucket's parameters, from the last parameter to the first."""
+        return self._buckets
+
+    @property
     def choice(self) -> Event:
         """An event that says how the gradients are sent."""
         when = "while backward continues" if self.early else "after backward"
