@@ -36,7 +36,7 @@ from rayps.worker.buckets import Buckets
 COMPUTES = ("sleep", "torch")
 AUTO = "auto"  # the size of buckets that the contender itself chooses
 _START_SECONDS = 120.0
-_FIRST_ROWS, _CALIBRATIONS, _CALIBRATION_STEPS = 64, 3, 3
+_FIRST_ROWS, _CALIBRATIONS, _CALIBRATION_STEPS = 256, 4, 5
 _MIB = 1 << 20
 
 

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from rayps.comm.ring import Ring
 from rayps.comm.ring.bucketed_mean import SentBuckets, pieces
+from rayps.comm.ring.choose_algorithm import speed_of
 from rayps.core.records import Event
 from rayps.tensors.finite import is_finite
 from rayps.tensors.flat import FlatModel, Gradient, Layout, dense
 from rayps.worker.step_flags import COUNT, StepFlags, with_flags
 
-AUTO_MB = 4.0
+AUTO_MB = 4.0  # where nothing was measured
 HELD_ELEMENTS = 1 << 14  # gradients with fewer elements are copied, because this is faster than a call for each
 
 
@@ -226,10 +227,26 @@ def chosen(flat: FlatModel, ring: Ring) -> tuple[float, str]:
     if "hosts" not in ring.choices:
         return 0.0, "a torch process group sums the gradients"
     if len(ring.choices["hosts"]) > 1:
-        return AUTO_MB, "the transfer between hosts takes longer than starting a thread to send"
+        speed = speed_of(ring.choices)
+        if speed is None:
+            return AUTO_MB, "the transfer between hosts takes longer than starting a thread to send"
+        seconds, rate = speed
+        size = best_size(flat.layout.size * flat.layout.dtype.itemsize, seconds, rate) / 1e6
+        why = f"between hosts a bucket costs {1000 * seconds:.2g} ms, and {rate / 1e6:.3g} MB are sent in a second"
+        return size, f"{why}, so buckets of {size:.2g} MB are the best"
     if flat.packed.device.type == "cpu":
         return AUTO_MB, "ranks of one host read the buckets in shared memory, without a thread"
     return 0.0, "on one host a thread that sends would take a core from the ranks that compute"
+
+
+def best_size(size: int, seconds: float, rate: float) -> float:
+    """Return the bytes of a bucket for which the least of the transfer of `size` bytes follows backward.
+
+    A bucket costs `seconds` beside its bytes, of which `rate` are sent in a second. With buckets of s bytes, that is
+    size / s * seconds in all, and the last bucket follows backward for s / rate. Their sum is least at
+    s = sqrt(size * seconds * rate).
+    """
+    return math.sqrt(size * seconds * rate)
 
 
 def cut(layout: Layout, size: float) -> list[list[int]]:
