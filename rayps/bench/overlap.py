@@ -23,8 +23,8 @@ from torch import nn
 
 from rayps.bench.contender import plain_steps
 from rayps.bench.netns import Hosts, bits
-from rayps.bench.overlap_bound import Timeline, bound, hidden, line_seconds, scaled, slowest
-from rayps.bench.paced import LAYERS, MatmulWork, PacedWork, SleepWork, width_of
+from rayps.bench.overlap_bound import StepTimes, bound, hidden, line_seconds, scaled, slowest
+from rayps.bench.paced import LAYERS, NO_BATCH, MatmulWork, PacedWork, SleepWork, width_of
 from rayps.bench.parallel_calls import call_all
 from rayps.bench.worker_steps import worker_steps
 from rayps.comm.link import Listener
@@ -89,13 +89,17 @@ class OverlapRank:
         )
 
     def calibrate(self, width: int, rows: int) -> float:
-        """Return the seconds of a backward of `MatmulWork`. All ranks run it at the same time."""
+        """Return the seconds of processor time of a backward of `MatmulWork`. All ranks run it at the same time."""
         work = MatmulWork(width, self._ring.size, rows)
-        steps = _timed_steps(work)
-        steps(1)
+        model = work.model()
         self._ring.barrier()
-        lo, hi = steps(_CALIBRATION_STEPS)["timeline"].backward
-        return float(hi - lo)
+        spans: list[float] = []
+        for _ in range(_CALIBRATION_STEPS):
+            loss = work.loss(model, NO_BATCH)
+            start = time.process_time()
+            loss.backward()  # type: ignore[no-untyped-call]
+            spans.append(time.process_time() - start)
+        return statistics.median(spans)
 
     def prepare(self, work: tuple[str, int, float], contenders: list[tuple[str, str]]) -> dict[str, Any]:
         """Make each contender's model. `work` is the kind of compute, the width, and the seconds or rows.
@@ -140,7 +144,6 @@ def _timed_steps(work: PacedWork) -> Callable[[int], dict[str, Any]]:
     model = work.model()
     params = list(model.parameters())
     optimizer = work.optimizer(params)
-    batch = next(iter(work.data().batches(rank=0, size=1, seed=0, epoch=0)))
     ready = [0.0] * len(params)
 
     def take(i: int) -> None:
@@ -150,18 +153,18 @@ def _timed_steps(work: PacedWork) -> Callable[[int], dict[str, Any]]:
         p.register_post_accumulate_grad_hook(lambda p, i=i: take(i))  # type: ignore[no-untyped-call]
 
     def turn(steps: int) -> dict[str, Any]:
-        found: list[Timeline] = []
+        found: list[StepTimes] = []
         for _ in range(steps):
             start = time.perf_counter()
             optimizer.zero_grad()
-            loss = work.loss(model, batch)
+            loss = work.loss(model, NO_BATCH)
             forward = time.perf_counter() - start
             loss.backward()  # type: ignore[no-untyped-call]
             backward = time.perf_counter() - start
             optimizer.step()
             loss.item()
             times = tuple(each - start for each in ready)
-            found.append(Timeline(times, (forward, backward), time.perf_counter() - start))
+            found.append(StepTimes(times, (forward, backward), time.perf_counter() - start))
         middle = sorted(found, key=lambda each: each.step)[len(found) // 2]
         return {"step": 1000 * statistics.mean(each.step for each in found), "timeline": middle}
 
@@ -268,7 +271,7 @@ def _rows(
     hosts, line = network
     steps = {contender: statistics.median(turn["step"] for turn in found) for contender, found in turns.items()}
     alone = sorted(turns["alone", ""], key=lambda turn: turn["step"])[len(turns["alone", ""]) // 2]
-    timeline: Timeline = alone["timeline"]
+    timeline: StepTimes = alone["timeline"]
     ddp = min((step for (name, _), step in steps.items() if name == "ddp"), default=None)
     rows = []
     for (name, bucket), step in steps.items():

@@ -25,7 +25,7 @@ def line_seconds(size: float, hosts: int, rate: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class StepTimes:
     """A step without communication, in seconds after its start."""
 
     ready: tuple[float, ...]  # when each parameter's gradient is ready, in the order of the parameters
@@ -38,14 +38,14 @@ class Timeline:
         return self.step - self.backward[1]
 
 
-def slowest(timelines: Sequence[Timeline]) -> Timeline:
+def slowest(timelines: Sequence[StepTimes]) -> StepTimes:
     """Return the timeline in which everything happens when it has happened on all ranks."""
     ready = tuple(max(times) for times in zip(*(each.ready for each in timelines), strict=True))
     starts, ends = zip(*(each.backward for each in timelines), strict=True)
-    return Timeline(ready, (max(starts), max(ends)), max(each.step for each in timelines))
+    return StepTimes(ready, (max(starts), max(ends)), max(each.step for each in timelines))
 
 
-def bound(timeline: Timeline, buckets: Sequence[Sequence[int]], lines: Sequence[float], *, early: bool = True) -> float:
+def bound(timeline: StepTimes, buckets: Sequence[Sequence[int]], lines: Sequence[float], *, early: bool = True) -> float:
     """Return the least seconds of a step.
 
     `buckets` are the indices of each bucket's parameters, in the order of sending; `lines` are the seconds for which

@@ -19,6 +19,7 @@ from rayps.workload.base import Workload
 
 LAYERS = 16
 _ROUNDS = 4096  # steps per epoch
+NO_BATCH = Batch(None, None, 1)  # what the losses of this module may be called with, because they ignore their batch
 
 
 def width_of(size: float) -> int:
