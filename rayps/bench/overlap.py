@@ -117,8 +117,8 @@ class OverlapRank:
                 self._turns[contender] = worker_steps(made, self._ring, mb)
                 found[bucket] = Buckets(FlatModel(made.model()), self._ring, mb, hooked=False).members
             elif name == "ddp":
-                options = {} if bucket == AUTO else {"bucket_cap_mb": 1e6 * float(bucket) / _MIB}
-                model = nn.parallel.DistributedDataParallel(made.model(), **options)
+                size_mib = None if bucket == AUTO else 1e6 * float(bucket) / _MIB  # None: DDP's default
+                model = nn.parallel.DistributedDataParallel(made.model(), bucket_cap_mb=size_mib)
                 self._turns[contender] = plain_steps(made, model)
             elif name == "alone":
                 self._turns[contender] = _timed_steps(made)
@@ -240,7 +240,7 @@ def bench_overlap(
                         worst = worst | {"timeline": slowest([part["timeline"] for part in parts])}
                     turns[contender].append(worst)
         call_all(actors, "close", timeout=timeout)
-    return _rows(turns, cuts, (compute, size, rate), (hosts, line), load)
+    return _rows(turns, cuts, (compute, size, rate), line, load)
 
 
 def _check(hosts: int, compute: str, size: int, buckets: Sequence[str]) -> None:
@@ -257,18 +257,19 @@ def _check(hosts: int, compute: str, size: int, buckets: Sequence[str]) -> None:
         except ValueError:
             good = False
         if not good:
-            raise ConfigError(f"buckets {bucket!r} cannot be read: write megabytes such as 4, 0 or auto", buckets=bucket)
+            raise ConfigError(
+                f"buckets {bucket!r} cannot be read: write megabytes such as 4, 0 or auto", buckets=bucket
+            )
 
 
 def _rows(
     turns: dict[tuple[str, str], list[dict[str, Any]]],
     cuts: dict[str, list[list[int]]],
     given: tuple[str, int, str],
-    network: tuple[int, float],
+    line: float,
     load: float,
 ) -> list[OverlapRow]:
     compute, size, rate = given
-    hosts, line = network
     steps = {contender: statistics.median(turn["step"] for turn in found) for contender, found in turns.items()}
     alone = sorted(turns["alone", ""], key=lambda turn: turn["step"])[len(turns["alone", ""]) // 2]
     timeline: StepTimes = alone["timeline"]

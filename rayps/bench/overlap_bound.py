@@ -38,14 +38,14 @@ class StepTimes:
         return self.step - self.backward[1]
 
 
-def slowest(timelines: Sequence[StepTimes]) -> StepTimes:
-    """Return the timeline in which everything happens when it has happened on all ranks."""
-    ready = tuple(max(times) for times in zip(*(each.ready for each in timelines), strict=True))
-    starts, ends = zip(*(each.backward for each in timelines), strict=True)
-    return StepTimes(ready, (max(starts), max(ends)), max(each.step for each in timelines))
+def slowest(steps: Sequence[StepTimes]) -> StepTimes:
+    """Return the times at which everything has happened on all ranks."""
+    ready = tuple(max(times) for times in zip(*(each.ready for each in steps), strict=True))
+    starts, ends = zip(*(each.backward for each in steps), strict=True)
+    return StepTimes(ready, (max(starts), max(ends)), max(each.step for each in steps))
 
 
-def bound(timeline: StepTimes, buckets: Sequence[Sequence[int]], lines: Sequence[float], *, early: bool = True) -> float:
+def bound(times: StepTimes, buckets: Sequence[Sequence[int]], lines: Sequence[float], *, early: bool = True) -> float:
     """Return the least seconds of a step.
 
     `buckets` are the indices of each bucket's parameters, in the order of sending; `lines` are the seconds for which
@@ -53,9 +53,9 @@ def bound(timeline: StepTimes, buckets: Sequence[Sequence[int]], lines: Sequence
     """
     end = 0.0
     for members, line in zip(buckets, lines, strict=True):
-        ready = max(timeline.ready[i] for i in members) if early else timeline.backward[1]
+        ready = max(times.ready[i] for i in members) if early else times.backward[1]
         end = max(end, ready) + line
-    return max(end, timeline.backward[1]) + timeline.after
+    return max(end, times.backward[1]) + times.after
 
 
 def hidden(step: float, alone: float, line: float) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,10 @@ class PacedWork(Workload):
         """Return rows of zeros, because the models of this module ignore them."""
         return data.tensors(torch.zeros(_ROUNDS * self._workers, 1), batch_size=1)
 
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return a loss, which does not depend on the batch."""
+
     def optimizer(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         """Return plain SGD."""
         return torch.optim.SGD(params, lr=1e-3)
@@ -56,7 +61,8 @@ class SleepWork(PacedWork):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return a constant."""
-        return model(torch.zeros(())).sum()
+        found: Tensor = model(torch.zeros(())).sum()
+        return found
 
 
 class _SleepLayer(nn.Module):
@@ -77,7 +83,7 @@ class _Sleep(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         time.sleep(ctx.seconds)
         return grad, torch.ones(ctx.shape), None
 
@@ -95,4 +101,5 @@ class MatmulWork(PacedWork):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean square of the last layer's output."""
-        return model(self._input).square().mean()
+        found: Tensor = model(self._input).square().mean()
+        return found

@@ -79,19 +79,8 @@ def ring_with_work(mesh: Mesh | Subgroup | Idle, x: Tensor, fold: Fold, before: 
     these calls depends only on the vector's size, N and the rank.
     """
     n, me = mesh.size, mesh.rank
-    mesh.relay((me + 1) % n, (me - 1) % n, *ring_messages((me, n), x, fold, before, after, after))
-
-
-def ring_messages(
-    place: tuple[int, int], x: Tensor, fold: Fold, before: Work, added: Work, copied: Work
-) -> tuple[Iterator[Buffer], Iterator[Arrival]]:
-    """Return what a rank of a ring sends first, and what arrives at it, as `Mesh.relay` uses them.
-
-    `place` is (rank, N). `before` is called before a segment is used first. As soon as a segment contains the sum,
-    `added` is called if this rank has computed the sum, before it sends it on, and `copied` if another rank has.
-    """
-    me, n = place
     cuts = slices(x.numel(), n)
+    scratch = torch.empty(min(SEGMENT_BYTES // x.element_size(), -(-x.numel() // n)), dtype=x.dtype)
 
     def first() -> Iterator[Buffer]:
         for segment in _segments(x[cuts[me]]):
@@ -103,20 +92,19 @@ def ring_messages(
             before(segment)
             fold(segment, arrived)
             if last:
-                added(segment)
+                after(segment)
             return raw(segment)
 
         return work
 
     def sharing(segment: Tensor, last: bool) -> Callable[[], Buffer | None]:
         def work() -> Buffer | None:
-            copied(segment)
+            after(segment)
             return None if last else raw(segment)
 
         return work
 
     def arrivals() -> Iterator[Arrival]:
-        scratch = torch.empty(min(SEGMENT_BYTES // x.element_size(), -(-x.numel() // n)), dtype=x.dtype)
         for step in range(n - 1):
             for segment in _segments(x[cuts[(me - step - 1) % n]]):
                 arrived = scratch[: segment.numel()]
@@ -125,7 +113,7 @@ def ring_messages(
             for segment in _segments(x[cuts[(me - step) % n]]):
                 yield raw(segment), sharing(segment, step == n - 2)
 
-    return first(), arrivals()
+    mesh.relay((me + 1) % n, (me - 1) % n, first(), arrivals())
 
 
 def _segments(chunk: Tensor) -> list[Tensor]:

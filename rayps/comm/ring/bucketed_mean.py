@@ -9,9 +9,7 @@ or more ranks, the order of additions and therefore the last digit of the result
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +18,6 @@ from torch import Tensor
 
 from rayps.comm.link.memory import ORDERED
 from rayps.comm.ring.collectives import HALF, CollectiveHandle
-from rayps.comm.ring.concurrent_sums import ConcurrentSums
 from rayps.comm.ring.ring import Ring
 from rayps.comm.ring.shared_memory import Bytes, SharedMemoryFold, Weights, fold_parts, tensor_of
 from rayps.core.partition import part
@@ -269,10 +266,7 @@ class SharedMemoryMean:
 
 
 class SentBuckets(_Whole):
-    """A mean in which the ring's background thread sends the buckets, in the same order on all ranks.
-
-    If the algorithm is `ring`, a bucket is sent while the one before is still being added.
-    """
+    """A mean in which the ring's background thread sends the buckets, in the same order on all ranks."""
 
     def __init__(self, ring: Ring, vector: Tensor, cuts: Sequence[slice]) -> None:
         self.seconds = 0.0
@@ -281,30 +275,22 @@ class SentBuckets(_Whole):
         self._ready: set[int] = set()
         self._under_way: list[CollectiveHandle[Tensor] | CollectiveHandle[None]] = []
         self._samples, self._total = 0.0, torch.zeros(1, dtype=torch.float64)
-        largest = max((cut.stop - cut.start for cut in cuts), default=0) * max(4, vector.element_size())
-        self._sums = ring.collectives.concurrent_sums(largest) if vector.device.type == "cpu" else None
-        self._waiting: deque[Tensor] = deque()  # submitted buckets that `_sums` has not started
-        self._started: deque[tuple[int, Tensor, Tensor]] = deque()  # number of the sum, bucket, what is added
 
     def begin(self, samples: float) -> None:
         """Start a mean. The ranks' numbers of samples are summed before any bucket is sent."""
         self._samples, self._total = samples, torch.tensor([float(samples)], dtype=torch.float64)
         self._ready.clear()
-        self._under_way = [self._ring.collectives.background.start(self._add_samples)]
+        total = self._total
+        self._under_way = [
+            self._ring.collectives.background.start(lambda: self._ring.collectives.fold_now(total, "add", None))
+        ]
 
     def submit(self, i: int) -> None:
         """Submit bucket `i`. It is sent after all buckets that precede it in the order."""
         self._ready.add(i)
         while (at := len(self._under_way) - 1) < len(self._order) and self._order[at] in self._ready:
             part = self._vector[self._cuts[self._order[at]]]
-            if self._sums is None:
-                work = partial(self._mean, part)
-            else:
-                self._waiting.append(part)
-                work = partial(self._mean_beside_others, self._sums)
-            self._under_way.append(self._ring.collectives.background.start(work))
-            if self._sums is not None:
-                self._sums.wake()
+            self._under_way.append(self._ring.collectives.background.start(lambda part=part: self._mean(part)))  # type: ignore[misc]
 
     def finish(self, marks: Tensor) -> Tensor:
         """Wait for the background sums; return the vector, which now contains the mean."""
@@ -319,47 +305,16 @@ class SentBuckets(_Whole):
         """Send the buckets in this order from the next mean on. All ranks must make the same call between two means."""
         self._order = list(order)
 
-    def _add_samples(self) -> None:
-        self._ring.collectives.fold_now(self._total, "add", None)
-        if self._sums is not None:
-            self._sums.expect(len(self._cuts))
-
     def _mean(self, part: Tensor) -> None:
         """Compute sum(n_i g_i) / sum(n_i) over ranks i with n_i samples, by the same operations as `Ring.mean`."""
         wide = part.float() if part.dtype in HALF else part
-        self._weight(wide)
-        self._ring.collectives.fold_now(wide, "add", None)
-        self._divide(wide)
-        if wide is not part:
-            part.copy_(wide)
-
-    def _mean_beside_others(self, sums: ConcurrentSums) -> None:
-        """Compute the mean of the oldest bucket as `_mean` does, and continue those of the others meanwhile.
-
-        A rank divides the sums that it has computed before it sends them to the others.
-        """
-
-        def admit() -> None:
-            while self._waiting:
-                part = self._waiting.popleft()
-                wide = part.float() if part.dtype in HALF else part
-                number = sums.start(wide, self._weight, self._divide, lambda segment: None)
-                self._started.append((number, part, wide))
-
-        with self._ring.collectives.timed():
-            admit()
-            number, part, wide = self._started.popleft()
-            sums.run(number, admit)
-        if wide is not part:
-            part.copy_(wide)
-
-    def _weight(self, part: Tensor) -> None:
         if self._samples:
-            part.mul_(self._samples)
+            wide.mul_(self._samples)
         else:
-            part.zero_()  # a mean over no samples is 0, although a vector may hold NaN
-
-    def _divide(self, part: Tensor) -> None:
+            wide.zero_()  # a mean over no samples is 0, although a vector may hold NaN
+        self._ring.collectives.fold_now(wide, "add", None)
         total = self._total.item()
         if total:
-            part.div_(total)
+            wide.div_(total)
+        if wide is not part:
+            part.copy_(wide)

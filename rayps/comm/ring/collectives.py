@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from rayps.comm.ring.choose_algorithm import Autotuner
-from rayps.comm.ring.concurrent_sums import ConcurrentSums
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.shared_memory import SharedMemoryFold, tensor_of
 from rayps.comm.ring.torch_groups import TorchGroup
@@ -87,15 +86,6 @@ class Collectives:
             raise self.mesh.fail(error) from error
         finally:
             self.seconds += time.perf_counter() - start
-
-    def concurrent_sums(self, size: int) -> ConcurrentSums | None:
-        """Return an object that computes several sums at once, of vectors of at most `size` bytes on the CPU.
-
-        Return None if the backend does not use the algorithm `ring` for this size.
-        """
-        if self.mesh.size == 1 or isinstance(self.backend, TorchGroup) or not self.backend.uses_ring(size):
-            return None
-        return ConcurrentSums(self.mesh)
 
     def resident(self, t: Tensor, weight: float | None) -> Tensor | None:
         """Return the weighted mean over ranks of a tensor in memory of `Ring.buffer`, or its sum if `weight` is None.

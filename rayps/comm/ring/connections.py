@@ -86,21 +86,17 @@ class RingConnections(dict[int, Link]):
 
     def stream(self, peer: int, turn: int) -> int:
         """Return the number of the connection for message number `turn` to rank `peer`; streams are used in turn."""
-        numbers = self.streams_to(peer)
-        return numbers[turn % len(numbers)]
+        return peer + self.size * (turn % self._streams_to(peer))
 
     def stripes(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         """Divide buffers among streams: convert (rank, buffer) pairs to (connection number, part of buffer) pairs."""
         for peer, buffer in pieces:
-            numbers = self.streams_to(peer)
-            parts = max(1, min(len(numbers), len(buffer) // STRIPE_BYTES))
-            for number, cut in zip(numbers, slices(len(buffer), parts), strict=False):
-                yield number, buffer[cut]
+            parts = max(1, min(self._streams_to(peer), len(buffer) // STRIPE_BYTES))
+            for i, cut in enumerate(slices(len(buffer), parts)):
+                yield peer + self.size * i, buffer[cut]
 
-    def streams_to(self, peer: int) -> list[int]:
-        """Return the numbers of the connections to rank `peer` that are used."""
-        count = self.streams if self.streams > 1 and self[peer].transport == "tcp" else 1
-        return [peer + self.size * stream for stream in range(count)]
+    def _streams_to(self, peer: int) -> int:
+        return self.streams if self.streams > 1 and self[peer].transport == "tcp" else 1
 
     def clear(self) -> None:
         """Remove all connections."""

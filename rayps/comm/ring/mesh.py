@@ -37,7 +37,7 @@ LINGER_SECONDS = 0.25  # seconds during which a rank that closes tries to send i
 GRACE_SECONDS = 0.5
 MOST_STREAMS = 16
 TRIED_STREAMS = 4  # number of streams that are opened between two ranks to measure the best number
-AHEAD_BYTES = 1 << 20  # bytes that a rank keeps queued, so that data is sent while the rank adds
+_AHEAD_BYTES = 1 << 20  # bytes that a relay keeps queued, so that data is sent while the rank adds
 _IN = select.POLLIN
 
 
@@ -129,7 +129,7 @@ class Mesh:
 
         def push() -> None:
             nonlocal gone
-            while todo and self._links[key := self._links.stream(right, gone)].queued < AHEAD_BYTES:
+            while todo and self._links[key := self._links.stream(right, gone)].queued < _AHEAD_BYTES:
                 self._links[key].queue(Message(RingMessage.DATA, tag=self.number, a=gone), todo.popleft(), copy=False)
                 gone += 1
                 sending.add(key)
@@ -179,17 +179,9 @@ class Mesh:
         self.check()
         self._run(Message(RingMessage.POINT), [], {source: (RingMessage.POINT, tag, 0, into)})
 
-    def link(self, number: int) -> Link:
-        """Return a connection by its number. That of the first connection to a peer is the peer's rank."""
-        return self._links[number]
-
-    def streams_to(self, peer: int) -> list[int]:
-        """Return the numbers of the connections to rank `peer`. Message number i of a collective uses the i-th."""
-        return self._links.streams_to(peer)
-
-    def polling(self, wakeup: int) -> contextlib.AbstractContextManager[None]:
-        """Inside the block, `pause` can also wait for the eventfd `wakeup`."""
-        return self._links.polling(wakeup)
+    def link(self, peer: int) -> Link:
+        """Return the first connection to rank `peer`."""
+        return self._links[peer]
 
     def await_wakeup(self, wakeup: int, absent: Callable[[], set[int]]) -> None:
         """Wait until the eventfd `wakeup` is readable. `absent()` returns the ranks for which this rank waits.
@@ -208,7 +200,7 @@ class Mesh:
                 while not (
                     gone := self._left and self._left & absent()
                 ):  # a rank that signalled before it left has taken part
-                    if not self.pause(set(), {}, wakeup):
+                    if not self._pause(set(), {}, wakeup):
                         return
                 raise self._gone(min(gone))
 
@@ -262,10 +254,10 @@ class Mesh:
                 sending.difference_update([key for key in sending if not self._links[key].queued])
             if not wants and not (drain and sending):
                 return
-            self.pause(sending, wants)
+            self._pause(sending, wants)
 
-    def pause(self, sending: set[int], wants: dict[int, Want], wakeup: int = -1) -> bool:
-        """Sleep until a connection or the eventfd `wakeup` is ready, which `polling` adds.
+    def _pause(self, sending: set[int], wants: dict[int, Want], wakeup: int = -1) -> bool:
+        """Sleep until a connection or the eventfd `wakeup` is ready.
 
         Return False if the eventfd, or a connection in `sending` or `wants`, was ready. Raises PeerTimeout if there is
         no progress until the timeout.
