@@ -432,7 +432,7 @@ class SocketLink(Link):
         """Make a poll of the socket wait until `size` bytes, but at most `WAKE_BYTES`, have arrived.
 
         The kernel reports a slow line's data after each packet. A thread that wakes up each time uses several times the
-        processor time of the copies.
+        processor time of the copies. A peer that sends fewer bytes within a timeout therefore counts as silent.
         """
         low = min(size, WAKE_BYTES) if self.transport == "tcp" else 1
         if low != self._low:
