@@ -17,6 +17,7 @@ import pytest
 
 from rayps.comm.link import Listener, Message, connect, parse_address
 from rayps.comm.link.memory import Memory
+from rayps.comm.link.socket_link import WAKE_BYTES
 from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout, StaleGeneration
 
 SECRET = b"s" * 32
@@ -67,6 +68,33 @@ def test_payloads_of_every_size_land_in_a_buffer(prefer, size):
         far.recv(10, into=out)
         sent.result()
         assert np.array_equal(out, data)
+
+
+def test_a_payload_that_arrives_in_small_parts_wakes_its_reader_rarely():
+    def low():
+        return far._sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+
+    with pair("tcp") as (near, far), ThreadPoolExecutor(1) as pool:
+        payload = bytes(range(256)) * (3 * WAKE_BYTES // 256)
+        near._append(Message(1), payload)
+        whole = b"".join(near._out)
+        near._sock.setblocking(True)
+        poll = select.poll()
+        poll.register(far, select.POLLIN)
+        assert low() == 1
+        near._sock.sendall(whole[:1000])
+        assert poll.poll(10_000) and far.try_recv() is None
+        assert low() == WAKE_BYTES
+        near._sock.sendall(whole[1000:2000])
+        assert not poll.poll(50)
+        sent = pool.submit(near._sock.sendall, whole[2000:-1])
+        while (left := len(whole) - 1 - far.bytes_received) and poll.poll(10_000):
+            far.try_recv()
+            assert low() == max(1, min(WAKE_BYTES, len(whole) - far.bytes_received)), left
+        sent.result()
+        near._sock.sendall(whole[-1:])
+        assert far.recv(10).payload == payload
+        assert low() == 1
 
 
 def test_a_buffer_of_another_size_is_refused_and_the_message_kept():

@@ -8,7 +8,6 @@ in DDP). The functions return rows and print nothing.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import secrets
 import statistics
@@ -24,18 +23,10 @@ from rayps.bench.contender import plain_steps, workload
 from rayps.bench.parallel_calls import call_all
 from rayps.bench.peer import peer
 from rayps.bench.plain_processes import PlainActor
+from rayps.bench.worker_steps import worker_steps
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.comm.ring import Ring
 from rayps.core.errors import ConfigError
-from rayps.core.phase_rounds import Boundary
-from rayps.core.records import Point
-from rayps.strategies.all_reduce import AllReduce
-from rayps.tensors.flat import FlatModel
-from rayps.tensors.snapshot import Snapshot
-from rayps.worker.connections import WorkerConnections
-from rayps.worker.plan import PeerAddresses, WorkerPlan
-from rayps.worker.run import PlanRun
-from rayps.worker.sync_gradients import SyncGradients
 
 CONTENDERS = ("own", "one_bucket", "alone", "ddp", "ddp_plain", "ray_train")
 DEFAULT = "own,one_bucket,alone,ddp"
@@ -104,44 +95,8 @@ class StepBench:
         return plain_steps(self._work, nn.parallel.DistributedDataParallel(self._work.model()))
 
     def _own(self, name: str, bucket_mb: float | None) -> Callable[[int], dict[str, float]]:
-        ring = Ring.join(name, self._rank, self._size)
-        self._rings.append(ring)
-        flat = FlatModel(self._work.model())
-        plan = WorkerPlan(
-            generation=0,
-            rank=self._rank,
-            size=self._size,
-            strategy=AllReduce(bucket_mb=bucket_mb),
-            peers=PeerAddresses(),
-            seed=0,
-            start=0,
-            end=0,
-            boundary=Boundary(0, -1),
-            evaluated=1 << 62,
-            timeout=60.0,
-        )
-        peers = WorkerConnections(None)
-        peers.ring = ring
-        loop = SyncGradients(self._work, plan, peers)
-        loop.load_state_dict(Snapshot(flat.layout, flat.vector))
-
-        def turn(steps: int) -> dict[str, float]:
-            points: list[Point] = []
-
-            def report(point: Point) -> bool:
-                points.append(point)
-                return True
-
-            loop.w.plan = dataclasses.replace(plan, end=loop.w.position + steps)
-            start = time.perf_counter()
-            run = PlanRun(loop, report, lambda part, pin: None, lambda: loop.w.position >= loop.w.plan.end)
-            run.run()  # without checkpoints
-            step = 1000 * (time.perf_counter() - start) / steps
-            rounds = [p for p in points if p["kind"] == "round"]
-            parts = {key: 1000 * statistics.mean(p[key] for p in rounds) for key in ("compute", "data", "wait", "move")}
-            return {"step": step} | parts
-
-        return turn
+        self._rings.append(Ring.join(name, self._rank, self._size))
+        return worker_steps(self._work, self._rings[-1], bucket_mb)
 
 
 def bench_step(

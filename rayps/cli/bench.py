@@ -9,6 +9,7 @@ import typer
 
 from rayps.cli.bench_device import device
 from rayps.cli.bench_elastic import faults, jobs, resize
+from rayps.cli.bench_overlap import show_overlap
 from rayps.cli.bench_service import service
 from rayps.cli.bench_start import start
 from rayps.cli.bench_tables import tables
@@ -147,6 +148,24 @@ def step(
     ] = None,
     repeats: Annotated[int, typer.Option(help="Number of measurements for each contender, of 20 steps each.")] = 9,
     memory: Annotated[bool, typer.Option("--memory", help="Measure the memory of a step instead of its time.")] = False,
+    host_count: Annotated[
+        int,
+        typer.Option(
+            "--hosts",
+            help="Instead, measure how much of the transfer between this many hosts hides behind backward, by the size "
+            "of the buckets. The hosts are network namespaces, which need root. Only the options below, --repeats and "
+            "--output apply.",
+        ),
+    ] = 0,
+    rate: Annotated[str, typer.Option(help="With --hosts: the rate of each host's link, e.g. 1gbit.")] = "1gbit",
+    compute: Annotated[
+        str, typer.Option(help="With --hosts: sleep (layers sleep), or torch (layers multiply matrices).")
+    ] = "sleep",
+    size: Annotated[str, typer.Option(help="With --hosts: the size of the gradient.")] = "17MB",
+    buckets: Annotated[
+        str, typer.Option(help="With --hosts: sizes of buckets in MB; 0 (one, after backward); auto (own choice).")
+    ] = "0,1,4,16,auto",
+    steps: Annotated[int, typer.Option(help="With --hosts: steps of a measurement.")] = 3,
     address: Address = None,
     output: Format = Output.table,
     as_json: Json = False,
@@ -156,6 +175,12 @@ def step(
     By default, Ray actors train with AllReduce, with DDP on gloo, and without communication.
     """
     names, form = contenders.split(","), Output.json if as_json else output
+    if host_count:
+        (total,) = sizes_of(size)
+        show_overlap(
+            form, host_count, rate=rate, compute=compute, size=total, buckets=buckets, steps=steps, repeats=repeats
+        )
+        return
     if memory:
         from rayps.bench.memory import bench_memory
 
@@ -174,14 +199,14 @@ def step(
         return
     from rayps.bench.step import bench_step
 
-    steps = run(
+    rows_of_steps = run(
         address,
         workers,
         lambda cluster: bench_step(cluster, workers, names, model=model, hidden=hidden, repeats=repeats),
     )
     show_rows(
         form,
-        steps,
+        rows_of_steps,
         {
             "contender": "contender",
             "rate": "steps/s",

@@ -4,7 +4,8 @@ Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of wor
 Every worker holds all parameters w and its own optimizer. In round t, worker i computes g_i on its batch of n_i
 samples; the ring computes g = sum(n_i g_i) / sum(n_i) on every worker; all workers take the same step.
 Gradients are sent in buckets of `bucket_mb` (10^6 bytes) while backward continues. 0 means one piece after backward,
-and none means that rayps chooses the size.
+and none means that rayps chooses the size, between hosts by the measured latency and bandwidth. With three or more
+hosts, the order of additions depends on the size of the buckets.
 A workload's `clip_norm` clips g, the mean.
 `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto) encodes the g_i, with error feedback.
 `shard` divides state that is equal on all workers (Rajbhandari et al., "ZeRO: Memory optimizations toward training

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rayps.comm.ring import Ring
 from rayps.comm.ring.bucketed_mean import SentBuckets, pieces, scattered_pieces
+from rayps.comm.ring.choose_algorithm import speed_of
 from rayps.comm.ring.owned_slices import OwnedSlices
 from rayps.core.records import Event
 from rayps.core.topology import AUTO_BUCKET_MB
@@ -82,6 +83,11 @@ class Buckets:
 
     def __len__(self) -> int:
         return len(self._buckets)
+
+    @property
+    def members(self) -> list[list[int]]:
+        """The indices of each bucket's parameters, from the last parameter to the first."""
+        return self._buckets
 
     @property
     def choice(self) -> Event:
@@ -231,7 +237,13 @@ def chosen(flat: FlatModel, ring: Ring) -> tuple[float, str]:
     if "hosts" not in ring.choices:
         return 0.0, "a torch process group sums the gradients"
     if len(ring.choices["hosts"]) > 1:
-        return AUTO_BUCKET_MB, "the transfer between hosts takes longer than starting a thread to send"
+        speed = speed_of(ring.choices)
+        if speed is None:
+            return AUTO_BUCKET_MB, "the transfer between hosts takes longer than starting a thread to send"
+        seconds, rate = speed
+        size = best_size(flat.layout.size * flat.layout.dtype.itemsize, seconds, rate) / 1e6
+        why = f"between hosts a bucket costs {1000 * seconds:.2g} ms, and {rate / 1e6:.3g} MB are sent in a second"
+        return size, f"{why}, so buckets of {size:.2g} MB are the best"
     if flat.packed.device.type == "cpu":
         return AUTO_BUCKET_MB, "ranks of one host read the buckets in shared memory, without a thread"
     return 0.0, _ON_DEVICE
@@ -241,6 +253,16 @@ def spans(layout: Layout, buckets: Sequence[Sequence[int]]) -> list[slice]:
     """Return the range of the vector of each bucket, for the indices of each bucket's parameters."""
     entries = layout.entries
     return [slice(entries[members[-1]].lo, entries[members[0]].hi) for members in buckets]
+
+
+def best_size(size: int, seconds: float, rate: float) -> float:
+    """Return the bytes of a bucket for which the least of the transfer of `size` bytes follows backward.
+
+    A bucket costs `seconds` beside its bytes, of which `rate` are sent in a second. With buckets of s bytes, that is
+    size / s * seconds in all, and the last bucket follows backward for s / rate. Their sum is least at
+    s = sqrt(size * seconds * rate).
+    """
+    return math.sqrt(size * seconds * rate)
 
 
 def cut(layout: Layout, size: float) -> list[list[int]]:

@@ -231,12 +231,23 @@ def tree(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
 
 
 def one_shot(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
-    """Send the whole vector to every other rank, and reduce all vectors in the order of ranks: one step."""
-    parts = torch.empty(mesh.size, x.numel(), dtype=x.dtype)
-    all_gather(mesh, x, parts)
-    x.copy_(parts[0])
-    for part in parts[1:]:
-        fold(x, part)
+    """Send the whole vector to every other rank, and reduce all vectors in the order of ranks: one step.
+
+    `fold` must be commutative: the first two ranks reduce each other's vector into their own.
+    """
+    others = _others(mesh)
+    parts = torch.empty(len(others), x.numel(), dtype=x.dtype)
+    mesh.exchange(
+        [(peer, raw(x)) for peer in others], [(peer, raw(part)) for peer, part in zip(others, parts, strict=True)]
+    )
+    if mesh.rank < 2:
+        for part in parts:
+            fold(x, part)
+        return
+    total = parts[0]
+    for part in (*parts[1 : mesh.rank], x, *parts[mesh.rank :]):
+        fold(total, part)
+    x.copy_(total)
 
 
 def two_shot(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:

@@ -7,6 +7,7 @@ is formed, and use the fastest one for each size.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 
@@ -28,6 +29,8 @@ _TRIES, _LARGE_TRIES = 5, 3
 _SLOW_SECONDS = 0.05  # a candidate that takes longer than this at one size is not measured at larger sizes
 _STREAMS = (1, 2, 4)
 _SLOW_NETWORK_SECONDS = 0.5  # if the large probe takes longer, more streams are not tried: the network is the limit
+# in small vectors, candidates that take at most 1 / this share of the fastest one's time count as equally fast
+_EQUAL = 0.9
 # more streams, or an algorithm that sends more bytes, are chosen only if they take less than this share of the time
 _WORTH = 0.8
 
@@ -137,13 +140,15 @@ class Autotuner:
         names = ["two_shot", "one_shot"] if self.shared_memory else ["ring", "two_shot", "tree", "one_shot"]
         if 1 < len(self._hosts) < self._mesh.size:
             names.insert(0, "hierarchical")
+        # of two ranks each sends the whole vector by any of these; in one step it uses the least processor time
+        preferred = "one_shot" if self._mesh.size == 2 and not self.shared_memory else None
         rows: list[ProbeRow] = []
         slow: set[str] = set()
         for size in _PROBES if self.shared_memory else (*_PROBES, _LARGE_PROBE):
             tried = [name for name in names if name not in slow]
             times = self._slowest([self._time(name, size) for name in tried])
             seconds = dict(zip(tried, times, strict=True))
-            rows.append({"up_to": 2 * size, "algorithm": min(seconds, key=seconds.__getitem__), "seconds": seconds})
+            rows.append({"up_to": 2 * size, "algorithm": fastest(seconds, preferred), "seconds": seconds})
             slow |= {name for name in tried if seconds[name] > _SLOW_SECONDS and name != rows[-1]["algorithm"]}
         # for vectors above the largest probe, algorithms that send more bytes are relatively slower
         rows[-1]["algorithm"] = next(name for name in tried if seconds[name] * _WORTH <= min(times))
@@ -168,6 +173,25 @@ class Autotuner:
             times.append(time.perf_counter() - start)
         # the first run does not count, because it uses new pages. Of only a few runs, the fastest has the least noise
         return min(times[1:]) if large else statistics.median(times[1:])
+
+
+def fastest(seconds: dict[str, float], preferred: str | None) -> str:
+    """Return the name of the fastest candidate, or `preferred` if this candidate is about as fast."""
+    least = min(seconds.values())
+    if preferred is not None and seconds.get(preferred, math.inf) * _EQUAL <= least:
+        return preferred
+    return min(seconds, key=seconds.__getitem__)
+
+
+def speed_of(choices: RingChoices) -> tuple[float, float] | None:
+    """Return the seconds of the smallest vector's reduction, and the bytes per second of the largest one's.
+
+    These are the times of the fastest candidates. Return None if the ring is on one host, or has measured none.
+    """
+    table = choices.get("table")
+    if not table or len(choices["hosts"]) == 1:
+        return None
+    return min(table[0]["seconds"].values()), _LARGE_PROBE / min(table[-1]["seconds"].values())
 
 
 def _transport(mesh: Mesh) -> str:

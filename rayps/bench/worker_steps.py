@@ -1,0 +1,64 @@
+"""Steps of `AllReduce` in the real worker, for the benchmarks of training steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+
+from rayps.comm.ring import Ring
+from rayps.core.phase_rounds import Boundary
+from rayps.core.records import Point
+from rayps.strategies.all_reduce import AllReduce
+from rayps.tensors.flat import FlatModel
+from rayps.tensors.snapshot import Snapshot
+from rayps.worker.connections import WorkerConnections
+from rayps.worker.plan import PeerAddresses, WorkerPlan
+from rayps.worker.run import PlanRun
+from rayps.worker.sync_gradients import SyncGradients
+from rayps.workload.base import Workload
+
+
+def worker_steps(work: Workload, ring: Ring, bucket_mb: float | None) -> Callable[[int], dict[str, float]]:
+    """Return a function that makes a number of steps over `ring`, and returns milliseconds per step.
+
+    The result of that function has "step" (the total), "compute", "data", "wait" and "move". All ranks must make the
+    same calls. `bucket_mb` is that of `AllReduce`.
+    """
+    flat = FlatModel(work.model())
+    plan = WorkerPlan(
+        generation=0,
+        rank=ring.rank,
+        size=ring.size,
+        strategy=AllReduce(bucket_mb=bucket_mb),
+        peers=PeerAddresses(),
+        seed=0,
+        start=0,
+        end=0,
+        boundary=Boundary(0, -1),
+        evaluated=1 << 62,
+        timeout=60.0,
+    )
+    peers = WorkerConnections(None)
+    peers.ring = ring
+    loop = SyncGradients(work, plan, peers)
+    loop.load_state_dict(Snapshot(flat.layout, flat.vector))
+
+    def turn(steps: int) -> dict[str, float]:
+        points: list[Point] = []
+
+        def report(point: Point) -> bool:
+            points.append(point)
+            return True
+
+        loop.w.plan = dataclasses.replace(plan, end=loop.w.position + steps)
+        start = time.perf_counter()
+        run = PlanRun(loop, report, lambda part, pin: None, lambda: loop.w.position >= loop.w.plan.end)
+        run.run()  # without checkpoints
+        step = 1000 * (time.perf_counter() - start) / steps
+        rounds = [p for p in points if p["kind"] == "round"]
+        parts = {key: 1000 * statistics.mean(p[key] for p in rounds) for key in ("compute", "data", "wait", "move")}
+        return {"step": step} | parts
+
+    return turn
