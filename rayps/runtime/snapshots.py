@@ -7,6 +7,7 @@ member has passed that round before the request arrives, the driver doubles the 
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rayps.core.errors import ConfigError
+from rayps.core.errors import ConfigError, PlaceError
 from rayps.core.phase_rounds import Boundary
 from rayps.core.strategy import StrategyView
 from rayps.core.strategy_families import ends_together
@@ -31,7 +32,7 @@ from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint, optim, weight_average
 from rayps.tensors.checkpoint import Meta, SavedState
 from rayps.tensors.checkpoint_parts import new_token, seal, write_part
-from rayps.tensors.checkpoint_place import Location
+from rayps.tensors.checkpoint_place import CheckpointPlace, Location
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.snapshot import Snapshot, StateSource
@@ -73,6 +74,7 @@ class Checkpointer:
         self._spec, self._journal = spec, journal
         # where workers write their parts if there is no folder for checkpoints
         self.scratch: StateFolder | None = None
+        self._parts: PartsPlan | None = None  # where the workers of the newest generation write, if they do
 
     @property
     def snapshot(self) -> Snapshot:
@@ -240,7 +242,14 @@ class Checkpointer:
         if place is None:
             assert self.scratch is not None, "it was created above"
             place = self.scratch.path
-        return PartsPlan(place, new_token())
+        self._parts = PartsPlan(place, new_token())
+        return self._parts
+
+    def discard_unfinished(self) -> None:
+        """Remove parts that workers have begun and that no one will complete, after the workers have ended."""
+        if self._parts is not None:
+            with contextlib.suppress(OSError, PlaceError):  # the next checkpoint in this place removes them too
+                CheckpointPlace.of(self._parts.place).delete_drafts()
 
     def load_newest(self) -> None:
         """Load the tensors of the newest state, if workers have them, for a strategy that sends them to its members.
