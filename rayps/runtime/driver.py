@@ -508,6 +508,7 @@ class Driver:
             self.journal.lines(self._started.lines())
             self._record.add_server_events(self._started, over=True)
             self._started.close()
+            self._checkpoints.discard_unfinished()
 
     def _write_outcome(self, state: states.State) -> Outcome:
         """Write the outcome to the journal, once."""

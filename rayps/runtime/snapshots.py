@@ -7,6 +7,7 @@ member has passed that round before the request arrives, the driver doubles the 
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from dataclasses import replace
 from functools import partial
@@ -82,6 +83,7 @@ class Checkpointer:
         self._spec, self._journal = spec, journal
         # where workers write their parts if there is no folder for checkpoints
         self.scratch: StateFolder | None = None
+        self._parts: PartsPlan | None = None  # where the workers of the newest generation write, if they do
 
     @property
     def snapshot(self) -> Snapshot:
@@ -297,7 +299,14 @@ class Checkpointer:
         if place is None:
             assert self.scratch is not None, "it was created above"
             place = self.scratch.path
-        return PartsPlan(_for_all_processes(place), new_token())
+        self._parts = PartsPlan(_for_all_processes(place), new_token())
+        return self._parts
+
+    def discard_unfinished(self) -> None:
+        """Remove parts that workers have begun and that no one will complete, after the workers have ended."""
+        if self._parts is not None:
+            with contextlib.suppress(OSError, PlaceError):  # the next checkpoint in this place removes them too
+                CheckpointPlace.of(self._parts.place).delete_drafts()
 
     def load_newest(self) -> None:
         """Load the tensors of the newest state, if workers have them, for a strategy that sends them to its members.

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 from rayps.core.errors import PlaceError
 
 _NICENESS = 19  # the lowest scheduling priority: the thread runs if no other thread of the host wants the processor
+THREAD = "rayps-checkpoint"  # the thread's name
 _Result = TypeVar("_Result")
 
 
@@ -31,7 +32,7 @@ class BackgroundWrite(Generic[_Result]):
         self._value: _Result
         self._error: BaseException | None = None
         # a daemon: the process may end during a write, and the checkpoint is then absent
-        self._thread = threading.Thread(target=self._run, daemon=True, name="rayps-checkpoint")
+        self._thread = threading.Thread(target=self._run, daemon=True, name=THREAD)
 
     def start(self) -> BackgroundWrite[_Result]:
         """Start the thread; return this object."""
