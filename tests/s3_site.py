@@ -14,11 +14,17 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import pytest
+import s3fs
+
+from rayps.tensors.checkpoint_place import CheckpointPlace, unfinished
+
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "test",
     "AWS_SECRET_ACCESS_KEY": "test",
     "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_MAX_ATTEMPTS": "2",  # of botocore, below those of s3fs: a place that is lost is reported within seconds
     "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
 }
 
@@ -127,6 +133,26 @@ class S3Site:
     @property
     def env(self) -> dict[str, str]:
         return CREDENTIALS | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.proxy.port}"}
+
+
+@contextlib.contextmanager
+def empty_bucket(server: S3Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Site]:
+    """The server with an empty bucket, its proxy without faults, and the environment of this process."""
+    for name, value in server.env.items():
+        monkeypatch.setenv(name, value)
+    server.proxy.pass_on()
+    s3fs.S3FileSystem.clear_instance_cache()  # an instance keeps the endpoint and the credentials of its creation
+    files = s3fs.S3FileSystem()
+    if files.exists("bucket"):
+        for upload in unfinished(CheckpointPlace.of("s3://bucket/run")):
+            files.abort_mpu("bucket", upload.url.removeprefix("s3://bucket/"), upload.id)
+        files.rm("bucket", recursive=True)
+    files.mkdir("bucket")
+    try:
+        yield server
+    finally:
+        server.proxy.pass_on()
+        s3fs.S3FileSystem.clear_instance_cache()
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:

@@ -632,6 +632,8 @@ def test_a_job_goes_on_from_where_another_ended(site: Site, tmp_path: Path) -> N
     assert refused.status_code == 422 and "is not a checkpoint (it has no manifest.json)" in refused.text
     (kept / "manifest.json").touch()
     assert site.http.post("/api/v1/jobs", json=asked).json()["spec"]["resume"] == str(kept)
+    url = "s3://bucket/run/step-00000007"  # the driver reads it
+    assert site.http.post("/api/v1/jobs", json=asked | {"resume": url}).json()["spec"]["resume"] == url
     for resume in ("01JZZZZZZZ", str(tmp_path / "elsewhere"), "true"):
         answer = site.http.post("/api/v1/jobs", json=asked | {"resume": resume})
         assert answer.status_code == 422 and "give the id of an ended job" in answer.text

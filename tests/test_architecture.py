@@ -71,6 +71,8 @@ NAMED = {  # (module, what it names as "module:Name"): why
     ("worker.loop_of_family", "worker.federated_rounds:FederatedRounds"): FAMILY,
     ("worker.loop_of_family", "worker.local_updates:LocalUpdates"): FAMILY,
     ("worker.loop_of_family", "worker.server_steps:ServerSteps"): FAMILY,
+    ("worker.loop_of_family", "worker.sharded_parameters:ShardedParameters"): FAMILY,
+    ("worker.loop_of_family", "worker.sharded_state:ShardedState"): FAMILY,
     ("worker.loop_of_family", "worker.shared_vector:SharedVectorSteps"): FAMILY,
     ("worker.loop_of_family", "worker.sync_gradients:SyncGradients"): FAMILY,
 }

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import fsspec
 import pytest
+import s3fs
 import torch
-from s3_site import S3Site, s3_site, wait_for
+from s3_site import S3Site, empty_bucket, s3_site, wait_for
 
 from rayps.core.errors import CheckpointError, PlaceError
 from rayps.tensors import checkpoint, checkpoint_place
@@ -53,22 +54,8 @@ def server() -> Iterator[S3Site]:
 
 @pytest.fixture
 def site(server: S3Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Site]:
-    """The server with an empty bucket, its proxy without faults, and the environment of this process."""
-    import s3fs
-
-    for name, value in server.env.items():
-        monkeypatch.setenv(name, value)
-    server.proxy.pass_on()
-    s3fs.S3FileSystem.clear_instance_cache()  # an instance keeps the endpoint and the credentials of its creation
-    files = s3fs.S3FileSystem()
-    if files.exists("bucket"):
-        for upload in unfinished(ObjectStore("s3://bucket/run")):
-            ObjectStore("s3://bucket/run").abort(upload)
-        files.rm("bucket", recursive=True)
-    files.mkdir("bucket")
-    yield server
-    server.proxy.pass_on()
-    s3fs.S3FileSystem.clear_instance_cache()
+    with empty_bucket(server, monkeypatch) as found:
+        yield found
 
 
 def objects() -> list[str]:
@@ -177,6 +164,23 @@ def test_a_newer_attempt_of_a_step_replaces_the_earlier_and_its_files(site: S3Si
     ).steps() == [2, 1]
     discard("s3://bucket/run", 9, token)
     assert not [name for name in objects() if "step-00000009" in name]
+
+
+def test_many_small_tensors_are_read_in_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.filesystem("memory").store.clear()
+    tensors = {f"model/{i:03d}": torch.full((40,), float(i)) for i in range(300)}
+    path = checkpoint.save("memory://run", 1, SavedState(tensors, {"parameters": []}))
+    asked: list[str] = []
+    files = type(fsspec.filesystem("memory"))
+    read = files.cat_file
+    monkeypatch.setattr(files, "cat_file", lambda self, name, **given: asked.append(name) or read(self, name, **given))
+    found = checkpoint.load(path).tensors
+    assert found.keys() == tensors.keys() and all(torch.equal(found[key], value) for key, value in tensors.items())
+    assert len(asked) == 4  # the manifest, the header's length, the header, all tensors
+    asked.clear()
+    pieces = read_pieces(path, {key: (10, 30) if int(key[-3:]) % 50 == 7 else (0, 40) for key in tensors})
+    assert all((pieces[key] == value[0]).all() for key, value in tensors.items())
+    assert len(asked) == 3 + 1 + 6 * 2  # a tensor of which a part is wanted ends a read, and is one of its own
 
 
 # ---------------------------------------------------------------------------------------------- faults of the network
@@ -319,8 +323,6 @@ def test_a_writer_killed_while_its_connection_stalls_in_a_part(site: S3Site) -> 
 
 
 def test_errors_name_the_way_out(site: S3Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    import s3fs
-
     state = SavedState({"model/w": torch.ones(2)}, {"parameters": []})
     with pytest.raises(PlaceError, match="bucket does not exist\nthe bucket or folder is not there: create it"):
         checkpoint.save("s3://nowhere/run", 1, state)

@@ -91,7 +91,7 @@ def test_a_dense_step_beside_them_does_not_write_their_rows():
     model = nn.ModuleDict({"a": nn.Embedding(3, 2, sparse=True), "b": nn.Linear(2, 3)}).double()
     del model["b"].bias
     model["b"].register_parameter("bias", None)
-    flat = FlatModel(model, home=lambda n, dtype: shared[:n])
+    flat = FlatModel(model, home=lambda n, dtype: shared[:n], keeps_sparse=True)
     assert flat.vector.data_ptr() == shared.data_ptr()
     optimizer = torch.optim.SGD(flat.parameters, lr=1.0)
     flat.drop_grad()

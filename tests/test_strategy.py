@@ -167,6 +167,8 @@ def test_the_catalogue_tells_everything():
         {"name": "compression", "type": "str | None", "default": None},
         {"name": "bucket_mb", "type": "float | None", "default": None},
         replica,
+        {"name": "shard", "type": "str | None", "default": None},
+        {"name": "slice_backup", "type": "bool | None", "default": None},
     ]
     assert told["parameter_server"]["options"][-1] == replica
     assert [o["of"] for o in told["pipeline"]["options"] if "of" in o] == [["tensor_parallel"]]

@@ -18,6 +18,7 @@ from fastapi.responses import JSONResponse
 from rayps.core.errors import ConfigError, Conflict, NotFound
 from rayps.core.failpoint import passing
 from rayps.core.job_status import Status
+from rayps.core.urls import is_url
 from rayps.core.warm_start import StartFrom
 from rayps.core.workload_name import misnamed
 from rayps.service import job_folders, strategy_check
@@ -262,7 +263,7 @@ async def _check_branch(spec: JobSpec, running: Service) -> None:
 async def _checkpoint(resume: str, working_dir: str | None, running: Service) -> str:
     """Return the folder of the checkpoint that `resume` names.
 
-    This is an ended job's id or its beginning, the same with ":best" for the job's best checkpoint, or a path.
+    This is an ended job's id or its beginning, the same with ":best" for the job's best checkpoint, or a path or URL.
     """
     with contextlib.suppress(NotFound):
         job_id, _, which = resume.partition(":")
@@ -279,6 +280,8 @@ async def _checkpoint(resume: str, working_dir: str | None, running: Service) ->
             why = "has no checkpoint" if job.status.terminal else "has not ended: wait, or stop it"
             raise ConfigError(f"resume is {resume!r}: job {job.id} {why}", field="resume")
         return job.checkpoint
+    if is_url(resume):  # the driver reads it: the service has no credentials of a job's places
+        return resume
     path = Path(working_dir or "/") / resume
     if not os.path.isdir(path):  # noqa: PTH112  Path.is_dir raises for a name that is too long
         raise ConfigError(

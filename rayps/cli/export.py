@@ -14,6 +14,7 @@ import typer
 
 from rayps.cli import show
 from rayps.core.errors import ConfigError
+from rayps.core.urls import Location, is_url
 from rayps.core.values import JsonObject
 from rayps.service.client import Client
 from rayps.service.job_file import assignments
@@ -52,9 +53,10 @@ def export(
 ) -> None:
     """Write a trained model into a new folder. The files are safetensors, or what save_pretrained writes."""
     params = assignments(changes or [])
-    if Path(source).is_dir():
+    if is_url(source) or Path(source).is_dir():
         made = None if workload is None else _Maker(workload, None, {}, params)
-        _write(_local(Path(source), checkpoint), folder, made, params, average=average)
+        found = _remote(source, checkpoint) if is_url(source) else _local(Path(source), checkpoint)
+        _write(found, folder, made, params, average=average)
         return
     with Client() as client:
         job = client.job(source)
@@ -108,6 +110,18 @@ def _local(source: Path, wanted: str) -> Path:
     return source / which(names, wanted, str(source))
 
 
+def _remote(source: str, wanted: str) -> str:
+    from rayps.tensors.checkpoint_place import CheckpointPlace, name_of, step_of
+
+    place = CheckpointPlace.of(source)
+    if step_of(place.name) is not None:
+        return source
+    names = [name_of(step) for step in place.steps()]
+    if wanted not in ("newest", *names) and not wanted.isdecimal():
+        names += [f"{wanted}/{name_of(step)}" for step in place.at(wanted).steps()]
+    return str(place.at(which(names, wanted, source)))
+
+
 @dataclass(frozen=True)
 class _Maker:
     """The workload that makes the model, and the folder with its files; `params` replace those it was trained with.
@@ -127,12 +141,13 @@ class _Maker:
         return load_trained(self.target, self.home, recorded | self.trained, self.params)
 
 
-def _write(path: Path, folder: Path, maker: _Maker | None, params: JsonObject, *, average: bool) -> None:
+def _write(path: Location, folder: Path, maker: _Maker | None, params: JsonObject, *, average: bool) -> None:
     from rayps.runtime.own_loop.state import KIND
     from rayps.runtime.saved_model import export_checkpoint
     from rayps.tensors.checkpoint import meta_of
 
-    source, absolute = path.absolute(), folder.expanduser().absolute()
+    source = path.absolute() if isinstance(path, Path) else path
+    absolute = folder.expanduser().absolute()
     meta = meta_of(source)
     if KIND in meta:
         _write_modules(source, absolute, maker, params, average=average)
@@ -152,7 +167,7 @@ def _write(path: Path, folder: Path, maker: _Maker | None, params: JsonObject, *
     show.line(str(folder))
 
 
-def _write_modules(source: Path, folder: Path, maker: _Maker | None, params: JsonObject, *, average: bool) -> None:
+def _write_modules(source: Location, folder: Path, maker: _Maker | None, params: JsonObject, *, average: bool) -> None:
     """Write the modules in the saved state of a loop. Raises ConfigError if options of a workload's model are given."""
     from rayps.runtime.own_loop.export import export_modules
     from rayps.runtime.own_loop.state import parts_of

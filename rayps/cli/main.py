@@ -80,7 +80,9 @@ def train(
         typer.Option(help="Batches per worker (rounds under a federated strategy); give it instead of --epochs."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of parameters and shuffling.")] = 0,
-    checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="Save checkpoints in this folder.")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Save checkpoints in this folder, or at this URL (s3://...).")
+    ] = None,
     checkpoint_every: Annotated[
         int | None, typer.Option(metavar="ROUNDS", help="Rounds between two checkpoints.")
     ] = None,

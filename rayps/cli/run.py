@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -38,7 +37,9 @@ def run(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="An argument of the function, e.g. --set lr=0.3."),
     ] = None,
-    checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="Save states in this folder.")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Save states in this folder, or at this URL (s3://...).")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest state in DIR.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of torch's random numbers, which differ between ranks.")] = 0,
     max_failures: Annotated[

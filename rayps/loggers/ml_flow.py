@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rayps.core.records import Event, OutcomeRecord
+from rayps.core.urls import Location
 from rayps.core.values import JsonObject, Keywords
 from rayps.loggers.background import Background
 from rayps.loggers.logger import Logger, needed, params_of
@@ -70,10 +71,12 @@ class MLflow(Logger):
         self._params, self._run_name = params_of(run), self.name or run.name
         self.run_id, self._failures, self._retry_at = None, 0, 0.0
         self._attempt(run, lambda: self._send(self._flush))
+        if self.artifacts and run.folder is not None and not isinstance(run.folder, Path):
+            run.warn(f"checkpoints in {run.folder} are not sent to MLflow: artifacts are sent from local folders only")
 
-    def on_checkpoint(self, run: RunView, path: Path) -> None:
-        """Send the checkpoint if this was asked for."""
-        if self.artifacts:
+    def on_checkpoint(self, run: RunView, path: Location) -> None:
+        """Send the checkpoint if this was asked for, and if it is in a local folder."""
+        if self.artifacts and isinstance(path, Path):
             self._attempt(run, lambda: self._send(lambda: self._send_checkpoint(path)))
 
     def write_numbers(self, numbers: Mapping[str, float], round: int) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from rayps.core.errors import ConfigError
+from rayps.core.urls import Location, location_of
 from rayps.core.values import JsonObject, Keywords
 from rayps.runtime.early_stopping import MetricWatch
 from rayps.workload.callback import Callback, RunView
@@ -41,7 +42,7 @@ class BestCheckpoint(Callback):
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name.startswith("step-"):
             raise ConfigError(f"name is {name!r}: give the name of a folder, of letters, digits, - and _", field="name")
         self.watch, self.name = MetricWatch(metric, mode, min_delta, owner="BestCheckpoint"), name
-        self.path: Path | None = None  # the best checkpoint
+        self.path: Location | None = None  # the best checkpoint
         self._due: int | None = None  # the round of the best evaluation, until its checkpoint is kept
 
     def on_start(self, run: RunView) -> None:
@@ -55,23 +56,23 @@ class BestCheckpoint(Callback):
             self._due = run.round
             self._keep(run, run.round)
 
-    def on_checkpoint(self, run: RunView, path: Path) -> None:
+    def on_checkpoint(self, run: RunView, path: Location) -> None:
         """Keep this checkpoint if it is the first since the best evaluation: of its round if workers are in step."""
         if self._due is not None and run.round >= self._due:
             self._keep(run, run.round)
 
-    def _keep(self, run: RunView, round: int, other: Path | None = None) -> None:
+    def _keep(self, run: RunView, round: int, other: Location | None = None) -> None:
         found = run.keep(round, self.name, other)
         if found is not None:
             self.path, self._due = found, None
 
     def state_dict(self) -> JsonObject:
         """Return the best value, its round and its checkpoint."""
-        path = None if self.path is None else str(self.path.absolute())
+        path = None if self.path is None else str(self.path.absolute() if isinstance(self.path, Path) else self.path)
         return {"watch": self.watch.state(), "due": self._due, "path": path}
 
     def load_state_dict(self, state: Keywords) -> None:
         """Restore the best value, its round and its checkpoint."""
         self.watch.load(state["watch"])
         self._due = state["due"]
-        self.path = None if state["path"] is None else Path(state["path"])
+        self.path = None if state["path"] is None else location_of(state["path"])

@@ -11,12 +11,12 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 from rayps.core.errors import ConfigError, RaypsError, WorkloadError
 from rayps.core.metrics import until
 from rayps.core.phase_rounds import Calendar
 from rayps.core.records import Event, OutcomeRecord, Point
+from rayps.core.urls import Location
 from rayps.core.user_code import awaited, user_code
 from rayps.core.values import JsonObject
 from rayps.runtime.best_checkpoint import BestCheckpoint
@@ -51,7 +51,7 @@ class SeenRounds:
 class RunHandle:
     """The run as callbacks see it (`rayps.workload.callback.RunView`)."""
 
-    def __init__(self, name: str, spec: JobSpec, params: JsonObject, journal: Journal, folder: Path | None) -> None:
+    def __init__(self, name: str, spec: JobSpec, params: JsonObject, journal: Journal, folder: Location | None) -> None:
         """Prepare. `params` are all parameters of the workload, and `folder` is that for checkpoints."""
         self.name, self.folder = name, folder
         self.round = self.epoch = 0
@@ -67,10 +67,10 @@ class RunHandle:
         self._target: Point | None = None  # what `log` adds to; None between points
         self._reserved: frozenset[str] = frozenset()
         self._waiting: Point = {}  # numbers for the next round
-        self._kept: dict[str, Path] = {}
+        self._kept: dict[str, Location] = {}
 
     @property
-    def best(self) -> Path | None:
+    def best(self) -> Location | None:
         """The job's best checkpoint: that of the first `BestCheckpoint`, or if there is none, of the first `keep`."""
         if self.best_name is not None:
             return self._kept.get(self.best_name)
@@ -107,7 +107,7 @@ class RunHandle:
         """Add a warning to the job's events."""
         self._journal.event("warning", message)
 
-    def keep(self, round: int, name: str, other: Path | None = None) -> Path | None:
+    def keep(self, round: int, name: str, other: Location | None = None) -> Location | None:
         """Keep the checkpoint of `round` in the subfolder `name`; see `RunView`."""
         if self.folder is None:
             raise no_folder("a callback keeps a checkpoint")
@@ -221,7 +221,7 @@ class CallbackRunner:
         held, self._held = self._held, []
         self.deliver(until(held, end))
 
-    def saved(self, path: Path, round: int) -> None:
+    def saved(self, path: Location, round: int) -> None:
         """Call `on_checkpoint` of all callbacks."""
         before, self.run.round = self.run.round, round
         self._all("on_checkpoint", lambda callback: callback.on_checkpoint(self.run, path))

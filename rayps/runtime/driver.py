@@ -30,6 +30,7 @@ from rayps.core.records import ProgressRecord
 from rayps.core.strategy import Phase
 from rayps.core.strategy_families import Rebuild, Recovery, RestartAll, has_remote_clients, learns_by_client
 from rayps.core.topology import runs_in_step
+from rayps.core.urls import Location
 from rayps.core.user_code import awaited
 from rayps.core.user_module import pack
 from rayps.core.warm_start import StartFrom
@@ -83,8 +84,8 @@ class Driver:
         spec: JobSpec,
         journal: Journal,
         *,
-        checkpoints: Path | None = None,
-        resume: Path | None = None,
+        checkpoints: Location | None = None,
+        resume: Location | None = None,
         capture: bool = True,
         phases: list[Phase] | None = None,
         failures: int = 0,

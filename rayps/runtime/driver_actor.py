@@ -19,6 +19,7 @@ from rayps.core.code_archive import archive_path
 from rayps.core.errors import RaypsError
 from rayps.core.failpoint import passing
 from rayps.core.job_status import Status
+from rayps.core.urls import Location, location_of
 from rayps.core.values import Keywords
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
@@ -109,7 +110,7 @@ class DriverActor:
             newest, passed = checkpoint.usable(checkpoints) if self._attempt > 1 else (None, [])
             for warning in passed:
                 journal.event("warning", warning)
-            resume = newest or (Path(spec.resume) if spec.resume else None)
+            resume = newest or (location_of(spec.resume) if spec.resume else None)
             if self._attempt > 1 and resume is None:
                 journal.event(
                     "began_again", f"attempt {self._attempt} has no checkpoint to continue from and starts at round 0"
@@ -149,7 +150,7 @@ class DriverActor:
         )
 
     def _made(
-        self, journal: Journal, checkpoints: Path, resume: Path | None, code: JobCode, *, tries: bool
+        self, journal: Journal, checkpoints: Path, resume: Location | None, code: JobCode, *, tries: bool
     ) -> Driver | LoopDriver:
         """Return the driver of the job's workload, or of its function. `tries`: workers are processes."""
         spec = self._spec

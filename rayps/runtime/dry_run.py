@@ -22,6 +22,7 @@ from rayps.core.phase_rounds import Calendar, PhaseSpan
 from rayps.core.records import Event
 from rayps.core.strategy import Phase
 from rayps.core.strategy_families import has_remote_clients
+from rayps.core.urls import Location
 from rayps.core.user_code import awaited
 from rayps.core.warm_start import StartFrom
 from rayps.parallel.division.division import Division
@@ -116,7 +117,7 @@ def _rounds(
 ) -> tuple[Outcome, list[float]]:
     """Train `BATCHES` rounds, and one more after a resume. Return the outcome and the seconds of each round."""
     seconds: list[float] = []
-    resume: Path | None = None
+    resume: Location | None = None
     for rounds in (BATCHES, BATCHES + 1):
         inner = Journal(on_event=partial(_pass_on, journal))
         driver = Driver(

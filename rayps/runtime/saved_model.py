@@ -18,6 +18,7 @@ import safetensors.torch
 from torch import nn
 
 from rayps.core.errors import CheckpointError, ConfigError
+from rayps.core.urls import Location, location_of
 from rayps.core.warm_start import StartFrom
 from rayps.ps.tables import embedding
 from rayps.tensors import checkpoint, weight_average
@@ -52,9 +53,7 @@ def save_model(model: nn.Module, folder: str | Path) -> Path:
     return new_folder(folder, write)
 
 
-def export_checkpoint(
-    path: str | Path, folder: str | Path, workload: Workload | None, *, average: bool = False
-) -> Path:
+def export_checkpoint(path: Location, folder: str | Path, workload: Workload | None, *, average: bool = False) -> Path:
     """Write the model of a checkpoint into a new folder, as `save_model` does. Return the folder.
 
     Without `workload` there is no model: the tensors are written by name into `model.safetensors`, and the rows of
@@ -66,7 +65,7 @@ def export_checkpoint(
         ConfigError: `average` is True, and the checkpoint has no average.
         WorkloadError: the workload's `model()` failed.
     """
-    path = Path(path)
+    path = location_of(path)
     state = checkpoint.load(path)
     snapshot = Snapshot.from_state(state)
     if average:
@@ -79,13 +78,15 @@ def export_checkpoint(
         )
         snapshot.fill(model)
         if has_tables(model):
-            embedding.load(model, path / checkpoint.TABLES)
+            with checkpoint.tables_of(path) as tables:
+                embedding.load(model, tables)
         return save_model(model.eval(), folder)
 
     def write(draft: Path) -> None:
         safetensors.torch.save_file(snapshot.state_dict(), draft / MODEL_FILE)
-        if (path / checkpoint.TABLES).is_dir():
-            shutil.copytree(path / checkpoint.TABLES, draft / checkpoint.TABLES)
+        with checkpoint.tables_of(path) as tables:
+            if tables.is_dir():
+                shutil.copytree(tables, draft / checkpoint.TABLES)
 
     return new_folder(folder, write)
 

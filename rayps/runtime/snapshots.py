@@ -16,22 +16,25 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rayps.core.errors import ConfigError
+from rayps.core.errors import ConfigError, PlaceError
 from rayps.core.phase_rounds import Boundary
 from rayps.core.strategy import StrategyView
 from rayps.core.strategy_families import ends_together
 from rayps.core.topology import shard_of
+from rayps.core.urls import Location, is_url
 from rayps.core.values import JsonObject
 from rayps.parallel.division.division import Division
 from rayps.ps.server.dense_segment import ShardPart
 from rayps.runtime.journal import Journal
 from rayps.runtime.phases import RunPlan
 from rayps.runtime.state_folder import StateFolder
+from rayps.runtime.unfinished_uploads import report_unfinished
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint, optim, weight_average
 from rayps.tensors.checkpoint import Meta, SavedState
 from rayps.tensors.checkpoint_parts import new_token, seal, write_part
-from rayps.tensors.checkpoint_place import Location
+from rayps.tensors.checkpoint_place import SECONDS, CheckpointPlace
+from rayps.tensors.checkpoint_place import name_of as checkpoint_name
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.snapshot import Snapshot, StateSource
@@ -45,6 +48,9 @@ if TYPE_CHECKING:
     from rayps.runtime.worker_group import WorkerGroup
 
 
+MISSED = 3  # checkpoints in a row that a remote place may fail to take before the run fails
+
+
 class Checkpointer:
     """Holds the newest state of a run in memory, and saves it on disk if the run has a folder."""
 
@@ -52,13 +58,14 @@ class Checkpointer:
         self,
         spec: JobSpec,
         journal: Journal,
-        folder: Path | None,
-        resume: Path | None,
+        folder: Location | None,
+        resume: Location | None,
         callbacks: CallbackRunner,
         workload: Workload,
     ) -> None:
         """Prepare: `folder` is for new checkpoints, `resume` is the checkpoint to start from; None if there is none.
 
+        Each is a path, or a URL of a place that is not local.
         The parameters and the average of `workload` are written to each checkpoint.
         """
         self._callbacks = callbacks
@@ -67,6 +74,8 @@ class Checkpointer:
             "average": weight_average.to_json(workload.average),
         }
         self.folder, self.resume, self.saved = folder, resume, resume
+        self._place = None if folder is None else CheckpointPlace.of(folder, max(spec.timeout, SECONDS))
+        self._unwritten = 0  # checkpoints in a row that a remote place did not take
         self.newest: Snapshot | None = None
         # the states of sparse tables at the end of the run, if no checkpoint has them
         self.tables: dict[str, list[bytes]] = {}
@@ -95,6 +104,7 @@ class Checkpointer:
             NotFound, ConfigError: the space to branch from does not exist, or belongs to another model.
             TrainingError: the state is not finite.
         """
+        self._check_place(group)
         # a model that no worker can hold whole is initialized in this process
         draw = partial(drawn_apart, workload) if any(plan.divisions) else group.initial
         sharded = all(shard_of(phase.strategy) is not None for phase in plan.phases)
@@ -122,12 +132,24 @@ class Checkpointer:
         checkpoint.must_be_finite(found.to_state(), "before the first round")
         return found
 
+    def _check_place(self, group: WorkerGroup) -> None:
+        """Refuse sparse tables in a remote place, and report unfinished uploads there."""
+        given = [each for each in (self.folder, self.resume) if each is not None and not isinstance(each, Path)]
+        if given and group.space is not None and group.space.tables:
+            raise ConfigError(
+                f"the model has sparse tables, whose rows are saved in local folders only, and {given[0]} is not one:\n"
+                "give checkpoint=FOLDER (--checkpoint DIR), a folder that the driver can write",
+                field="checkpoint",
+            )
+        if self._place is not None:
+            report_unfinished(self._place, self._journal)
+
     def _resumed(
-        self, path: Path, layout: Layout, group: WorkerGroup, plan: RunPlan, *, again: bool, stands: bool
+        self, path: Location, layout: Layout, group: WorkerGroup, plan: RunPlan, *, again: bool, stands: bool
     ) -> Snapshot:
         """Return the state of a checkpoint. If `stands`, it is without the tensors that workers read themselves."""
         if stands:
-            meta, saved = checkpoint.meta_of(path), Snapshot.standing_for(path)
+            meta, saved = checkpoint.meta_of(path), Snapshot.standing_for(_for_all_processes(path))
         else:
             state = checkpoint.load(path)
             meta, saved = state.meta, Snapshot.from_state(state)
@@ -150,8 +172,9 @@ class Checkpointer:
         if saved.round != round:  # this run has another number of rounds per epoch
             self._callbacks.renumber(saved.round)
         if group.space is not None and group.space.tables:
-            group.space.load_tables(path / checkpoint.TABLES, before == len(saved.positions))
-        group.client_states.read(path / checkpoint.TABLES, saved.round)
+            group.space.load_tables(Path(path) / checkpoint.TABLES, before == len(saved.positions))
+        with checkpoint.tables_of(path) as tables:
+            group.client_states.read(tables, saved.round)
         self._journal.event("resumed", f"resumed from {path} at round {saved.round}", round=saved.round)
         for warning in of_another(meta, self._spec):
             self._journal.event("warning", f"{path} {warning}: is it the right folder?")
@@ -170,7 +193,11 @@ class Checkpointer:
             TrainingError: the state is not finite.
             CheckpointError: the checkpoint cannot be written.
         """
-        newer = group.collect(self.snapshot)
+        try:
+            newer = group.collect(self.snapshot)
+        except PlaceError as error:  # a worker has not written its part
+            self._miss(error, self.round, last=group.is_finished)
+            return
         if newer is None:
             return
         ticks = Ticks(newer.origin, newer.steps_per_epoch)
@@ -179,35 +206,53 @@ class Checkpointer:
         recorded = self._recorded | self._callbacks.state()
         state = newer.to_state(generation=generation, **maker, **schedule, **recorded)
         checkpoint.must_be_finite(state, f"after round {newer.round - 1}", round=newer.round - 1)
+        last = newer.round >= plan.calendar.rounds
         if newer.source is not None:
-            assert group.parts is not None, "the workers have written their parts"
-            path = self._seal(newer, state, group.parts)
-            newer.source = StateSource(path)
-        self.newest = newer
-        if newer.source is not None and self.folder is not None:
-            self.saved = Path(path)
-            message = f"saved round {newer.round}, in {group.size} parts"
-            self._journal.event("checkpoint", message, round=newer.round, path=str(self.saved))
-            self._callbacks.saved(self.saved, newer.round)
-        elif self.folder is not None:
-            write_tables = (
-                group.space.write_tables(newer.round) if group.space is not None else group.client_states.writer
-            )
-            keep = self._spec.keep_checkpoints
-            self.saved = checkpoint.save(self.folder, newer.round, state, keep, write_tables=write_tables)
-            if group.space is not None:
-                group.space.tables_kept(self.saved / checkpoint.TABLES)
-            message = f"saved round {newer.round}"
-            self._journal.event("checkpoint", message, round=newer.round, path=str(self.saved))
-            self._callbacks.saved(self.saved, newer.round)
+            self._seal(newer, state, group, last=last)
+        else:
+            self.newest = newer
+            if self._place is not None:
+                self._save(self._place, newer, state, group, last=last)
         group.saved(newer)
 
-    def _seal(self, newer: Snapshot, state: SavedState, parts: PartsPlan) -> Location:
-        """Complete the checkpoint that workers have written. Return its path.
+    def _save(self, place: CheckpointPlace, newer: Snapshot, state: SavedState, group: WorkerGroup, last: bool) -> None:
+        """Write a checkpoint. If a remote place does not take it, the run goes on, at most `MISSED` times in a row.
 
-        Raises CheckpointError if a worker's file is not there.
+        Raises:
+            CheckpointError: the checkpoint cannot be written. A PlaceError is raised for the run's last state, too.
         """
+        write_tables = group.space.write_tables(newer.round) if group.space is not None else group.client_states.writer
+        try:
+            saved = checkpoint.save(place, newer.round, state, self._spec.keep_checkpoints, write_tables=write_tables)
+        except PlaceError as error:
+            self._miss(error, newer.round, last=last)
+            return
+        self.saved, self._unwritten = saved, 0
+        if group.space is not None and isinstance(saved, Path):
+            group.space.tables_kept(saved / checkpoint.TABLES)
+        self._journal.event("checkpoint", f"saved round {newer.round}", round=newer.round, path=str(saved))
+        self._callbacks.saved(saved, newer.round)
+
+    def _miss(self, error: PlaceError, round: int, *, last: bool) -> None:
+        """Report that a remote place did not take the checkpoint after `round`, or raise the error: see `_save`."""
+        self._unwritten += 1
+        if last or self._unwritten > MISSED:
+            raise error
+        self._journal.event(
+            "warning",
+            f"the checkpoint of round {round} was not written: {error.message.splitlines()[0]}; the run continues, and "
+            f"tries again with its next checkpoint, at most {MISSED} times in a row",
+        )
+
+    def _seal(self, newer: Snapshot, state: SavedState, group: WorkerGroup, *, last: bool) -> None:
+        """Complete the checkpoint that workers have written, which is the newest state from now on.
+
+        Raises:
+            CheckpointError: a worker's file is not there, or the manifest cannot be written. PlaceError: see `_save`.
+        """
+        parts = group.parts
         assert newer.source is not None, "the workers have written the state"
+        assert parts is not None, "the workers have written their parts"
         written = newer.source.written
         shapes = {entry.name: entry.shape for entry in newer.layout.entries}
         pieces = [key.partition("/")[2] for facts in written for key in facts.file.offsets if key.startswith("optim/")]
@@ -215,11 +260,22 @@ class Checkpointer:
         whole |= {f"optim/{key}": shapes[key.rpartition("/")[0]] for key in pieces}
         whole |= {f"frozen/{name}": shape for facts in written for name, shape in facts.shapes.items()}
         numbers = {name: held for facts in reversed(written) for name, held in facts.numbers.items()}
-        rest = write_part(parts.place, newer.round, parts.token, "rest.safetensors", state.tensors)
-        files = [facts.file for facts in written] + [rest]
         meta = state.meta | {"optimizer_numbers": numbers}
-        keep = self._spec.keep_checkpoints
-        return seal(parts.place, newer.round, parts.token, files, meta=meta, whole=whole, keep=keep)
+        place, round, token, keep = parts.place, newer.round, parts.token, self._spec.keep_checkpoints
+        try:
+            rest = write_part(place, round, token, "rest.safetensors", state.tensors)
+            files = [facts.file for facts in written] + [rest]
+            path = seal(place, round, token, files, meta=meta, whole=whole, keep=keep)
+        except PlaceError as error:
+            self._miss(error, round, last=last)
+            return
+        self.newest, self._unwritten = newer, 0
+        newer.source = StateSource(path)
+        if self._place is not None:
+            self.saved = self._place.at(checkpoint_name(round)).location
+            message = f"saved round {round}, in {len(files)} parts"
+            self._journal.event("checkpoint", message, round=round, path=str(self.saved))
+            self._callbacks.saved(self.saved, round)
 
     def parts_plan(self, strategy: StrategyView, hosts: set[str]) -> PartsPlan | None:
         """Return where workers write their parts of checkpoints in the next generation; None if the driver writes.
@@ -228,7 +284,8 @@ class Checkpointer:
         """
         if shard_of(strategy) is None:
             return None
-        if self.folder is None and self.scratch is None:
+        place = self.folder
+        if place is None and self.scratch is None:
             if hosts - {socket.gethostname()}:
                 raise ConfigError(
                     f"the strategy has shard={shard_of(strategy)!r}, workers are on other hosts than the driver, and "
@@ -237,11 +294,10 @@ class Checkpointer:
                     field="checkpoint",
                 )
             self.scratch = StateFolder()
-        place = self.folder
         if place is None:
             assert self.scratch is not None, "it was created above"
             place = self.scratch.path
-        return PartsPlan(place, new_token())
+        return PartsPlan(_for_all_processes(place), new_token())
 
     def load_newest(self) -> None:
         """Load the tensors of the newest state, if workers have them, for a strategy that sends them to its members.
@@ -255,6 +311,11 @@ class Checkpointer:
         if self.folder is None or self.saved is None:
             return "nothing was kept"
         return f"{self.saved} is kept" + (f", of round {self.round}" if self.round < at else "")
+
+
+def _for_all_processes(place: Location) -> Location:
+    """Return a place under a name that does not depend on the folder in which a process works."""
+    return place if is_url(place) else Path(place).absolute()
 
 
 def of_another(meta: Meta, spec: JobSpec) -> list[str]:

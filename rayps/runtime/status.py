@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from rayps.cluster.members import GroupMember
 from rayps.core.data_wait import DataWait
@@ -15,6 +14,7 @@ from rayps.core.job_status import Status
 from rayps.core.metrics import Rounds, Throughput
 from rayps.core.phase_rounds import Calendar
 from rayps.core.records import Event, OutcomeRecord, Point, ProgressRecord, ShardLine, WorkerLine
+from rayps.core.urls import Location
 from rayps.ps.server.dense_segment import ShardFacts
 from rayps.runtime.journal import Journal
 from rayps.runtime.state_folder import StateFolder
@@ -36,10 +36,10 @@ class Outcome:
     message: str
     metrics: dict[str, float] = field(default_factory=dict)
     snapshot: Snapshot | None = None
-    checkpoint: Path | None = None
+    checkpoint: Location | None = None
     error: Exception | None = None
     tables: dict[str, list[bytes]] = field(default_factory=dict)  # states of segments, if no checkpoint has them
-    best: Path | None = None  # the checkpoint of the best evaluation, if a callback kept one
+    best: Location | None = None  # the checkpoint of the best evaluation, if a callback kept one
     # the folder with the state that `snapshot` stands for, if there is no folder for checkpoints; removed with it
     scratch: StateFolder | None = None
 

@@ -24,6 +24,7 @@ from rayps.core.job_status import Status
 from rayps.core.loading import without_collection
 from rayps.core.records import Event, ProgressRecord
 from rayps.core.strategy import Phase
+from rayps.core.urls import Location, location_of
 from rayps.core.values import Json, JsonObject
 from rayps.ps.tables.embedding import load, load_states
 from rayps.runtime.callbacks import CallbackRunner, RunHandle, runner_of
@@ -38,6 +39,7 @@ from rayps.runtime.trace_folder import TraceFolder
 from rayps.strategies.catalogue import StrategySpec, parse, wire
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint as checkpoints
+from rayps.tensors.checkpoint_place import CheckpointPlace, ObjectStore
 from rayps.tensors.snapshot import Snapshot
 from rayps.tensors.weight_average import check_average
 from rayps.workload import parameters
@@ -63,13 +65,13 @@ class Result:
     metrics: dict[str, float]
     history: pa.Table
     events: list[Event]
-    checkpoint: Path | None
+    checkpoint: Location | None
     workload: Workload
     snapshot: Snapshot
     # from a sparse table's name to the states of its segments; empty if the checkpoint has them
     tables: dict[str, list[bytes]] = field(default_factory=dict)
     params: JsonObject = field(default_factory=dict)  # all parameters of the workload, those with default values too
-    best: Path | None = None
+    best: Location | None = None
     # the folder with the state that `snapshot` stands for, if the run had no folder for checkpoints; removed with it
     scratch: StateFolder | None = None
 
@@ -106,7 +108,8 @@ class Result:
         if self.tables:
             model = load_states(model, self.tables)
         elif self.checkpoint and has_tables(model):
-            model = load(model, self.checkpoint / checkpoints.TABLES)
+            with checkpoints.tables_of(self.checkpoint) as tables:
+                model = load(model, tables)
         return model.eval()
 
     def save(self, folder: str | Path, *, average: bool = False) -> Path:
@@ -169,10 +172,10 @@ def train(
     seconds counts as dead, and so does a worker in which one call of your code takes longer (three minutes for a
     method's first call). If your code exits or raises, the run ends with the method, the worker and the round.
 
-    `checkpoint` is the folder for checkpoints. A state is saved there after every epoch (every tenth with federated
-    clients), or every `checkpoint_every` rounds (a round that ends while a state is being saved is skipped).
-    `resume=True` continues from the newest checkpoint that is complete and finite. `resume` may also be the path of a
-    checkpoint.
+    `checkpoint` is the folder for checkpoints, or a URL such as `s3://bucket/run`. A state is saved there after every
+    epoch (every tenth with federated clients), or every `checkpoint_every` rounds (a round that ends while a state is
+    being saved is skipped). `resume=True` continues from the newest checkpoint that is complete and finite. `resume`
+    may also be the path or URL of a checkpoint.
 
     `start_from` names files with the first parameters and buffers: a safetensors file, the index of several, a folder
     of `Result.save` or of Hugging Face, or a checkpoint. The run starts at round 0 with a new optimizer, and names and
@@ -249,7 +252,7 @@ def train(
             f"server_group is {server_group!r}: give also address, the cluster on which the group runs", field="address"
         )
     workload = _workload(workload, spec.params)
-    folder = Path(checkpoint) if checkpoint is not None else None
+    folder = location_of(checkpoint) if checkpoint is not None else None
     resumed, passed = folder_to_resume(resume, folder)
     if resumed is not None:
         _refuse_both(start_from, dry_run)
@@ -437,18 +440,24 @@ def open_ray(address: str | None, spec: JobSpec, journal: Journal) -> Cluster:
     return RayCluster.local(max(cpus, 1), None if gpus else 0)
 
 
-def must_take_checkpoints(folder: Path, resumed: Path | None) -> None:
-    """Check that new checkpoints can be written to `folder`.
+def must_take_checkpoints(folder: Location, resumed: Location | None) -> None:
+    """Check that new checkpoints can be written to `folder`, a folder or a URL.
 
     Raises CheckpointError if the folder has an earlier run's checkpoints and the run does not resume, or if the folder
     cannot be written.
     """
     try:
-        if resumed is None and folder.is_dir() and (held := checkpoints.newest(folder)) is not None:
+        if resumed is None and (held := checkpoints.newest(folder)) is not None:
+            name = CheckpointPlace.of(held).name
             raise CheckpointError(
-                f"{folder} holds the checkpoints of an earlier run ({held.name}), which a new run would replace:\n"
+                f"{folder} holds the checkpoints of an earlier run ({name}), which a new run would replace:\n"
                 "give resume=True (--resume) to continue from the newest, or another folder"
             )
+        place = CheckpointPlace.of(folder)
+        if isinstance(place, ObjectStore):
+            place.probe()
+            return
+        folder = Path(folder)
         # the first save creates the folder, so that a run that fails before leaves none
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryFile(dir=there):
@@ -459,7 +468,7 @@ def must_take_checkpoints(folder: Path, resumed: Path | None) -> None:
         ) from error
 
 
-def folder_to_resume(resume: bool | str | Path, folder: Path | None) -> tuple[Path | None, list[str]]:
+def folder_to_resume(resume: bool | str | Path, folder: Location | None) -> tuple[Location | None, list[str]]:
     """Return the checkpoint from which to resume (None if the run does not), and a list of warnings.
 
     There is a warning for each newer checkpoint that cannot be used.
@@ -467,7 +476,7 @@ def folder_to_resume(resume: bool | str | Path, folder: Path | None) -> tuple[Pa
     if resume is False:
         return None, []
     if resume is not True:
-        return Path(resume), []
+        return location_of(resume), []
     if folder is None:
         raise ConfigError(
             "resume=True needs checkpoint=FOLDER: the folder in which the earlier run saved its checkpoints"

@@ -241,6 +241,12 @@ class WorkerGroup:
         return self._current_orders().parts
 
     @property
+    def is_finished(self) -> bool:
+        """Whether all workers have ended their plan of this generation."""
+        facts = [worker.facts for worker in self.workers]
+        return all(isinstance(each, WorkerFacts) and each.status == "finished" for each in facts)
+
+    @property
     def hosts(self) -> set[str]:
         """The names of the workers' hosts."""
         return {worker.place.host for worker in self.workers if worker.place is not None}

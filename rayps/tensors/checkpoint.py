@@ -37,6 +37,7 @@ import torch
 
 from rayps.core.errors import CheckpointError, PlaceError, TrainingError
 from rayps.core.failpoint import passing
+from rayps.core.urls import Location
 from rayps.core.values import Json
 from rayps.tensors import checkpoint_manifest, tensor_file
 from rayps.tensors.checkpoint_manifest import (
@@ -63,7 +64,6 @@ from rayps.tensors.checkpoint_place import (
     MANIFEST,
     CheckpointPlace,
     LocalFolder,
-    Location,
     ObjectStore,
     name_of,
     step_of,

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rayps.core.errors import CheckpointError, PlaceError, TrainingError
 from rayps.core.failpoint import passing
+from rayps.core.urls import Location
 from rayps.core.values import JsonObject
 from rayps.tensors import checkpoint, tensor_file
 from rayps.tensors.checkpoint import prune
@@ -47,7 +48,7 @@ from rayps.tensors.checkpoint_manifest import (
     unread,
     verify_file,
 )
-from rayps.tensors.checkpoint_place import CheckpointPlace, LocalFolder, Location, name_of
+from rayps.tensors.checkpoint_place import CheckpointPlace, LocalFolder, name_of
 from rayps.tensors.finite import fault_in
 from rayps.tensors.tensor_file import FilePlan, StoredRange, header_of
 
@@ -305,8 +306,8 @@ class PieceReader:
             flat = torch.empty(hi - lo, dtype=getattr(torch, self.contents[key]["dtype"]))
             found[key] = flat if span is not None else flat.view(shape)
             reads += self._plan(key, lo, hi, flat)
-        for read in sorted(reads, key=lambda read: read.file):
-            self._fill(read)
+        for name in sorted({read.file for read in reads}):
+            self._fill(name, [read for read in reads if read.file == name])
         return found
 
     def _plan(self, key: str, lo: int, hi: int, into: Tensor) -> Iterator[_Read]:
@@ -322,14 +323,19 @@ class PieceReader:
         if done < hi:
             raise torn(self._place, f"elements {done} to {hi} of {key!r} are in no file")
 
-    def _fill(self, read: _Read) -> None:
+    def _fill(self, name: str, reads: Sequence[_Read]) -> None:
         try:
-            stored = self._header(read.file)[read.key]
-            if stored.dtype != read.into.dtype:
-                raise torn(self._place, f"{read.key!r} has another dtype in {read.file} than in other files")
-            tensor_file.fill(self._place, read.file, stored, read.first, read.into)
+            header = self._header(name)
+            targets: list[tuple[int, memoryview]] = []
+            for read in reads:
+                stored = header[read.key]
+                if stored.dtype != read.into.dtype:
+                    raise torn(self._place, f"{read.key!r} has another dtype in {name} than in other files")
+                targets.append((stored.lo + read.first * stored.dtype.itemsize, tensor_file.bytes_of(read.into)))
+            targets.sort(key=lambda target: target[0])
+            tensor_file.fill_all(self._place, name, targets, len)
         except (OSError, EOFError, tensor_file.TensorFileError) as error:
-            raise unread(self._place, read.file, error) from error
+            raise unread(self._place, name, error) from error
 
     def _header(self, name: str) -> dict[str, StoredRange]:
         if name not in self._headers:

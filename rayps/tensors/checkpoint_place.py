@@ -30,21 +30,20 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import fsspec
 
 from rayps.core.errors import CheckpointError, PlaceError, first_line
 from rayps.core.failpoint import passing
+from rayps.core.urls import Location, is_url
 
-Location: TypeAlias = Path | str  # a local path, or the URL of a checkpoint or of a place that is not local
 MANIFEST = "manifest.json"
 BLOCK = 8 << 20  # bytes that are read, hashed, written or sent at a time
 SECONDS = 120.0  # the default deadline of one request to a remote place: a block of `BLOCK` bytes at 70 kB/s
 
 _MOST_BLOCKS = 9_000  # of one file: S3 takes at most 10,000 parts of a multipart upload
 _ABORT_SECONDS = 10.0  # for the abort of an upload whose place has just failed
-_URL = re.compile(r"[a-z][a-z0-9+.-]*://|[a-z][a-z0-9+.-]*::", re.IGNORECASE)
 _PATH_OF_URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)  # a Path has one slash of "//"
 _STEP = re.compile(r"step-(\d{8,})")
 _DRAFT = re.compile(r"step-(\d{8,})\.tmp-.*")
@@ -89,11 +88,6 @@ def step_of(name: str) -> int | None:
     """Return the step of a checkpoint's name, or None if the name is not one of a checkpoint."""
     found = _STEP.fullmatch(name)
     return None if found is None else int(found[1])
-
-
-def is_url(given: object) -> bool:
-    """Return whether `given` is a text with a protocol, such as "s3://bucket/run"; False for a path."""
-    return isinstance(given, str) and _URL.match(given) is not None
 
 
 class CheckpointPlace(ABC):
@@ -466,7 +460,8 @@ class ObjectStore(CheckpointPlace):
         """Remove the objects of an attempt, as far as that is possible."""
         with contextlib.suppress(PlaceError, FileNotFoundError):
             mark = f"-{token}."
-            self._remove([p for p in self._objects() if p[0] == name_of(step) and mark in p[-1]])
+            quick = ObjectStore(self.url, min(self.seconds, _ABORT_SECONDS))  # the place may have just failed
+            quick._remove([p for p in quick._objects() if p[0] == name_of(step) and mark in p[-1]])
 
     def delete(self, step: int) -> None:
         """Remove the manifest of a checkpoint, and then its other objects."""
@@ -509,7 +504,7 @@ class ObjectStore(CheckpointPlace):
         """Copy the object `name` to the object `new` of `target`, within the store."""
         files, path = self._files()
         _, other = target._files()
-        self._make_folder(files, other)
+        self._make_folder(files, f"{other}/{new}".rpartition("/")[0])
         self._put(f"copy {name} to {target}", partial(files.cp_file, f"{path}/{name}", f"{other}/{new}"))
 
     # ------------------------------------------------------------------------------------------ requests

@@ -21,10 +21,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rayps.core.errors import CheckpointError
+from rayps.core.urls import Location, is_url
 from rayps.core.warm_start import StartFrom
 from rayps.tensors import checkpoint
 from rayps.tensors.checkpoint_parts import PieceReader
-from rayps.tensors.checkpoint_place import Location, is_url
 from rayps.tensors.snapshot import Snapshot, hash_of
 
 MODEL_FILE = "model.safetensors"
@@ -80,7 +80,7 @@ class ModelNames:
 class StartPoint:
     """The tensors with which a model starts: from a name of the model to the place in a file."""
 
-    path: Path
+    path: Location
     sources: Mapping[str, StoredTensor]
     missing: int = 0  # tensors of the model that are not in the file
     tables: Path | None = None  # the folder with the rows of sparse tables, if there is one
@@ -118,6 +118,8 @@ def start_point(start: StartFrom, names: ModelNames, home: str | Path | None = N
     Raises:
         CheckpointError: the path has no such files, or their names and shapes are not those of the model.
     """
+    if is_url(start.path):
+        return _start_in_a_place(start, names)
     path = Path(home or ".") / Path(start.path).expanduser()
     tables = path / checkpoint.TABLES
     files = adapter_files(path, names.adapters)
@@ -127,12 +129,35 @@ def start_point(start: StartFrom, names: ModelNames, home: str | Path | None = N
         found = match(start, replace(names, wanted=expected), sources)
         message = f"the adapters are those of {path}: {len(found)} tensors; the others are those that model() returns"
         return StartPoint(path, found, len(expected) - len(found), tables if tables.is_dir() else None, message)
-    found = match(start, names, sources_of(path))
+    return _start_with(start, names, path, sources_of(path), tables if tables.is_dir() else None)
+
+
+def _start_with(
+    start: StartFrom, names: ModelNames, path: Location, sources: dict[str, StoredTensor], tables: Path | None
+) -> StartPoint:
+    found = match(start, names, sources)
     count = len(names.wanted)
     message = f"the parameters are those of {path}: {len(found)} of {count} tensors of the model"
     if len(found) < count:
         message += "; the others are drawn from the seed"
-    return StartPoint(path, found, count - len(found), tables if tables.is_dir() else None, message)
+    return StartPoint(path, found, count - len(found), tables, message)
+
+
+def _start_in_a_place(start: StartFrom, names: ModelNames) -> StartPoint:
+    """Find the tensors of a model in a remote checkpoint.
+
+    Raises:
+        CheckpointError: the URL is not one of a checkpoint, or its names and shapes are not those of the model.
+    """
+    url = start.path.rstrip("/")
+    with checkpoint.tables_of(url) as tables:
+        if tables.is_dir() and any(tables.iterdir()):
+            raise CheckpointError(
+                f"{url} has sparse tables, which are read from local folders only: copy the checkpoint to a folder, "
+                "and give the folder",
+                path=url,
+            )
+    return _start_with(start, names, url, _of_checkpoint(url), None)
 
 
 # ---- names

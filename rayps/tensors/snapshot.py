@@ -26,11 +26,11 @@ from rayps.core.errors import CheckpointError
 from rayps.core.phase_rounds import OPEN, Calendar, PhaseSpan
 from rayps.core.records import Point, RingTable
 from rayps.core.repeated_pushes import Ledger, union
+from rayps.core.urls import Location
 from rayps.core.values import JsonObject
 from rayps.tensors import checkpoint, checkpoint_parts, loss_scale, weight_average
 from rayps.tensors.checkpoint import SavedState
 from rayps.tensors.checkpoint_parts import PartFacts
-from rayps.tensors.checkpoint_place import Location
 from rayps.tensors.flat import Layout
 from rayps.tensors.local_state import LocalState, below
 from rayps.tensors.optim import Moments, ParamState, by_name, moments_of

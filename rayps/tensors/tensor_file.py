@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 
@@ -182,13 +182,48 @@ def bytes_of(flat: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def fill(place: CheckpointPlace, name: str, stored: StoredRange, first: int, into: Tensor) -> None:
-    """Read the elements from the `first` of a stored tensor on into `into` [n], a contiguous CPU tensor.
+def fill_all(
+    place: CheckpointPlace, name: str, targets: Iterable[tuple[int, memoryview]], seen: Callable[[memoryview], object]
+) -> None:
+    """Read ranges of a file: for each (offset, memory), the bytes from `offset` on, until the memory is full.
+
+    The targets must be in the order of their offsets. Adjacent small ranges are read together, in blocks of at most
+    `BLOCK` bytes, because each read from a remote place is a request. `seen` gets each block.
 
     Raises:
         EOFError, OSError, PlaceError: the file cannot be read.
     """
-    place.fill(name, stored.lo + first * stored.dtype.itemsize, bytes_of(into))
+    run: list[memoryview] = []
+    begin = end = 0
+    for offset, memory in targets:
+        if run and (offset != end or end + len(memory) - begin > BLOCK):
+            _fill_run(place, name, begin, run, seen)
+            run = []
+        if not run:
+            begin = offset
+        run.append(memory)
+        end = offset + len(memory)
+    if run:
+        _fill_run(place, name, begin, run, seen)
+
+
+def _fill_run(
+    place: CheckpointPlace, name: str, begin: int, run: list[memoryview], seen: Callable[[memoryview], object]
+) -> None:
+    """Read adjacent bytes of a file, from `begin` on, into memory after memory."""
+    if len(run) == 1:
+        for lo in range(0, len(run[0]), BLOCK):
+            block = run[0][lo : lo + BLOCK]
+            place.fill(name, begin + lo, block)
+            seen(block)
+        return
+    together = memoryview(bytearray(sum(map(len, run))))
+    place.fill(name, begin, together)
+    seen(together)
+    at = 0
+    for memory in run:
+        memory[:] = together[at : at + len(memory)]
+        at += len(memory)
 
 
 def read_all(
@@ -205,10 +240,6 @@ def read_all(
     header = _header_bytes(place, name)
     found = _parsed(header, place.size(name), name)
     digest = hashlib.sha256(header)
-    for key, stored in found.items():
-        memory = bytes_of(target(key, stored))
-        for lo in range(0, len(memory), BLOCK):
-            block = memory[lo : lo + BLOCK]
-            place.fill(name, stored.lo + lo, block)
-            digest.update(block)
+    targets = ((stored.lo, bytes_of(target(key, stored))) for key, stored in found.items())
+    fill_all(place, name, targets, digest.update)
     return found, digest.hexdigest()

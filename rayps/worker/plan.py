@@ -11,6 +11,7 @@ from rayps.core import records
 from rayps.core.grid import Grid, Point
 from rayps.core.phase_rounds import OPEN, Boundary
 from rayps.core.strategy import StrategyView
+from rayps.core.urls import Location
 from rayps.core.user_code import Call
 from rayps.core.values import JsonObject
 from rayps.parallel.division.division import Division
@@ -18,7 +19,6 @@ from rayps.ps.protocol.space import SpaceRank
 from rayps.recovery.backup_assignment import BackupAssignment
 from rayps.recovery.worker_backup import CommitCost
 from rayps.tensors import optim
-from rayps.tensors.checkpoint_place import Location
 from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import WrittenFacts

@@ -114,11 +114,19 @@ class GenerationRun:
     def part(self, rounds: int | None) -> WorkerPart | None:
         """Return this worker's part of the checkpoint after `rounds` rounds, or None if it is not retained.
 
-        If `rounds` is None, return the newest part.
+        If `rounds` is None, return the newest part. Raises CheckpointError or TrainingError if the worker has failed to
+        write it.
         """
         with self._lock:
-            part = self._parts.get(max(self._parts, default=0) if rounds is None else rounds)
-        return None if part is None else part.delivered()
+            at = max(self._parts, default=0) if rounds is None else rounds
+            part = self._parts.get(at)
+            if part is None:
+                return None
+            try:
+                return part.delivered()
+            except RaypsError:
+                del self._parts[at]  # the driver then asks for the part of a later round
+                raise
 
     def rewire(self, found: SpaceMap) -> None:
         """Use the map `found`, in which a shard is replaced, and repeat the pushes that the new shard lacks."""

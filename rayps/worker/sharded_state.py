@@ -22,12 +22,14 @@ from torch.optim import Optimizer
 
 from rayps.comm.ring import Ring
 from rayps.comm.ring.owned_slices import OwnedSlices
+from rayps.core.records import Event
+from rayps.core.strategy_families import rebuilds
 from rayps.core.topology import AUTO_BUCKET_MB, shard_of
+from rayps.core.urls import Location
 from rayps.data.base import Batch
 from rayps.tensors import optim
 from rayps.tensors.checkpoint import meta_of
 from rayps.tensors.checkpoint_parts import contents, read_pieces, verify_share
-from rayps.tensors.checkpoint_place import Location
 from rayps.tensors.clip import NormClip
 from rayps.tensors.finite import first_not_finite, is_finite
 from rayps.tensors.flat import FlatModel, Gradient, Layout, square_of
@@ -139,6 +141,8 @@ class ShardedWorker(SyncWorker):
             self._scattered = ScatteredGradients(
                 self.flat, ring, self.slices, self._members, self.flags, several=several
             )
+        if plan.rank == 0:
+            self.log.choices.append(self._choice())
 
     @property
     def sliced(self) -> SlicedSteps:
@@ -202,6 +206,16 @@ class ShardedWorker(SyncWorker):
     def committed_state(self) -> tuple[Tensor, optim.Moments]:
         """Return what a backup holds: the elements that this worker owns, joined, and their moments."""
         return torch.cat(self.sliced.owned(self.flat.vector)), self.sliced.moments()
+
+    def _choice(self) -> Event:
+        """Return an event that says what each worker holds, and how gradients are sent."""
+        held = "the optimizer's state" + (" and the gradients" if self._scatters else "")
+        copy = "; another worker holds a copy" if rebuilds(self.plan.strategy, from_servers=False) else ""
+        message = (
+            f"each of {self.plan.size} workers holds {held} of about {1 / self.plan.size:.0%} of the elements, in "
+            f"{len(self._members)} bucket{'s'[: len(self._members) != 1]}{copy}"
+        )
+        return {"kind": "choice", "message": message, "shard": shard_of(self.plan.strategy)}
 
     # ---- for the base class
 

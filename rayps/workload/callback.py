@@ -6,10 +6,10 @@ Callbacks run in the process of the driver, never in a worker: see `rayps.runtim
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import ClassVar, Protocol
 
 from rayps.core.records import Event, OutcomeRecord, Point
+from rayps.core.urls import Location
 from rayps.core.values import JsonObject, Keywords
 
 
@@ -45,8 +45,8 @@ class RunView(Protocol):
         """The events of the run so far."""
 
     @property
-    def folder(self) -> Path | None:
-        """The folder for checkpoints; None if the run saves none."""
+    def folder(self) -> Location | None:
+        """The folder for checkpoints, or its URL as text; None if the run saves none."""
 
     def stop(self, reason: str) -> None:
         """End the run soon, with status SUCCEEDED, a last evaluation, a result and, with a folder, a checkpoint."""
@@ -60,7 +60,7 @@ class RunView(Protocol):
     def warn(self, message: str) -> None:
         """Add a warning to the job's events."""
 
-    def keep(self, round: int, name: str, other: Path | None = None) -> Path | None:
+    def keep(self, round: int, name: str, other: Location | None = None) -> Location | None:
         """Keep the checkpoint of `round` in the subfolder `name`, in place of what was kept there before.
 
         If the run's folder has no checkpoint of this round, that at the path `other` is copied. Return the path of what
@@ -100,8 +100,8 @@ class Callback:
     def on_evaluation(self, run: RunView, metrics: Mapping[str, float]) -> None:
         """Receive the metrics of an evaluation of the parameters after `run.round` rounds."""
 
-    def on_checkpoint(self, run: RunView, path: Path) -> None:
-        """Receive the path of a new checkpoint, of the parameters after `run.round` rounds."""
+    def on_checkpoint(self, run: RunView, path: Location) -> None:
+        """Receive the path or URL of a new checkpoint, of the parameters after `run.round` rounds."""
 
     def on_end(self, run: RunView, outcome: OutcomeRecord) -> None:
         """Receive the outcome of the run, however it ended: `status`, `message`, `metrics`, `checkpoint`, `best`."""

@@ -99,6 +99,9 @@ class SharedScatter:
     def __init__(self, ring: Ring, slices: OwnedSlices, dtype: torch.dtype, *, several: bool) -> None:
         self.seconds = 0.0
         self._ring, self._several = ring, several
+        shared_memory = ring.collectives.shared_memory
+        assert shared_memory is not None, "the ranks are on one host"
+        self._shared_memory = shared_memory
         self._slice = _Slice(ring, slices, dtype)
         self._sizes = [cut.stop - cut.start for cut in slices.cuts]
         self._memory = ring.buffer(self._slice.longest, dtype)
@@ -127,6 +130,7 @@ class SharedScatter:
         began = time.perf_counter()
         mean = self._ring.collectives.resident(self.memory(bucket), self._weight)
         assert mean is not None, "the memory is that of a buffer"
+        self._shared_memory.bytes_shared -= self._shared_memory.bytes_by_two_shot(mean.nbytes) // 2  # no rank reads all
         own = mean[self._slice.within(bucket)]
         if self._several:
             self._slice.of(bucket).add_(own, alpha=self._total)

@@ -90,6 +90,8 @@ def scattered_pieces(ring: Ring, vector: Tensor, slices: OwnedSlices, marks: int
     The other elements of the result of `finish` are undefined.
     """
     found = pieces(ring, vector, slices.cuts, marks)
+    if isinstance(found, SharedMemoryMean):
+        found.is_read = False
     return ScatteredBuckets(ring, vector, slices) if isinstance(found, SentBuckets) else found
 
 
@@ -153,6 +155,7 @@ class SharedMemoryMean:
         marks: int,
     ) -> None:
         self.seconds = 0.0
+        self.is_read = True  # whether each rank reads the parts of the mean that other ranks have computed
         self._ring, self._shared_memory, self._where = ring, shared_memory, where
         self._dtype, self._size, self._cuts = vector.dtype, vector.nbytes, cuts
         number, offset = where
@@ -222,7 +225,8 @@ class SharedMemoryMean:
                 self._add(piece)
             self._faults[rank][:] = (0, 0) if self.fault is None else (1 + self.fault[1], self.fault[0])
             np.maximum.reduce(self._marks, out=marks.numpy())
-            shared_memory.bytes_shared += shared_memory.bytes_by_two_shot(self._size)
+            moved = shared_memory.bytes_by_two_shot(self._size)
+            shared_memory.bytes_shared += moved if self.is_read else moved // 2
             shared_memory.barrier()
         found = [(int(at) - 1, int(rank)) for at, rank in self._faults if at]
         self.fault = min(found)[::-1] if found else None  # the result is the same on all ranks

@@ -11,7 +11,6 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rayps.cluster.code_folder import JobCode
@@ -23,6 +22,7 @@ from rayps.core.errors import ActorDied, LinkError, RaypsError, TrainingError
 from rayps.core.job_status import Status
 from rayps.core.metrics import Throughput
 from rayps.core.records import Event, Point, ProgressRecord, WorkerLine
+from rayps.core.urls import Location
 from rayps.core.user_module import pack
 from rayps.runtime.decide_recovery import Continue, Decision, Fail, Finish, Restart, RunFacts, Stop, decide
 from rayps.runtime.journal import Journal
@@ -33,8 +33,10 @@ from rayps.runtime.own_loop.state import PartsBySave, SavedPart, checkpoint_of, 
 from rayps.runtime.own_loop.watch import LoopWatch, death_error, uneven_steps_error
 from rayps.runtime.own_loop.world import LoopPlace
 from rayps.runtime.status import Outcome
+from rayps.runtime.unfinished_uploads import report_unfinished
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint
+from rayps.tensors.checkpoint_place import CheckpointPlace
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +106,8 @@ class LoopDriver:
         spec: JobSpec,
         journal: Journal,
         *,
-        checkpoints: Path | None = None,
-        resume: Path | None = None,
+        checkpoints: Location | None = None,
+        resume: Location | None = None,
         capture: bool = True,
         failures: int = 0,
         sends: bool = True,
@@ -129,7 +131,7 @@ class LoopDriver:
         self._lock, self._writing = threading.Lock(), threading.Lock()  # of the journal and facts; of the folder
         self._points, self._gathering = LogPoints(spec.workers, _name(spec)), PartsBySave(spec.workers)
         self._newest: list[SavedPart] | None = None  # the newest saved state, if there is no folder
-        self._saved: tuple[int, int, Path | None] | None = None  # number, steps and path of the newest saved state
+        self._saved: tuple[int, int, Location | None] | None = None  # number, steps and path of the newest saved state
         self._progress: ProgressRecord = {"loss": None, "staleness": {}, "shards": []}
         self._progress["params"] = all_params(function, spec.params)
         self._throughput = Throughput()
@@ -165,6 +167,8 @@ class LoopDriver:
         gang: Reservation | None = None
         try:
             self.preflight()
+            if self._folder is not None:
+                report_unfinished(CheckpointPlace.of(self._folder), self.journal)
             packed = pack(self._function)
             wanted = {"cpu": 1.0} | self.spec.resources
             gang = cluster.reserve([wanted] * self.spec.workers, self.spec.timeout)

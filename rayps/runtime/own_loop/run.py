@@ -11,6 +11,7 @@ from rayps.core.errors import ConfigError, RaypsError, TrainingError
 from rayps.core.job_status import Status
 from rayps.core.records import ProgressRecord
 from rayps.core.strategy import Phase
+from rayps.core.urls import location_of
 from rayps.core.values import Json
 from rayps.runtime.display import Display
 from rayps.runtime.journal import Journal
@@ -74,7 +75,7 @@ def run(
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise ConfigError(f"workers is {workers!r}: give a whole number of at least 1", field="workers")
     function: Callable[..., _Result] = load(train_fn, str(Path.cwd())) if isinstance(train_fn, str) else train_fn
-    folder = None if checkpoint is None else Path(checkpoint)
+    folder = None if checkpoint is None else location_of(checkpoint)
     spec = JobSpec(
         run=train_fn if isinstance(train_fn, str) else _name_of(train_fn),
         strategy=_wire(strategy),
