@@ -22,12 +22,12 @@ from torch import Tensor
 from rayps.comm.ring import Ring
 from rayps.core.errors import DataError, WorkloadError
 from rayps.core.metrics import Totals, add_totals
+from rayps.core.urls import Location
 from rayps.core.user_code import user_code
 from rayps.data.base import Batch
 from rayps.tensors import optim
 from rayps.tensors.checkpoint import meta_of
 from rayps.tensors.checkpoint_parts import contents, read_pieces, verify_share
-from rayps.tensors.checkpoint_place import Location
 from rayps.tensors.clip import NormClip
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks
