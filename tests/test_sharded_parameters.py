@@ -4,12 +4,15 @@ from itertools import pairwise
 
 import pytest
 import torch
+from process_cluster import ProcessCluster
 from sharded_site import Net, Words, exit_now, in_processes, loop_on, plain, results, rounds, whole_snapshot
 from torch import nn
 
 import rayps
+from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ConfigError, WorkloadError
-from rayps.worker.sharded_model import check_fields, check_model, rows_of, units_of
+from rayps.worker.check_sharded_parameters import check_fields, check_model
+from rayps.worker.sharded_model import rows_of, units_of
 from rayps.workload.deferred_init import deferred
 
 CLOSE = 1e-9
@@ -239,3 +242,34 @@ def test_refused_models_name_the_way_out():
         with pytest.raises((ConfigError, WorkloadError), match=text):
             check_model(model)
     check_model(Net())
+
+
+# ---- jobs
+
+SHARDED = rayps.AllReduce(shard="parameters")
+
+
+def job(cluster, workload, strategy=SHARDED, **options):
+    try:
+        return rayps.train(workload, strategy=strategy, cluster=cluster, progress=False, **options)
+    finally:
+        cluster.close()
+
+
+def test_a_job_of_two_processes_saves_parts_that_any_layout_resumes(tmp_path):
+    workload = Words()
+    options = {"workers": 2, "checkpoint": str(tmp_path), "checkpoint_every": 3}
+    result = job(ProcessCluster(), workload, steps=5, **options)
+    law = plain(workload, 2, 5)
+    assert distance({name: value.reshape(-1) for name, value in result.model().state_dict().items()}, law) < CLOSE
+    assert result.metrics["error"] == pytest.approx(evaluated(workload, law), abs=1e-7)
+    law = plain(workload, 2, 8)
+    resumed = job(LocalCluster(), workload, "all_reduce", steps=8, resume=True, **options)
+    assert distance({name: value.reshape(-1) for name, value in resumed.model().state_dict().items()}, law) < CLOSE
+
+
+def test_workers_on_threads_and_refused_fields_end_the_job_with_the_way_out():
+    with pytest.raises(ConfigError, match=r"needs a process for each worker[^\n]*\n.*one worker, or shard='gradients'"):
+        job(LocalCluster(), Words(), workers=2, steps=2, timeout=30)
+    with pytest.raises(ConfigError, match="set compile to False"):
+        job(LocalCluster(), Words(compile="eager"), workers=2, steps=2)

@@ -61,6 +61,8 @@ from rayps.tensors.named_parameters import NamedParameters
 from rayps.tensors.named_tensors import ModelNames, StartPoint, start_point
 from rayps.tensors.optim import made
 from rayps.tensors.user_loss import checked_loss
+from rayps.worker.check_sharded_parameters import check_fields as check_sharded_fields
+from rayps.worker.check_sharded_parameters import check_model as check_sharded_model
 from rayps.worker.evaluation_batches import FEWEST
 from rayps.worker.loop_of_family import loop_class
 from rayps.workload.adapters import check_adapters
@@ -111,6 +113,9 @@ def preflight(
     _check_batchnorm(workload, phases, model, replicas=max(grid.data for grid in grids))
     _check_fp16(workload, phases, tables)
     _check_activations(workload, phases, model)
+    if any(shard_of(phase.strategy) == "parameters" for phase in phases):
+        check_sharded_fields(workload)
+        check_sharded_model(model)
     if tables and options_of(workload.compile) is not None:
         raise ConfigError(
             f"compile is {workload.compile!r} and the model has sparse tables, whose rows are on servers: compile the "

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from rayps.core.errors import ConfigError, WorkloadError
 from rayps.tensors import optim
 from rayps.tensors.finite import is_finite
 from rayps.tensors.flat import Layout, square_of
@@ -29,70 +28,13 @@ from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of
 from rayps.tensors.named_parameters import NamedParameters
 from rayps.tensors.optim import EDITS, PER_PARAMETER, Moments
 from rayps.tensors.state_pieces import StatePieces
+from rayps.worker.check_sharded_parameters import check_fields, check_model
 from rayps.workload.base import Workload
 from rayps.workload.checkpoint_activations import checkpoint_activations
-from rayps.workload.compile_model import options_of
 from rayps.workload.deferred_init import DeferredModel, deferred
-from rayps.workload.model import has_tables
 from rayps.workload.model_blocks import repeated_blocks
 
-_OTHER = "shard='gradients' or shard='optimizer'"
 Range = tuple[int, int]
-
-
-def check_fields(workload: Workload) -> None:
-    """Refuse fields of a workload that a model with divided parameters does not have here.
-
-    Raises:
-        ConfigError: the text names the field, and what to use instead.
-    """
-    refused: dict[str, tuple[bool, str]] = {
-        "compile": (options_of(workload.compile) is not None, "set compile to False"),
-        "sync_batchnorm": (workload.sync_batchnorm, "set sync_batchnorm to False"),
-        "average": (workload.average is not None, "leave out the average"),
-        "precision": (workload.precision == "fp16", "set precision to 'bf16', which skips no step"),
-    }
-    for field, (given, way) in refused.items():
-        if given:
-            raise ConfigError(
-                f"{field} is {getattr(workload, field)!r}, which shard='parameters' does not have: {way}, or use "
-                f"{_OTHER}",
-                field=field,
-            )
-
-
-def check_model(model: nn.Module) -> None:
-    """Refuse a model whose parameters cannot be divided.
-
-    Raises:
-        ConfigError: it has sparse tables or synchronized BatchNorm layers.
-        WorkloadError: a parameter has no dimension, or a layer has sparse gradients.
-    """
-    if has_tables(model):
-        raise ConfigError(
-            "the model has sparse tables, whose rows are on servers already: leave out shard='parameters'",
-            field="shard",
-        )
-    for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            raise ConfigError(
-                f"layer {name!r} is a torch.nn.SyncBatchNorm: use BatchNorm layers, whose statistics are each "
-                "worker's own",
-                field="shard",
-            )
-        if getattr(module, "sparse", False):
-            raise WorkloadError(
-                f"layer {name!r} has sparse gradients, which shard='parameters' does not have: set sparse=False, or "
-                f"use {_OTHER}",
-                layer=name,
-            )
-    for name, p in model.named_parameters():
-        if not p.dim():
-            raise WorkloadError(
-                f"parameter {name!r} is a scalar, which cannot be cut along its first dimension: give it the shape "
-                f"[1], or use {_OTHER}",
-                parameter=name,
-            )
 
 
 def units_of(model: nn.Module) -> dict[str, nn.Module]:
