@@ -34,7 +34,7 @@ class BucketScatter(Protocol):
         """Start a micro-batch; this rank's gradient of it is a mean with this weight."""
 
     def memory(self, bucket: int) -> Tensor:
-        """Return the vector, on the CPU, into which the gradient of the next bucket is written.
+        """Return the vector into which the gradient of the next bucket is written.
 
         Raises LinkError if a connection fails.
         """
@@ -54,6 +54,8 @@ class BucketScatter(Protocol):
 
 def bucket_scatter(ring: Ring, slices: OwnedSlices, dtype: torch.dtype, *, several: bool) -> BucketScatter:
     """Return a `BucketScatter`. `several`: a step may have several micro-batches. All ranks must make the same call."""
+    if ring.collectives.device is not None:
+        return DeviceScatter(ring, slices, dtype)
     if ring.size > 1 and ring.collectives.shared_memory is not None:
         return SharedScatter(ring, slices, dtype, several=several)
     return SentScatter(ring, slices, dtype, several=several)
@@ -62,7 +64,7 @@ def bucket_scatter(ring: Ring, slices: OwnedSlices, dtype: torch.dtype, *, sever
 class _Slice:
     """The slice of a vector that this rank owns: where the part of each bucket is in it, and the sum so far."""
 
-    def __init__(self, ring: Ring, slices: OwnedSlices, dtype: torch.dtype) -> None:
+    def __init__(self, ring: Ring, slices: OwnedSlices, dtype: torch.dtype, device: torch.device | None = None) -> None:
         self.longest = max((cut.stop - cut.start for cut in slices.cuts), default=0)
         starts, at = dict[int, int](), 0
         for lo, hi in slices.ranges():
@@ -76,7 +78,8 @@ class _Slice:
                 (slice(own.start - cut.start, own.stop - cut.start), slice(begin, begin + own.stop - own.start))
             )
         self.dtype = dtype
-        self.values = torch.zeros(at, dtype=torch.promote_types(dtype, torch.float32))  # half precision is added wide
+        wide = torch.promote_types(dtype, torch.float32)  # half precision is added wide
+        self.values = torch.zeros(at, dtype=wide, device=device)
 
     def within(self, bucket: int) -> slice:
         """Return the range of a bucket that this rank owns, counted from the bucket's begin."""
@@ -141,6 +144,54 @@ class SharedScatter:
     def finish(self) -> Tensor:
         """Return this rank's slice of the mean: see `BucketScatter`."""
         return self._slice.mean(self._all if self._several else 0.0)
+
+
+class DeviceScatter:
+    """Ranks whose gradients are on devices: each bucket is summed there, and each rank keeps its slice."""
+
+    def __init__(self, ring: Ring, slices: OwnedSlices, dtype: torch.dtype) -> None:
+        transport = ring.collectives.device
+        assert transport is not None, "the ring has a device"
+        place = transport.device.place
+        self.seconds = 0.0
+        self._ring = ring
+        self._slice = _Slice(ring, slices, dtype, place)
+        self._sizes = [cut.stop - cut.start for cut in slices.cuts]
+        self._memory = torch.zeros(self._slice.longest, dtype=dtype, device=place)
+        self._weight = self._all = 0.0
+
+    def begin_step(self) -> None:
+        """Start a step: see `BucketScatter`."""
+        self._slice.values.zero_()
+        self._all = 0.0
+
+    def begin(self, weight: float) -> None:
+        """Start a micro-batch: see `BucketScatter`. Raises LinkError if a connection fails."""
+        began = time.perf_counter()
+        self._weight = weight
+        self._all += float(self._ring.sum(torch.tensor([weight], dtype=torch.float64)))
+        self.seconds += time.perf_counter() - began
+
+    def memory(self, bucket: int) -> Tensor:
+        """Return the memory of the next bucket, on the device: see `BucketScatter`."""
+        return self._memory[: self._sizes[bucket]]
+
+    def send(self, bucket: int) -> None:
+        """Send the next bucket: see `BucketScatter`."""
+        began = time.perf_counter()
+        values = self.memory(bucket)
+        wide = values.float() if values.dtype in HALF else values
+        if self._weight:
+            wide.mul_(self._weight)
+        else:
+            wide.zero_()
+        self._ring.sum(wide)
+        self._slice.of(bucket).add_(wide[self._slice.within(bucket)])
+        self.seconds += time.perf_counter() - began
+
+    def finish(self) -> Tensor:
+        """Return this rank's slice of the mean, on the device: see `BucketScatter`."""
+        return self._slice.mean(self._all)
 
 
 class SentScatter:

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from rayps.comm.ring.algorithms import ring_all_gather, ring_slice
 from rayps.comm.ring.collectives import flat_cpu
+from rayps.comm.ring.device_transport import DeviceTransport
 from rayps.comm.ring.ring import Ring
 from rayps.comm.ring.shared_memory import tensor_of
 
+_PIECE = 1 << 24  # elements of one rank that are gathered at a time on a device
 _KIND = 7  # the number that identifies this collective in `SharedMemoryFold.announce`
 
 
@@ -71,10 +73,31 @@ class OwnedSlices:
             if exposed is not None and vector.data_ptr() == exposed[ring.rank].data_ptr():
                 self._read(vector, exposed)
                 return
+            device = ring.collectives.transport(vector)
+            if device is not None:
+                self._gather_on(device, vector)
+                return
             with flat_cpu(vector) as flat:
                 for cut in self.cuts:
                     ring.collectives.mesh.begin()  # ranks may have sent different numbers of segments before
                     ring_all_gather(ring.collectives.mesh, flat[cut])
+
+    def _gather_on(self, device: DeviceTransport, vector: Tensor) -> None:
+        """Gather a vector on a device, in pieces of at most `_PIECE` elements from each rank."""
+        size, mesh = self._ring.size, self._ring.collectives.mesh
+        for bucket in range(len(self.cuts)):
+            owned = [self.owned(bucket, rank) for rank in range(size)]
+            longest = max(each.stop - each.start for each in owned)
+            for at in range(0, longest, _PIECE):
+                spans = [slice(min(o.start + at, o.stop), min(o.start + at + _PIECE, o.stop)) for o in owned]
+                n = max(span.stop - span.start for span in spans)
+                mine, out = vector.new_zeros(n), vector.new_empty(size, n)
+                own = spans[self._ring.rank]
+                mine[: own.stop - own.start] = vector[own]
+                mesh.begin()
+                device.all_gather(mine, out)
+                for rank, span in enumerate(spans):
+                    vector[span] = out[rank, : span.stop - span.start]
 
     def _read(self, vector: Tensor, exposed: list[Tensor]) -> None:
         shared_memory = self._ring.collectives.shared_memory
