@@ -24,8 +24,9 @@ CONTEXT.set_forkserver_preload(["rayps.runtime.driver", "small_work"])
 class ProcessCluster:
     """Actors as processes; see rayps.cluster.local.Cluster."""
 
-    def __init__(self, arm=None):
+    def __init__(self, arm=None, gpus=0.0):
         self.arm = dict(arm or {})
+        self.gpus = gpus
         self.handles = []
         self._counts = {}
 
@@ -58,7 +59,7 @@ class ProcessCluster:
         return value
 
     def total(self):
-        return {"cpu": 64.0, "gpu": 0.0}
+        return {"cpu": 64.0, "gpu": self.gpus}
 
     free = total
 

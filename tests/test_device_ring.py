@@ -17,13 +17,15 @@ from torch import nn
 from rayps.bench.device_step import worker_steps
 from rayps.comm.link import Listener
 from rayps.comm.ring import Ring
+from rayps.comm.ring.bucket_scatter import bucket_scatter
 from rayps.comm.ring.bucketed_mean import DeviceMean, pieces
 from rayps.comm.ring.choose_gpu_transport import NAMES, GpuFacts, choose_gpu_transport
 from rayps.comm.ring.device_group import GroupTransport
+from rayps.comm.ring.owned_slices import OwnedSlices
 from rayps.core.errors import ConfigError
 from rayps.core.partition import slices
 from rayps.tensors.device import Device
-from rayps.tensors.flat import Gradient
+from rayps.tensors.flat import Gradient, Layout
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
@@ -570,3 +572,35 @@ def test_reasons():
     with pytest.raises(ConfigError, match="there is no transport 'rdma' for devices: use nccl, ipc, staging"):
         choose_gpu_transport([one, two], "rdma")
     assert GpuFacts.unpacked(a.packed()) == a
+
+
+def scattered(rank, dtype):
+    """Slices of a mean gradient, and the parameters that their owners send to all ranks."""
+    layout = Layout.of((f"p{i}", torch.empty(size, dtype=dtype)) for i, size in enumerate([(700,), (30, 9), (), (1,)]))
+    cuts = [slice(271, 972), slice(0, 271)]
+    owned = OwnedSlices(rank.ring, cuts)
+    scatter = bucket_scatter(rank.ring, owned, dtype, several=True)
+    parts = [values(r, layout.size, dtype).to(rank.place) for r in range(rank.size)]
+    weights = [float(r + 1) for r in range(rank.size)]
+    law = sum(w * p.double() for w, p in zip(weights, parts, strict=True)) / sum(weights)
+    scatter.begin_step()
+    scatter.begin(weights[rank.number])
+    for bucket, span in enumerate(cuts):
+        scatter.memory(bucket).copy_(parts[rank.number][span])
+        scatter.send(bucket)
+    mine = scatter.finish()
+    expected = torch.cat([law[lo:hi] for lo, hi in owned.ranges()])
+    torch.testing.assert_close(mine.double(), expected, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-3)
+    vector = torch.zeros(layout.size, dtype=dtype, device=rank.place)
+    for lo, hi in owned.ranges():
+        vector[lo:hi] = rank.number + 1
+    owned.gather(vector)
+    for other in range(rank.size):
+        for lo, hi in owned.ranges(other):
+            assert (vector[lo:hi] == other + 1).all()
+    return True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_slices_of_gradients_and_parameters(ranks, dtype):
+    assert all(ranks(scattered, dtype))

@@ -10,6 +10,7 @@ import json
 
 import pytest
 import torch
+from process_cluster import ProcessCluster
 from small_work import Small, distance, plain
 from test_hybrid import Films, both
 from test_hybrid import plain as plain_films
@@ -281,3 +282,22 @@ def test_a_run_continues_on_it_from_a_checkpoint_of_the_cpu(threads, tmp_path):
     train(work, "all_reduce", threads, epochs=1, resources={"cpu": 1}, checkpoint=tmp_path)
     found = train(work, "all_reduce", threads, checkpoint=tmp_path, resume=True)
     assert distance(found.model(), whole.model()) < CLOSE
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+@pytest.mark.parametrize("options", [{}, {"slice_backup": True}], ids=["plain", "copies"])
+def test_workers_with_slices_of_the_state(cuda, tmp_path, shard, options):
+    """Two processes on one device: the state of a run on the CPU, its checkpoint, and its resume."""
+
+    def run(strategy, **more):
+        cluster = ProcessCluster(gpus=2.0)
+        try:
+            return train(Small(optimizer="adam"), strategy, cluster, **more)
+        finally:
+            cluster.close()
+
+    law = run("all_reduce", resources={"cpu": 1})
+    sharded = rayps.AllReduce(shard=shard, **options)
+    assert distance(run(sharded, checkpoint=tmp_path).model(), law.model()) < CLOSE
+    more = run(sharded, epochs=3, checkpoint=tmp_path, resume=True)
+    assert distance(more.model(), run("all_reduce", resources={"cpu": 1}, epochs=3).model()) < CLOSE

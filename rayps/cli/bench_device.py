@@ -20,12 +20,14 @@ PARTS = {  # the columns of each part's table
     "layers": ("layer", "batch", "parameters", "cpu", "gpu", "times", "copy"),
     "sum": ("device", "transport", "workers", "vector", "turns", "ms", "copies_ms", "times_copies", "error"),
     "step": ("device", "contender", "parameters", "turns", "ms", "of_torch", "error"),
+    "server": ("device", "servers", "shards", "operation", "bytes", "ms", "gb_s", "of_copy", "hidden"),
+    "rows": ("device", "lookup", "ids", "dim", "ms", "of_torch"),
 }
 _HEADINGS = {"cpu": "cpu ms", "gpu": "gpu ms", "copy": "copy ms"}
 
 
 def device(
-    what: Annotated[str, typer.Option(help="Parts to measure: layers, sum, step.")] = "layers,sum,step",
+    what: Annotated[str, typer.Option(help="Parts to measure: layers, sum, step, server, rows.")] = "layers,sum,step",
     devices: Annotated[str, typer.Option(help="Devices of the parts sum and step; those that exist by default.")] = "",
     workers: Annotated[str, typer.Option(help="Numbers of workers of one device that sum a vector.")] = "2,4",
     megabytes: Annotated[float, typer.Option(help="The size of the vector to sum, in 10^6 bytes.")] = 100.0,
@@ -39,7 +41,8 @@ def device(
 
     layers: convolutions and fully connected layers, and the copy of their input to the GPU. sum: a vector of all
     workers of one device, by each transport, beside the copies that it needs. step: one worker's training step in bf16
-    beside plain torch's.
+    beside plain torch's. server: pushes and pulls of one worker, beside plain copies, and what a step hides of them.
+    rows: rows of a table that a batch looks up, beside torch's EmbeddingBag.
     """
     names, counts, sizes = what.split(","), whole_numbers(workers, "workers"), whole_numbers(batches, "batches")
     unknown = [name for name in names if name not in PARTS]
@@ -47,6 +50,7 @@ def device(
         raise ConfigError(f"there is no part {unknown[0]!r}: use some of {', '.join(PARTS)}", what=what)
     from rayps.bench.device import bench_device, devices_here
     from rayps.bench.device_ring import bench_device_sums
+    from rayps.bench.device_server import bench_device_rows, bench_device_server
     from rayps.bench.device_step import bench_device_step
 
     places = devices.split(",") if devices else devices_here()
@@ -56,6 +60,8 @@ def device(
             row for each in places for row in bench_device_sums(each, counts, megabytes=megabytes, seconds=seconds)
         ],
         "step": lambda: [row for each in places for row in bench_device_step(each, seconds=seconds)],
+        "server": lambda: [row for each in places for row in bench_device_server(each, megabytes=megabytes)],
+        "rows": lambda: [row for each in places for row in bench_device_rows(each)],
     }
     found = {name: measure[name]() for name in names}
     if as_json or output is Output.json:
