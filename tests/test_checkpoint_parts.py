@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, NAdam, RMSprop
 
 from rayps.core.errors import CheckpointError, PlaceError, TrainingError
-from rayps.tensors import checkpoint, checkpoint_parts, optim, slice_part
+from rayps.tensors import checkpoint, checkpoint_parts, optim, state_pieces
 from rayps.tensors.background_write import BackgroundWrite
 from rayps.tensors.checkpoint import SavedState
 from rayps.tensors.checkpoint_parts import (
@@ -104,7 +104,9 @@ def write(place: Path | str, layout: Layout, kind: str, cuts: list[int], step: i
     state = the_state(layout, kind)
     for number, (lo, hi) in enumerate(bounds):
         one = held_by(layout, kind, lo, hi)
-        part = slice_part.part_of_slice(layout, lo, hi, one.params, one.moments())
+        vector = torch.zeros(layout.size, dtype=layout.dtype)
+        vector[lo:hi] = one.params
+        part = state_pieces.pieces_of(layout, [(lo, hi)], vector, one.moments(), empty=number == 0)
         if number < 2:
             part.tensors[f"rng/{number}"] = state.tensors[f"rng/{number}"]
         if number == 0:
@@ -115,7 +117,7 @@ def write(place: Path | str, layout: Layout, kind: str, cuts: list[int], step: i
         facts = write_part(place, step, token, name, part.tensors, offsets=part.offsets)
         parts.append(PartFacts.from_json(json.loads(json.dumps(facts.to_json()))))
         held.append(part.offsets)
-    whole = slice_part.whole_shapes(layout, held)
+    whole = state_pieces.whole_shapes(layout, [key for offsets in held for key in offsets])
     return seal(place, step, token, parts, meta=state.meta, whole=whole, keep=keep)
 
 
@@ -155,8 +157,11 @@ def test_parts_are_the_unsharded_checkpoint_under_any_cut(
         for place in (path, plain):
             reader = PieceReader(place)
             for lo, hi in zip([0, *bounds], [*bounds, layout.size], strict=True):
-                found = reader.read(slice_part.wanted(layout, lo, hi, reader.contents))
-                params, moments = slice_part.slice_of(layout, lo, hi, found, reader.meta["optimizer_numbers"])
+                found = reader.read(state_pieces.wanted(layout, [(lo, hi)], reader.contents))
+                vector = torch.zeros(layout.size, dtype=layout.dtype)
+                state_pieces.fill(layout, found, vector, [(lo, hi)])
+                params = vector[lo:hi]
+                moments = state_pieces.moments_in(found, reader.meta["optimizer_numbers"])
                 assert torch.equal(params, again.params[lo:hi])
                 whole = optim.SlicedOptimizer(MADE[kind], layout, again.params[lo:hi].clone(), lo, hi)
                 whole.load(again.moments, layout)

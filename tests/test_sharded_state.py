@@ -26,7 +26,7 @@ from rayps.strategies.catalogue import parse
 from rayps.tensors import checkpoint, optim
 from rayps.tensors.flat import FlatModel, Gradient, Layout
 from rayps.tensors.snapshot import Snapshot
-from rayps.tensors.state_pieces import entries_of, fill, moments_in, pieces_of, wanted
+from rayps.tensors.state_pieces import entries_of, fill, moments_in, parameter_of, pieces_of
 from rayps.worker.buckets import cut, spans
 from rayps.worker.scattered_gradients import ScatteredGradients
 from rayps.worker.step_flags import StepFlags
@@ -583,15 +583,16 @@ def test_any_cut_reads_the_pieces_of_any_other(tmp_path):
             mine = sliced(kind, layout, whole.params.clone(), [span])
             mine.load({name: _shaped(state, layout, name) for name, state in whole.moments().items()}, layout)
             pieces = pieces_of(layout, [span], whole.params, mine.moments())
-            assert {e.name for e in entries_of(layout, [span])} == set(wanted(layout, [span]))
+            names = {entry.name for entry in entries_of(layout, [span])}
+            assert {parameter_of(key) for key in pieces.tensors} == names
             fill(layout, pieces.tensors, joined, [span])
-            made.append((span, mine, pieces))
+            made.append((span, mine, pieces, names))
         assert torch.equal(joined, whole.params)
-        common = {key: t.clone() for _, _, p in made for key, t in p.tensors.items() if key not in p.offsets}
+        common = {key: t.clone() for _, _, p, _ in made for key, t in p.tensors.items() if key not in p.offsets}
         grad = torch.randn(layout.size)
-        for span, mine, pieces in made:
+        for span, mine, pieces, names in made:
             again = sliced(kind, layout, whole.params.clone(), [span])
-            mine_only = {key: t.clone() for key, t in common.items() if key.split("/")[1] in wanted(layout, [span])}
+            mine_only = {key: t.clone() for key, t in common.items() if parameter_of(key) in names}
             again.restore(moments_in(mine_only | pieces.tensors, pieces.numbers))
             mine.step_used(grad, ())
             again.step_used(torch.cat([grad[slice(*span)]]), ())

@@ -39,6 +39,7 @@ from rayps.tensors.checkpoint_place import name_of as checkpoint_name
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.snapshot import Snapshot, StateSource
+from rayps.tensors.state_pieces import whole_shapes
 from rayps.worker.plan import PartsPlan, WorkerPart
 from rayps.workload import parameters
 from rayps.workload.base import Workload
@@ -256,10 +257,7 @@ class Checkpointer:
         assert newer.source is not None, "the workers have written the state"
         assert parts is not None, "the workers have written their parts"
         written = newer.source.written
-        shapes = {entry.name: entry.shape for entry in newer.layout.entries}
-        pieces = [key.partition("/")[2] for facts in written for key in facts.file.offsets if key.startswith("optim/")]
-        whole = {f"model/{name}": shape for name, shape in shapes.items()}
-        whole |= {f"optim/{key}": shapes[key.rpartition("/")[0]] for key in pieces}
+        whole = whole_shapes(newer.layout, [key for facts in written for key in facts.file.offsets])
         whole |= {f"frozen/{name}": shape for facts in written for name, shape in facts.shapes.items()}
         numbers = {name: held for facts in reversed(written) for name, held in facts.numbers.items()}
         meta = state.meta | {"optimizer_numbers": numbers}

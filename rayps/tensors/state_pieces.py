@@ -6,14 +6,15 @@ of the parameter before the piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from rayps.tensors.checkpoint_manifest import TensorFacts
 from rayps.tensors.flat import Entry, Layout
-from rayps.tensors.optim import Moments, ParamState, by_name, elementwise, moments_of
+from rayps.tensors.optim import PER_PARAMETER, Moments, ParamState, by_name, elementwise, moments_of
 
 
 @dataclass(slots=True)
@@ -35,16 +36,45 @@ def entries_of(layout: Layout, ranges: Iterable[tuple[int, int]]) -> list[Entry]
     return [piece for lo, hi in ranges for piece in layout.pieces(lo, hi)]
 
 
-def wanted(layout: Layout, ranges: Iterable[tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """Return a dict from a parameter's name to the begin and end of its piece, counted from the parameter's begin."""
-    start = {entry.name: entry.lo for entry in layout.entries}
-    return {e.name: (e.lo - start[e.name], e.hi - start[e.name]) for e in entries_of(layout, ranges)}
+def wanted(
+    layout: Layout, ranges: Iterable[tuple[int, int]], contents: Mapping[str, TensorFacts]
+) -> dict[str, tuple[int, int] | None]:
+    """Return what to read of a checkpoint for the elements in `ranges`: see `checkpoint_parts.read_pieces`.
+
+    `contents` has the shapes of the checkpoint's tensors: see `checkpoint_parts.contents`.
+    """
+    whole = {entry.name: entry for entry in layout.entries}
+    pieces = {piece.name: piece for piece in entries_of(layout, ranges)}
+    found: dict[str, tuple[int, int] | None] = {}
+    for key, facts in contents.items():
+        piece = pieces.get(parameter_of(key))
+        if piece is not None:
+            entry = whole[piece.name]
+            counts = key.startswith("optim/") and key.rpartition("/")[2] in PER_PARAMETER
+            cut = tuple(facts["shape"]) == entry.shape and not counts
+            found[key] = (piece.lo - entry.lo, piece.hi - entry.lo) if cut else None
+    return found
 
 
-def pieces_of(layout: Layout, ranges: Iterable[tuple[int, int]], vector: Tensor, moments: Moments) -> StatePieces:
+def parameter_of(key: str) -> str:
+    """Return the parameter of a tensor "model/NAME" or "optim/NAME/KEY" of a checkpoint, or "" for another tensor."""
+    kind, _, rest = key.partition("/")
+    return rest if kind == "model" else rest.rpartition("/")[0] if kind == "optim" else ""
+
+
+def whole_shapes(layout: Layout, keys: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the whole parameters, and of their states, of which the tensors `keys` are pieces."""
+    shapes = {entry.name: entry.shape for entry in layout.entries}
+    return {key: shapes[parameter_of(key)] for key in keys if parameter_of(key) in shapes}
+
+
+def pieces_of(
+    layout: Layout, ranges: Iterable[tuple[int, int]], vector: Tensor, moments: Moments, *, empty: bool = False
+) -> StatePieces:
     """Return the state of the elements in `ranges` as copies on the CPU.
 
     `moments` is the optimizer's state of these elements, as `SlicedOptimizer.moments` returns it; it is not copied.
+    `empty`: also return the parameters that have no elements, which are in no range.
     """
     start = {entry.name: entry.lo for entry in layout.entries}
     tensors, numbers = by_name(moments)
@@ -58,6 +88,9 @@ def pieces_of(layout: Layout, ranges: Iterable[tuple[int, int]], vector: Tensor,
                 found.offsets[f"optim/{piece.name}/{key}"] = offset
             elif offset:  # the piece at the parameter's begin has this value too
                 found.tensors.pop(f"optim/{piece.name}/{key}", None)
+    for entry in layout.entries if empty else ():
+        if entry.lo == entry.hi:
+            found.tensors[f"model/{entry.name}"] = torch.empty(entry.shape, dtype=layout.dtype)
     return found
 
 

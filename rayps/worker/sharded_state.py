@@ -294,7 +294,7 @@ class ShardedState(SyncGradients):
         w = self.w
         part = self._part(None, {})
         if self._writer is not None:
-            pieces = pieces_of(w.flat.layout, w.sliced.ranges, w.flat.vector, w.sliced.moments())
+            pieces = pieces_of(w.flat.layout, w.sliced.ranges, w.flat.vector, w.sliced.moments(), empty=w.rank == 0)
             frozen = {name: p.detach().cpu() for name, p in self.frozen_values().items()} if w.rank == 0 else {}
             part.pending = self._writer.start(part.round, pieces, frozen)
         return part
@@ -332,14 +332,8 @@ class ShardedState(SyncGradients):
         """
         w, local, layout = self.w, self.w.sliced, self.w.flat.layout
         verify_share(path, w.rank, w.size)
-        names, shapes = wanted(layout, local.ranges), contents(path)
-        whole = {entry.name: list(entry.shape) for entry in layout.entries}
-        reads: dict[str, tuple[int, int] | None] = {f"model/{name}": span for name, span in names.items()}
-        for key, facts in shapes.items():
-            kind, _, rest = key.partition("/")
-            name, _, what = rest.rpartition("/")
-            if kind == "optim" and name in names:
-                reads[key] = names[name] if facts["shape"] == whole[name] and what not in optim.PER_PARAMETER else None
+        shapes = contents(path)
+        reads = wanted(layout, local.ranges, shapes)
         frozen = {f"frozen/{name}": None for name in self._frozen() if f"frozen/{name}" in shapes}
         found = read_pieces(path, reads | frozen)
         self.load_buffers({key.removeprefix("frozen/"): found.pop(key) for key in frozen})
