@@ -362,11 +362,13 @@ def test_a_write_in_the_background_has_the_lowest_priority_and_its_result(tmp_pa
 
     def job(stopped: object) -> PartFacts:
         seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        seen.append(os.sched_getscheduler(0))
         return a_part(tmp_path, 0, 0, 5)
 
     write = BackgroundWrite(job).start()
     assert write.result(60).tensors["model/w"]["shape"] == [5] and write.done()
-    assert seen == [19] and os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == 0
+    assert seen == [19, os.SCHED_IDLE] and os.sched_getscheduler(0) == os.SCHED_OTHER
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == 0
 
 
 def test_a_write_in_the_background_reports_its_error_and_can_be_cancelled(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class StepBegin(NamedTuple):
     writing: bool
 
 
-class Layer(nn.Module):
+class RecordedLayer(nn.Module):
     """A linear layer whose result is added to its input, scaled so that any number of layers keeps its size."""
 
     def __init__(self, width: int, layers: int) -> None:
@@ -57,7 +57,7 @@ class RecordedLayers(Workload):
     def model(self) -> nn.Module:
         """Make the model: as many layers as have `bytes_` bytes, at least one."""
         layers = max(1, round(self.bytes_ / (4 * self.width**2)))
-        return nn.Sequential(*(Layer(self.width, layers) for _ in range(layers)))
+        return nn.Sequential(*(RecordedLayer(self.width, layers) for _ in range(layers)))
 
     def data(self) -> Data:
         """Return random rows."""

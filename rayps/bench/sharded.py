@@ -202,7 +202,7 @@ def writes(steps: Sequence[StepBegin]) -> list[float]:
 # ---------------------------------------------------------------------------------------------- runs
 
 
-class _Run:
+class _ShardedRun:
     """A run in a process of its own."""
 
     def __init__(self, process: subprocess.Popen[bytes], place: Path) -> None:
@@ -230,7 +230,7 @@ class _Run:
 @contextmanager
 def _run(
     strategy: str, workers: int, size: int, steps: int, batch: int = 32, train: JsonObject | None = None
-) -> Iterator[_Run]:
+) -> Iterator[_ShardedRun]:
     """Start a run in a new process. At the end of the block the process and its descendants have ended."""
     with tempfile.TemporaryDirectory(prefix="rayps-bench-") as name:
         place = Path(name)
@@ -245,7 +245,7 @@ def _run(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=die_with_parent
             )
             try:
-                yield _Run(process, place)
+                yield _ShardedRun(process, place)
             finally:
                 if process.poll() is None:
                     kill_all(descendants(process.pid))
@@ -263,7 +263,7 @@ def _memory(strategy: str, workers: int, size: int, steps: int) -> tuple[float, 
     return statistics.median(samples), max(samples)
 
 
-def _samples(run: _Run, workers: int, steps: int) -> Iterator[float]:
+def _samples(run: _ShardedRun, workers: int, steps: int) -> Iterator[float]:
     """Yield the memory of a worker, mean over workers, from the second to the last step of all workers."""
     while not run.over:
         found = recorded(run.folder)

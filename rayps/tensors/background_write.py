@@ -1,4 +1,8 @@
-"""A write that runs in a thread of the lowest priority while training goes on."""
+"""A write that runs in a thread of the lowest priority while training goes on.
+
+Linux preempts a thread of the policy SCHED_IDLE at once when another thread wakes. A thread of niceness 19 may continue
+for its time slice, milliseconds, and a step of workers on one host has a hundred barriers at which a worker wakes.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,16 @@ from typing import Generic, TypeVar
 
 from rayps.core.errors import PlaceError
 
-_NICENESS = 19  # the lowest scheduling priority: the thread runs if no other thread of the host wants the processor
+_NICENESS = 19  # the lowest, where the system refuses SCHED_IDLE
 THREAD = "rayps-checkpoint"  # the thread's name
 _Result = TypeVar("_Result")
 
 
 class BackgroundWrite(Generic[_Result]):
-    """One write in a thread of its own. The thread has niceness 19 on Linux; elsewhere it is an ordinary thread.
+    """One write in a thread of its own, which on Linux runs only if no other thread wants the processor (SCHED_IDLE).
+
+    On a host whose processors other programs keep busy, a write can therefore take minutes. Elsewhere it is an ordinary
+    thread.
 
     Hashing and writing of large blocks release the GIL. The requests to a remote place run in the event loop of
     fsspec, a thread of ordinary priority.
@@ -71,6 +78,7 @@ class BackgroundWrite(Generic[_Result]):
             if sys.platform == "linux":  # elsewhere this would lower the priority of the whole process
                 with contextlib.suppress(OSError):
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+                    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # 0: the calling thread
             if self._stopped.is_set():
                 raise CancelledError(f"{self._what} was cancelled")
             self._value = self._write(self._stopped.is_set)
