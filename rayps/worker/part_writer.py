@@ -14,6 +14,7 @@ from rayps.tensors.snapshot import WrittenFacts, hash_of
 from rayps.tensors.state_pieces import StatePieces
 from rayps.worker.plan import PartsPlan
 
+WRITE_SECONDS = 600.0  # seconds for a part to be written, unless the job's timeout is longer
 Stopped = Callable[[], bool]  # returns whether the write must end before its next block
 
 
@@ -22,13 +23,14 @@ class BackgroundPart:
     """A part that is being written: see `PendingPart`."""
 
     write: BackgroundWrite[WrittenFacts]
+    timeout: float  # seconds
 
     def done(self) -> bool:
-        """Return whether the write has ended, with or without an error."""
-        return self.write.done()
+        """Return whether the write has ended, with or without an error, or has not ended in time."""
+        return self.write.done() or self.write.seconds > self.timeout
 
     def facts(self) -> WrittenFacts:
-        """Return what was written. Raises the error of the write."""
+        """Return what was written. Raises the error of the write, or PlaceError if it has not ended in time."""
         return self.write.result(0)
 
 
@@ -37,7 +39,7 @@ class PartWriter:
 
     def __init__(self, plan: PartsPlan, number: int, count: int, timeout: float) -> None:
         """Prepare. The worker writes part `number` of `count`. `timeout`: seconds for the write before to end."""
-        self._plan, self._number, self._count, self._timeout = plan, number, count, timeout
+        self._plan, self._number, self._count, self._timeout = plan, number, count, max(timeout, WRITE_SECONDS)
         self._last: BackgroundWrite[WrittenFacts] | None = None
         self._frozen_hash = ""
 
@@ -51,7 +53,7 @@ class PartWriter:
             self._last.result(self._timeout)
         write = BackgroundWrite(partial(self._write, round, pieces, frozen), f"part {self._number} of round {round}")
         self._last = write.start()
-        return BackgroundPart(write)
+        return BackgroundPart(write, self._timeout)
 
     def _write(self, round: int, pieces: StatePieces, frozen: dict[str, Tensor], stopped: Stopped) -> WrittenFacts:
         plan = self._plan
