@@ -16,7 +16,7 @@ import rayps
 from rayps import ADMM, AllReduce, DiLoCo, Downpour, FedAvg, Hogwild, LocalSGD, ParallelSGD, ParameterServer
 from rayps.comm.ring import Ring
 from rayps.comm.ring.compressed_mean import CompressedRing
-from rayps.core.errors import ConfigError, WorkloadError
+from rayps.core.errors import ConfigError, TrainingError, WorkloadError
 from rayps.ps.client.client import GroupServer
 from rayps.ps.tables import embedding
 from rayps.worker.buckets import Buckets
@@ -480,3 +480,29 @@ def test_on_ray(ray_cluster, strategy):
     result = train(work, strategy, cluster=ray_cluster, workers=2, epochs=2, timeout=300.0)
     expected = apart(work, 2, period=2) if isinstance(strategy, LocalSGD) else law(work, 2)[0]
     assert distance(result.model(), expected) < EXACT
+
+
+@pytest.fixture
+def checked_late(monkeypatch):
+    """Losses are checked as on a device: after backward was started."""
+    monkeypatch.setattr("rayps.workload.accumulate.is_checked_late", lambda loss: True)
+
+
+@pytest.mark.parametrize("pairs", [True, False], ids=["tokens", "rows"])
+@pytest.mark.parametrize("strategy", [AllReduce(), AllReduce(shard="gradients")], ids=str)
+def test_a_loss_that_is_checked_after_backward(checked_late, strategy, pairs):
+    work = Tokens(accumulate=2, pairs=pairs)
+    model, losses = law(work, 2)
+    result = train(work, strategy, workers=2, epochs=2)
+    assert distance(result.model(), model) < EXACT
+    assert [loss or 0 for loss in result.history["loss"].to_pylist()] == pytest.approx([loss or 0 for loss in losses])
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), AllReduce(shard="gradients")], ids=str)
+def test_a_loss_that_is_not_finite_is_told_after_backward_too(checked_late, strategy):
+    class Infinite(Small):
+        def loss(self, model, batch):
+            return super().loss(model, batch) / 0
+
+    with pytest.raises(TrainingError, match="the loss became inf on worker-0 at round 0"):
+        train(Infinite(), strategy, workers=1)

@@ -21,6 +21,7 @@ def test_sums_are_told_by_transport_beside_their_copies():
     for row in rows:
         assert row.error == ""
         assert row.times_copies == pytest.approx(row.ms / row.copies_ms)
+        assert (row.adds_ms is not None) == (row.transport == "staging")
 
 
 def test_a_step_is_told_beside_plain_torch():

@@ -90,6 +90,10 @@ OPTIMIZERS = {
 }
 
 
+# on a GPU, torch computes the rate `eta` of ASGD in float32, and on the CPU in float64
+APART = {"asgd": 1e-6}
+
+
 def pair(device, optimizer, size=30, shared=True):
     """The same segment on the device and on the CPU."""
     here = house(vector_layout(size), 1, 1, None)
@@ -108,9 +112,10 @@ def pair(device, optimizer, size=30, shared=True):
     return found
 
 
-def same(device, one, other):
+def same(device, one, other, close=CLOSE):
+    """The states are equal on the twin, and differ by at most `close` on a GPU."""
     a, b = one.shard.state(), other.shard.state()
-    close = CLOSE if device.kind == "cuda" else 0.0
+    close = close if device.kind == "cuda" else 0.0
     assert a.params.device.type == "cpu"
     assert torch.allclose(a.params, b.params, rtol=0.0, atol=close)
     assert a.moments.keys() == b.moments.keys()
@@ -139,7 +144,7 @@ def test_whole_pushes_ranges_and_rows(device, optimizer, shared):
             else:
                 shard.push(0, step, torch.randn(30, generator=generator, dtype=torch.float64), 1.0)
             assert segment.shard.slice.words[0] == 2 * (step + 1)  # an even number: workers may read
-        same(device, one, other)
+        same(device, one, other, APART.get(optimizer, CLOSE))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -154,7 +159,7 @@ def test_a_state_restores_either(device, optimizer):
     other.load(states[0])
     for segment in (one, other):
         segment.shard.push(0, 1, torch.full((30,), 2.0, dtype=torch.float64), 1.0)
-    same(device, one, other)
+    same(device, one, other, APART.get(optimizer, CLOSE))
 
 
 def test_a_branch_of_a_segment_on_a_device(device):

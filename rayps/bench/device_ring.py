@@ -4,7 +4,9 @@ The copies are measured in the same run, by the same processes at the same time,
 
 - ipc: each rank reads 1/N of N vectors and writes 1/N of the sum. For a vector outside of the ring's memory, it also
   copies the vector to it and the sum back.
-- staging: each rank copies its vector to pinned memory, and the sum back, in both directions at once.
+- staging: each rank copies its vector to pinned memory, and the sum back, in both directions at once. The CPUs also
+  have to add: `adds_ms` is the time in which each rank, with one thread, adds 1/N of N vectors in pinned memory. Copies
+  and additions of different chunks run at the same time, so that the longer of the two bounds the sum.
 - nccl: each rank sends and receives 2(N-1)/N of the vector; measured as copies on the device.
 - own: the ring's own way for tensors of the CPU; the copies are those of ipc.
 """
@@ -46,6 +48,7 @@ class DeviceSumRow:
     ms: float | None
     copies_ms: float | None  # the copies that the sum needs
     times_copies: float | None  # ms / copies_ms
+    adds_ms: float | None = None  # the additions of the CPUs that the sum needs; None if the device adds
     error: str = ""
 
 
@@ -83,11 +86,12 @@ class SumRank:
         self._hosts = [self._device.pinned(elements, torch.float32) for _ in range(2)]
         self._streams = [self._device.stream() for _ in range(2)]
 
-    def turn(self, vector: str) -> tuple[float, float]:
-        """Return the seconds of one sum, and of the copies that it needs."""
+    def turn(self, vector: str) -> tuple[float, float, float]:
+        """Return the seconds of one sum, of the copies that it needs, and of the additions of the CPU; 0 for none."""
         resident = vector == "resident"
         x = self._resident if resident else self._plain
-        return self._time(lambda: self._sum(x, resident)), self._time(lambda: self._copies(vector))
+        adds = self._time(self._adds) if self._name == "staging" else 0.0
+        return self._time(lambda: self._sum(x, resident)), self._time(lambda: self._copies(vector)), adds
 
     def _sum(self, x: Tensor, resident: bool) -> Tensor:
         return self._ring.total(x) if resident else self._ring.sum(x)
@@ -117,6 +121,15 @@ class SumRank:
             part = min(n, int(elements) or 1)
             self._to[:part].copy_(self._from[:part])
             elements -= part
+
+    def _adds(self) -> None:
+        ranks = self._ring.size
+        share = self._plain.numel() // ranks
+        first, *rest = torch.split(self._hosts[0][: share * ranks], share)
+        out = self._hosts[1][:share]
+        torch.add(first, rest[0], out=out)
+        for each in rest[1:]:
+            out.add_(each)
 
     def close(self) -> None:
         """Close the ring."""
@@ -173,18 +186,18 @@ def _measure(
 def _row(
     device: str, name: str, workers: int, vector: str, size: int, actors: Sequence[PlainActor], seconds: float
 ) -> DeviceSumRow:
-    turns: list[tuple[float, float]] = []
+    turns: list[tuple[float, float, float]] = []
     _all(actors, "turn", vector)  # warm-up: new pages, new memory of the device
     end = time.monotonic() + seconds
     while len(turns) < 3 or (time.monotonic() < end and len(turns) < _MOST_TURNS):
         found = _all(actors, "turn", vector)
-        turns.append((max(each[0] for each in found), max(each[1] for each in found)))
-    ms, copies = (1000 * statistics.median(each) for each in zip(*turns, strict=True))
-    return DeviceSumRow(device, name, workers, vector, size, len(turns), ms, copies, ms / copies)
+        turns.append((max(each[0] for each in found), max(each[1] for each in found), max(each[2] for each in found)))
+    ms, copies, adds = (1000 * statistics.median(each) for each in zip(*turns, strict=True))
+    return DeviceSumRow(device, name, workers, vector, size, len(turns), ms, copies, ms / copies, adds or None)
 
 
 def _failed(device: str, name: str, workers: int, vector: str, error: str) -> DeviceSumRow:
-    return DeviceSumRow(device, name, workers, vector, 0, 0, None, None, None, error)
+    return DeviceSumRow(device, name, workers, vector, 0, 0, None, None, None, None, error)
 
 
 def _all(actors: Sequence[PlainActor], method: str, *args: object) -> list[Any]:

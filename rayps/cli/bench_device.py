@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PARTS = {  # the columns of each part's table
     "layers": ("layer", "batch", "parameters", "cpu", "gpu", "times", "copy"),
-    "sum": ("device", "transport", "workers", "vector", "turns", "ms", "copies_ms", "times_copies", "error"),
+    "sum": ("device", "transport", "workers", "vector", "turns", "ms", "copies_ms", "times_copies", "adds_ms", "error"),
     "step": ("device", "contender", "parameters", "turns", "ms", "of_torch", "error"),
     "server": ("device", "servers", "shards", "operation", "bytes", "ms", "gb_s", "of_copy", "hidden"),
     "rows": ("device", "lookup", "ids", "dim", "ms", "of_torch"),

@@ -25,6 +25,7 @@ from rayps.core.errors import ConfigError
 if TYPE_CHECKING:
     from rayps.data.clients import Clients, GivenClients
 
+MOST_PINNED_BYTES = 64 << 20  # a larger tensor is copied to a GPU without pinned memory, of which there is not much
 
 Nested: TypeAlias = (
     torch.Tensor | bool | int | float | str | Sequence["Nested"] | Mapping[str, "Nested"] | None
@@ -47,9 +48,17 @@ class Batch:
         return self.size
 
     def to(self, device: str | torch.device) -> Batch:
-        """Return the same rows on `device`, including the tensors inside tuples, lists and dicts."""
+        """Return the same rows on `device`, including the tensors inside tuples, lists and dicts.
+
+        Tensors of at most `MOST_PINNED_BYTES` go to a GPU through pinned memory. Without it, CUDA would let the host
+        wait until the GPU has done all its work so far.
+        """
+        pins = torch.device(device).type == "cuda"
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
+            plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_contiguous()
+            if pins and plain and tensor.nbytes <= MOST_PINNED_BYTES:
+                tensor = tensor.pin_memory()  # torch keeps and reuses this memory, after the copy has ended
             return tensor.to(device, non_blocking=True)
 
         parts = tuple(part.to(device) for part in self.parts)

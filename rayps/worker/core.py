@@ -680,7 +680,7 @@ def loss_value(loss: object, rank: int, round: int, epoch: int) -> float:
         WorkloadError: `checked_loss` refuses the loss.
         TrainingError: the loss is not finite.
     """
-    value = float(checked_loss(loss).item())
+    value = float(checked_loss(loss, trains=False).item())  # whether it has a gradient was checked before
     if not math.isfinite(value):
         raise TrainingError(
             f"the loss became {value} on worker-{rank} at round {round} (epoch {epoch + 1}):\n"

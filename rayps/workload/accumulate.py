@@ -4,6 +4,9 @@ A mean of the micro-batches' means is wrong if their weights differ, such as the
 each micro-batch is divided by the same number, and `StepLoss.factor` is what remains to be multiplied at the end. For
 one micro-batch it is 1, and the gradient has the bits of `loss.backward()`. If the losses are means, they are divided
 by k for k micro-batches of equal size, as in a plain loop of torch with `(loss / k).backward()`.
+
+A loss on the CPU is checked before its backward. A loss on a device is copied to the host while backward is started,
+and is checked after that: the host then does not wait for forward, and the device does not wait for the host.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import Tensor
 from rayps.core.metrics import Totals, add_totals
 from rayps.core.user_code import user_code
 from rayps.data.base import Batch
+from rayps.tensors.device import Device
 from rayps.workload.loss_result import LossResult, is_pair, whole
 
 Compute = Callable[[Batch], LossResult]  # the loss of one micro-batch
@@ -54,6 +58,11 @@ def micro_batches(batch: Batch) -> list[Batch]:
     return [part for part in batch.parts or (batch,) if part.size]
 
 
+def is_checked_late(loss: Tensor) -> bool:
+    """Return whether a loss is checked after its backward was started: whether it is on a device."""
+    return loss.device.type != "cpu"
+
+
 def accumulate(
     compute: Compute, batch: Batch, check: Check, *, ready: Ready | None = None, scale: float = 1.0
 ) -> StepLoss:
@@ -65,7 +74,7 @@ def accumulate(
 
     Raises:
         WorkloadError: the user's loss fails, or returns a pair for one micro-batch and a mean for another.
-        TrainingError: a loss is not finite.
+        TrainingError: a loss is not finite. If it is on a device, its backward has then been started.
     """
     parts = micro_batches(batch)
     total, weight, divisor = 0.0, 0.0, 0.0
@@ -78,8 +87,7 @@ def accumulate(
             pairs = is_pair(found, pairs)
             own = found.weight_of(part.size)
             if own:
-                value = check(found.total)
-                total += value if pairs else value * own
+                read = _reader(found.total, check)
                 weight += own
                 divisor = divisor or (own if pairs else batch.size)
             factor = divisor / weight if pairs and weight else 1.0
@@ -89,6 +97,8 @@ def accumulate(
                 share = divisor if pairs else divisor / own
                 loss = found.total if share == 1 else found.total / share
                 (loss if scale == 1 else loss * scale).backward()  # type: ignore[no-untyped-call]
+                value = read()
+                total += value if pairs else value * own
             del found
     mean = total / weight if weight else math.nan
     if len(parts) == 1 and weight and not pairs:
@@ -114,15 +124,35 @@ def each_micro_batch(
             pairs = is_pair(found, pairs)
             own = found.weight_of(part.size)
             if own:
-                value = check(found.total)
-                total += value if pairs else value * own
+                read = _reader(found.total, check)
                 weight += own
             gradients.begin(whole(own), 1 / scale)
             if own:
                 loss = found.total / own if pairs else found.total
                 (loss if scale == 1 else loss * scale).backward()  # type: ignore[no-untyped-call]
+                value = read()
+                total += value if pairs else value * own
             gradients.end()
             del found
     single = value if weight and len(micro_batches(batch)) == 1 and not pairs else None
     mean = total / weight if weight else math.nan
     return StepLoss(mean if single is None else single, whole(weight), 1.0, metrics)
+
+
+def _reader(loss: Tensor, check: Check) -> Callable[[], float]:
+    """Return a function that returns the checked value of a loss. A loss on the CPU is checked now.
+
+    Of a loss on a device only the copy is started now, and the function waits for this copy.
+    """
+    if not is_checked_late(loss):
+        value = check(loss)
+        return lambda: value
+    device = Device.of(loss.device)
+    held = device.pinned(1, loss.dtype)
+    copied = device.current().copy(held, loss.detach().reshape(1))
+
+    def read() -> float:
+        copied.wait()
+        return check(held)
+
+    return read

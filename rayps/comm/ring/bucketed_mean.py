@@ -162,12 +162,14 @@ class DeviceMean(_Whole):
     def finish(self, marks: Tensor) -> Tensor:
         """Return the mean. It is in the vector, or in memory that all ranks read."""
         start, alone = time.perf_counter(), self._ring.size == 1
-        own = self._vector.sum(dtype=torch.float64)  # stays on the device, and is read only if the mean is not finite
+        own = self._vector  # read once more if the mean is not finite
         if alone:
             mean = self._vector if self._samples else self._vector.zero_()
         else:
             self._ring.max(marks)
             kept = self._ring.collectives.resident(self._vector, self._samples)
+            if kept is None:
+                own = self._vector.sum(dtype=torch.float64)  # stays on the device; the mean replaces the vector
             mean = self._mean_in_place() if kept is None else kept
         if not is_finite(mean):
             faulty = torch.tensor([self._samples > 0 and not is_finite(own)], dtype=torch.uint8)

@@ -25,7 +25,12 @@ from rayps.core.errors import LinkError, first_line
 from rayps.core.partition import part, slices
 from rayps.tensors.device import Device
 
-MOST_SLOT_BYTES = 32 << 20  # largest part of a vector that is copied to memory which other ranks read
+# The largest part of a vector that is copied at once to memory which other ranks read. Each part costs a wait for
+# the device and for all ranks, and the work of processes that share a GPU does not overlap. A rank holds two such
+# parts, and rank 0 also two of the result.
+MOST_SLOT_BYTES = 128 << 20
+LEAST_SLOT_BYTES = 32 << 20  # as MOST_SLOT_BYTES, on a device with little memory
+SLOTS_OF_MEMORY = 256  # a part has at most 1/256 of the device's memory, but may have `LEAST_SLOT_BYTES`
 UNREAD_BYTES = 256 << 20  # a rank that has sent more bytes to another, which that one has not read, waits
 _FOLD, _MEAN, _SPREAD, _GATHER, _SCATTER = range(7, 12)  # numbers in `SharedMemoryFold.announce`
 _OFFER_BYTES = 2048  # length of a message that offers memory to another rank, padded with spaces
@@ -54,6 +59,9 @@ class IpcTransport:
         self._residents: list[DeviceResident] = []
         self._slots: list[list[Tensor]] = []  # for each half: the memory of all ranks
         self._out: list[Tensor] = []  # for each half: the memory of the result
+        # all ranks share the device, and therefore find the same number
+        most = min(MOST_SLOT_BYTES, max(LEAST_SLOT_BYTES, device.memory().total // SLOTS_OF_MEMORY))
+        self._most = 1 << (most.bit_length() - 1)  # bytes of the largest part that is copied to a slot
         self._turn = 0  # the number of parts that were copied to slots
         # for each receiver: the tag and the memory of each vector that it has not read
         self._unread: dict[int, deque[tuple[int, Tensor]]] = {}
@@ -133,7 +141,7 @@ class IpcTransport:
 
     def _prepare(self, size: int) -> int:
         """Make sure that there are slots; return how many bytes of a vector of `size` bytes fit into one."""
-        need = min(MOST_SLOT_BYTES, max(1 << 16, 1 << (size - 1).bit_length()))
+        need = min(self._most, max(1 << 16, 1 << (size - 1).bit_length()))
         if not self._slots or self._slots[0][0].nbytes < need:
             self._slots, self._out = [], []
             for _ in range(2):
