@@ -127,7 +127,7 @@ def bench_device_server(
 def bench_device_rows(
     device: str = "cuda", *, ids: int = 65_536, dim: int = 64, vocabulary: int = 1_000_000, repeats: int = 9
 ) -> list[DeviceRowsRow]:
-    """Measure the forward pass of an EmbeddingBag over `ids` distinct ids, whose table is in this process.
+    """Measure the forward pass of an EmbeddingBag over `ids` distinct ids, whose rows are stored in this process.
 
     The rows are torch's EmbeddingBag, whose weight is on the device; rayps' EmbeddingBag, which finds the rows on the
     CPU and copies them to the device; and this copy alone.
@@ -141,6 +141,8 @@ def bench_device_rows(
     given = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0))[:ids].view(-1, 1).to(place.place)
     known = nn.EmbeddingBag(vocabulary, dim, mode="sum", device=place.place)
     ours = EmbeddingBag(dim, table="bench", mode="sum")
+    ours(given).sum().backward()
+    ours.step()  # stores the rows: the initial value of a row that is not stored is computed at each lookup
     rows, uploads = torch.randn(ids, dim), Uploads(place, torch.float32)
 
     def waited(work: Callable[[], object]) -> Callable[[], None]:

@@ -230,12 +230,17 @@ class ServerConnections:
         for mailbox in mailboxes:
             mailbox.words[WAITS] = 1
         self.fence()
-        if not any(connection.readable or connection.unread for connection in self.open.values()):
-            poll.poll(max(1, int(1000 * (ends - now))))
+        if not self.readable and not any(connection.unread for connection in self.open.values()):
+            poll.poll(max(0 if most == 0 else 1, int(1000 * (ends - now))))
         for mailbox in mailboxes:
             mailbox.words[WAITS] = 0
         if mailboxes and self.memory is not None:
             self.memory.wakeup.clear()
+
+    @property
+    def readable(self) -> bool:
+        """Whether a mailbox has the answer to a request in flight."""
+        return any(connection.readable for connection in self.open.values())
 
     def hang_up(self) -> None:
         """End every wait of another thread with PeerLost. Any thread may call this."""

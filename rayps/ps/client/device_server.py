@@ -18,6 +18,7 @@ push that is lost is sent again from it. `begin` therefore waits for all answers
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -54,7 +55,9 @@ class DeviceServer:
         self._memory = PushMemory(server, device)
         self._down = device.stream()
         self._pulls = PulledVector(device, vector, self.cuts)
-        self._finite = device.pinned(max(1, len(self.cuts)), torch.uint8)  # by segment: whether its push is finite
+        self._checks = device.stream()
+        self._largest = torch.zeros(max(1, len(self.cuts)), dtype=vector.dtype, device=device.place)
+        self._largest_host = device.pinned(max(1, len(self.cuts)), vector.dtype)  # see `SegmentFeed.largest`
         self._source = vector[:0]
         self._push: _PushThread | None = None
         self._pulled = False  # whether `_pulls` has, or will have, the values of the next pull
@@ -81,7 +84,7 @@ class DeviceServer:
             weight,
             self._memory.pieces(self.cuts),
             places,
-            finite=self._finite if checked else None,
+            largest=self._largest_host if checked else None,
             mixed_versions=not server.consistent,
         )
         self._push = _PushThread(feed, server)
@@ -92,11 +95,15 @@ class DeviceServer:
         Any thread may call this.
         """
         assert self._push is not None, "begin() comes first"
-        (a, b), source, flag = self.cuts[segment], self._source, self._finite[segment : segment + 1]
-        self._down.after(self.device.current().record())
-        if self._push.feed.finite is not None:
-            self._down.run(lambda: flag.copy_(_all_finite(source[a:b]), non_blocking=True))
-        done = self._down.copy(self._memory.host[a:b], source[a:b])
+        (a, b), ready = self.cuts[segment], self.device.current().record()
+        source = self._source[a:b]
+        self._down.after(ready)
+        done = self._down.copy(self._memory.host[a:b], source)
+        if self._push.feed.largest is not None:  # computed beside the copy, and copied after it
+            found, host = self._largest[segment : segment + 1], self._largest_host[segment : segment + 1]
+            self._checks.after(ready)
+            self._down.after(self._checks.run(lambda: _find_largest(source, found[0])))
+            done = self._down.copy(host, found)
         self._push.feed.copied(segment, done)
         return done
 
@@ -168,6 +175,7 @@ class DeviceServer:
         if push is not None:
             push.stop()
         self._down.wait()
+        self._checks.wait()
         self._memory.close()
         self._pulls.close()
 
@@ -217,6 +225,7 @@ class PulledVector:
         self._stream = device.stream()
         self._stream.after(device.current().record())  # earlier work may still use the memory of `_values`
         self._done: DeviceEvent = self._stream.record()
+        self._copied: dict[int, DeviceEvent] = {}  # by segment: done once the device has read `_host`
         self._pins: dict[int, tuple[int, Tensor | None]] = {}  # by segment: the server's memory; None: it is not pinned
 
     def places(self) -> dict[int, Any]:
@@ -224,17 +233,19 @@ class PulledVector:
         self._done.wait()
         return {segment: _SegmentLanding(self, segment, self._bytes(segment)) for segment in range(len(self._cuts))}
 
-    def receive(self, segment: int, values: Bytes, *, lasting: bool) -> None:
+    def receive(self, segment: int, values: Bytes, *, lasting: bool) -> DeviceEvent | None:
         """Copy a segment's values to the device: see `Landing.receive`."""
         lo, hi = self._cuts[segment]
         pinned = self._pinned(segment, values) if lasting and len(values) else None
         if pinned is not None:
             self._done = self._stream.copy(self._values[lo:hi], pinned)
-            self._done.wait()  # the server may change the values as soon as this returns
-            return
-        self._done.wait()  # the device may still read the values of an earlier attempt
+            return self._done
+        before = self._copied.get(segment)
+        if before is not None:
+            before.wait()  # the device may still read the values of an earlier attempt
         self._host[lo:hi].copy_(tensor_over(values, self._host.dtype))
-        self._done = self._stream.copy(self._values[lo:hi], self._host[lo:hi])
+        self._done = self._copied[segment] = self._stream.copy(self._values[lo:hi], self._host[lo:hi])
+        return None
 
     def copy_to(self, vector: Tensor) -> None:
         """Let this thread's stream copy the values to `vector`, after they have arrived on the device."""
@@ -273,8 +284,8 @@ class _SegmentLanding(Landing):
     def __len__(self) -> int:
         return self._size
 
-    def receive(self, values: Bytes, *, lasting: bool) -> None:
-        self._vector.receive(self._segment, values, lasting=lasting)
+    def receive(self, values: Bytes, *, lasting: bool) -> DeviceEvent | None:
+        return self._vector.receive(self._segment, values, lasting=lasting)
 
 
 def tensor_over(values: Bytes, dtype: torch.dtype) -> Tensor:
@@ -324,9 +335,13 @@ class PushMemory:
         self.host = self.host[:0]
 
 
-def _all_finite(values: Tensor) -> Tensor:
-    """Return 1 if all values are finite, else 0, as uint8 [1] on their device."""
-    return torch.isfinite(values).all().to(torch.uint8).view(1)
+def _find_largest(values: Tensor, found: Tensor) -> None:
+    """Write the largest magnitude of the values to `found`: it is finite exactly if all values are."""
+    with torch.no_grad():
+        if len(values):
+            torch.linalg.vector_norm(values, ord=math.inf, out=found)
+        else:
+            found.zero_()
 
 
 class _PushThread:

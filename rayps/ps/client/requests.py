@@ -7,7 +7,8 @@ sent as one payload.
 
 from __future__ import annotations
 
-from typing import Any
+from collections import deque
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,10 +23,18 @@ from rayps.ps.client.connections import (
     ServerConnection,
     ServerConnections,
 )
-from rayps.ps.protocol.mailbox import ROWS, WorkerMailbox, WorkerMemory, array_of, head_of
+from rayps.ps.protocol.mailbox import ROWS, Landing, LandingCopy, WorkerMailbox, WorkerMemory, array_of, head_of
 from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, pack_head
 
 _BY_MAILBOX = frozenset({GroupMessage.PUSH, GroupMessage.PULL, GroupMessage.PUSH_PULL, GroupMessage.READ})
+
+
+class AnswerCopy(NamedTuple):
+    """The values of one segment in the answer to a request, on their way to a device."""
+
+    request: SegmentRequest
+    segment: int
+    copy: LandingCopy
 
 
 class RequestSender:
@@ -37,6 +46,7 @@ class RequestSender:
         self._item = 0 if connections.space.layout is None else connections.space.layout.dtype.itemsize
         self._tag = 0
         self._unsignalled: list[WorkerMailbox] = []  # mailboxes with a request for which the server was not woken yet
+        self.copies: deque[AnswerCopy] = deque()  # answers on their way to a device, in the order of the copies
 
     def next_tag(self) -> int:
         """Return the tag of a new request; the answer has the same tag."""
@@ -150,8 +160,8 @@ class RequestSender:
     def read(self, mailbox: WorkerMailbox, flight: InFlight) -> dict[int, Any]:
         """Copy the values of an answer from shared memory to the request's `outputs`.
 
-        Return a dict from segment to output buffer, for the segments whose values changed during every attempt. Their
-        values must be requested by message.
+        Copies to a device are started and added to `copies`. Return a dict from segment to output buffer, for the
+        segments whose values changed during every attempt. Their values must be requested by message.
         """
         request, dense = flight.request, len(self._connections.space.cuts)
         changed: dict[int, Any] = {}
@@ -164,7 +174,11 @@ class RequestSender:
                 if place is None:
                     place = np.empty(self._bytes_of(index), np.uint8)
                     request.answers[index] = memoryview(place)  # type: ignore[arg-type]
-                if not mailbox.read(index, place, request.asked_rows.get(index), mixed_versions=request.mixed_versions):
+                rows, mixed = request.asked_rows.get(index), request.mixed_versions
+                copy = mailbox.start(index, place, mixed_versions=mixed) if isinstance(place, Landing) else None
+                if copy is not None:
+                    self.copies.append(AnswerCopy(request, index, copy))
+                elif not mailbox.read(index, place, rows, mixed_versions=mixed):
                     changed[index] = place
             request.answers.setdefault(index, EMPTY)
         return changed

@@ -10,6 +10,7 @@ these segments too.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -36,12 +37,15 @@ class SegmentFeed:
         pieces: Mapping[int, Any],
         places: Mapping[int, Any] | None,
         *,
-        finite: Tensor | None = None,
+        largest: Tensor | None = None,
         mixed_versions: bool = False,
     ) -> None:
-        """`finite` [segments] is 0 for a segment that must not leave, once the segment's copy is done."""
+        """`largest` [segments] has a segment's largest magnitude, once the segment's copy is done.
+
+        A segment must not leave if this is not finite.
+        """
         self.step, self.weight, self.mixed_versions = step, weight, mixed_versions
-        self.finite = finite
+        self.largest = largest
         self.wakeup = Wakeup()
         self._pieces, self._places = pieces, places
         self._lock = threading.Lock()
@@ -75,10 +79,10 @@ class SegmentFeed:
             return self._ended and (self._refused or (self._next < 0 and not self._others))
 
     @property
-    def copying(self) -> bool:
-        """Whether the next segment is on its way to the host's memory."""
+    def copy(self) -> DeviceEvent | None:
+        """The event after the copy of the next segment, if the segment is on its way to the host's memory."""
         with self._lock:
-            return self._next in self._copies and not self._refused
+            return None if self._refused else self._copies.get(self._next)
 
     def take(self, *, idle: bool) -> SegmentRequest | None:
         """Return the push of the segments that may leave now, or None if there are none.
@@ -86,12 +90,12 @@ class SegmentFeed:
         If `idle`, no request is in flight: wait for the copy of the next segment if it has begun.
         """
         found: dict[int, Any] = {}
-        while (done := self._copy()) is not None:
+        while (done := self.copy) is not None:
             if idle and not found:
                 done.wait()
             if not done.done:
                 break
-            if self.finite is not None and not self.finite[self._next]:
+            if self.largest is not None and not math.isfinite(self.largest[self._next].item()):
                 self._refuse()
                 break
             found[self._next] = self._pieces[self._next]
@@ -111,10 +115,6 @@ class SegmentFeed:
     def _refuse(self) -> None:
         with self._lock:
             self._refused = True
-
-    def _copy(self) -> DeviceEvent | None:
-        with self._lock:
-            return None if self._refused else self._copies.get(self._next)
 
     def _request(self, pieces: dict[int, Any]) -> SegmentRequest:
         if self._places is None:

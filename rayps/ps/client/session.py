@@ -39,11 +39,13 @@ from rayps.ps.protocol.messages import GroupMessage, error_of, numbers, read_num
 from rayps.ps.protocol.rows import ShardRows
 from rayps.ps.protocol.segment_map import SpaceMap, StaticMap
 from rayps.ps.protocol.space import Space
+from rayps.tensors.device import DeviceEvent
 
 GRACE_SECONDS = 5.0  # seconds beyond the timeout, for servers to answer with an error that names the slowest rank
 KEEP_BYTES = 256_000_000  # bytes of the replay buffer, by default
 _NEVER = 1 << 62
-COPY_SECONDS = 0.001  # seconds between two checks whether a copy from a device is done, while answers are awaited
+COPY_SECONDS = 0.00002  # seconds between two checks whether a device's copy is done, while answers are awaited
+COPY_CHECKS = 10  # checks of a device's copies between two checks of the connections
 FEED_SECONDS = 1.0  # seconds between two checks of the connections while a feed provides nothing
 ASK_SECONDS = 0.5  # seconds between two checks whether awaited segments are lost
 # requests whose answer a server may delay
@@ -89,8 +91,8 @@ class RequestFeed(Protocol):
         """Whether `take` will return no more requests."""
 
     @property
-    def copying(self) -> bool:
-        """Whether `take` will return a request soon, without a call of `wakeup.wake`."""
+    def copy(self) -> DeviceEvent | None:
+        """An event after which `take` will return a request, without a call of `wakeup.wake`; None if there is none."""
 
     def take(self, *, idle: bool) -> SegmentRequest | None:
         """Return the next request, or None if there is none now. If `idle`, no request is in flight."""
@@ -387,7 +389,8 @@ class Session:
             try:
                 self._apply_map()
                 while True:
-                    request = feed.take(idle=all(not each.open for each in self._requests))
+                    in_flight = self._sender.copies or any(each.open for each in self._requests)
+                    request = feed.take(idle=not in_flight)
                     if request is not None:
                         self._begin()
                         self._requests.append(request)
@@ -395,9 +398,9 @@ class Session:
                         self._send_all()
                         continue
                     self._release_answered()
-                    if feed.ended and not self._requests and not self._unsure_segments:
+                    if feed.ended and not self._requests and not self._unsure_segments and not self._sender.copies:
                         break
-                    if not self._receive_by_mailbox():
+                    if not self._receive_by_mailbox(feed.copy):
                         self._wait_for(feed)
                         self._receive()
                         self._send_all()
@@ -423,7 +426,14 @@ class Session:
         self._losses.check(awaited | self._unsure_segments.keys())
         unasked = [index for index, connection in self._unsure_segments.items() if connection is None]
         unsent = [index for each in self._requests for index in each.unsent] + unasked
-        self._connections.wait(unsent, feed.wakeup, COPY_SECONDS if feed.copying else FEED_SECONDS)
+        copy = feed.copy
+        for _ in range(COPY_CHECKS if copy is not None else 0):
+            if copy is None or copy.done or self._connections.readable:
+                return
+            if self._sender.copies and self._sender.copies[0].copy.done:
+                return
+            time.sleep(COPY_SECONDS)
+        self._connections.wait(unsent, feed.wakeup, FEED_SECONDS if copy is None else 0.0)
         feed.wakeup.clear()
 
     def notify(self, kind: GroupMessage, number: int) -> None:
@@ -486,7 +496,7 @@ class Session:
                 self._apply_map()
                 self._send_all()
                 passing("session: sent, not answered")
-                while self._unsure_segments or any(request.open for request in self._requests):
+                while self._unsure_segments or self._sender.copies or any(request.open for request in self._requests):
                     if self._receive_by_mailbox():
                         continue
                     self._wait()
@@ -510,6 +520,7 @@ class Session:
 
     def _give_up(self) -> None:
         """After an error, ignore the answers to come, and prepare to repeat the pushes that may not have arrived."""
+        self._sender.copies.clear()
         for connection in self._connections.open.values():
             if connection.pending and self._connections.memory is not None:
                 self._connections.memory.retire()
@@ -584,15 +595,30 @@ class Session:
 
     # ---- answers
 
-    def _receive_by_mailbox(self) -> bool:
-        """Process the answers in mailboxes; return whether there were any."""
+    def _receive_by_mailbox(self, before: DeviceEvent | None = None) -> bool:
+        """Process the answers in mailboxes, and the copies of answers to a device; return whether there were any.
+
+        The oldest copy is awaited; if an event `before` is awaited too, it is processed only if it is done.
+        """
         found = False
         for connection in list(self._connections.open.values()):
             mailbox = connection.mailbox
             if mailbox is not None and connection.readable:
                 found = True
                 self._answered_by_mailbox(connection, mailbox)
+        copies = self._sender.copies
+        if copies and (before is None or copies[0].copy.done):
+            found = True
+            each = copies.popleft()
+            if not each.copy.wait():
+                self._read_again(each.request, {each.segment: each.copy.place})
         return found
+
+    def _read_again(self, asked: SegmentRequest, changed: dict[int, Any]) -> None:
+        """Request values by message that changed while they were read in a server's memory."""
+        pieces = {index: asked.pieces[index] if index in asked.asked_rows else EMPTY for index in changed}
+        self._requests.append(SegmentRequest(GroupMessage.READ, 0, 0.0, pieces, changed, by_message=True))
+        self._send_all()
 
     def _answered_by_mailbox(self, connection: ServerConnection, mailbox: WorkerMailbox) -> None:
         flight = connection.flights.pop(mailbox.tag)
@@ -600,11 +626,8 @@ class Session:
         kind = GroupMessage.ACK if flight.request.kind == GroupMessage.PUSH else GroupMessage.VALUE
         self._answered(connection, flight, Message(kind, mailbox.tag, version, lead, float(durable)))
         changed = self._sender.read(mailbox, flight) if kind == GroupMessage.VALUE else {}
-        if changed:  # request these values by message
-            asked = flight.request
-            pieces = {index: asked.pieces[index] if index in asked.asked_rows else EMPTY for index in changed}
-            self._requests.append(SegmentRequest(GroupMessage.READ, 0, 0.0, pieces, changed, by_message=True))
-            self._send_all()
+        if changed:
+            self._read_again(flight.request, changed)
 
     def _receive(self) -> None:
         """Process the messages that have arrived, and a newer map."""

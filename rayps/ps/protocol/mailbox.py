@@ -33,6 +33,7 @@ from rayps.comm.link.shared_memory_link import SharedLink
 from rayps.comm.link.wakeup import Wakeup
 from rayps.core.errors import LinkError
 from rayps.ps.protocol.rows import Bytes, ShardRows
+from rayps.tensors.device import DeviceEvent
 
 # keys under which one side of a link offers a memory or a descriptor to the other side
 MAILBOX, SERVER, WAKEUP, MEMORY, SEGMENT = 16, 17, 18, 1 << 10, 1 << 20
@@ -304,13 +305,48 @@ class WorkerMailbox:
         copy_now(values, place, rows)
         return True
 
+    def start(self, segment: int, into: Landing, *, mixed_versions: bool = False) -> LandingCopy | None:
+        """Start a copy of a segment's values to a landing; return None if `read` must copy them.
+
+        Raises LinkError as `place_of`.
+        """
+        words, values, _ = self.place_of(segment, into)
+        before = words[STEPS]
+        if before & 1 and not mixed_versions:
+            return None
+        done = into.receive(values, lasting=True)
+        if done is None:  # the host has copied the values
+            return LandingCopy(None, -1, words, values, into) if mixed_versions or words[STEPS] == before else None
+        return LandingCopy(done, -1 if mixed_versions else before, words, values, into)
+
     def close(self) -> None:
         """Close the wakeup descriptor. The system frees the memory when no process uses it."""
         if self._peer_wakeup is not None:
             self._peer_wakeup.close()
 
 
-def copy_whole(words: memoryview, values: Bytes, place: Bytes, rows: ShardRows | None = None) -> bool:
+class LandingCopy(NamedTuple):
+    """A copy of a segment's values to a `Landing`, which a device makes while the host continues."""
+
+    event: DeviceEvent | None  # after the copy; None if the copy is done
+    steps: int  # STEPS before the copy; -1 if the copy is valid in any case
+    words: memoryview  # the segment's words
+    values: Bytes  # the segment's values in the server's memory
+    place: Landing
+
+    @property
+    def done(self) -> bool:
+        """Whether the copy is done."""
+        return self.event is None or self.event.done
+
+    def wait(self) -> bool:
+        """Wait until the copy is done, and repeat it if it is not valid; return whether it is valid then."""
+        if self.event is not None:
+            self.event.wait()
+        return self.steps < 0 or self.words[STEPS] == self.steps or copy_whole(self.words, self.values, self.place)
+
+
+def copy_whole(words: memoryview, values: Bytes, place: Bytes | Landing, rows: ShardRows | None = None) -> bool:
     """Copy `values`, or `rows` of them, to `place`, all of one version. `words` are the segment's words.
 
     Return False if the server's optimizer stepped during every attempt.
@@ -326,10 +362,12 @@ def copy_whole(words: memoryview, values: Bytes, place: Bytes, rows: ShardRows |
     return False
 
 
-def copy_now(values: Bytes, place: Bytes, rows: ShardRows | None) -> None:
+def copy_now(values: Bytes, place: Bytes | Landing, rows: ShardRows | None) -> None:
     """Copy `values`, or `rows` of them, to `place`, even if the server's optimizer steps during the copy."""
     if isinstance(place, Landing):
-        place.receive(values, lasting=True)
+        done = place.receive(values, lasting=True)
+        if done is not None:
+            done.wait()
     elif rows is None:
         place[:] = values
     else:
@@ -344,10 +382,11 @@ class Landing(ABC):
         """The size of the values in bytes."""
 
     @abstractmethod
-    def receive(self, values: Bytes, *, lasting: bool) -> None:
-        """Copy `values` to this place, and return when they have been read.
+    def receive(self, values: Bytes, *, lasting: bool) -> DeviceEvent | None:
+        """Copy `values` to this place. Return None if they have been read, else an event before which they are.
 
-        If `lasting`, `values` are memory of a server of this host, in which the next values will be too.
+        If `lasting`, `values` are memory of a server of this host, in which the next values will be too. Without
+        `lasting`, the result is None.
         """
 
 
