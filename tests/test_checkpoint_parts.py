@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, NAdam, RMSprop
 
 from rayps.core.errors import CheckpointError, PlaceError, TrainingError
-from rayps.tensors import checkpoint, checkpoint_parts, optim, state_pieces
+from rayps.tensors import background_write, checkpoint, checkpoint_parts, optim, state_pieces
 from rayps.tensors.background_write import BackgroundWrite
 from rayps.tensors.checkpoint import SavedState
 from rayps.tensors.checkpoint_parts import (
@@ -367,8 +367,37 @@ def test_a_write_in_the_background_has_the_lowest_priority_and_its_result(tmp_pa
 
     write = BackgroundWrite(job).start()
     assert write.result(60).tensors["model/w"]["shape"] == [5] and write.done()
-    assert seen == [19, os.SCHED_IDLE] and os.sched_getscheduler(0) == os.SCHED_OTHER
+    assert seen in ([0, os.SCHED_IDLE], [19, os.SCHED_OTHER])
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == 0
+
+
+@pytest.mark.parametrize("asked", ["done", "result"])
+def test_a_write_that_takes_long_gets_the_ordinary_priority(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    if not background_write._may_return():
+        pytest.skip("this system does not let a thread leave the policy SCHED_IDLE")
+    monkeypatch.setattr(background_write, "PATIENCE", 0.05)
+    begun, go_on, seen = threading.Event(), threading.Event(), list[int]()
+
+    def job(stopped: object) -> int:
+        seen.append(os.sched_getscheduler(0))
+        begun.set()
+        assert go_on.wait(60)
+        seen.append(os.sched_getscheduler(0))
+        return 1
+
+    write = BackgroundWrite(job).start()
+    assert begun.wait(60)
+    if asked == "done":
+        deadline = time.monotonic() + 60
+        while write._idle is not None and time.monotonic() < deadline:
+            assert not write.done()
+    else:
+        with pytest.raises(PlaceError):
+            write.result(0.1)
+    go_on.set()
+    assert write.result(60) == 1
+    assert seen == [os.SCHED_IDLE, os.SCHED_OTHER]
 
 
 def test_a_write_in_the_background_reports_its_error_and_can_be_cancelled(tmp_path: Path) -> None:
