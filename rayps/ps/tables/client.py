@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,7 +60,7 @@ class TableClient:
     def lookup(self, ids: Tensor | wire_format.Ids) -> Lookup:
         """Return the lookup of int64 ids of any shape. Raises DataError if an id is negative."""
         given = torch.as_tensor(ids).detach().cpu()
-        if self._last is None or not torch.equal(self._last[0], given):
+        if self._last is None or not np.array_equal(self._last[0].numpy(), given.numpy()):
             self._last = given.clone(), lookup_of(given, self.table)  # cloned, because the caller may change the ids
         return self._last[1]
 

@@ -91,12 +91,12 @@ class InProcess:
         elif kind in (GroupMessage.PULL, GroupMessage.READ):
             for index, view in views.items():
                 segment = self.segments[index]
-                value = segment.read(view) if kind is GroupMessage.READ else segment.pull(0, view)[0]
-                place = None if outputs is None else outputs.get(index)
+                place = None if outputs is None or index not in outputs else memoryview(as_bytes(outputs[index]))
+                value = segment.read(view) if kind is GroupMessage.READ else segment.pull(0, view, place)[0]
                 if place is None:
                     answers[index] = value
-                else:
-                    as_bytes(place)[:] = as_bytes(value)
+                elif value is not place:
+                    place[:] = as_bytes(value)
         else:
             raise ConfigError(f"tables in this process do not support requests of kind {kind.name}")
         versions = [self.segments[index].version for index in views]

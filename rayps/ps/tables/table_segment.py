@@ -163,6 +163,7 @@ class _SlotCache:
                 slots = slots.copy()
                 slots[missing] = store.find(ids[missing])
                 missing = np.flatnonzero(slots == ABSENT)
+                self._found[key] = held[0], slots, missing, store.deletions
             return slots, missing
         slots = store.find(ids)
         missing = _NO_IDS if slots.all() else np.flatnonzero(slots == ABSENT)
