@@ -327,8 +327,11 @@ def loads(folder):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (looks, "_local_scalar_dense reads values that are drawn at random"),
-        (lambda: nn.ParameterList([torch.from_numpy(torch.randn(3).numpy())]), "numpy reads values that are drawn"),
+        (looks, "`if`) is read, and depends on values that are drawn"),
+        (
+            lambda: nn.ParameterList([torch.from_numpy(torch.randn(3).numpy())]),
+            "numpy is read, and depends on values that are drawn",
+        ),
         (hides, r"module '' has a tensor \[3\] inside its attribute 'tables'"),
         (lambda: nn.Linear(3, "a"), r"model\(\) raised TypeError"),
     ],

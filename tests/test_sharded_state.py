@@ -5,7 +5,10 @@ sum of the workers' sums, and with `accumulate` each micro-batch is summed over 
 """
 
 import gc
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -21,9 +24,11 @@ from rayps import AllReduce
 from rayps.comm.ring.bucket_scatter import SentScatter, SharedScatter, bucket_scatter
 from rayps.comm.ring.bucketed_mean import ScatteredBuckets, SharedMemoryMean, scattered_pieces
 from rayps.comm.ring.owned_slices import OwnedSlices
-from rayps.core.errors import CheckpointError, ConfigError, TrainingError, WorkloadError
+from rayps.core.errors import CheckpointError, ConfigError, PlaceError, TrainingError, WorkloadError
+from rayps.runtime.state_folder import StateFolder, remove_abandoned
 from rayps.strategies.catalogue import parse
 from rayps.tensors import checkpoint, optim
+from rayps.tensors.checkpoint_parts import write_part
 from rayps.tensors.flat import FlatModel, Gradient, Layout
 from rayps.tensors.snapshot import Snapshot
 from rayps.tensors.state_pieces import entries_of, fill, moments_in, parameter_of, pieces_of
@@ -38,8 +43,8 @@ EXACT, CLOSE = 0.0, 1e-14
 class Options(Small):
     """Small, with any field of a workload."""
 
-    def __init__(self, n=36, batch=3, optimizer="adam", **fields):
-        super().__init__(n, batch, optimizer)
+    def __init__(self, n=36, batch=3, optimizer="adam", pause=0.0, **fields):
+        super().__init__(n, batch, optimizer, pause=pause)
         for name, value in fields.items():
             setattr(self, name, value)
 
@@ -286,7 +291,7 @@ def test_a_run_without_a_folder_leaves_nothing_when_its_result_is_gone(tmp_path,
     result.save(tmp_path / "saved")
     assert distance(rayps.load_state(Options().model(), tmp_path / "saved"), result.model()) == 0
     del result
-    gc.collect()
+    gc.collect()  # a test's own references may be in cycles
     assert not list(tmp_path.glob("rayps-state-*"))
 
 
@@ -312,6 +317,43 @@ def test_a_disk_that_is_full_ends_the_run_with_the_reason(tmp_path, monkeypatch)
     monkeypatch.setattr("rayps.worker.part_writer.write_part", full)
     with pytest.raises(CheckpointError, match="No space left"):
         train(Options(), strategy("optimizer"), workers=2, epochs=2, checkpoint=tmp_path)
+
+
+def test_a_place_that_fails_for_a_while_costs_a_warning_and_no_round(tmp_path, monkeypatch):
+    def failing(place, step, *args, **more):
+        if step in (4, 8):
+            raise PlaceError(f"cannot write step {step}: no answer", place=str(place))
+        return write_part(place, step, *args, **more)
+
+    monkeypatch.setattr("rayps.worker.part_writer.write_part", failing)
+    options = {"workers": 2, "epochs": 2, "checkpoint": tmp_path, "checkpoint_every": 4}
+    found = train(Options(n=72, batch=2, pause=0.05), strategy("optimizer"), **options)
+    said = [event["message"] for event in found.events if event["kind"] == "warning"]
+    assert said, "a part of a boundary was asked for"
+    assert all("was not written: cannot write step" in each and "the run continues" in each for each in said)
+    checkpoint.verify(found.checkpoint)
+    assert found.checkpoint.name == "step-00000036"
+
+
+def test_a_place_that_fails_at_the_end_ends_the_run(tmp_path, monkeypatch):
+    def failing(*args, **more):
+        raise PlaceError("cannot write: no answer", place=str(tmp_path))
+
+    monkeypatch.setattr("rayps.worker.part_writer.write_part", failing)
+    with pytest.raises(PlaceError, match="no answer"):
+        train(Options(), strategy("gradients"), workers=2, epochs=1, checkpoint=tmp_path)
+
+
+def test_folders_of_processes_that_were_killed_are_removed_and_others_are_not(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    kept = StateFolder()
+    code = "import os; from rayps.runtime.state_folder import StateFolder; f = StateFolder(); os._exit(1)"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}, check=False, timeout=120)
+    (tmp_path / "rayps-state-no-lock").mkdir()
+    [abandoned] = set(tmp_path.iterdir()) - {kept.path, tmp_path / "rayps-state-no-lock"}
+    assert remove_abandoned() == [abandoned]
+    assert kept.path.is_dir()
+    assert (tmp_path / "rayps-state-no-lock").is_dir()
 
 
 # ------------------------------------------------------------------------- deaths

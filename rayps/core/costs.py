@@ -220,7 +220,7 @@ def _formula(topology: Topology) -> str:
     if not isinstance(topology, Peers) or topology.shard is None:
         return ""
     gradients = {"optimizer": "V", "gradients": "V/N + a bucket", "parameters": "V/N"}[topology.shard]
-    parameters = "V/N" if topology.shard == "parameters" else "V"
+    parameters = "V/N and the largest unit, not counted here" if topology.shard == "parameters" else "V"
     copies = ", copies 2(1 + k) V/N" if topology.slice_backup else ""
     return (
         f"formula      parameters {parameters}, gradients {gradients}, optimizer kV/N{copies}; V = bytes of the "

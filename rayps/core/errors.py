@@ -89,6 +89,8 @@ class CheckpointError(UserError):
 class PlaceError(CheckpointError):
     """A place of checkpoints cannot be reached, read or written. Carries `place`; a retry may help."""
 
+    exit_code = 1  # not the user's input, but the state of another system
+
 
 class TrainingError(RaypsError):
     """The training failed, e.g. its loss is not finite."""

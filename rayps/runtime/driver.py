@@ -525,7 +525,7 @@ class Driver:
         else:
             outcome.error = state.error
         outcome.checkpoint, outcome.best = self._checkpoints.saved, self._callbacks.run.best
-        outcome.scratch = self._checkpoints.scratch
+        outcome.scratch, self._checkpoints.scratch = self._checkpoints.scratch, None
         self._end_callbacks(outcome)
         kind = {Status.SUCCEEDED: "finished", Status.STOPPED: "stopped"}.get(outcome.status, "failed")
         self.journal.event(kind, outcome.message, metrics=outcome.metrics)

@@ -139,6 +139,12 @@ def preflight(
         scale_warnings = dict.fromkeys(strategy.scale_warning(grid.data) for strategy, grid in both)
         if any(scale_warnings) and optim.ignores_scale(recipe_of(workload), layout):
             warnings += [each for each in scale_warnings if each]
+    for strategy, _ in both:
+        if shard_of(strategy) is not None and spec.workers == 1:
+            warnings.append(
+                f"shard={shard_of(strategy)!r} has no effect with one worker, which holds the whole state: give more "
+                "workers, or leave out shard and slice_backup"
+            )
     steps = [_steps(data, strategy, grid, workload.accumulate) for strategy, grid in both]
     if max(steps) >= OPEN:
         recipe = recipe_of(workload)

@@ -161,8 +161,8 @@ class RecoveryExecutor:
             self._failure = None
             self.journal.event(
                 "warning",
-                f"{decision.reason}: no other worker has the lost state (backups exist after the first round); "
-                "all workers return to the snapshot",
+                f"{decision.reason}: no living worker has the lost state: its copy was lost too, or no "
+                "round was copied yet; all workers return to the newest checkpoint",
                 lost=list(decision.lost),
             )
             return None

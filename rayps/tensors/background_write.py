@@ -65,6 +65,13 @@ class BackgroundWrite(Generic[_Result]):
             self._hurry()
         return self._ended.is_set()
 
+    def wait(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds until the write has ended, with or without an error. Return whether it has."""
+        if self._ended.wait(min(timeout, PATIENCE)):
+            return True
+        self._hurry()
+        return self._ended.wait(max(0.0, timeout - PATIENCE))
+
     def result(self, timeout: float) -> _Result:
         """Return the result of the write. Wait for it at most `timeout` seconds.
 
@@ -73,9 +80,7 @@ class BackgroundWrite(Generic[_Result]):
             CancelledError: the write was cancelled.
             CheckpointError, TrainingError: the error of the write.
         """
-        if not self._ended.wait(min(timeout, PATIENCE)):
-            self._hurry()
-        if not self._ended.wait(max(0.0, timeout - PATIENCE)):
+        if not self.wait(timeout):
             raise PlaceError(
                 f"{self._what} was not written after {timeout:g} s: use a faster place, save less often "
                 "(checkpoint_every), or give a larger timeout",

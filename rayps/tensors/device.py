@@ -199,14 +199,18 @@ class CudaDevice(Device):
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if not size or int(runtime.cudaHostRegister(memory.data_ptr(), size, flags)) == 0:
             return True
-        with contextlib.suppress(RuntimeError):  # CUDA reports the refusal once more, with the next operation
-            torch.zeros(1, device=self.place)
+        self._forget_error()
         return False
+
+    def _forget_error(self) -> None:
+        """Take the error of a refused call, which CUDA reports once more with the next operation."""
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self.place)
 
     def unpin(self, memory: Tensor) -> None:
         """End the registration of the memory."""
-        if memory.numel():
-            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+        if memory.numel() and int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())):  # type: ignore[no-untyped-call]
+            self._forget_error()
 
     def group_library(self) -> str:
         """Return the version of NCCL."""

@@ -55,8 +55,9 @@ class Buckets:
         """
         self._flat, self._ring = flat, ring
         self._flags = StepFlags() if flags is None else flags
-        auto = (AUTO_BUCKET_MB, "each bucket is sent to the owners of its slices") if slices is not None else None
-        size, self._why = (bucket_mb, "as bucket_mb says") if bucket_mb is not None else auto or chosen(flat, ring)
+        size, self._why = (bucket_mb, "as bucket_mb says") if bucket_mb is not None else chosen(flat, ring)
+        if slices is not None:
+            self._why = "each bucket is sent to the owners of its slices"
         if size and flat.packed.device.type != "cpu" and len(ring.choices.get("hosts", ())) < 2:
             size, self._why = 0.0, _ON_DEVICE
         self.early = size > 0

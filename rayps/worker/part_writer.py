@@ -47,10 +47,10 @@ class PartWriter:
         """Start to write the part after `round` rounds. The tensors must not change any more.
 
         `frozen` are the frozen parameters that this worker writes, by name. Wait first until the part before is
-        written. Raises PlaceError if that takes too long, and the error of that write if it has failed.
+        written, or has failed, which the driver learns. Raises PlaceError if that takes too long.
         """
-        if self._last is not None:
-            self._last.result(self._timeout)
+        if self._last is not None and not self._last.wait(self._timeout):
+            self._last.result(0)
         write = BackgroundWrite(partial(self._write, round, pieces, frozen), f"part {self._number} of round {round}")
         self._last = write.start()
         return BackgroundPart(write, self._timeout)

@@ -22,6 +22,7 @@ from torch import Tensor
 from rayps.comm.ring import Ring
 from rayps.core.errors import DataError, WorkloadError
 from rayps.core.metrics import Totals, add_totals
+from rayps.core.records import Point
 from rayps.core.urls import Location
 from rayps.core.user_code import user_code
 from rayps.data.base import Batch
@@ -42,7 +43,7 @@ from rayps.worker.loop import Loop
 from rayps.worker.part_writer import PartWriter
 from rayps.worker.plan import WorkerPart, WorkerPlan
 from rayps.worker.process_group import ProcessGroup
-from rayps.worker.sharded_model import ShardedModel
+from rayps.worker.sharded_model import ShardedModel, units_of
 from rayps.worker.step_flags import COUNT, StepFlags
 from rayps.worker.step_scaling import StepScaling
 from rayps.workload.base import Workload
@@ -75,6 +76,12 @@ class DividedWorker(Worker):
             self.group.destroy()
             raise
         self.part = Whole(workload, self.model.module)
+        if plan.rank == 0 and plan.size > 1:
+            message = (
+                f"each of {plan.size} workers holds parameters, gradients and the optimizer's state of about "
+                f"{1 / plan.size:.0%} of the elements, by torch's FSDP2 in {len(units_of(self.model.module)) + 1} units"
+            )
+            self.log.choices.append({"kind": "choice", "message": message, "shard": "parameters"})
         self.clip = NormClip(workload.clip_norm, [self.ring])
         self.meter = Meter()
         self.meter.sources.append(traffic_of(self.ring))
@@ -247,6 +254,10 @@ class ShardedParameters(Loop):
     def begin(self, stopped: object) -> None:
         """Set the model to training mode."""
         self.w.model.module.train()
+
+    def point(self) -> Point:
+        """Return the metrics of the last round, without traffic: torch's process group does not count it."""
+        return {key: value for key, value in super().point().items() if key not in ("bytes", "talk")}
 
     def agree(self) -> bool:
         """Return True: the flags were exchanged in the step."""

@@ -142,7 +142,7 @@ class ShardedWorker(SyncWorker):
             self._scattered = ScatteredGradients(
                 self.flat, ring, self.slices, self._members, self.flags, several=several
             )
-        if plan.rank == 0:
+        if plan.rank == 0 and plan.size > 1:
             self.log.choices.append(self._choice())
 
     @property

@@ -344,7 +344,8 @@ def read(trace: _Recording, given: Any, what: str) -> Any:
         return given
     view = trace.view(given)
     if trace.random(view.storage):
-        raise _refusal(f"{what} reads values that are drawn at random")
+        shown = "a value of a tensor (.item(), float(), `if`)" if what == "_local_scalar_dense" else what
+        raise _refusal(f"{shown} is read, and depends on values that are drawn at random")
     return trace.values(view)
 
 
