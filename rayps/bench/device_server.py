@@ -96,6 +96,9 @@ class _Transfers(Protocol):
     def compute(self, x: Tensor) -> None:
         """Compute a gradient."""
 
+    def close(self) -> None:
+        """Release the pinned memory."""
+
 
 def bench_device_server(
     device: str = "cuda", *, servers: str = "cpu", megabytes: float = 100.0, shards: int = 8, repeats: int = 9
@@ -119,7 +122,10 @@ def bench_device_server(
         server = site.join()
         try:
             work: _Transfers = _OnCpu(server, model) if place is None else _OnDevice(server, place, model)
-            return _measured(work, device, servers, shards, 4 * server.size, repeats)
+            try:
+                return _measured(work, device, servers, shards, 4 * server.size, repeats)
+            finally:
+                work.close()
         finally:
             server.close()
 
@@ -224,6 +230,9 @@ class _OnDevice:
         self._stream = device.stream()
         self.place = device.place
 
+    def close(self) -> None:
+        self._server.close()
+
     def copy_down(self) -> None:
         self._stream.copy(self._host, self._flat.packed[:-1]).wait()
 
@@ -278,6 +287,9 @@ class _OnCpu:
         server.home = self._flat.vector
         self._host = torch.zeros(server.size)
         self.place = torch.device("cpu")
+
+    def close(self) -> None:
+        pass
 
     def copy_down(self) -> None:
         self._host.copy_(self._flat.packed[:-1])
