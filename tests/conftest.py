@@ -1,5 +1,6 @@
 """What all tests share: a printed seed, one local Ray, and what to do where a program is missing."""
 
+import gc
 import os
 import random
 import shutil
@@ -119,6 +120,7 @@ class SharedRay:
         cluster, self.cluster = self.cluster, None
         if cluster is not None:
             cluster.close()
+            gc.collect()  # results of earlier tests, with their folders, may be in cycles
             assert not self.traces.left()
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -121,6 +123,21 @@ class SlicedSteps:
         self.optimizer.state.clear()
 
 
+@dataclass(frozen=True, slots=True)
+class VectorCuts:
+    """How the vector is cut into buckets, and each bucket among the workers."""
+
+    bucket_mb: float  # 10^6 bytes of a bucket; 0 means one bucket
+    members: list[list[int]]  # the indices of each bucket's parameters
+    slices: OwnedSlices
+
+    @classmethod
+    def of(cls, ring: Ring, layout: Layout, bucket_mb: float) -> VectorCuts:
+        """Cut the vector of a layout. All workers of the ring must make the same call."""
+        members = cut(layout, 1e6 * bucket_mb or math.inf)
+        return cls(bucket_mb, members, OwnedSlices(ring, spans(layout, members)))
+
+
 class ShardedWorker(SyncWorker):
     """A worker that holds the optimizer's state of the elements that it owns, and steps them.
 
@@ -131,19 +148,35 @@ class ShardedWorker(SyncWorker):
         """Build the worker, and agree with the others on the elements that each one owns. See `Worker`."""
         ring = peers.ring
         assert ring is not None, "gradients are averaged over a ring"
-        self._data_ring = ring
-        self._scatters = shard_of(plan.strategy) == "gradients"
-        vectors = VectorMemory(gradient_memory(ring, device), self._parameters, holds_gradient=not self._scatters)
+        self.cuts: VectorCuts | None = None  # set when the model's layout is known
+        scatters = shard_of(plan.strategy) == "gradients"
+        vectors = VectorMemory(
+            gradient_memory(ring, device), partial(self._parameters, ring), holds_gradient=not scatters
+        )
         super().__init__(workload, plan, peers, device, vectors=vectors)
         self.clip = NormClip(workload.clip_norm, [ring])
         self._scattered: ScatteredGradients | None = None
         if self._scatters:
-            several = workload.accumulate > 1
             self._scattered = ScatteredGradients(
-                self.flat, ring, self.slices, self._members, self.flags, several=several
+                self.flat, ring, self.slices, self._cuts.members, self.flags, several=workload.accumulate > 1
             )
         if plan.rank == 0 and plan.size > 1:
             self.log.choices.append(self._choice())
+
+    @property
+    def _scatters(self) -> bool:
+        """Whether this worker holds only its slice of the gradients."""
+        return shard_of(self.plan.strategy) == "gradients"
+
+    @property
+    def _cuts(self) -> VectorCuts:
+        assert self.cuts is not None, "the model is laid out"
+        return self.cuts
+
+    @property
+    def slices(self) -> OwnedSlices:
+        """Which elements of the vector each worker owns."""
+        return self._cuts.slices
 
     @property
     def sliced(self) -> SlicedSteps:
@@ -210,11 +243,12 @@ class ShardedWorker(SyncWorker):
 
     def _choice(self) -> Event:
         """Return an event that says what each worker holds, and how gradients are sent."""
+        count = len(self._cuts.members)
         held = "the optimizer's state" + (" and the gradients" if self._scatters else "")
         copy = "; another worker holds a copy" if rebuilds(self.plan.strategy, from_servers=False) else ""
         message = (
             f"each of {self.plan.size} workers holds {held} of about {1 / self.plan.size:.0%} of the elements, in "
-            f"{len(self._members)} bucket{'s'[: len(self._members) != 1]}{copy}"
+            f"{count} bucket{'s'[: count != 1]}{copy}"
         )
         return {"kind": "choice", "message": message, "shard": shard_of(self.plan.strategy)}
 
@@ -224,17 +258,14 @@ class ShardedWorker(SyncWorker):
         """Return the model drawn from the job's seed, because no other process has the first parameters."""
         return seeded_model(self.workload, self.plan.seed)
 
-    def _parameters(self, layout: Layout) -> Memory | None:
-        topology = self.plan.strategy.topology
+    def _parameters(self, ring: Ring, layout: Layout) -> Memory | None:
         size = self._bucket_mb
-        if topology.compression is not None:
+        if self.plan.strategy.topology.compression is not None:
             size = 0.0  # a compressed mean is one vector
-        elif self.device != "cpu" and not self._scatters and len(self._data_ring.choices.get("hosts", ())) < 2:
+        elif self.device != "cpu" and not self._scatters and len(ring.choices.get("hosts", ())) < 2:
             size = 0.0  # the host waits for a device once in a step
-        self._slice_mb = AUTO_BUCKET_MB if size is None else size
-        self._members = cut(layout, 1e6 * self._slice_mb or math.inf)
-        self.slices = OwnedSlices(self._data_ring, spans(layout, self._members))
-        return self.slices.allocate if self.device == "cpu" else None
+        self.cuts = VectorCuts.of(ring, layout, AUTO_BUCKET_MB if size is None else size)
+        return self.cuts.slices.allocate if self.device == "cpu" else None
 
     def _optimizer(self) -> SlicedSteps:
         factory = self.part.factory(recipe_of(self.workload))
@@ -244,7 +275,7 @@ class ShardedWorker(SyncWorker):
     def _make_buckets(self, ring: Ring) -> Buckets | None:
         if self._scatters:
             return None
-        return Buckets(self.flat, ring, self._slice_mb, self.flags, slices=self.slices)
+        return Buckets(self.flat, ring, self._cuts.bucket_mb, self.flags, slices=self.slices)
 
     # ---- parts
 
@@ -252,7 +283,7 @@ class ShardedWorker(SyncWorker):
         """Return the most micro-batches of a worker in this step. Raises LinkError if a connection fails."""
         if self.workload.accumulate == 1:
             return 1
-        return int(self._data_ring.max(torch.tensor([own], dtype=torch.int64)))
+        return int(self.means.exact_ring.max(torch.tensor([own], dtype=torch.int64)))
 
     def _clip_factor(self, vector: Tensor) -> float:
         if self.clip.most is None:
