@@ -38,7 +38,8 @@ class BackgroundWrite(Generic[_Result]):
 
     def __init__(self, write: Callable[[Callable[[], bool]], _Result], what: str = "the checkpoint") -> None:
         """Prepare. `write(stopped)` returns the result; `stopped` is what `write_part` asks. `what` is for errors."""
-        self._write, self._what = write, what
+        self._write: Callable[[Callable[[], bool]], _Result] | None = write
+        self._what = what
         self._stopped = threading.Event()
         self._ended = threading.Event()
         self._value: _Result
@@ -118,11 +119,12 @@ class BackgroundWrite(Generic[_Result]):
             self._lower()
             if self._stopped.is_set():
                 raise CancelledError(f"{self._what} was cancelled")
+            assert self._write is not None, "a write is started once"
             self._value = self._write(self._stopped.is_set)
         except BaseException as error:
             self._error = error
         finally:
-            self._idle = None
+            self._idle = self._write = None  # the tensors that were written are free
             self._ended.set()
 
 
