@@ -327,7 +327,7 @@ def loads(folder):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (looks, "`if`) is read, and depends on values that are drawn"),
+        (looks, "is read, and depends on values that are drawn at random"),
         (
             lambda: nn.ParameterList([torch.from_numpy(torch.randn(3).numpy())]),
             "numpy is read, and depends on values that are drawn",
