@@ -283,6 +283,37 @@ def test_a_checkpoint_has_a_file_of_each_worker_and_no_worker_wrote_what_it_does
         assert ours.meta[key] == theirs.meta[key], key
 
 
+class Thawed(Floats):
+    """Of two frozen parameters, a step changes one."""
+
+    def model(self):
+        model = super().model()
+        for p in model[0].parameters():
+            p.requires_grad_(False)
+        return model
+
+    def loss(self, model, batch):
+        with torch.no_grad():
+            model[0].bias.add_(0.01)
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_frozen_parameters_are_saved_if_one_of_them_changes(tmp_path, shard):
+    def resumed(chosen, folder):
+        train(Thawed(), chosen, workers=1, epochs=1, checkpoint=folder)
+        return train(Thawed(), chosen, workers=1, epochs=2, checkpoint=folder, resume=True)
+
+    law, found = resumed("all_reduce", tmp_path / "law"), resumed(strategy(shard), tmp_path / "found")
+    for (name, a), (_, b) in zip(found.model().named_parameters(), law.model().named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    state = checkpoint.load(found.checkpoint)
+    assert {key for key in state.tensors if key.startswith(("frozen/", "buffer/"))} == {
+        "frozen/0.weight",
+        "buffer/0.bias",
+    }
+
+
 def test_a_run_without_a_folder_leaves_nothing_when_its_result_is_gone(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     result = train(Options(), strategy("gradients"), workers=2, epochs=1)

@@ -326,7 +326,11 @@ class ShardedState(SyncGradients):
         part = self._part(None, {})
         if self._writer is not None:
             pieces = pieces_of(w.flat.layout, w.sliced.ranges, w.flat.vector, w.sliced.moments(), empty=w.rank == 0)
-            frozen = {name: p.detach().cpu() for name, p in self.frozen_values().items()} if w.rank == 0 else {}
+            frozen = {
+                name: p.detach().cpu()
+                for name, p in self._frozen().items()
+                if w.rank == 0 and self._loaded.get(name) == p._version  # a changed one is among the buffers
+            }
             part.pending = self._writer.start(part.round, pieces, frozen)
         return part
 
