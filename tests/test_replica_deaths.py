@@ -208,5 +208,5 @@ def test_a_worker_and_its_mirror_gone_together_mean_the_snapshot_again():
     assert len(killed) == 2
     assert kinds(result).count("restarted") == 1
     assert not mended(result)
-    assert any("no other worker has the lost state" in event["message"] for event in result.events)
+    assert any("no living worker has the lost state" in event["message"] for event in result.events)
     equal(result, undisturbed("pipeline"))

@@ -161,7 +161,7 @@ def test_what_a_dead_worker_had_said_is_heard_however_long_the_others_are_waited
     recalled, over = threading.Event(), threading.Event()
 
     class Waiting(WorkerConnections):
-        def form(self, plan, snapshot, listener):
+        def form(self, plan, snapshot, listener, device="cpu"):
             recalled.set()
             over.wait(30)
             raise PeerLost("the others began anew", peer="worker-0")

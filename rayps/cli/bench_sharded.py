@@ -40,7 +40,9 @@ def sharded(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Measure workers that hold slices of the state (shard=optimizer, shard=gradients) under Adam.
+    """Measure memory and checkpoints of sharded state.
+
+    Workers hold slices of the state (shard=optimizer, shard=gradients) under Adam.
 
     Each run has a Ray and a process of its own.
     """

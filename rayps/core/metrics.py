@@ -148,7 +148,7 @@ class Rounds:
                 "loss": sum(loss * n for loss, n in losses) / with_loss if with_loss else None,
                 "samples": samples,
                 **mean,
-                "bytes": sum(p["bytes"] for p in points),
+                "bytes": sum(p.get("bytes", 0) for p in points),  # torch's process groups do not count theirs
                 "staleness": {str(lead): n for lead, n in sorted(leads.items())},
                 "generation": self.generation,
                 "strategy": self.strategy,
