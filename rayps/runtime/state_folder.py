@@ -14,7 +14,7 @@ import tempfile
 import weakref
 from pathlib import Path
 
-_PREFIX, _LOCK = "rayps-state-", ".lock"
+_PREFIX, _LOCK, _NEW = "rayps-state-", ".lock", ".new"
 
 
 class StateFolder:
@@ -23,8 +23,9 @@ class StateFolder:
     def __init__(self) -> None:
         remove_abandoned()
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        lock = os.open(self.path / _NEW, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
+        (self.path / _NEW).rename(self.path / _LOCK)  # others see the lock only once it is held
         weakref.finalize(self, _remove, self.path, lock)
 
 

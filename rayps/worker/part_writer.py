@@ -12,7 +12,7 @@ from rayps.tensors.background_write import BackgroundWrite
 from rayps.tensors.checkpoint_parts import PartFacts, part_name, write_part
 from rayps.tensors.snapshot import WrittenFacts, hash_of
 from rayps.tensors.state_pieces import StatePieces
-from rayps.worker.plan import PartsPlan
+from rayps.worker.plan import PartsPlan, WorkerPlan
 
 WRITE_SECONDS = 600.0  # seconds for a part to be written, unless the job's timeout is longer
 Stopped = Callable[[], bool]  # returns whether the write must end before its next block
@@ -42,6 +42,11 @@ class PartWriter:
         self._plan, self._number, self._count, self._timeout = plan, number, count, max(timeout, WRITE_SECONDS)
         self._last: BackgroundWrite[WrittenFacts] | None = None
         self._frozen_hash = ""
+
+    @classmethod
+    def of(cls, plan: WorkerPlan) -> PartWriter | None:
+        """Return the writer of a worker's parts, or None if the plan has no place for them."""
+        return None if plan.parts is None else cls(plan.parts, plan.rank, plan.size, plan.timeout)
 
     def start(self, round: int, pieces: StatePieces, frozen: dict[str, Tensor]) -> BackgroundPart:
         """Start to write the part after `round` rounds. The tensors must not change any more.

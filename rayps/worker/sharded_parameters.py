@@ -239,9 +239,7 @@ class ShardedParameters(Loop):
         """Build the worker. See `Loop`."""
         super().__init__(workload, plan, peers, device)
         self._ended = False  # whether the last round has ended without an error
-        self._writer: PartWriter | None = None
-        if plan.parts is not None:
-            self._writer = PartWriter(plan.parts, plan.rank, plan.size, plan.timeout)
+        self._writer = PartWriter.of(plan)
 
     # ---- rounds
 

@@ -313,9 +313,7 @@ class ShardedState(SyncGradients):
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
         """Build the worker. See `Loop`."""
         super().__init__(workload, plan, peers, device)
-        self._writer: PartWriter | None = None
-        if plan.parts is not None:
-            self._writer = PartWriter(plan.parts, plan.rank, plan.size, plan.timeout)
+        self._writer = PartWriter.of(plan)
 
     def state_dict(self, *, together: bool) -> WorkerPart:
         """Return this worker's part of a checkpoint, which is being written, without parameters and moments.
