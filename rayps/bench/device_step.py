@@ -6,7 +6,6 @@ copied to the device, the loss is read by the host, and AdamW is torch's fused o
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,19 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from rayps import data
+from rayps.bench.worker_steps import run_steps, worker_loop
 from rayps.comm.link import Listener
 from rayps.comm.ring import Ring
 from rayps.core.errors import ConfigError, first_line
-from rayps.core.phase_rounds import Boundary
 from rayps.core.records import Point
 from rayps.data import Batch, Data
-from rayps.strategies.all_reduce import AllReduce
 from rayps.tensors.device import Device
-from rayps.tensors.flat import FlatModel
-from rayps.tensors.snapshot import Snapshot
-from rayps.worker.connections import WorkerConnections
-from rayps.worker.plan import PeerAddresses, WorkerPlan
-from rayps.worker.run import PlanRun
 from rayps.worker.sync_gradients import SyncGradients
 from rayps.workload.base import Workload
 
@@ -189,31 +182,12 @@ def _own(work: Transformer, device: Device) -> Callable[[int], None]:
 
 def worker_steps(work: Workload, ring: Ring, device: str) -> tuple[SyncGradients, Callable[[int], None]]:
     """Build the worker of AllReduce over a ring; return its loop, and a function that makes a number of steps."""
-    flat = FlatModel(work.model())
-    plan = WorkerPlan(
-        generation=0,
-        rank=ring.rank,
-        size=ring.size,
-        strategy=AllReduce(),
-        peers=PeerAddresses(),
-        seed=0,
-        start=0,
-        end=0,
-        boundary=Boundary(0, -1),
-        evaluated=1 << 62,
-        timeout=60.0,
-    )
-    peers = WorkerConnections(None)
-    peers.ring = ring
-    loop = SyncGradients(work, plan, peers, device)
-    loop.load_state_dict(Snapshot(flat.layout, flat.vector))
+    loop = worker_loop(work, ring, device=device)
 
     def report(point: Point) -> bool:
         return True
 
     def turn(steps: int) -> None:
-        loop.w.plan = dataclasses.replace(plan, end=loop.w.position + steps)
-        run = PlanRun(loop, report, lambda part, pin: None, lambda: loop.w.position >= loop.w.plan.end)
-        run.run()  # without checkpoints
+        run_steps(loop, steps, report)
 
     return loop, turn

@@ -20,12 +20,8 @@ from rayps.worker.sync_gradients import SyncGradients
 from rayps.workload.base import Workload
 
 
-def worker_steps(work: Workload, ring: Ring, bucket_mb: float | None) -> Callable[[int], dict[str, float]]:
-    """Return a function that makes a number of steps over `ring`, and returns milliseconds per step.
-
-    The result of that function has "step" (the total), "compute", "data", "wait" and "move". All ranks must make the
-    same calls. `bucket_mb` is that of `AllReduce`.
-    """
+def worker_loop(work: Workload, ring: Ring, bucket_mb: float | None = None, device: str = "cpu") -> SyncGradients:
+    """Build the worker of `AllReduce` over a ring, at round 0. `bucket_mb` is that of `AllReduce`."""
     flat = FlatModel(work.model())
     plan = WorkerPlan(
         generation=0,
@@ -42,8 +38,24 @@ def worker_steps(work: Workload, ring: Ring, bucket_mb: float | None) -> Callabl
     )
     peers = WorkerConnections(None)
     peers.ring = ring
-    loop = SyncGradients(work, plan, peers)
+    loop = SyncGradients(work, plan, peers, device)
     loop.load_state_dict(Snapshot(flat.layout, flat.vector))
+    return loop
+
+
+def run_steps(loop: SyncGradients, steps: int, report: Callable[[Point], bool]) -> None:
+    """Make a number of steps, without checkpoints. `report` receives the points, and returns True."""
+    loop.w.plan = dataclasses.replace(loop.w.plan, end=loop.w.position + steps)
+    PlanRun(loop, report, lambda part, pin: None, lambda: loop.w.position >= loop.w.plan.end).run()
+
+
+def worker_steps(work: Workload, ring: Ring, bucket_mb: float | None) -> Callable[[int], dict[str, float]]:
+    """Return a function that makes a number of steps over `ring`, and returns milliseconds per step.
+
+    The result of that function has "step" (the total), "compute", "data", "wait" and "move". All ranks must make the
+    same calls. `bucket_mb` is that of `AllReduce`.
+    """
+    loop = worker_loop(work, ring, bucket_mb)
 
     def turn(steps: int) -> dict[str, float]:
         points: list[Point] = []
@@ -52,10 +64,8 @@ def worker_steps(work: Workload, ring: Ring, bucket_mb: float | None) -> Callabl
             points.append(point)
             return True
 
-        loop.w.plan = dataclasses.replace(plan, end=loop.w.position + steps)
         start = time.perf_counter()
-        run = PlanRun(loop, report, lambda part, pin: None, lambda: loop.w.position >= loop.w.plan.end)
-        run.run()  # without checkpoints
+        run_steps(loop, steps, report)
         step = 1000 * (time.perf_counter() - start) / steps
         rounds = [p for p in points if p["kind"] == "round"]
         parts = {key: 1000 * statistics.mean(p[key] for p in rounds) for key in ("compute", "data", "wait", "move")}
