@@ -32,7 +32,7 @@ def test_a_step_is_told_beside_plain_torch():
 
 
 def test_a_contender_that_fails_has_its_error(monkeypatch):
-    monkeypatch.setattr("rayps.bench.device_step.SyncGradients", None)
+    monkeypatch.setattr("rayps.bench.worker_steps.SyncGradients", None)
     torch, own = bench_device_step("cpu", seconds=0.1, steps=1, size=SMALL)
     assert torch.ms is not None
     assert own.ms is None
