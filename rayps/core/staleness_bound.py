@@ -9,6 +9,19 @@ A staleness of 0 is a barrier; None means fully asynchronous.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class MovedBound:
+    """A bound that replaces the strategy's while a job trains.
+
+    `since`: for each rank, the clock from which leads count. Otherwise a bound that follows a greater one, or none,
+    would stop the fast workers until the slow ones have made up for the rounds that they were behind before.
+    """
+
+    staleness: int | None
+    since: tuple[int, ...]
 
 
 class Clock:
@@ -18,6 +31,12 @@ class Clock:
         """Use `done`, the dict from rank to clock, without a copy: each call sees the owner's newest changes."""
         self.staleness = staleness
         self.done = done
+        self._since: tuple[int, ...] = ()
+
+    def move(self, bound: MovedBound | None) -> None:
+        """Replace the bound from now on; None leaves it unchanged."""
+        if bound is not None:
+            self.staleness, self._since = bound.staleness, bound.since
 
     @property
     def slowest(self) -> int:
@@ -36,8 +55,11 @@ class Clock:
         """
         if self.staleness is None:
             return True
-        lead = self.lead(rank)
-        return (lead if step is None else min(lead, step - self.slowest)) <= self.staleness
+        own = self.done[rank] if step is None else min(self.done[rank], step)
+        if self._since:
+            own -= self._since[rank]
+            return own - min(done - self._since[each] for each, done in self.done.items()) <= self.staleness
+        return own - self.slowest <= self.staleness
 
     def laggards(self) -> list[int]:
         """Return the ranks with the smallest clock: the other ranks wait for them."""

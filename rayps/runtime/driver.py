@@ -36,6 +36,7 @@ from rayps.core.user_module import pack
 from rayps.core.warm_start import StartFrom
 from rayps.federated.remote_replies import create_mailbox
 from rayps.runtime import decide_recovery as states
+from rayps.runtime.bound_mover import BoundMover
 from rayps.runtime.callbacks import CallbackRunner, RunHandle, runner_of
 from rayps.runtime.decide_recovery import (
     Continue,
@@ -125,6 +126,7 @@ class Driver:
         self._recoveries = RecoveryExecutor(journal, failures)
         self._record = RunRecord(journal, spec.workers, self._round_and_facts, self._callbacks.deliver)
         self._record.traces = None if profile is None else TraceFolder(profile, journal)
+        self._bound = BoundMover(journal)
         self._known: RunPlan | None = None  # set by the preflight
         self._started: WorkerGroup | None = None
         self._generation = 0
@@ -328,6 +330,7 @@ class Driver:
         if parts is None:
             self._checkpoints.load_newest()
         self._group.begin(orders, self._checkpoints.snapshot, state.rebuild)
+        self._bound.begin(orders.strategy)
         self._record.set_status(Status.RUNNING, "")
         return Findings()
 
@@ -432,6 +435,7 @@ class Driver:
             # for later generations, and for runs that resume from this state
             self._checkpoints.snapshot.record_ring_choices(point)
         self._record.add_poll(group, points)
+        self._bound.follow(group, points)
         self._recoveries.check_progress(group, self._generation)
         self._record.show_progress()
 
