@@ -12,6 +12,7 @@ from rayps.cli.bench_elastic import faults, jobs, resize
 from rayps.cli.bench_overlap import show_overlap
 from rayps.cli.bench_service import service
 from rayps.cli.bench_sharded import sharded
+from rayps.cli.bench_staleness import staleness
 from rayps.cli.bench_start import start
 from rayps.cli.bench_tables import tables
 from rayps.cli.measure import Address, Format, Json, run, show_rows, sizes_of, whole_numbers
@@ -19,6 +20,7 @@ from rayps.cli.show import Output
 
 app = typer.Typer(no_args_is_help=True, help="Measure how fast rayps is on your machines.")
 app.command()(tables)
+app.command()(staleness)
 for command in (faults, resize, jobs, device, service, sharded, start):
     app.command()(command)
 

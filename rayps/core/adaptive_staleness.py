@@ -159,6 +159,7 @@ class BoundControl:
         self._known: dict[int | None, _Known] = {}
         self._trust: Counter[int | None] = Counter()  # bound -> how often a trial of it was no gain
         self._left: tuple[int | None, float] | None = None  # the bound before the last move, and its value
+        self._raises = 0  # raises of the bound since it was lowered last
         self._lowest: BoundCost | None = None  # the interval with the lowest loss
 
     def after(self, cost: BoundCost) -> BoundMove | None:
@@ -173,11 +174,12 @@ class BoundControl:
                 self._refuse(bound)
         else:
             self._learn(old, cost.value)
-            best = max(self._neighbours(), key=lambda bound: self._promise(bound, cost))
+            best = max(self._candidates(), key=lambda bound: self._promise(bound, cost))
             if self._promise(best, cost) > cost.value + GAIN:
                 self.bound = best
         if self.bound == old:
             return None
+        self._raises = self._raises + 1 if LADDER.index(self.bound) > LADDER.index(old) else 0
         self._left = old, 0.0 if rises else cost.value
         return BoundMove(old, self.bound, cost, rises)
 
@@ -201,9 +203,10 @@ class BoundControl:
         self._known[bound] = _Known(0.0, self._interval, min(LONGEST_TRUST, TRUST << self._trust[bound]))
         self._trust[bound] += 1
 
-    def _neighbours(self) -> list[int | None]:
-        at = LADDER.index(self.bound)
-        return [LADDER[i] for i in (at + 1, at - 1) if 0 <= i < len(LADDER)]
+    def _candidates(self) -> list[int | None]:
+        """Return the neighbours. After n raises in succession, the bound n further up comes before them."""
+        at, last = LADDER.index(self.bound), len(LADDER) - 1
+        return [LADDER[i] for i in (min(at + 1 + self._raises, last), at + 1, at - 1) if 0 <= i <= last and i != at]
 
     def _promise(self, bound: int | None, here: BoundCost) -> float:
         """Return the value that a neighbour has shown, or the greatest that it could have if that is not known."""
