@@ -1,8 +1,8 @@
 """Measure the adaptive staleness bound beside fixed ones, with slow workers: the time until a target loss is reached.
 
-The scenes are those of `rayps.bench.stragglers`. In `momentum`, worker 0 is slow as in `one_slow`, and the optimizer has
-momentum and a large learning rate, so that old pushes disturb the others. The bench reads the parameters from the shard
-several times a second, and records when the loss on test images is first at most the target.
+The scenes are those of `rayps.bench.stragglers`. In `momentum`, worker 0 is slow as in `one_slow`, and the optimizer
+has momentum and a large learning rate, so that old pushes disturb the others. The bench reads the parameters from the
+shard several times a second, and records when the loss on test images is first at most the target.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rayps.cluster.local import Cluster
 from rayps.core.errors import ConfigError, TrainingError
 from rayps.core.phase_rounds import Boundary
 from rayps.core.records import Point
-from rayps.core.topology import AUTO
+from rayps.core.topology import AUTO, servers_of
 from rayps.core.user_module import pack
 from rayps.ps.client.session import Session
 from rayps.ps.protocol.messages import GroupMessage
@@ -146,9 +146,10 @@ class _Bounded:
             seconds = time.monotonic() - began
         finally:
             watcher.close()
-        bounds = [event["new"] for event in journal.events]
-        steps = found[1] / (1 if staleness == 0 else len(self._group.workers))
-        return StalenessRun(seconds, steps, (strategy.topology.consistency.staleness, *bounds))
+        servers = servers_of(strategy)
+        assert servers is not None, "parameter_server has servers"
+        steps = found[1] / (1 if servers.in_step else len(self._group.workers))
+        return StalenessRun(seconds, steps, (servers.staleness, *(event["new"] for event in journal.events)))
 
     def close(self) -> None:
         """Stop workers and shards."""

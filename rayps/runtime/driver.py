@@ -68,6 +68,7 @@ from rayps.runtime.membership import Membership
 from rayps.runtime.phases import PhaseRun, RunPlan
 from rayps.runtime.preflight import PreflightFindings, Trial, TrialFacts, TrialRequest, preflight
 from rayps.runtime.recover import RecoveryExecutor
+from rayps.runtime.share_balancer import ShareBalancer
 from rayps.runtime.snapshots import Checkpointer
 from rayps.runtime.status import Outcome, RunRecord
 from rayps.runtime.trace_folder import TraceFolder
@@ -139,6 +140,7 @@ class Driver:
         self._record = RunRecord(journal, spec.workers, self._round_and_facts, self._callbacks.deliver)
         self._record.traces = None if profile is None else TraceFolder(profile, journal)
         self._bound = BoundMover(journal)
+        self._shares = ShareBalancer(journal, balances=spec.elastic is not None and spec.elastic.balance)
         self._known: RunPlan | None = None  # set by the preflight
         self._allowance = Allowance(spec.workers if spec.elastic is None else spec.elastic.most)
         self._started: WorkerGroup | None = None
@@ -375,6 +377,7 @@ class Driver:
             self._checkpoints.load_newest()
         group.begin(orders, self._checkpoints.snapshot, state.rebuild)
         self._bound.begin(orders.strategy)
+        self._shares.begin(group.size)
         if elastic is not None:
             elastic.begun(group)
         self._record.set_status(Status.RUNNING, "")
@@ -392,6 +395,8 @@ class Driver:
             case Continue():
                 elastic = self._plan.elastic
                 stopping = elastic is not None and elastic.is_stopping
+                if elastic is not None and not stopping:
+                    self._shares.balance(self._group.workers, elastic.membership)
                 self._stop.wait(STOPPING_SECONDS if stopping else POLL_SECONDS)
             case EndEarly():
                 self._end_early()
@@ -504,6 +509,7 @@ class Driver:
             self._checkpoints.snapshot.record_ring_choices(point)
         self._record.add_poll(group, points)
         self._bound.follow(group, points)
+        self._shares.add(points)
         self._recoveries.check_progress(group, self._generation)
         self._record.show_progress()
 

@@ -13,6 +13,7 @@ from rayps.comm.link import Listener
 from rayps.core.errors import PeerTimeout, RaypsError, StaleGeneration, UserError
 from rayps.core.metrics import Totals
 from rayps.core.records import Point
+from rayps.core.row_shares import RowShares
 from rayps.core.user_code import Call, lacks_memory, placed, too_large, under_way
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.recovery.worker_backup import WorkerBackup
@@ -147,6 +148,10 @@ class GenerationRun:
     def stop_after(self, rounds: int) -> None:
         """End the run after `rounds` rounds: its status is then `paused`, and its state stays in memory."""
         self._gate.stop_after(rounds)
+
+    def deal(self, after: int, rows: RowShares) -> None:
+        """Undo `hold`, and deal rows in this way from the round after `after` rounds on."""
+        self._gate.deal(after, rows)
 
     def resume(self) -> None:
         """Undo `hold`."""
@@ -348,6 +353,8 @@ class PlanRun:
             if not self._gate.begin(w.position, self._stopped):
                 self.paused = not self._stopped()
                 break
+            if (rows := self._gate.dealt(w.position)) is not None:
+                w.deal(rows)
             w.meter.begin()
             loop.begin_round()
             loop.run_round()
