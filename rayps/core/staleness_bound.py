@@ -56,10 +56,14 @@ class Clock:
         if self.staleness is None:
             return True
         own = self.done[rank] if step is None else min(self.done[rank], step)
-        if self._since:
-            own -= self._since[rank]
-            return own - min(done - self._since[each] for each, done in self.done.items()) <= self.staleness
-        return own - self.slowest <= self.staleness
+        if not self._since:
+            return own - self.slowest <= self.staleness
+        slowest = min(done - self._from(each) for each, done in self.done.items())
+        return own - self._from(rank) - slowest <= self.staleness
+
+    def _from(self, rank: int) -> int:
+        """Return the clock of a rank from which its lead counts."""
+        return self._since[rank] if rank < len(self._since) else 0
 
     def laggards(self) -> list[int]:
         """Return the ranks with the smallest clock: the other ranks wait for them."""
