@@ -125,7 +125,7 @@ def lost_share(facts: Sequence[PushFacts], workers: int) -> float:
     near = [f.agreement for f in facts if f.agreement is not None and f.between <= NEAR * workers]
     far = [f.agreement for f in facts if f.agreement is not None and f.between > NEAR * workers]
     (close, close_error), (distant, distant_error) = mean_and_error(near), mean_and_error(far)
-    if close <= SURE * close_error:
+    if min(len(near), len(far)) < 2 or close <= SURE * close_error:
         return 0.0
     lost = close - distant - SURE * math.hypot(close_error, distant_error)
     return min(1.0, max(0.0, lost / close) * len(far) / (len(near) + len(far)))
