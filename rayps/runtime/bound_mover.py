@@ -55,7 +55,8 @@ class BoundMover:
 
     def follow(self, group: BoundedGroup, points: Iterable[Point]) -> None:
         """Take over new points of single ranks, and move the bound if they show that another one costs less."""
-        if not self._active:
+        workers = group.grid.data
+        if not self._active or workers < 2:  # one worker waits for nobody
             return
         for point in points:
             if point["kind"] == "round" and group.grid.column(point["rank"]) == 0:
@@ -63,7 +64,6 @@ class BoundMover:
         if self._behind:
             self._behind = False
             group.move_bound(self.bound)
-        workers = group.grid.data
         if not is_complete(self._facts, workers):
             return
         move = self._control.after(cost_of(self._facts, workers))
