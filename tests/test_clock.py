@@ -83,6 +83,28 @@ def test_a_rank_without_a_clock_in_the_bound_counts_from_zero():
     assert not clock.may_pull(0)
 
 
+def test_a_rank_that_is_behind_does_not_wait_for_one_that_has_ended():
+    clock = Clock({0: 60, 1: 75}, None)
+    clock.move(MovedBound(2, (60, 75)))
+    clock.done[1] = 80  # its last round
+    for clock.done[0] in range(60, 81):
+        assert clock.may_pull(0)
+
+
+@given(st.integers(1, 4), st.data())
+def test_all_ranks_reach_their_last_round(size, data):
+    """Whatever bounds follow each other, and whoever is faster: no rank waits for good."""
+    clock = Clock(dict.fromkeys(range(size), 0), 1)
+    last = data.draw(st.integers(1, 12))
+    while any(done < last for done in clock.done.values()):
+        if data.draw(st.integers(0, 3)) == 0:
+            bound = data.draw(st.sampled_from([0, 1, 4, None]))
+            clock.move(MovedBound(bound, tuple(clock.done.values())))
+        able = [rank for rank, done in clock.done.items() if done < last and clock.may_pull(rank)]
+        assert able
+        clock.done[data.draw(st.sampled_from(able))] += 1
+
+
 @given(st.integers(1, 4), st.data())
 def test_whoever_obeys_moved_bounds_never_stops_for_good(size, data):
     clock = Clock(dict.fromkeys(range(size), 0), 1)

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 class MovedBound:
     """A bound that replaces the strategy's while a job trains.
 
-    `since`: for each rank, the clock from which leads count. Otherwise a bound that follows a greater one, or none,
-    would stop the fast workers until the slow ones have made up for the rounds that they were behind before.
+    `since`: for each rank, the clock from which leads count too. A pull is served if its rank's lead is within the
+    bound either from there on or in all. If only the lead in all counted, a bound that follows a greater one, or none,
+    would stop the fast workers until the slow ones have made up for the rounds that they were behind before. If only
+    the lead from there on counted, slow workers could wait for workers that have ended.
     """
 
     staleness: int | None
@@ -56,8 +58,10 @@ class Clock:
         if self.staleness is None:
             return True
         own = self.done[rank] if step is None else min(self.done[rank], step)
+        if own - self.slowest <= self.staleness:
+            return True
         if not self._since:
-            return own - self.slowest <= self.staleness
+            return False
         slowest = min(done - self._from(each) for each, done in self.done.items())
         return own - self._from(rank) - slowest <= self.staleness
 
