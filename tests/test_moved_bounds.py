@@ -135,7 +135,7 @@ def test_a_bound_of_another_generation_moves_nothing():
 def test_a_segment_of_a_table_keeps_the_bound_when_a_state_is_loaded():
     segment = TableSegment(SparseTable("t", 2, segments=1), 0, ParameterServer(staleness="auto"), 2)
     segment.move_bound(MovedBound(0, (5, 5)))
-    segment.load(TableSegment(SparseTable("t", 2, segments=1), 0, ParameterServer(), 2, [6, 5]).dump())
+    segment.load(TableSegment(SparseTable("t", 2, segments=1), 0, ParameterServer(staleness=None), 2, [6, 5]).dump())
     assert [segment.may_pull(rank) for rank in range(2)] == [False, True]
 
 

@@ -23,6 +23,7 @@ def staleness(
     pace: Annotated[float, typer.Option(help="Seconds of an ordinary round, in which the worker sleeps.")] = 0.1,
     seeds: Annotated[int, typer.Option(help="Number of seeds with which each staleness is measured.")] = 5,
     first: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    target: Annotated[float, typer.Option(help="The loss on the test images that ends a run.")] = 0.45,
     limit: Annotated[float, typer.Option(help="The longest time of a run, in seconds.")] = 300.0,
     data: Annotated[Path | None, typer.Option(help="Folder with digits.parquet; default: examples/data.")] = None,
     address: Address = None,
@@ -39,7 +40,14 @@ def staleness(
         address,
         workers,
         lambda cluster: bench_staleness(
-            cluster, workers, scenes.split(","), pace=pace, seeds=range(first, first + seeds), folder=data, limit=limit
+            cluster,
+            workers,
+            scenes.split(","),
+            pace=pace,
+            target=target,
+            seeds=range(first, first + seeds),
+            folder=data,
+            limit=limit,
         ),
     )
     show_rows(
