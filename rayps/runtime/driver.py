@@ -372,8 +372,6 @@ class Driver:
         if parts is None:
             self._checkpoints.load_newest()
         group.begin(orders, self._checkpoints.snapshot, state.rebuild)
-        if elastic is not None:
-            elastic.begun(group)
         self._record.set_status(Status.RUNNING, "")
         return Findings()
 

@@ -147,17 +147,11 @@ class ElasticRun:
         else:
             self.continue_from(snapshot)
 
-    def begun(self, group: WorkerGroup) -> None:
-        """Tell the workers of a new generation after which round they pause, if a replay changes them there."""
-        following = self.membership.next_replay(self.membership.current.begin)
-        if following is not None:
-            for worker in group.workers:
-                if not worker.dead:
-                    worker.await_reply(worker.handle.call("stop_after", following[0]))
-
     def plan(self, handover: Handover | None) -> ElasticPlan:
         """Return what the workers of the next generation get."""
-        return ElasticPlan(self.membership.current, self.membership.lr_factor, handover)
+        following = self.membership.next_replay(self.membership.current.begin)
+        stop = None if following is None else following[0]
+        return ElasticPlan(self.membership.current, self.membership.lr_factor, handover, stop)
 
     def count_from(self, at: int, workers: int) -> None:
         """Deal rows to so many workers from round `at` on, and count epochs accordingly."""
