@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rayps.service.elastic_plan import Allow, Allotment, ElasticJob, WaitingJob, allot, reserved
+from rayps.service.elastic_plan import Allotment, Allow, ElasticJob, WaitingJob, allot, reserved
 
 FREE = "resources are free that no waiting job could use"
 
@@ -102,7 +102,10 @@ def naive(jobs, free, waiting):
                 fits,
                 key=lambda targets: (
                     sum(targets),
-                    [-above for above in sorted((t - e.least for t, e in zip(targets, jobs, strict=True)), reverse=True)],
+                    [
+                        -above
+                        for above in sorted((t - e.least for t, e in zip(targets, jobs, strict=True)), reverse=True)
+                    ],
                     targets,
                 ),
             )
@@ -113,9 +116,7 @@ def naive(jobs, free, waiting):
     fits = [
         targets
         for targets in itertools.product(*choices)
-        if sum(
-            max(0, t - max(each.members, start)) for t, each, start in zip(targets, jobs, first, strict=True)
-        )
+        if sum(max(0, t - max(each.members, start)) for t, each, start in zip(targets, jobs, first, strict=True))
         <= free
     ]
     return max(fits, key=lambda targets: (sum(targets), sorted(targets), targets))
@@ -207,4 +208,8 @@ def test_histories_keep_the_bounds_and_do_not_flap(seed):
 
 
 def test_what_a_job_reserves():
-    assert reserved({"cpu": 2.0, "gpu": 1.0}, {"cpu": 1.0, "memory": 5.0}, 3) == {"cpu": 5.0, "gpu": 1.0, "memory": 15.0}
+    assert reserved({"cpu": 2.0, "gpu": 1.0}, {"cpu": 1.0, "memory": 5.0}, 3) == {
+        "cpu": 5.0,
+        "gpu": 1.0,
+        "memory": 15.0,
+    }

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
+from service_site import Site
 from test_scheduler import END, FakeCluster, FakePlace, serve, write
 
+from rayps.cli.main import main
 from rayps.cluster.notices import LINGER_SECONDS, Notice, StoredNotice
 from rayps.core.elastic import ElasticWorkers
 from rayps.core.errors import ConfigError, Conflict, NotFound
 from rayps.core.job_status import Status
+from rayps.service.client import Client
 from rayps.service.drivers import Drivers
 from rayps.service.notice_store import HandOver, NoticeStore, hand_over
 from rayps.service.scheduler import Scheduler
@@ -226,3 +232,97 @@ def test_an_ended_job_is_no_longer_counted(tmp_path: Path) -> None:
         assert (await store.get(second)).status is S.STARTING
 
     serve(tmp_path, body)
+
+
+# ---- requests
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    site = Site(tmp_path)
+    yield site
+    site.close()
+
+
+def test_an_elastic_job_is_submitted_scaled_and_shown(site: Site) -> None:
+    job = site.add(workers=[2, 8], elastic={"global_batch": 64, "cooldown": 5.0}, name="grows")
+    shown = site.http.get(f"/api/v1/jobs/{job}").json()
+    assert shown["spec"]["workers"] == 2
+    assert shown["spec"]["elastic"] == {"most": 8, "global_batch": 64, "cooldown": 5.0}
+    counts = {"least": 2, "most": 8, "now": 0, "allowed": 2, "requested": None}
+    assert shown["elastic"] == counts
+    for _ in range(2):  # a repeated request changes nothing
+        answer = site.http.patch(f"/api/v1/jobs/{job[:12]}", json={"workers": 6})
+        assert answer.status_code == 202 and answer.json()["elastic"] == counts | {"requested": 6}
+    row = json.loads((site.settings.jobs_dir / job / "job.json").read_text())
+    assert row["scale_to"] == 6  # also in the folder, from which a lost row is restored
+    with Client(site.url, site.token) as client:
+        assert client.job(job).scale(4).data["elastic"] == counts | {"requested": 4}
+        with pytest.raises(ConfigError, match="workers is 9"):
+            client.job(job).scale(9)
+    fixed = site.add(workers=2)
+    answer = site.http.patch(f"/api/v1/jobs/{fixed}", json={"workers": 6})
+    assert (answer.status_code, answer.json()["code"]) == (422, "not_elastic")
+    assert answer.json()["errors"][0]["pointer"] == "/workers"
+    assert site.http.get(f"/api/v1/jobs/{fixed}").json()["elastic"] is None
+    assert site.http.patch(f"/api/v1/jobs/{job}", json={"workers": 1}).json()["code"] == "out_of_range"
+    assert site.http.patch(f"/api/v1/jobs/{job}", json={"workers": 0}).status_code == 422
+    assert site.http.patch(f"/api/v1/jobs/{job}", json={"worker": 3}).json()["detail"].endswith("mean 'workers'?")
+    site.http.post(f"/api/v1/jobs/{job}/stop")
+    assert site.http.patch(f"/api/v1/jobs/{job}", json={"workers": 3}).status_code == 409
+
+
+@pytest.mark.parametrize(
+    ("fields", "pointer", "message"),
+    [
+        ({"workers": [2]}, "/workers", "at least 2 items"),
+        ({"workers": [2, 4, 8]}, "/workers", "at most 2 items"),
+        ({"workers": [0, 4]}, "/workers/0", "greater than or equal to 1"),
+        ({"workers": [4, 2]}, "/workers", "workers is [4, 2]"),
+        ({"workers": "2-4"}, "/workers", "valid integer"),
+        ({"workers": [2, 4], "elastic": {"most": 8}}, "/elastic", "leave out elastic.most"),
+        ({"workers": 2, "elastic": {"global_batch": 8}}, "/elastic", "lacks most"),
+        ({"workers": [2, 4], "elastic": {"global_batch": 3}}, "/global_batch", "at least 4"),
+        ({"workers": [2, 4], "elastic": {"lr_scaling": "square"}}, "/lr_scaling", "one of keep, linear, sqrt"),
+    ],
+)
+def test_a_range_that_cannot_be(site: Site, fields: Any, pointer: str, message: str) -> None:
+    answer = site.http.post("/api/v1/jobs", json={"workload": "a:B", **fields})
+    assert answer.status_code == 422, answer.text
+    [error] = answer.json()["errors"]
+    assert error["pointer"] == pointer and message in error["message"]
+
+
+def test_notices_are_announced_listed_and_withdrawn(site: Site) -> None:
+    url = "/api/v1/notices"
+    assert site.http.get(url).json() == {"notices": []}
+    answer = site.http.post(url, json={"host": "10.0.0.7", "seconds": 30, "reason": "spot"})
+    assert answer.status_code == 202
+    assert answer.json() == {"node": "", "host": "10.0.0.7", "seconds": 30.0, "reason": "spot", "pid": None}
+    site.http.post(url, json={"node": "ab" * 28})
+    [first, second] = site.http.get(url).json()["notices"]
+    assert 0 < first["seconds"] <= 30 and second["seconds"] is None and second["node"] == "ab" * 28
+    assert site.http.post(url, json={"seconds": 30}).json()["errors"][0]["pointer"] == "/node"
+    assert site.http.post(url, json={"host": "a b"}).status_code == 422
+    assert site.http.post(url, json={"host": "a", "seconds": -1}).status_code == 422
+    assert site.http.delete(url, params={"host": "10.0.0.7"}).json()["reason"] == "spot"
+    assert site.http.delete(url, params={"host": "10.0.0.7"}).status_code == 404
+    assert len(site.http.get(url).json()["notices"]) == 1
+    assert httpx2.post(site.url + url, json={"host": "a"}).status_code == 401
+
+
+def test_the_command_scales_and_shows_the_workers(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAYPS_URL", site.url)
+    monkeypatch.setenv("RAYPS_TOKEN", site.token)
+    job = site.add(workers=[2, 8], name="grows")
+    assert main(["scale", job, "6"]) == 0
+    assert capsys.readouterr().out == f"{job}: 0 of 2 to 8 workers; at most 6 requested\n"
+    assert main(["scale", job, "9"]) == ConfigError.exit_code
+    assert "with 2 to 8 workers: give a number in this range" in capsys.readouterr().err
+    assert main(["get", job]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "workers          0 of 2 to 8" in lines and "allowed workers  2 (at most 6 requested)" in lines
+    assert main(["ls"]) == 0
+    assert "0 of 2 to 8 x all_reduce" in capsys.readouterr().out

@@ -59,9 +59,7 @@ class World:
         for job_id, job in self.running.items():
             if job.status is S.STARTING and self.random.random() < 0.5:
                 coming = {"cpu": self.random.choice([0.0, 0.0, job.needs["cpu"]])}  # of an elastic job that grows
-                self.running[job_id] = OpenJob(
-                    job_id, job.name, S.RUNNING, needs=job.needs, coming=coming, attempt=1
-                )
+                self.running[job_id] = OpenJob(job_id, job.name, S.RUNNING, needs=job.needs, coming=coming, attempt=1)
 
     def submit(self, fast: JobQueue) -> None:
         self.made += 1
