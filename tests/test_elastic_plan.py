@@ -87,6 +87,12 @@ def test_rounding_of_resources_does_not_stop_a_job():
     assert allot([tenth], {"cpu": 0.1 + 0.2 - 0.1}, None).changes == [Allow("a", 3, FREE)]
 
 
+def evenness(targets, jobs):
+    """The larger, the more even are the workers above the least numbers."""
+    above = [target - each.least for target, each in zip(targets, jobs, strict=True)]
+    return [-each for each in sorted(above, reverse=True)]
+
+
 def naive(jobs, free, waiting):
     """The targets of jobs with one CPU for each worker, by a search over all of them."""
     first = [min(each.allowed, each.limit) for each in jobs]
@@ -98,17 +104,7 @@ def naive(jobs, free, waiting):
             if later - sum(targets) >= waiting
         ]
         if fits:  # the most workers in all; then the least uneven above the least numbers; then the newest job gives
-            return max(
-                fits,
-                key=lambda targets: (
-                    sum(targets),
-                    [
-                        -above
-                        for above in sorted((t - e.least for t, e in zip(targets, jobs, strict=True)), reverse=True)
-                    ],
-                    targets,
-                ),
-            )
+            return max(fits, key=lambda targets: (sum(targets), evenness(targets, jobs), targets))
     able = [each.settled >= each.cooldown and t == each.allowed for each, t in zip(jobs, first, strict=True)]
     choices = [
         range(t, max(t, each.limit) + 1) if may else (t,) for each, t, may in zip(jobs, first, able, strict=True)
@@ -208,8 +204,5 @@ def test_histories_keep_the_bounds_and_do_not_flap(seed):
 
 
 def test_what_a_job_reserves():
-    assert reserved({"cpu": 2.0, "gpu": 1.0}, {"cpu": 1.0, "memory": 5.0}, 3) == {
-        "cpu": 5.0,
-        "gpu": 1.0,
-        "memory": 15.0,
-    }
+    found = reserved({"cpu": 2.0, "gpu": 1.0}, {"cpu": 1.0, "memory": 5.0}, 3)
+    assert found == {"cpu": 5.0, "gpu": 1.0, "memory": 15.0}

@@ -70,9 +70,7 @@ class Allotment:
     """The changes, and what the waiting job gets from them."""
 
     changes: list[Allow] = field(default_factory=list)  # of jobs whose number changes, in the order of the jobs
-    givers: tuple[
-        str, ...
-    ] = ()  # names of the jobs whose workers must leave before the waiting job can start
+    givers: tuple[str, ...] = ()  # names of the jobs whose workers must leave before the waiting job can start
 
 
 def reserved(least: Bundle, each: Bundle, more: int) -> Bundle:
