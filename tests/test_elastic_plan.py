@@ -37,6 +37,7 @@ FOR_Z = "job job-z (z) waits for these resources"
         ([job("a", 4)], 3, None, [], ()),
         ([job("a", 2, requested=3)], 3, None, [Allow("a", 3, FREE)], ()),
         ([job("a", 2, wanted=2)], 3, None, [], ()),
+        ([job("a", 2, wanted=2, requested=3)], 3, None, [Allow("a", 3, FREE)], ()),  # the user decides
         ([job("a", 2, settled=29.0)], 3, None, [], ()),
         ([job("a", 2, settled=30.0)], 1, None, [Allow("a", 3, FREE)], ()),
         ([job("a", 2, grows=False)], 3, None, [], ()),

@@ -2,8 +2,8 @@
 
 A job starts as soon as its least number of workers can run. Then, in this order:
 
-1. A job has at most the number that the user requested (`rayps scale`), and at most the number that its driver wants:
-   a driver whose next worker would not pay wants no more.
+1. A job has at most the number that the user requested (`rayps scale`). Without a request, it has at most the number
+   that its driver wants: a driver whose next worker would not pay wants no more.
 2. If the oldest waiting job could start when elastic jobs give up workers, they give up as many as it lacks, one at a
    time: each time the job with the most workers above its least number, the newest of them if there are several. No job
    goes below its least number. If the waiting job could not start even then, none gives up any.
@@ -43,8 +43,8 @@ class ElasticJob:
     @property
     def limit(self) -> int:
         """The most workers that the job may get, whatever is free."""
-        limits = [self.most, *(each for each in (self.requested, self.wanted) if each is not None)]
-        return max(self.least, min(limits))
+        asked = self.wanted if self.requested is None else self.requested
+        return max(self.least, self.most if asked is None else min(self.most, asked))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def allot(
 
 
 def _why_less(job: ElasticJob) -> str:
-    if job.requested is not None and job.requested == job.limit:
+    if job.requested is not None:
         return f"at most {job.requested} {'worker was' if job.requested == 1 else 'workers were'} requested"
     return "its driver wants no more workers"
 

@@ -101,6 +101,7 @@ class Scheduler:
         self._wake = asyncio.Event()
         self._open_jobs = OpenJobs(store)
         self.notices = NoticeStore(store)
+        self._allow_reasons: dict[str, str] = {}  # from job to why it may have its number of workers
         self._active_at = time.monotonic()
 
     @property
@@ -223,12 +224,13 @@ class Scheduler:
                 log.info("%s", error)  # the job was deleted since the view
                 continue
             records[change.job] = record
+            self._allow_reasons[change.job] = change.reason
 
     async def _allow(self, record: JobRecord, told: int | None) -> None:
         """Tell a driver how many workers its job may have, unless its progress shows that it knows."""
         counts = worker_counts(record, None)
         if counts is not None and counts.allowed != (counts.least if told is None else told):
-            reason = f"{counts.allowed} of {counts.least} to {counts.most} workers"
+            reason = self._allow_reasons.get(record.id, f"the job may have {counts.allowed} workers")
             await self._in_thread(lambda: self._drivers.allow(record, counts.allowed, reason))
 
     async def _pass_on_notices(self, known: tuple[Notice, ...]) -> None:
@@ -382,6 +384,7 @@ class Scheduler:
                 await self._store.set_reason(job.id, action.reason)
             case EndJob():
                 await self._end_job(action, job)
+                self._allow_reasons.pop(job.id, None)
 
     async def _start(self, action: Start, job: JobRecord) -> None:
         now = time.time()
