@@ -552,6 +552,11 @@ class Driver:
             "failures": self._recoveries.failures,
             "params": self._params,
         }
+        if self.spec.elastic is not None:
+            facts["allowed"] = self._allowance.now[0]
+        elastic = None if self._known is None else self._known.elastic
+        if elastic is not None and elastic.wanted is not None:
+            facts["wanted"] = elastic.wanted
         if self._callbacks.run.best is not None:
             facts["best"] = str(self._callbacks.run.best)
         return self._checkpoints.round, facts

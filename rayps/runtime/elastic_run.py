@@ -125,6 +125,11 @@ class ElasticRun:
         self._allowed_at = 0
         self.noticed: Mapping[int, float | None] = {}  # ranks under notice, and the seconds until they end
 
+    @property
+    def wanted(self) -> int | None:
+        """The most workers that the job wants, because more have not paid; None if this is not known."""
+        return self._ceiling
+
     def begin(self, newcomers: Newcomers, room: RoomWatch) -> None:
         """Set what starts newcomers, and what knows the free resources."""
         self._newcomers, self._room = newcomers, room
@@ -245,7 +250,9 @@ class ElasticRun:
         assert room is not None, "begin comes first"
         workers, reason, number = self.allowance.now
         if number != self._allowed_at:  # a word from outside is also a new attempt to grow, at once
-            self._allowed_at, self._ceiling, self._changed_at = number, None, -self._elastic.cooldown
+            self._allowed_at, self._changed_at = number, -self._elastic.cooldown
+            if self._ceiling is not None and workers > self._ceiling:  # the service offers no more than is wanted
+                self._ceiling = None
         self._measure(group)
         return SizeFacts(
             group.size,
