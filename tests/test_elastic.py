@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections import Counter
+import itertools
+from collections import Counter, defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ from small_work import Small, Watched, rows
 from torch import nn
 
 import rayps
+from rayps.cluster.notices import Notice
 from rayps.core.errors import CheckpointError, ConfigError, TrainingError
 from rayps.runtime.elastic_run import Allowance
 from rayps.runtime.membership import Membership
+from rayps.runtime.worker_actor import WorkerActor
 
 ROWS: list[tuple[int, ...]] = []  # (row, tag) of each row whose loss was computed; looked up by import
 
@@ -179,6 +183,52 @@ def test_if_all_workers_die_they_return_to_the_checkpoint():
     assert [event["kind"] for event in found.events if event["kind"] in ("restarted", "resized")] == ["restarted"]
     plain = train(Small(n=120, batch=4, optimizer="adam"), (2, 2), epochs=4, global_batch=8)
     torch.testing.assert_close(params(found), params(plain), rtol=1e-10, atol=1e-12)
+
+
+class Announced(rayps.Callback):
+    """Announces at a round that the hosts of some workers end."""
+
+    def __init__(self, cluster, at, ranks, seconds=30.0):
+        self.cluster, self.at, self.ranks, self.seconds = cluster, at, ranks, seconds
+
+    def on_round(self, run, point):
+        if point["round"] == self.at:
+            for rank in self.ranks:
+                self.cluster.announce(Notice("", f"host-{rank}", self.seconds, "a test preempts it"))
+
+
+@pytest.fixture
+def hosts(monkeypatch):
+    """Each worker on threads is on a host of its own, host-0, host-1, ... in the order in which they start."""
+    place, numbers = WorkerActor.place, itertools.count()
+    names = defaultdict(lambda: f"host-{next(numbers)}")
+    monkeypatch.setattr(WorkerActor, "place", lambda self: replace(place(self), host=names[id(self)]))
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize("ranks", [[2], [0, 1], [0, 1, 2]])
+def test_workers_under_notice_leave_and_no_step_is_lost(ranks):
+    tag = f"notice-{ranks}"
+    cluster = Watched()
+    work = Small(n=240, batch=4, optimizer="adam", tag=tag, pause=0.02)
+    found = train(
+        work,
+        (1, 3),
+        epochs=3,
+        cluster=cluster,
+        global_batch=12,
+        elastic={"cooldown": 3600},
+        callbacks=[Announced(cluster, 45, ranks)],
+    )
+    assert sum(event["kind"] == "notice" for event in found.events) == len(ranks)
+    changes = [event for event in found.events if event["kind"] == "resized"]
+    assert changes[0]["to"] == 3  # it grew first
+    left = 3 - len(ranks)
+    assert [(event["from"], event["to"]) for event in changes[1:]] == [(3, left)] if left else [(3, 4), (4, 1)]
+    assert not any(event["lost"] for event in changes)
+    assert found.snapshot.round == 60
+    alone = train(Small(n=240, batch=4, optimizer="adam"), 1, epochs=3, elastic={"most": 1}, global_batch=12)
+    torch.testing.assert_close(params(found), params(alone), rtol=1e-9, atol=1e-11)
 
 
 def test_too_many_deaths_end_the_job():

@@ -295,7 +295,7 @@ class Driver:
         if placed:
             self.journal.event("placed", placed)
         if plan.elastic is not None:
-            plan.elastic.begin(group.newcomers(), RoomWatch(cluster, resources))
+            plan.elastic.begin(group.newcomers(), RoomWatch(cluster, resources), cluster.notices)
         self.trial.end(self.journal)
         first = self._checkpoints.first(group, self.workload, plan, again=self._again)
         if self._checkpoints.resume is not None:
