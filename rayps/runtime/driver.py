@@ -299,7 +299,7 @@ class Driver:
         if placed:
             self.journal.event("placed", placed)
         if plan.elastic is not None:
-            plan.elastic.begin(group.newcomers(), RoomWatch(cluster, resources))
+            plan.elastic.begin(group.newcomers(), RoomWatch(cluster, resources), cluster.notices)
         self.trial.end(self.journal)
         first = self._checkpoints.first(group, self.workload, plan, again=self._again)
         if self._checkpoints.resume is not None:
@@ -378,8 +378,6 @@ class Driver:
         group.begin(orders, self._checkpoints.snapshot, state.rebuild)
         self._bound.begin(orders.strategy)
         self._shares.begin(group.size)
-        if elastic is not None:
-            elastic.begun(group)
         self._record.set_status(Status.RUNNING, "")
         return Findings()
 
@@ -564,6 +562,11 @@ class Driver:
             "failures": self._recoveries.failures,
             "params": self._params,
         }
+        if self.spec.elastic is not None:
+            facts["allowed"] = self._allowance.now[0]
+        elastic = None if self._known is None else self._known.elastic
+        if elastic is not None and elastic.wanted is not None:
+            facts["wanted"] = elastic.wanted
         if self._callbacks.run.best is not None:
             facts["best"] = str(self._callbacks.run.best)
         return self._checkpoints.round, facts
