@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from rayps.cli.bench_balance import balance
 from rayps.cli.bench_device import device
 from rayps.cli.bench_elastic import faults, jobs, resize
 from rayps.cli.bench_overlap import show_overlap
@@ -21,6 +22,7 @@ from rayps.cli.show import Output
 app = typer.Typer(no_args_is_help=True, help="Measure how fast rayps is on your machines.")
 app.command()(tables)
 app.command()(staleness)
+app.command()(balance)
 for command in (faults, resize, jobs, device, service, sharded, start):
     app.command()(command)
 

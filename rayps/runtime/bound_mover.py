@@ -43,6 +43,11 @@ class BoundMover:
         self._next: dict[int, int] = {}  # rank -> its next round that belongs to an interval
 
     @property
+    def moves(self) -> bool:
+        """Whether the bound of this generation moves."""
+        return self._active
+
+    @property
     def bound(self) -> int | None:
         """The bound now; None is no bound."""
         return self._control.bound

@@ -567,6 +567,8 @@ class Driver:
         elastic = None if self._known is None else self._known.elastic
         if elastic is not None and elastic.wanted is not None:
             facts["wanted"] = elastic.wanted
+        if self._bound.moves:
+            facts["bound"] = self._bound.bound
         if self._callbacks.run.best is not None:
             facts["best"] = str(self._callbacks.run.best)
         return self._checkpoints.round, facts
