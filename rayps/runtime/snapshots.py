@@ -358,6 +358,11 @@ class SnapshotSchedule:
         if not self._soon:
             self._soon, self.each, self.in_order, self.round = True, False, False, 0
 
+    def take_at(self, round: int) -> None:
+        """Take the next snapshot after `round`."""
+        self.each = self.in_order = False
+        self.round = round
+
     def choose_round(self, members: list[tuple[int, list[int]]], collected: int) -> int:
         """Choose the round whose parts all members must retain, and return this round.
 

@@ -546,6 +546,13 @@ class WorkerGroup:
             servers.poll(orders, wanted)
         return points
 
+    def take_at(self, round: int) -> None:
+        """Take the next snapshot after `round`, which no server has reached: its members retain their parts of it."""
+        if self._schedule is not None:
+            self._schedule.take_at(round)
+        for shard in self.shards:
+            shard.await_reply(shard.handle.call("poll", round))
+
     def snapshot_soon(self) -> None:
         """Request a snapshot as soon as possible: of the next round that no member has passed."""
         if self._schedule is not None:

@@ -97,6 +97,9 @@ class Loop:
         if agreed is not None:
             self.w.params = agreed
 
+    def settle(self) -> None:
+        """Wait until the servers, if there are any, have what this worker has sent. Called before a pause."""
+
     def retain(self, round: int) -> None:
         """Retain what a checkpoint after `round` contains in addition to the result of `state_dict`."""
 
