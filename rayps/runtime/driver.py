@@ -314,7 +314,7 @@ class Driver:
         if placed:
             self.journal.event("placed", placed)
         if plan.elastic is not None:
-            plan.elastic.begin(group.newcomers(), RoomWatch(cluster, resources))
+            plan.elastic.begin(group.newcomers(), RoomWatch(cluster, resources), cluster.notices)
         self.trial.end(self.journal)
         first = self._checkpoints.first(group, self.workload, plan, again=self._again)
         if self._checkpoints.resume is not None:
@@ -391,8 +391,6 @@ class Driver:
         if parts is None:
             self._checkpoints.load_newest()
         group.begin(orders, self._checkpoints.snapshot, state.rebuild)
-        if elastic is not None:
-            elastic.begun(group)
         self._record.set_status(Status.RUNNING, "")
         if self._again and self._generation == 1:
             self._move.report_arrival(self._checkpoints.round)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rayps.cluster.local import until
 from rayps.cluster.members import GroupMember
+from rayps.cluster.notices import Notice
 from rayps.cluster.room import RoomWatch
 from rayps.core.elastic import ElasticWorkers
 from rayps.core.errors import CheckpointError, ClusterError
@@ -123,16 +124,17 @@ class ElasticRun:
         self._speed: tuple[int, float] | None = None  # workers and samples per second before the last growth
         self._pace = _Pace()
         self._allowed_at = 0
-        self.noticed: Mapping[int, float | None] = {}  # ranks under notice, and the seconds until they end
+        self._notices: Callable[[], tuple[Notice, ...]] = tuple
+        self._reported: set[str] = set()  # keys of notices that were written as events
 
     @property
     def wanted(self) -> int | None:
         """The most workers that the job wants, because more have not paid; None if this is not known."""
         return self._ceiling
 
-    def begin(self, newcomers: Newcomers, room: RoomWatch) -> None:
-        """Set what starts newcomers, and what knows the free resources."""
-        self._newcomers, self._room = newcomers, room
+    def begin(self, newcomers: Newcomers, room: RoomWatch, notices: Callable[[], tuple[Notice, ...]]) -> None:
+        """Set what starts newcomers, what knows the free resources, and what returns notices of ends."""
+        self._newcomers, self._room, self._notices = newcomers, room, notices
         if self._elastic.most > self._least:
             room.start()
 
@@ -152,17 +154,11 @@ class ElasticRun:
         else:
             self.continue_from(snapshot)
 
-    def begun(self, group: WorkerGroup) -> None:
-        """Tell the workers of a new generation after which round they pause, if a replay changes them there."""
-        following = self.membership.next_replay(self.membership.current.begin)
-        if following is not None:
-            for worker in group.workers:
-                if not worker.dead:
-                    worker.await_reply(worker.handle.call("stop_after", following[0]))
-
     def plan(self, handover: Handover | None) -> ElasticPlan:
         """Return what the workers of the next generation get."""
-        return ElasticPlan(self.membership.current, self.membership.lr_factor, handover)
+        following = self.membership.next_replay(self.membership.current.begin)
+        stop = None if following is None else following[0]
+        return ElasticPlan(self.membership.current, self.membership.lr_factor, handover, stop)
 
     def count_from(self, at: int, workers: int) -> None:
         """Deal rows to so many workers from round `at` on, and count epochs accordingly."""
@@ -269,11 +265,29 @@ class ElasticRun:
             room.room if newcomers.may_start else 0,
             newcomers.starting,
             newcomers.ready,
-            self.noticed,
+            self._noticed(group),
             time.monotonic() - self._changed_at,
             self._elastic.cooldown,
             self._ceiling,
         )
+
+    def _noticed(self, group: WorkerGroup) -> dict[int, float | None]:
+        """Return the ranks that will end, and the seconds until then; None for a rank without a deadline."""
+        notices = self._notices()
+        found: dict[int, float | None] = {}
+        for rank, worker in enumerate(group.workers) if notices else ():
+            notice = None if worker.place is None else worker.place.notice(notices)
+            if notice is None:
+                continue
+            found[rank] = notice.seconds
+            key = f"{notice.key} {worker.place}"
+            if key not in self._reported:
+                self._reported.add(key)
+                when = "" if notice.seconds is None else f" in {notice.seconds:.0f} s"
+                self._journal.event(
+                    "notice", f"{worker.name} ends{when}: {notice.reason}", rank=rank, seconds=notice.seconds
+                )
+        return found
 
     def _measure(self, group: WorkerGroup) -> None:
         """After a growth, compare the speed with that before, and set the ceiling if the growth has not paid."""
@@ -387,7 +401,6 @@ class ElasticRun:
         self.count_from(change.round, len(order))
         self._formed = change
         self._changed_at = time.monotonic()
-        self.noticed = {}
         return Handover(change.round, tuple(rank for rank, old in enumerate(order) if old in holders))
 
     def _start_now(self, count: int) -> list[GroupMember]:

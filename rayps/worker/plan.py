@@ -55,12 +55,14 @@ class ElasticPlan:
     """What the workers of an elastic job get for one generation.
 
     `lr_factor`: the learning rate of the job's optimizer is multiplied by it. `handover`: how the generation continues
-    from the workers' memory; None if it starts from a snapshot.
+    from the workers' memory; None if it starts from a snapshot. `stop`: the round after which the workers pause; None
+    if that is not known before.
     """
 
     rows: RowShares
     lr_factor: float = 1.0
     handover: Handover | None = None
+    stop: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,12 @@ _CHECK_SECONDS = 0.05  # seconds between two looks at whether the run was ended 
 class RoundGate:
     """Decides whether the next round of a run may begin. Any thread may call its methods."""
 
-    def __init__(self, begun: int) -> None:
-        """Start a run of which `begun` rounds were begun before."""
+    def __init__(self, begun: int, last: int | None = None) -> None:
+        """Start a run of which `begun` rounds were begun before; it ends after `last` rounds, if that is known."""
         self._changed = threading.Condition()
         self._begun = begun
         self._held = False  # whether no round may begin until the driver says more
-        self._last: int | None = None  # the run ends after so many rounds; None if no end was set
+        self._last = last  # the run ends after so many rounds; None if no end was set
         self._limit: int | None = None  # the run is held after so many rounds; None if it is not
         self.retained = 0  # the round after which the run retains its part of a checkpoint, whoever asks for it
 

@@ -53,7 +53,7 @@ class GenerationRun:
         self._connections = WorkerConnections(plan.peers.seat)
         self._thread: threading.Thread | None = None
         self._run: PlanRun | None = None
-        self._gate = RoundGate(max(plan.start, 0))
+        self._gate = RoundGate(max(plan.start, 0), None if plan.elastic is None else plan.elastic.stop)
 
     def start(
         self,
