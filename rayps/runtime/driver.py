@@ -496,7 +496,7 @@ class Driver:
             return Findings()
         self._record.set_status(Status.STOPPING, "saving a checkpoint")
         seconds = LEAVE_SECONDS if self._move.reason is None else self._move.seconds
-        self._last = LastCheckpoint(self._group, self._checkpoints.round, seconds)
+        self._last = LastCheckpoint(self._group, self._checkpoints.round, phase.end, seconds)
         return Findings(saving=True)
 
     def _await_checkpoint(self, phase: PhaseRun) -> Findings:

@@ -39,12 +39,12 @@ def last_rounds(begun: Mapping[int, int]) -> tuple[int, dict[int, int]]:
 class LastCheckpoint:
     """A checkpoint that was requested before the run ends or moves."""
 
-    def __init__(self, group: WorkerGroup, saved: int, seconds: float) -> None:
+    def __init__(self, group: WorkerGroup, saved: int, end: int, seconds: float) -> None:
         """Hold the workers and request the state. `saved` is the round of the newest state now.
 
-        `seconds` is the time until the run ends without it.
+        `end` is the last round of the generation, and `seconds` the time until the run ends without the state.
         """
-        self._saved, self._deadline = saved, time.monotonic() + seconds
+        self._saved, self._end, self._deadline = saved, end, time.monotonic() + seconds
         self._round, self._limits = 0, dict[int, int]()
         self._asked_at, self._released, self._reached_at = 0.0, False, 0.0
         begun = _hold(group)
@@ -59,18 +59,22 @@ class LastCheckpoint:
         `saved` is the round of the newest state now.
         """
         now = time.monotonic()
-        if now > self._deadline or (saved != self._saved if not self._limits else saved >= self._round):
+        if now > self._deadline:
             return True
         if not self._limits:
-            return False
+            return saved != self._saved
+        # when a worker's position is known, the points of its rounds have arrived, too
+        facts = [group.workers[rank].facts for rank in self._limits]
+        reached = all(isinstance(f, WorkerFacts) and f.position >= self._round for f in facts)
+        if reached and saved >= self._round:
+            return True
         if not self._released:
             if now - self._asked_at >= ASK_SECONDS:
                 self._released, self._reached_at = True, 0.0
                 for rank, limit in self._limits.items():
                     group.workers[rank].handle.call("train_until", limit, self._round)
             return False
-        facts = [group.workers[rank].facts for rank in self._limits]
-        if all(isinstance(f, WorkerFacts) and f.position >= self._round for f in facts):
+        if reached:
             self._reached_at = self._reached_at or now
             if now - self._reached_at >= MISS_SECONDS:
                 following = self._round + 1
@@ -79,8 +83,8 @@ class LastCheckpoint:
 
     def _ask(self, group: WorkerGroup, at: int, limits: dict[int, int]) -> None:
         """Request the state after round `at`. The workers go on when the servers have had time to get the request."""
-        group.snapshot_soon(at)
-        self._round, self._limits = at, limits
+        self._round, self._limits = min(at, self._end), limits
+        group.snapshot_soon(self._round)
         self._asked_at, self._released = time.monotonic(), False
 
 
