@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rayps.cluster.local import ActorHandle, ActorReply, until
@@ -39,6 +39,7 @@ class GroupMember:
     pending: ActorReply | None = None  # the reply of the pending call
     frozen: str = ""  # hash of the frozen parameters that the member's process was sent; "" if there are none
     called_at: float = 0.0  # the `time.monotonic` at which the pending call began
+    spawned: float = field(default_factory=time.monotonic)  # the `time.monotonic` at which its process was started
 
     @property
     def address(self) -> str:

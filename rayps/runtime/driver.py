@@ -265,7 +265,9 @@ class Driver:
             known = self.journal.evaluated
             self._record.evaluated = self._callbacks.known(first.round) if known is None else known
         self._callbacks.start(first.round, plan.calendar.epoch_of(first.round))
-        self._callbacks.deliver_earlier(self.journal.earlier_points(), first.round)
+        earlier = self.journal.earlier_points()
+        self._callbacks.deliver_earlier(earlier, first.round)
+        self._record.times.continues(earlier)
         if self._callbacks.may_end(first.round):  # an earlier driver has died between the stop and the end
             self._end_early()
         return Findings()
@@ -324,7 +326,8 @@ class Driver:
         if (traces := self._record.traces) is not None:
             orders = replace(orders, profile=traces.ranks_to_trace(self.spec.workers))
         parts = self._checkpoints.parts_plan(phase.phase.strategy, self._group.hosts)
-        orders = replace(orders, parts=parts)
+        recovers, reached = self._record.times.begin_generation(self.spec.workers)
+        orders = replace(orders, parts=parts, recovers=recovers, reached=reached)
         if parts is None:
             self._checkpoints.load_newest()
         self._group.begin(orders, self._checkpoints.snapshot, state.rebuild)
@@ -372,6 +375,7 @@ class Driver:
     def _recover(self, state: states.Recover) -> Findings:
         decision, generation = state.decision, self._generation + 1
         self._record.end_generation()
+        self._record.times.recovering = True
         self._record.set_status(Status.RECOVERING, decision.reason)
         rebuild = self._recoveries.end_generation(self._group, decision, generation)
         if rebuild is not None:
@@ -507,6 +511,7 @@ class Driver:
         if self._started is not None:
             self.journal.lines(self._started.lines())
             self._record.add_server_events(self._started, over=True)
+            self._record.times.end(self._started.members)
             self._started.close()
             self._checkpoints.discard_unfinished()
 
@@ -531,6 +536,7 @@ class Driver:
         self.journal.event(kind, outcome.message, metrics=outcome.metrics)
         self._record.set_status(outcome.status, outcome.message)
         self.journal.write_outcome(outcome.to_dict())
+        self._record.times.close()
         return outcome
 
     def _end_callbacks(self, outcome: Outcome) -> None:

@@ -18,6 +18,7 @@ from rayps.core.urls import Location
 from rayps.ps.server.dense_segment import ShardFacts
 from rayps.runtime.journal import Journal
 from rayps.runtime.state_folder import StateFolder
+from rayps.runtime.time_record import TimeRecord
 from rayps.runtime.trace_folder import TraceFolder
 from rayps.runtime.worker_group import WorkerGroup
 from rayps.tensors.snapshot import Snapshot
@@ -78,6 +79,8 @@ class RunRecord:
         self._message = ""
         self._journal, self._round_and_facts, self._workers = journal, round_and_facts, workers
         self.traces: TraceFolder | None = None  # set if workers trace some of their rounds
+        self.times = TimeRecord(journal.folder)
+        journal.on_any_event = self.times.add_event
         self._rounds = Rounds(workers, 0, "")
         self._report, self._server_events = ProgressReport(), ServerEvents()
         self._data_wait = DataWait()
@@ -126,6 +129,7 @@ class RunRecord:
         self._server_events.add_rounds(points)
         self.add_server_events(group)
         self.add_points(self._rounds.add(points))
+        self.times.add(group.members)
         self._journal.lines(group.lines())
         if self.traces is not None:
             self.traces.collect(group)

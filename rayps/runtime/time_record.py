@@ -1,0 +1,161 @@
+"""The record of a job's time, which the driver writes from its members' reports: see `rayps.core.goodput`."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+from rayps.cluster.local import until
+from rayps.cluster.members import GroupMember
+from rayps.core.errors import ClusterError
+from rayps.core.goodput import FILE, JobTime, ProcessTimes, TimeEvent, job_time
+from rayps.core.member_times import MemberTimes, added
+from rayps.core.records import Point
+from rayps.core.values import JsonObject
+
+LAST_SECONDS = 2.0  # the longest wait for the members' last reports
+LEAST_SECONDS, MOST_SECONDS = 1.0, 30.0  # between two reports of a process in the file
+SHARE = 0.01  # seconds between two reports of a process in the file / its age
+# the kinds of events that the timeline shows
+SHOWN = frozenset(
+    ["placed", "restarted", "mending", "mended", "replaced", "rejoined", "resized", "notice", "checkpoint"]
+    + ["phase", "server_lost", "ended_early", "finished", "stopped", "failed", "warning"]
+)
+
+
+class _Process:
+    """What the driver knows of one process of a member."""
+
+    def __init__(self, member: GroupMember, began: float, *, replaces: bool) -> None:
+        """`began` is the time of day of the start; `replaces`: the process is there because another one died."""
+        self.name, self.began, self.spawned = member.name, began, member.spawned
+        self.host = ""
+        self.times: MemberTimes | None = None
+        self.wall = 0.0
+        self.written = -1e9
+        self._before = "recovery" if replaces else "start"
+        self._unreported = math.inf  # seconds between the start of the process and that of its account
+
+    def add(self, times: MemberTimes, now: float) -> None:
+        """Take over a report that arrives at `now`, as time.monotonic."""
+        self.wall = now - self.spawned
+        # a report arrives some time after it was made: the shortest of these delays is the best estimate
+        self._unreported = max(0.0, min(self._unreported, self.wall - times.wall))
+        self.times = replace(times, parts=added(times.parts, {self._before: self._unreported}))
+
+    def end(self, now: float) -> None:
+        """Count the time since the last report as idle: the process has nothing to do any more."""
+        if self.times is not None:
+            self.wall = now - self.spawned
+            self.times = replace(self.times, parts=added(self.times.parts, {"idle": max(0.0, self.wall - self.times.wall)}))
+
+    def line(self) -> JsonObject:
+        """Return the newest report as a line of the file."""
+        assert self.times is not None, "the process has reported"
+        return ProcessTimes(self.name, self.began, self.wall, self.times, self.host).to_json()
+
+
+class TimeRecord:
+    """Collects the reports of a job's members, and writes them to `time.jsonl` in the job's folder if it has one."""
+
+    def __init__(self, folder: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
+        """Continue the file in `folder` if an earlier driver of the job has begun it."""
+        self._clock = clock
+        self._processes: dict[str, _Process] = {}  # the newest process of each member
+        self._lines: list[JsonObject] = []  # if there is no folder
+        self._file: IO[str] | None = None
+        self._continues = False  # whether an earlier driver has written reports
+        self.recovering = False  # whether the next generation follows a failure
+        self._reached: dict[str, int] = {}  # from a worker's name to the rounds that it has reported
+        self._reached_before = 0  # rounds that the workers of earlier drivers have reported
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / FILE
+            self._continues = path.exists() and path.stat().st_size > 0
+            self._file = path.open("a", encoding="utf-8")
+            if self._continues:
+                self._file.write("\n")  # a killed driver may have left half a line
+
+    def add(self, members: Iterable[GroupMember]) -> None:
+        """Take over the reports in the facts of the members' last polls."""
+        now = self._clock()
+        for member in members:
+            position = getattr(member.facts, "position", 0)
+            self._reached[member.name] = max(position, self._reached.get(member.name, 0))
+            times: MemberTimes | None = getattr(member.facts, "times", None)
+            if times is not None:
+                member.facts.times = None
+                self._add(member, times, now)
+
+    def continues(self, points: Iterable[Point]) -> None:
+        """Take over the rounds of earlier drivers: `points` are those that they have written."""
+        rounds = [point["round"] + 1 for point in points if point["kind"] == "round"]
+        self._reached_before = max(rounds, default=0)
+        self.recovering = bool(rounds)
+
+    def begin_generation(self, workers: int) -> tuple[bool, tuple[int, ...]]:
+        """Return whether the generation that begins follows a failure, and by rank the rounds that were trained before."""
+        found, self.recovering = self.recovering, False
+        names = [f"worker-{rank}" for rank in range(workers)]
+        return found, tuple(max(self._reached_before, self._reached.get(name, 0)) for name in names)
+
+    def add_event(self, event: JsonObject) -> None:
+        """Write an event, if it is of a kind that the timeline shows."""
+        if event["kind"] in SHOWN:
+            found = TimeEvent(float(event["time"]), str(event["kind"]), str(event["message"]))  # type: ignore[arg-type]
+            self._write(found.to_json())
+
+    def end(self, members: Iterable[GroupMember]) -> None:
+        """At the end of the run, ask the living members for their last reports, and write the totals of all."""
+        living = [member for member in members if not member.dead]
+        asked = [(member, member.handle.call("times")) for member in living]
+        until(lambda: all(reply.done() for _, reply in asked), LAST_SECONDS)
+        for member, reply in asked:
+            try:
+                times = reply.result(0)
+            except (ClusterError, TimeoutError):
+                continue  # the last report of a poll stands
+            if times is not None:
+                self._add(member, times, self._clock())
+        now = self._clock()
+        for process in self._processes.values():
+            process.end(now)
+            if process.times is not None:
+                self._write(process.line())
+
+    def close(self) -> None:
+        """Close the file. Later lines are kept in memory."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def job_time(self) -> JobTime:
+        """Return the job's time as far as this driver knows it."""
+        newest = [process.line() for process in self._processes.values() if process.times is not None]
+        return job_time([*self._lines, *newest])
+
+    def _add(self, member: GroupMember, times: MemberTimes, now: float) -> None:
+        process = self._processes.get(member.name)
+        if process is None or process.spawned != member.spawned:
+            if process is not None and process.times is not None:
+                self._write(process.line())
+            began = time.time() - (now - member.spawned)
+            replaces = process is not None or self._continues
+            process = self._processes[member.name] = _Process(member, began, replaces=replaces)
+            process.host = member.place.host if member.place is not None else ""
+        process.add(times, now)
+        if now - process.written >= min(MOST_SECONDS, max(LEAST_SECONDS, SHARE * process.wall)):
+            process.written = now
+            self._write(process.line())
+
+    def _write(self, line: JsonObject) -> None:
+        if self._file is None:
+            self._lines.append(line)
+            return
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
