@@ -65,9 +65,14 @@ class TimeEvent:
 class TimeSlice:
     """What a member did between two reports, or between two of its processes."""
 
-    begin: float
+    begin: float  # time of day in seconds since 1970
     end: float
-    parts: dict[str, float]
+    parts: dict[str, float]  # seconds
+
+    def to_json(self) -> JsonObject:
+        """Return the slice as JSON data."""
+        parts = {part: round(value, 4) for part, value in self.parts.items()}
+        return {"begin": round(self.begin, 4), "end": round(self.end, 4), "parts": parts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +133,7 @@ class JobTime:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of each part in the time of all workers, in the order of `PARTS`. Parts without time are left out."""
+        """The share of each part in the time of all workers, in the order of `PARTS`, without parts of no time."""
         whole = sum(each.counted for each in self.workers)
         sums = {part: sum(each.parts.get(part, 0.0) for each in self.workers) for part in PARTS}
         return {part: value / whole for part, value in sums.items() if value > 0} if whole > 0 else {}
@@ -141,12 +146,13 @@ class JobTime:
         return max(each.began + each.wall for each in self.members) - min(each.began for each in self.members)
 
     def to_json(self) -> JsonObject:
-        """Return the time as JSON data, without the timeline."""
+        """Return the time as JSON data."""
         return {
             "goodput": self.goodput,
             "seconds": round(self.seconds, 4),
             "shares": {part: round(value, 6) for part, value in self.shares.items()},
             "members": [each.to_json() for each in self.members],
+            "timeline": {name: [each.to_json() for each in slices] for name, slices in self.timeline.items()},
             "events": [event.to_json() for event in self.events],
         }
 
@@ -176,17 +182,22 @@ def job_time(lines: Iterable[JsonObject]) -> JobTime:
 
 
 def read_job_time(path: Path) -> JobTime:
-    """Return the time of a job from its file. An incomplete last line is left out. Raises OSError if it cannot be read."""
+    """Return the time of a job from its file. Raises OSError if the file cannot be read."""
+    return job_time(read_lines(path))
+
+
+def read_lines(path: Path) -> list[JsonObject]:
+    """Return the complete lines of a job's file. Raises OSError if the file cannot be read."""
     found: list[JsonObject] = []
     with path.open("rb") as file:
         for raw in file:
             try:
                 line = json.loads(raw)
             except ValueError:
-                continue
+                continue  # a killed driver has left half of this line
             if isinstance(line, dict):
                 found.append(line)
-    return job_time(found)
+    return found
 
 
 def _totals(reports: Sequence[ProcessTimes]) -> MemberTotals:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 
 from rayps.core.machine_waits import MachineWaits
 from rayps.core.time_account import Seconds
-from rayps.core.values import JsonObject
+from rayps.core.values import Json, JsonObject
 
 SERVERS = "servers"  # the name of the peer in waits for servers, whose own reports say for whose push they waited
 
@@ -92,8 +92,15 @@ class MemberTimes:
                 for peer, line in self.lines.items()
             },
             "rounds": self.rounds,
-            **({"delays": {who: {peer: round(value, 4) for peer, value in by.items()} for who, by in self.delays.items()}}
-               if self.delays else {}),
+            **(
+                {
+                    "delays": {
+                        who: {peer: round(value, 4) for peer, value in by.items()} for who, by in self.delays.items()
+                    }
+                }
+                if self.delays
+                else {}
+            ),
         }
 
 
@@ -103,23 +110,34 @@ def added(first: dict[str, float], second: dict[str, float]) -> dict[str, float]
 
 
 def member_times(given: JsonObject) -> MemberTimes:
-    """Return the report that `MemberTimes.to_json` wrote. Unknown fields are left out."""
-    parts, waits, machine, lines = (_dict(given.get(name)) for name in ("parts", "waits", "machine", "lines"))
-    known_waits = MachineWaits.__slots__
+    """Return the report that `MemberTimes.to_json` wrote. What is no number, or not known, is left out."""
+    machine, rounds = _numbers(given.get("machine")), given.get("rounds")
     return MemberTimes(
-        {part: float(value) for part, value in parts.items()},  # type: ignore[arg-type]
-        {peer: float(value) for peer, value in waits.items()},  # type: ignore[arg-type]
-        MachineWaits(**{name: value for name, value in machine.items() if name in known_waits}),  # type: ignore[arg-type]
-        {
-            peer: LineFacts(**{name: value for name, value in _dict(line).items() if name in LineFacts.__slots__})  # type: ignore[arg-type]
-            for peer, line in lines.items()
-        },
-        int(given.get("rounds") or 0),  # type: ignore[call-overload]
-        {who: {peer: float(value) for peer, value in _dict(by).items()} for who, by in _dict(given.get("delays")).items()},  # type: ignore[arg-type]
+        _numbers(given.get("parts")),
+        _numbers(given.get("waits")),
+        MachineWaits(
+            machine.get("cpu", 0.0),
+            machine.get("cpu_wait", 0.0),
+            machine.get("disk", 0.0),
+            int(machine.get("read_bytes", 0)),
+            bool(machine.get("sampled", True)),
+        ),
+        {peer: _line(_numbers(line)) for peer, line in _dict(given.get("lines")).items()},
+        int(rounds) if isinstance(rounds, (int, float)) else 0,
+        {who: _numbers(by) for who, by in _dict(given.get("delays")).items()},
     )
 
 
-def _dict(value: object) -> JsonObject:
+def _line(given: dict[str, float]) -> LineFacts:
+    sent, again = int(given.get("bytes", 0)), int(given.get("retransmits", 0))
+    return LineFacts(sent, given.get("busy", 0.0), again, given.get("rtt", 0.0))
+
+
+def _numbers(value: Json) -> dict[str, float]:
+    return {key: item for key, item in _dict(value).items() if isinstance(item, (int, float))}
+
+
+def _dict(value: Json) -> JsonObject:
     return value if isinstance(value, dict) else {}
 
 

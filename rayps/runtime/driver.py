@@ -23,6 +23,7 @@ from typing import assert_never
 from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import Cluster
 from rayps.core.errors import RaypsError
+from rayps.core.goodput import JobTime
 from rayps.core.job_status import Status
 from rayps.core.metrics import evaluation_point
 from rayps.core.phase_rounds import Calendar
@@ -139,6 +140,10 @@ class Driver:
     def saves(self) -> bool:
         """Whether there is a folder for checkpoints."""
         return self._checkpoints.folder is not None
+
+    def job_time(self) -> JobTime:
+        """Return where the time of the job's workers and servers went so far."""
+        return self._record.times.job_time()
 
     @property
     def status(self) -> Status:

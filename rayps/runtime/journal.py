@@ -38,6 +38,8 @@ class Journal:
     ) -> None:
         self._on_lines = on_lines
         self.folder = folder
+        # where `time.jsonl` is written once the folder exists; `train` has no other journal on disk
+        self.time_folder, self.time_anew = folder, False
         self.points: list[Point] = []
         self.events: list[Event] = []
         self.cost_report: CostReport | None = None  # collects the costs of the current phase

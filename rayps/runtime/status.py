@@ -79,7 +79,7 @@ class RunRecord:
         self._message = ""
         self._journal, self._round_and_facts, self._workers = journal, round_and_facts, workers
         self.traces: TraceFolder | None = None  # set if workers trace some of their rounds
-        self.times = TimeRecord(journal.folder)
+        self.times = TimeRecord(journal.time_folder, anew=journal.time_anew)
         journal.on_any_event = self.times.add_event
         self._rounds = Rounds(workers, 0, "")
         self._report, self._server_events = ProgressReport(), ServerEvents()
@@ -97,7 +97,9 @@ class RunRecord:
     def show_progress(self, *, now: bool = False) -> None:
         """Write the progress to the journal: at most twice a second, or at once if `now`."""
         done, more = self._round_and_facts()
-        progress = self._report.progress(done, {"status": self.status, "message": self._message, **more})
+        account = self.times.account()
+        facts: ProgressRecord = {"status": self.status, "message": self._message, "account": account, **more}
+        progress = self._report.progress(done, facts)
         self._journal.progress(progress, now=now)
 
     def begin_generation(self, number: int, strategy: str, *, continues: bool) -> None:

@@ -13,19 +13,20 @@ from typing import IO
 from rayps.cluster.local import until
 from rayps.cluster.members import GroupMember
 from rayps.core.errors import ClusterError
-from rayps.core.goodput import FILE, JobTime, ProcessTimes, TimeEvent, job_time
+from rayps.core.goodput import FILE, JobTime, ProcessTimes, TimeEvent, job_time, read_job_time, read_lines
 from rayps.core.member_times import MemberTimes, added
-from rayps.core.records import Point
+from rayps.core.records import AccountRecord, Event, Point
+from rayps.core.time_account import USEFUL
 from rayps.core.values import JsonObject
 
 LAST_SECONDS = 2.0  # the longest wait for the members' last reports
 LEAST_SECONDS, MOST_SECONDS = 1.0, 30.0  # between two reports of a process in the file
 SHARE = 0.01  # seconds between two reports of a process in the file / its age
 # the kinds of events that the timeline shows
-SHOWN = frozenset(
-    ["placed", "restarted", "mending", "mended", "replaced", "rejoined", "resized", "notice", "checkpoint"]
-    + ["phase", "server_lost", "ended_early", "finished", "stopped", "failed", "warning"]
-)
+SHOWN = {
+    *("placed", "phase", "restarted", "mending", "mended", "replaced", "rejoined", "resized", "notice", "checkpoint"),
+    *("server_lost", "ended_early", "finished", "stopped", "failed", "warning"),
+}
 
 
 class _Process:
@@ -52,7 +53,9 @@ class _Process:
         """Count the time since the last report as idle: the process has nothing to do any more."""
         if self.times is not None:
             self.wall = now - self.spawned
-            self.times = replace(self.times, parts=added(self.times.parts, {"idle": max(0.0, self.wall - self.times.wall)}))
+            self.times = replace(
+                self.times, parts=added(self.times.parts, {"idle": max(0.0, self.wall - self.times.wall)})
+            )
 
     def line(self) -> JsonObject:
         """Return the newest report as a line of the file."""
@@ -63,23 +66,23 @@ class _Process:
 class TimeRecord:
     """Collects the reports of a job's members, and writes them to `time.jsonl` in the job's folder if it has one."""
 
-    def __init__(self, folder: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Continue the file in `folder` if an earlier driver of the job has begun it."""
+    def __init__(self, folder: Path | None, *, anew: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        """Continue the file in `folder`, or write it anew. While there is no such folder, the lines are in memory."""
         self._clock = clock
         self._processes: dict[str, _Process] = {}  # the newest process of each member
-        self._lines: list[JsonObject] = []  # if there is no folder
-        self._file: IO[str] | None = None
-        self._continues = False  # whether an earlier driver has written reports
-        self.recovering = False  # whether the next generation follows a failure
+        self._earlier: dict[str, dict[str, float]] = {}  # seconds by part of each member's earlier processes
         self._reached: dict[str, int] = {}  # from a worker's name to the rounds that it has reported
         self._reached_before = 0  # rounds that the workers of earlier drivers have reported
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder / FILE
-            self._continues = path.exists() and path.stat().st_size > 0
-            self._file = path.open("a", encoding="utf-8")
-            if self._continues:
-                self._file.write("\n")  # a killed driver may have left half a line
+        self.recovering = False  # whether the next generation follows a failure
+        self._path = None if folder is None else folder / FILE
+        self._lines: list[JsonObject] = []  # that are not in the file yet
+        self._file: IO[str] | None = None
+        self._continues = False  # whether an earlier driver has written reports
+        if self._path is not None and self._path.exists() and anew:
+            self._path.unlink()
+        elif self._path is not None and self._path.exists():
+            self._continues = True
+            self._earlier = {each.name: each.parts for each in read_job_time(self._path).members}
 
     def add(self, members: Iterable[GroupMember]) -> None:
         """Take over the reports in the facts of the members' last polls."""
@@ -99,15 +102,15 @@ class TimeRecord:
         self.recovering = bool(rounds)
 
     def begin_generation(self, workers: int) -> tuple[bool, tuple[int, ...]]:
-        """Return whether the generation that begins follows a failure, and by rank the rounds that were trained before."""
+        """Return whether the new generation follows a failure, and by rank the rounds that were trained before."""
         found, self.recovering = self.recovering, False
         names = [f"worker-{rank}" for rank in range(workers)]
         return found, tuple(max(self._reached_before, self._reached.get(name, 0)) for name in names)
 
-    def add_event(self, event: JsonObject) -> None:
+    def add_event(self, event: Event) -> None:
         """Write an event, if it is of a kind that the timeline shows."""
         if event["kind"] in SHOWN:
-            found = TimeEvent(float(event["time"]), str(event["kind"]), str(event["message"]))  # type: ignore[arg-type]
+            found = TimeEvent(float(event["time"]), str(event["kind"]), str(event["message"]))
             self._write(found.to_json())
 
     def end(self, members: Iterable[GroupMember]) -> None:
@@ -129,21 +132,40 @@ class TimeRecord:
                 self._write(process.line())
 
     def close(self) -> None:
-        """Close the file. Later lines are kept in memory."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def job_time(self) -> JobTime:
-        """Return the job's time as far as this driver knows it."""
+        """Return the job's time so far, also that under earlier drivers."""
         newest = [process.line() for process in self._processes.values() if process.times is not None]
-        return job_time([*self._lines, *newest])
+        written = [] if self._path is None or not self._path.exists() else read_lines(self._path)
+        return job_time([*written, *self._lines, *newest])
+
+    def account(self) -> AccountRecord:
+        """Return the job's time so far, for its progress."""
+        members = dict(self._earlier)
+        for name, process in self._processes.items():
+            if process.times is not None:
+                members[name] = added(members.get(name, {}), process.times.parts)
+        seconds: dict[str, float] = {}
+        for name, parts in members.items():
+            if name.startswith("worker-"):
+                seconds = added(seconds, parts)
+        whole = sum(seconds.values())
+        return {
+            "goodput": seconds.get(USEFUL, 0.0) / whole if whole > 0 else None,
+            "seconds": _rounded(seconds),
+            "members": {name: _rounded(members[name]) for name in sorted(members)},
+        }
 
     def _add(self, member: GroupMember, times: MemberTimes, now: float) -> None:
         process = self._processes.get(member.name)
         if process is None or process.spawned != member.spawned:
             if process is not None and process.times is not None:
                 self._write(process.line())
+                self._earlier[member.name] = added(self._earlier.get(member.name, {}), process.times.parts)
             began = time.time() - (now - member.spawned)
             replaces = process is not None or self._continues
             process = self._processes[member.name] = _Process(member, began, replaces=replaces)
@@ -154,8 +176,17 @@ class TimeRecord:
             self._write(process.line())
 
     def _write(self, line: JsonObject) -> None:
-        if self._file is None:
-            self._lines.append(line)
-            return
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        """Write a line to the file, if its folder exists, else keep it."""
+        self._lines.append(line)
+        if self._file is None and self._path is not None and self._path.parent.is_dir():
+            self._file = self._path.open("a", encoding="utf-8")
+            if self._continues:
+                self._file.write("\n")  # a killed driver may have left half a line
+        if self._file is not None:
+            self._file.writelines(json.dumps(each) + "\n" for each in self._lines)
+            self._file.flush()
+            self._lines = []
+
+
+def _rounded(seconds: dict[str, float]) -> dict[str, float]:
+    return {part: round(value, 3) for part, value in seconds.items()}

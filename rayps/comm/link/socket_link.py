@@ -90,7 +90,7 @@ class Link(ABC):
 
     @property
     def line(self) -> LineFacts | None:
-        """What the kernel counts for this connection; None if it is not by TCP, or is closed. Any thread may read it."""
+        """What the kernel counts for this connection; None if it is not by TCP, or closed. Any thread may read it."""
         return tcp_facts(self._sock) if self.transport == "tcp" else None
 
     @property

@@ -34,7 +34,6 @@ from rayps.tensors.snapshot import Snapshot
 from rayps.tensors.subset_optimizer import of_some
 from rayps.workload.base import Workload
 
-
 TIMES_SECONDS = 1.0  # seconds between two reports of where the time went
 
 
