@@ -97,9 +97,14 @@ class MemberTotals:
         """Seconds in all parts."""
         return self.times.wall
 
+    @property
+    def after_start(self) -> float:
+        """Seconds in all parts except `start`."""
+        return self.counted - self.parts.get("start", 0.0)
+
     def share(self, part: str) -> float:
-        """Return the share of a part in the member's time, 0 to 1."""
-        return self.parts.get(part, 0.0) / self.counted if self.counted > 0 else 0.0
+        """Return the share of a part in the member's time after the start, 0 to 1."""
+        return self.parts.get(part, 0.0) / self.after_start if self.after_start > 0 else 0.0
 
     def to_json(self) -> JsonObject:
         """Return the totals as JSON data."""

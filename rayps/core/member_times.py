@@ -29,6 +29,15 @@ class LineFacts:
             max(self.rtt, other.rtt),
         )
 
+    def since(self, begin: LineFacts) -> LineFacts:
+        """Return what was counted after `begin`, of the same connections."""
+        return LineFacts(
+            max(0, self.bytes - begin.bytes),
+            max(0.0, self.busy - begin.busy),
+            max(0, self.retransmits - begin.retransmits),
+            self.rtt,
+        )
+
     def after(self, earlier: LineFacts) -> LineFacts:
         """Return the facts of the connections of one generation, added to those of an earlier generation."""
         return LineFacts(

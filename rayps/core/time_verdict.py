@@ -1,12 +1,14 @@
 """What costs a job most of its time, which worker causes it, and what to change. Pure: the facts are a `JobTime`.
 
-Each possible cause has a cost: the share of the workers' time that would be useful without it. The largest cost is the
-verdict. The causes:
+Each possible cause has a cost: the share of the workers' time after their start that would be useful without it. The
+largest cost is the verdict. The start is no cost of this kind: it happens once, and its share shrinks by itself. It is
+named last, and only if it is most of the time. The causes:
 
 - One worker holds up the others. Its excess is what its own seconds per round (computing, data, communication) exceed
-  the median of the other workers by. It is explained by what the worker was measured to do longer than the others:
-  waiting for a CPU (`cpu`), reading from a disk (`disk`), waiting for data otherwise (`data`), sending (`network`),
-  using a CPU (`code`), or neither using nor awaiting a CPU (`blocked`).
+  the median of the other workers by. Its cause is what explains most of the excess: the time that the worker's thread
+  is measured to wait for a CPU (`cpu`) or a disk (`disk`), or to use a CPU (`code`), longer than the others. If what is
+  left is more, the cause is `data` or `network` if this is the part of the account in which the excess is, else
+  `blocked`: the thread waits for something else.
 - All workers wait for data (`data`, `disk`), for a CPU (`cpu`), for the network (`network`), for servers that are busy
   (`servers`), or exchange for another reason (`exchange`).
 - The time is spent outside of rounds: `start`, `evaluation`, `checkpoint`, `recovery`, `idle`.
@@ -23,7 +25,8 @@ from rayps.core.member_times import LineFacts
 from rayps.core.values import JsonObject
 
 LEAST_COST = 0.05  # share of the time that is worth a verdict
-EXPLAINS = 0.4  # the share of a worker's excess that a measured wait must have, to be its cause
+LEAST_START = 0.5  # share of all time from which the start is named
+EXPLAINS = 0.4  # the share of the waits for data that waits for a disk must have, to be their cause
 BUSY = 0.5  # the share of its time that a server computes or communicates if it limits the workers
 ON_LINES = 0.3  # the share of the exchange in which data is under way if the network limits it
 SLOWER = 0.5  # a line is slow if its rate is below this share of the next one
@@ -92,7 +95,7 @@ class Verdict:
 
 def verdict(time: JobTime) -> Verdict:
     """Return what costs the job most of its time."""
-    workers = [each for each in time.workers if each.counted > 0]
+    workers = [each for each in time.workers if each.after_start > 0]
     if not workers:
         return Verdict()
     slow = _straggler(workers, time)
@@ -100,7 +103,7 @@ def verdict(time: JobTime) -> Verdict:
     explained = slow.cost if slow is not None else 0.0
     found += [finding for rule in _RULES if (finding := rule(time, workers, explained)) is not None]
     ranked = sorted((each for each in found if each.cost >= LEAST_COST), key=lambda each: -each.cost)
-    return Verdict(tuple(ranked), time.goodput)
+    return Verdict((*ranked, *_start(time)), time.goodput)
 
 
 # ---- one worker holds up the others
@@ -116,7 +119,7 @@ def _straggler(workers: Sequence[MemberTotals], time: JobTime) -> Finding | None
     excess = _own(slowest) - median(_own(each) for each in others)
     # what the others lose to it cannot be more than what they wait, without what the exchange itself takes
     lost = median(each.share("waiting") + each.share("idle") for each in others)
-    cost = min(excess * slowest.times.rounds / slowest.counted, lost)
+    cost = min(excess * slowest.times.rounds / slowest.after_start, lost)
     if cost < LEAST_COST:
         return None
     cause, evidence = _reason(slowest, others, excess, time)
@@ -153,28 +156,23 @@ def _reason(
 
     parts = {part: more(lambda each, part=part: _per_round(each, each.parts.get(part, 0.0))) for part in _PARTS}  # type: ignore[misc]
     most = max(parts, key=lambda part: parts[part])
-    waits = {
-        "cpu": (lambda each: _per_round(each, each.times.machine.cpu_wait), "waiting for a CPU"),
-        "disk": (lambda each: _per_round(each, each.times.machine.disk), "waiting for a disk"),
-        "code": (lambda each: _per_round(each, each.times.machine.cpu), "on a CPU"),
-    }
+    measured = {cause: more(measure) for cause, (measure, _) in _MEASURED.items()}
     evidence = [
-        f"per round, it spends {_ms(parts[part])} more in {part}" for part in _PARTS if parts[part] > EXPLAINS * excess
+        f"per round, it spends {_ms(parts[part])} more in {part}" for part in _PARTS if parts[part] > excess / 4
     ]
     evidence += [
-        f"per round, its thread is {_ms(more(measure))} longer {words} (the kernel's count)"
-        for measure, words in waits.values()
-        if more(measure) > 0.1 * excess
+        f"per round, its thread is {_ms(seconds)} longer {_MEASURED[cause][1]} than the others'"
+        for cause, seconds in measured.items()
+        if seconds > excess / 10
     ]
+    rest = excess - sum(max(0.0, seconds) for seconds in measured.values())
     if most == "communication":
         return "network", [*evidence, *_rates(_lines_of(time))]
-    if more(waits["disk"][0]) >= EXPLAINS * excess:
-        return "disk", evidence
-    if more(waits["cpu"][0]) >= EXPLAINS * excess:
-        return "cpu", evidence
-    if most == "data":
-        return "data", evidence
-    return ("code" if more(waits["code"][0]) >= EXPLAINS * excess else "blocked"), evidence
+    cause = max(measured, key=lambda each: measured[each])
+    if measured[cause] >= rest:
+        return cause, evidence
+    evidence.append(f"per round, its thread is {_ms(rest)} longer neither on a CPU, nor waiting for a CPU or a disk")
+    return ("data" if most == "data" else "blocked"), evidence
 
 
 # ---- all workers
@@ -182,14 +180,14 @@ def _reason(
 
 def _data(time: JobTime, workers: Sequence[MemberTotals], explained: float) -> Finding | None:
     share = median(each.share("data") for each in workers)
-    disk = median(each.times.machine.disk / each.counted for each in workers)
+    disk = median(each.times.machine.disk / each.after_start for each in workers)
     cause = "disk" if disk >= EXPLAINS * share else "data"
     evidence = [f"of their time, workers wait {share:.0%} for data, and {disk:.0%} for a disk"]
     return Finding(cause, share, (), f"all workers wait for data: {_WHY[cause]}", tuple(evidence), _advice(cause, None))
 
 
 def _cpu(time: JobTime, workers: Sequence[MemberTotals], explained: float) -> Finding | None:
-    share = min(each.times.machine.cpu_wait / each.counted for each in workers)
+    share = min(each.times.machine.cpu_wait / each.after_start for each in workers)
     evidence = f"each worker's thread waits for a CPU in at least {share:.0%} of its time (the kernel's count)"
     return Finding(
         "cpu", share, (), "all workers wait for CPUs that other processes use", (evidence,), _advice("cpu", None)
@@ -211,7 +209,8 @@ def _exchange(time: JobTime, workers: Sequence[MemberTotals], explained: float) 
     if under_way >= ON_LINES * seconds:
         ends = slow_ends(lines)
         evidence += [f"data is under way on the busiest line for {under_way:.2f} s of {seconds:.2f} s", *_rates(lines)]
-        return Finding("network", cost, ends, _network_summary(ends, time), tuple(evidence), _advice("network", None))
+        one = next((each for each in time.members if ends == (each.name,)), None)
+        return Finding("network", cost, ends, _network_summary(ends, time), tuple(evidence), _advice("network", one))
     busy = {each.name: each.share("compute") + each.share("communication") for each in time.servers if each.counted > 0}
     server = max(busy, key=lambda name: busy[name], default="")
     if server and busy[server] >= BUSY:
@@ -235,19 +234,29 @@ def _outside(
     """Return the rule for time outside of rounds: of `part`, and of the parts `more` that belong to it."""
 
     def rule(time: JobTime, workers: Sequence[MemberTotals], explained: float) -> Finding | None:
-        shares = {each: time.shares.get(each, 0.0) for each in (part, *more)}
+        whole = sum(each.after_start for each in workers)
+        shares = {name: sum(each.parts.get(name, 0.0) for each in workers) / whole for name in (part, *more)}
         cost = sum(shares.values()) - (explained if part == "idle" else 0.0)
-        evidence = tuple(f"{share:.0%} of the workers' time is {name}" for name, share in shares.items() if share > 0)
+        evidence = tuple(
+            f"{share:.0%} of the time after the start is {name}" for name, share in shares.items() if share
+        )
         return Finding(part, cost, (), _WHY[part], evidence, _advice(part, None))
 
     return rule
+
+
+def _start(time: JobTime) -> tuple[Finding, ...]:
+    share = time.shares.get("start", 0.0)
+    if share < LEAST_START:
+        return ()
+    evidence = (f"{share:.0%} of all time is start, which happens once",)
+    return (Finding("start", share, (), _WHY["start"], evidence, _advice("start", None)),)
 
 
 _RULES = (
     _data,
     _cpu,
     _exchange,
-    _outside("start"),
     _outside("evaluation"),
     _outside("checkpoint"),
     _outside("recovery", ("again",)),
@@ -317,6 +326,11 @@ def _network_summary(ends: tuple[str, ...], time: JobTime) -> str:
 # ---- words
 
 _PARTS = ("compute", "data", "communication")
+_MEASURED: dict[str, tuple[Callable[[MemberTotals], float], str]] = {  # seconds of a worker's thread per round
+    "cpu": (lambda each: _per_round(each, each.times.machine.cpu_wait), "waiting for a CPU"),
+    "disk": (lambda each: _per_round(each, each.times.machine.disk), "waiting for a disk"),
+    "code": (lambda each: _per_round(each, each.times.machine.cpu), "on a CPU"),
+}
 _WHY = {
     "cpu": "it waits for a CPU that other processes use",
     "disk": "it waits for a disk",
@@ -335,7 +349,7 @@ _ADVICE = {
     "(--cpus-per-worker 2)",
     "disk": "put the data of {host} on a faster disk or into memory, or let processes read ahead: data().loaded_by(2) "
     "with a larger prefetch",
-    "data": "let processes read ahead: data().loaded_by(2), or more workers and a larger prefetch",
+    "data": "let processes on {host} read ahead: data().loaded_by(2), or more of them and a larger prefetch",
     "network": "look at the network of {host}; or send less: compression='int8' in the strategy, larger batches, or "
     "local_sgd, which exchanges every few rounds",
     "code": "give {host} a processor as fast as the others', or do not wait for it: parameter_server:staleness=4 (or "

@@ -182,7 +182,6 @@ class GenerationRun:
 
     def _main(self, prepare: Callable[[], PlanRun]) -> None:
         plan, status, error = self.plan, "finished", None
-        self._times.trains_here()
         try:
             run = prepare()
             run.run()
@@ -222,7 +221,7 @@ class GenerationRun:
         loop.load_state_dict(snapshot)
         loop.join(companions)
         run = PlanRun(loop, self._report, self._retain, self._stop.is_set)
-        run.account, run.round_over = self._account, self._times.round_over
+        run.account, run.trains_here, run.round_over = self._account, self._times.trains_here, self._times.round_over
         if plan.profile:
             run.deliver_trace = self._deliver_trace
         committer = None if self._backup is None else self._backup.begin_commits(plan)
@@ -277,7 +276,8 @@ class PlanRun:
         """
         self.loop, self.wanted, self.taken = loop, 0, 0
         self.account = TimeAccount().turn()  # replaced by that of the worker's process
-        self.round_over: Callable[[], None] = lambda: None
+        self.trains_here: Callable[[], None] = lambda: None  # called in the thread of the rounds, before the first
+        self.round_over: Callable[[], None] = lambda: None  # called after each round
         self._due = 0  # the round of the last part that must stay until the driver has it
         self.commit: Callable[[], None] | None = None
         self.deliver_trace: Callable[[bytes], None] | None = None  # set if some rounds are traced
@@ -307,6 +307,7 @@ class PlanRun:
         self._commit()
         self._evaluate()  # repeat an evaluation that a failure before this generation interrupted
         self._begin_trace()
+        self.trains_here()
         while self._continues():
             self.account.enter("compute" if w.position >= plan.reached else "again")
             w.meter.begin()

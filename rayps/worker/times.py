@@ -17,8 +17,8 @@ REPORT_SECONDS = 1.0  # seconds between two reports
 class WorkerTimes:
     """The account of one worker's process, over all its generations. Any thread may call its methods.
 
-    Totals of waits, of machine waits and of connections belong to a generation. Those of earlier generations are kept
-    as they were at the last report.
+    Totals of waits, of machine waits and of connections belong to the rounds of a generation. Those of earlier
+    generations are kept as they were at the last report.
     """
 
     def __init__(self) -> None:
@@ -30,6 +30,7 @@ class WorkerTimes:
         self._rounds = 0
         self._machine = MachineWaits()  # of the threads of earlier generations
         self._lines: dict[str, LineFacts] = {}  # of the connections of earlier generations
+        self._begin: dict[str, LineFacts] = {}  # of the connections of this generation before its first round
         self._raw: dict[str, float] = {}  # seconds waited for each peer at the last report, in this generation
         self._waits: dict[str, float] = {}  # seconds waited for each peer, over all generations
         self._newest = MemberTimes()
@@ -40,7 +41,8 @@ class WorkerTimes:
         with self._lock:
             self._read()
             self._machine, self._lines = self._newest.machine, self._newest.lines
-            self._plan, self._connections, self._thread, self._raw = plan, connections, None, {}
+            self._plan, self._connections, self._thread = plan, connections, None
+            self._begin, self._raw = {}, {}
         turn = self.account.turn()
         if plan.recovers:
             self.account.rename("start", "recovery")  # of a process that was started because of the failure
@@ -48,9 +50,15 @@ class WorkerTimes:
         return turn
 
     def trains_here(self) -> None:
-        """Measure the machine's waits of the calling thread from now on."""
+        """Measure the machine's waits of the calling thread, the connections and the peers from now on.
+
+        What the start has sent and waited for, such as to choose an algorithm, says nothing about the rounds.
+        """
         with self._lock:
             self._thread = ThreadWaits(threading.get_native_id())
+            if self._connections is not None and self._plan is not None:
+                self._begin = self._connections.lines(self._plan)
+                self._raw = self._connections.waits(self._plan)
 
     def round_over(self) -> None:
         """Count a round."""
@@ -81,7 +89,8 @@ class WorkerTimes:
                 self._waits[peer] = self._waits.get(peer, 0.0) + max(0.0, seconds - self._raw.get(peer, 0.0))
             self._raw = raw
             for peer, line in self._connections.lines(self._plan).items():
-                lines[peer] = line.after(self._lines.get(peer, LineFacts()))
+                here = line.since(self._begin.get(peer, LineFacts()))
+                lines[peer] = here.after(self._lines.get(peer, LineFacts()))
         found = MemberTimes.of(named_waits(self.account.seconds(), self._waits), machine, lines)
         self._newest = MemberTimes(found.parts, found.waits, machine, lines, self._rounds)
         return self._newest

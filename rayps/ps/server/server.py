@@ -150,8 +150,8 @@ class GroupServerLoop:
                 found[peer] = found.get(peer, 0.0) + seconds
                 awaited[peer] = awaited.get(peer, 0.0) + seconds
         lines = {each.link.peer: line for each in list(self._peers.values()) if (line := each.link.line) is not None}
-        seconds = named_waits(self._load.account.seconds(), awaited)
-        return replace(MemberTimes.of(seconds, None, lines), delays=delays)
+        spent = named_waits(self._load.account.seconds(), awaited)
+        return replace(MemberTimes.of(spent, None, lines), delays=delays)
 
     # ---- the loop
 
