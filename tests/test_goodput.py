@@ -1,5 +1,6 @@
 """A job's time from its lines: totals over processes and drivers, the timeline, who waited for whom."""
 
+import itertools
 import json
 
 import pytest
@@ -92,7 +93,7 @@ def test_a_long_timeline_is_thinned_without_losing_time(count):
     slices = found.timeline["worker-0"]
     assert len(slices) <= MOST_SLICES
     assert sum(each.parts["compute"] for each in slices) == pytest.approx(count)
-    assert all(a.end == b.begin for a, b in zip(slices, slices[1:], strict=False))
+    assert all(a.end == b.begin for a, b in itertools.pairwise(slices))
 
 
 def test_half_a_line_of_a_killed_driver_is_left_out(tmp_path):

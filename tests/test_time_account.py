@@ -95,7 +95,7 @@ def test_time_in_spans_is_not_divided_a_second_time():
 
 def test_an_unknown_part_is_refused_by_name():
     account = TimeAccount()
-    with pytest.raises(ValueError, match="no part 'sleeping'.*compute, data"):
+    with pytest.raises(ValueError, match=r"no part .sleeping.*compute, data"):
         account.enter("sleeping")
     with pytest.raises(ValueError, match="no part 'sleeping'"), account.span("sleeping"):
         pass

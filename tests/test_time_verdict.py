@@ -77,13 +77,13 @@ def test_without_a_report_there_is_no_verdict():
 
 
 ALL = {  # what all workers do in 40 of 100 seconds: the verdict
-    "data": (dict(data=40.0), MachineWaits(disk=3.0)),
-    "disk": (dict(data=40.0), MachineWaits(disk=30.0)),
-    "exchange": (dict(waiting=20.0, communication=20.0), MachineWaits()),
-    "evaluation": (dict(evaluation=40.0), MachineWaits()),
-    "checkpoint": (dict(checkpoint=40.0), MachineWaits()),
-    "recovery": (dict(recovery=25.0, again=15.0), MachineWaits()),
-    "idle": (dict(idle=40.0), MachineWaits()),
+    "data": ({"data": 40.0}, MachineWaits(disk=3.0)),
+    "disk": ({"data": 40.0}, MachineWaits(disk=30.0)),
+    "exchange": ({"waiting": 20.0, "communication": 20.0}, MachineWaits()),
+    "evaluation": ({"evaluation": 40.0}, MachineWaits()),
+    "checkpoint": ({"checkpoint": 40.0}, MachineWaits()),
+    "recovery": ({"recovery": 25.0, "again": 15.0}, MachineWaits()),
+    "idle": ({"idle": 40.0}, MachineWaits()),
 }
 
 

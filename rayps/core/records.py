@@ -89,6 +89,8 @@ class AccountRecord(TypedDict):
     goodput: float | None  # the useful share of the workers' time; None before their first report
     seconds: dict[str, float]  # of all workers, by part
     members: dict[str, dict[str, float]]  # seconds by part of each worker and server
+    verdict: str  # what costs most of the time, in one sentence: see `rayps.core.time_verdict`
+    guilty: list[str]  # the members that cause it
 
 
 class OutcomeRecord(TypedDict, total=False):

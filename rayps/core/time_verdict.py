@@ -1,7 +1,8 @@
 """What costs a job most of its time, which worker causes it, and what to change. Pure: the facts are a `JobTime`.
 
 Each possible cause has a cost: the share of the workers' time after their start that would be useful without it. The
-largest cost is the verdict. The start is no cost of this kind: it happens once, and its share shrinks by itself. It is
+largest cost is the verdict; causes that a member can be named for come first if they cost enough, because the waits for
+a CPU of all workers are within what counts as computing. The start is no cost of this kind: it happens once, and its share shrinks by itself. It is
 named last, and only if it is most of the time. The causes:
 
 - One worker holds up the others. Its excess is what its own seconds per round (computing, data, communication) exceed
@@ -25,6 +26,7 @@ from rayps.core.member_times import LineFacts
 from rayps.core.values import JsonObject
 
 LEAST_COST = 0.05  # share of the time that is worth a verdict
+NAMED_COST = 0.1  # share of the time from which a cause that a member can be named for comes first
 LEAST_START = 0.5  # share of all time from which the start is named
 EXPLAINS = 0.4  # the share of the waits for data that waits for a disk must have, to be their cause
 BUSY = 0.5  # the share of its time that a server computes or communicates if it limits the workers
@@ -60,7 +62,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The findings, the largest cost first. Without a finding, the workers' time is useful."""
+    """The findings, the first of which is the verdict. Without a finding, the workers' time is useful."""
 
     findings: tuple[Finding, ...] = ()
     goodput: float | None = None
@@ -102,7 +104,8 @@ def verdict(time: JobTime) -> Verdict:
     found = [slow] if slow is not None else []
     explained = slow.cost if slow is not None else 0.0
     found += [finding for rule in _RULES if (finding := rule(time, workers, explained)) is not None]
-    ranked = sorted((each for each in found if each.cost >= LEAST_COST), key=lambda each: -each.cost)
+    costly = [each for each in found if each.cost >= LEAST_COST]
+    ranked = sorted(costly, key=lambda each: (not (each.guilty and each.cost >= NAMED_COST), -each.cost))
     return Verdict((*ranked, *_start(time)), time.goodput)
 
 

@@ -17,9 +17,11 @@ from rayps.core.goodput import FILE, JobTime, ProcessTimes, TimeEvent, job_time,
 from rayps.core.member_times import MemberTimes, added
 from rayps.core.records import AccountRecord, Event, Point
 from rayps.core.time_account import USEFUL
+from rayps.core.time_verdict import verdict
 from rayps.core.values import JsonObject
 
 LAST_SECONDS = 2.0  # the longest wait for the members' last reports
+SHOW_SECONDS = 0.5  # seconds between two computations of what the progress shows
 LEAST_SECONDS, MOST_SECONDS = 1.0, 30.0  # between two reports of a process in the file
 SHARE = 0.01  # seconds between two reports of a process in the file / its age
 # the kinds of events that the timeline shows
@@ -37,7 +39,7 @@ class _Process:
         self.name, self.began, self.spawned = member.name, began, member.spawned
         self.host = ""
         self.times: MemberTimes | None = None
-        self.wall = 0.0
+        self.wall, self.seen = 0.0, member.spawned
         self.written = -1e9
         self._before = "recovery" if replaces else "start"
         self._unreported = math.inf  # seconds between the start of the process and that of its account
@@ -57,6 +59,17 @@ class _Process:
                 self.times, parts=added(self.times.parts, {"idle": max(0.0, self.wall - self.times.wall)})
             )
 
+    def end_unreported(self) -> None:
+        """Count the time of a process that has died before its first report, as far as it was seen alive."""
+        if self.times is None:
+            self.wall = self.seen - self.spawned
+            self.times = MemberTimes({self._before: self.wall})
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by part, as far as they were reported."""
+        return {} if self.times is None else self.times.parts
+
     def line(self) -> JsonObject:
         """Return the newest report as a line of the file."""
         assert self.times is not None, "the process has reported"
@@ -68,7 +81,7 @@ class TimeRecord:
 
     def __init__(self, folder: Path | None, *, anew: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         """Continue the file in `folder`, or write it anew. While there is no such folder, the lines are in memory."""
-        self._clock = clock
+        self._clock, self._epoch = clock, time.time() - clock()
         self._processes: dict[str, _Process] = {}  # the newest process of each member
         self._earlier: dict[str, dict[str, float]] = {}  # seconds by part of each member's earlier processes
         self._reached: dict[str, int] = {}  # from a worker's name to the rounds that it has reported
@@ -78,6 +91,8 @@ class TimeRecord:
         self._lines: list[JsonObject] = []  # that are not in the file yet
         self._file: IO[str] | None = None
         self._continues = False  # whether an earlier driver has written reports
+        self._shown: AccountRecord | None = None  # what `account` has returned, until a new one is due
+        self._shown_until = 0.0
         if self._path is not None and self._path.exists() and anew:
             self._path.unlink()
         elif self._path is not None and self._path.exists():
@@ -90,10 +105,11 @@ class TimeRecord:
         for member in members:
             position = getattr(member.facts, "position", 0)
             self._reached[member.name] = max(position, self._reached.get(member.name, 0))
+            process = self._process_of(member, now)
             times: MemberTimes | None = getattr(member.facts, "times", None)
             if times is not None:
                 member.facts.times = None
-                self._add(member, times, now)
+                self._add(process, times, now)
 
     def continues(self, points: Iterable[Point]) -> None:
         """Take over the rounds of earlier drivers: `points` are those that they have written."""
@@ -124,8 +140,8 @@ class TimeRecord:
             except (ClusterError, TimeoutError):
                 continue  # the last report of a poll stands
             if times is not None:
-                self._add(member, times, self._clock())
-        now = self._clock()
+                self._add(self._process_of(member, self._clock()), times, self._clock())
+        now, self._shown = self._clock(), None
         for process in self._processes.values():
             process.end(now)
             if process.times is not None:
@@ -144,7 +160,13 @@ class TimeRecord:
         return job_time([*written, *self._lines, *newest])
 
     def account(self) -> AccountRecord:
-        """Return the job's time so far, for its progress."""
+        """Return the job's time so far, for its progress. It is computed at most twice a second."""
+        now = self._clock()
+        if self._shown is None or now >= self._shown_until:
+            self._shown, self._shown_until = self._account(), now + SHOW_SECONDS
+        return self._shown
+
+    def _account(self) -> AccountRecord:
         members = dict(self._earlier)
         for name, process in self._processes.items():
             if process.times is not None:
@@ -154,22 +176,33 @@ class TimeRecord:
             if name.startswith("worker-"):
                 seconds = added(seconds, parts)
         whole = sum(seconds.values())
+        found = verdict(job_time(process.line() for process in self._processes.values() if process.times is not None))
         return {
             "goodput": seconds.get(USEFUL, 0.0) / whole if whole > 0 else None,
             "seconds": _rounded(seconds),
             "members": {name: _rounded(members[name]) for name in sorted(members)},
+            "verdict": found.summary,
+            "guilty": list(found.guilty),
         }
 
-    def _add(self, member: GroupMember, times: MemberTimes, now: float) -> None:
+    def _process_of(self, member: GroupMember, now: float) -> _Process:
+        """Return the record of a member's process. If it is a new process, end the record of the one before."""
         process = self._processes.get(member.name)
         if process is None or process.spawned != member.spawned:
-            if process is not None and process.times is not None:
+            if process is not None:
+                process.end_unreported()
                 self._write(process.line())
-                self._earlier[member.name] = added(self._earlier.get(member.name, {}), process.times.parts)
-            began = time.time() - (now - member.spawned)
+                self._earlier[member.name] = added(self._earlier.get(member.name, {}), process.parts)
             replaces = process is not None or self._continues
-            process = self._processes[member.name] = _Process(member, began, replaces=replaces)
-            process.host = member.place.host if member.place is not None else ""
+            process = _Process(member, self._epoch + member.spawned, replaces=replaces)
+            self._processes[member.name] = process
+        if member.dead is None:
+            process.seen = now
+        if member.place is not None:
+            process.host = member.place.host
+        return process
+
+    def _add(self, process: _Process, times: MemberTimes, now: float) -> None:
         process.add(times, now)
         if now - process.written >= min(MOST_SECONDS, max(LEAST_SECONDS, SHARE * process.wall)):
             process.written = now

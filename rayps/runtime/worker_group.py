@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import secrets
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -78,6 +79,7 @@ class WorkerLauncher:
     def start(self, rank: int) -> GroupMember:
         """Start one worker's process."""
         cpus, gpus = self.resources.get("cpu", 1.0), self.resources.get("gpu", 0.0)
+        began = time.monotonic()
         handle = self.cluster.spawn(
             "rayps.runtime.worker_actor:WorkerActor",
             rank,
@@ -93,7 +95,7 @@ class WorkerLauncher:
             index=self._reserved.index[rank],
             warm=self.warm,
         )
-        return GroupMember(f"worker-{rank}", handle)
+        return GroupMember(f"worker-{rank}", handle, spawned=began)
 
     def end(self, members: Iterable[GroupMember]) -> None:
         """End the processes of `members`."""
