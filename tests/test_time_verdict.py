@@ -7,7 +7,7 @@ import pytest
 from rayps.core.goodput import JobTime, MemberTotals
 from rayps.core.machine_waits import MachineWaits
 from rayps.core.member_times import LineFacts, MemberTimes
-from rayps.core.time_verdict import Verdict, rates_of, slow_ends, verdict
+from rayps.core.time_verdict import TimeVerdict, rates_of, slow_ends, verdict
 
 MB = 1e6
 
@@ -67,7 +67,7 @@ def test_a_worker_is_compared_by_its_seconds_for_a_round(rounds):
 
 def test_alike_workers_are_not_blamed():
     found = verdict(job(*(member(f"worker-{rank}", compute=98.0, waiting=2.0) for rank in range(3))))
-    assert found == Verdict((), pytest.approx(0.98)) and found.cause == "none" and found.guilty == ()
+    assert found == TimeVerdict((), pytest.approx(0.98)) and found.cause == "none" and found.guilty == ()
     assert found.summary == "98% of the workers' time was useful, and no cause costs more than 5%"
 
 

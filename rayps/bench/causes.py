@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from rayps.bench.netns import Hosts
 from rayps.core.errors import ClusterError, ConfigError, TrainingError
 from rayps.core.goodput import JobTime
 from rayps.core.job_status import Status
-from rayps.core.time_verdict import Verdict, verdict
+from rayps.core.time_verdict import TimeVerdict, verdict
 from rayps.data.base import Batch, Data
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
@@ -193,7 +193,7 @@ def _measure(scene: str, strategy: str, work: SlowedWork, workers: int, rounds: 
         stack.callback(cluster.close)
         driver = Driver(work, spec, Journal(), phases=phases, capture=False)
         if scene == "cpu":
-            stack.enter_context(_burners(cores[SLOW][0]))
+            stack.enter_context(_burners(cores[SLOW][0], lambda: driver.status is Status.RUNNING))
         elif scene == "disk":
             stack.enter_context(_slow_disk(cluster, work.path))
         began = time.monotonic()
@@ -205,7 +205,7 @@ def _measure(scene: str, strategy: str, work: SlowedWork, workers: int, rounds: 
     return _row(scene, strategy, time_of_job, verdict(time_of_job), seconds), time_of_job
 
 
-def _row(scene: str, strategy: str, time_of_job: JobTime, result: Verdict, seconds: float) -> CauseRow:
+def _row(scene: str, strategy: str, time_of_job: JobTime, result: TimeVerdict, seconds: float) -> CauseRow:
     expected = SCENES[scene]
     right = result.cause in expected and result.guilty == (f"worker-{SLOW}",)
     off = max(abs(each.counted - each.wall) / each.wall for each in time_of_job.members)
@@ -224,13 +224,25 @@ def _row(scene: str, strategy: str, time_of_job: JobTime, result: Verdict, secon
 
 
 @contextlib.contextmanager
-def _burners(core: int) -> Iterator[None]:
-    """Run programs that use a core as long as the block runs."""
+def _burners(core: int, begun: Callable[[], bool]) -> Iterator[None]:
+    """Run programs that use a core, from when `begun()` returns True until the end of the block."""
     code = f"import os; os.sched_setaffinity(0, [{core}])\nwhile os.getppid() == {os.getpid()}:\n  sum(range(100000))"
-    running = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(_BURNERS)]
+    running: list[subprocess.Popen[bytes]] = []
+    done = threading.Event()
+
+    def start() -> None:
+        while not done.wait(0.05):
+            if begun():
+                running.extend(subprocess.Popen([sys.executable, "-c", code]) for _ in range(_BURNERS))
+                return
+
+    starter = threading.Thread(target=start, daemon=True)
+    starter.start()
     try:
         yield
     finally:
+        done.set()
+        starter.join()
         for process in running:
             process.kill()
             process.wait()

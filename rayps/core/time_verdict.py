@@ -1,9 +1,9 @@
 """What costs a job most of its time, which worker causes it, and what to change. Pure: the facts are a `JobTime`.
 
 Each possible cause has a cost: the share of the workers' time after their start that would be useful without it. The
-largest cost is the verdict; causes that a member can be named for come first if they cost enough, because the waits for
-a CPU of all workers are within what counts as computing. The start is no cost of this kind: it happens once, and its share shrinks by itself. It is
-named last, and only if it is most of the time. The causes:
+largest cost is the verdict. Causes that a member can be named for come first if they cost enough: what all workers wait
+for a CPU is within what counts as computing, and cannot be compared with the others. The start is no cost of this kind:
+it happens once, and its share shrinks by itself. It is named last, and only if it is most of the time. The causes:
 
 - One worker holds up the others. Its excess is what its own seconds per round (computing, data, communication) exceed
   the median of the other workers by. Its cause is what explains most of the excess: the time that the worker's thread
@@ -38,7 +38,7 @@ Line = tuple[str, str]  # (the member that sends, the member that receives)
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class TimeFinding:
     """One cause of lost time."""
 
     cause: str
@@ -61,10 +61,10 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TimeVerdict:
     """The findings, the first of which is the verdict. Without a finding, the workers' time is useful."""
 
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[TimeFinding, ...] = ()
     goodput: float | None = None
     guilty: tuple[str, ...] = field(init=False, default=())
 
@@ -95,24 +95,24 @@ class Verdict:
         }
 
 
-def verdict(time: JobTime) -> Verdict:
+def verdict(time: JobTime) -> TimeVerdict:
     """Return what costs the job most of its time."""
     workers = [each for each in time.workers if each.after_start > 0]
     if not workers:
-        return Verdict()
+        return TimeVerdict()
     slow = _straggler(workers, time)
     found = [slow] if slow is not None else []
     explained = slow.cost if slow is not None else 0.0
     found += [finding for rule in _RULES if (finding := rule(time, workers, explained)) is not None]
     costly = [each for each in found if each.cost >= LEAST_COST]
     ranked = sorted(costly, key=lambda each: (not (each.guilty and each.cost >= NAMED_COST), -each.cost))
-    return Verdict((*ranked, *_start(time)), time.goodput)
+    return TimeVerdict((*ranked, *_start(time)), time.goodput)
 
 
 # ---- one worker holds up the others
 
 
-def _straggler(workers: Sequence[MemberTotals], time: JobTime) -> Finding | None:
+def _straggler(workers: Sequence[MemberTotals], time: JobTime) -> TimeFinding | None:
     """Return the finding that one worker is slower than the others, or None if the workers are alike."""
     timed = [each for each in workers if each.times.rounds > 0]
     if len(timed) < 2:
@@ -132,7 +132,7 @@ def _straggler(workers: Sequence[MemberTotals], time: JobTime) -> Finding | None
         f"{name} needs {own} of its own for a round, the median of the others is {usual}",
         f"the others wait or are idle in {lost:.0%} of their time",
     ]
-    return Finding(
+    return TimeFinding(
         cause,
         cost,
         (slowest.name,),
@@ -181,23 +181,25 @@ def _reason(
 # ---- all workers
 
 
-def _data(time: JobTime, workers: Sequence[MemberTotals], explained: float) -> Finding | None:
+def _data(time: JobTime, workers: Sequence[MemberTotals], explained: float) -> TimeFinding | None:
     share = median(each.share("data") for each in workers)
     disk = median(each.times.machine.disk / each.after_start for each in workers)
     cause = "disk" if disk >= EXPLAINS * share else "data"
     evidence = [f"of their time, workers wait {share:.0%} for data, and {disk:.0%} for a disk"]
-    return Finding(cause, share, (), f"all workers wait for data: {_WHY[cause]}", tuple(evidence), _advice(cause, None))
+    return TimeFinding(
+        cause, share, (), f"all workers wait for data: {_WHY[cause]}", tuple(evidence), _advice(cause, None)
+    )
 
 
-def _cpu(time: JobTime, workers: Sequence[MemberTotals], explained: float) -> Finding | None:
+def _cpu(time: JobTime, workers: Sequence[MemberTotals], explained: float) -> TimeFinding | None:
     share = min(each.times.machine.cpu_wait / each.after_start for each in workers)
     evidence = f"each worker's thread waits for a CPU in at least {share:.0%} of its time (the kernel's count)"
-    return Finding(
+    return TimeFinding(
         "cpu", share, (), "all workers wait for CPUs that other processes use", (evidence,), _advice("cpu", None)
     )
 
 
-def _exchange(time: JobTime, workers: Sequence[MemberTotals], explained: float) -> Finding | None:
+def _exchange(time: JobTime, workers: Sequence[MemberTotals], explained: float) -> TimeFinding | None:
     """Return the finding that the exchange itself is slow: what one slow worker does not explain."""
     whole = sum(each.share("communication") + each.share("waiting") for each in workers) / len(workers)
     cost = whole - explained
@@ -213,12 +215,14 @@ def _exchange(time: JobTime, workers: Sequence[MemberTotals], explained: float) 
         ends = slow_ends(lines)
         evidence += [f"data is under way on the busiest line for {under_way:.2f} s of {seconds:.2f} s", *_rates(lines)]
         one = next((each for each in time.members if ends == (each.name,)), None)
-        return Finding("network", cost, ends, _network_summary(ends, time), tuple(evidence), _advice("network", one))
+        return TimeFinding(
+            "network", cost, ends, _network_summary(ends, time), tuple(evidence), _advice("network", one)
+        )
     busy = {each.name: each.share("compute") + each.share("communication") for each in time.servers if each.counted > 0}
     server = max(busy, key=lambda name: busy[name], default="")
     if server and busy[server] >= BUSY:
         evidence.append(f"{server} works in {busy[server]:.0%} of its time")
-        return Finding(
+        return TimeFinding(
             "servers",
             cost,
             (server,),
@@ -226,34 +230,34 @@ def _exchange(time: JobTime, workers: Sequence[MemberTotals], explained: float) 
             tuple(evidence),
             _advice("servers", None),
         )
-    return Finding(
+    return TimeFinding(
         "exchange", cost, (), "the exchange between workers takes long", tuple(evidence), _advice("exchange", None)
     )
 
 
 def _outside(
     part: str, more: tuple[str, ...] = ()
-) -> Callable[[JobTime, Sequence[MemberTotals], float], Finding | None]:
+) -> Callable[[JobTime, Sequence[MemberTotals], float], TimeFinding | None]:
     """Return the rule for time outside of rounds: of `part`, and of the parts `more` that belong to it."""
 
-    def rule(time: JobTime, workers: Sequence[MemberTotals], explained: float) -> Finding | None:
+    def rule(time: JobTime, workers: Sequence[MemberTotals], explained: float) -> TimeFinding | None:
         whole = sum(each.after_start for each in workers)
         shares = {name: sum(each.parts.get(name, 0.0) for each in workers) / whole for name in (part, *more)}
         cost = sum(shares.values()) - (explained if part == "idle" else 0.0)
         evidence = tuple(
             f"{share:.0%} of the time after the start is {name}" for name, share in shares.items() if share
         )
-        return Finding(part, cost, (), _WHY[part], evidence, _advice(part, None))
+        return TimeFinding(part, cost, (), _WHY[part], evidence, _advice(part, None))
 
     return rule
 
 
-def _start(time: JobTime) -> tuple[Finding, ...]:
+def _start(time: JobTime) -> tuple[TimeFinding, ...]:
     share = time.shares.get("start", 0.0)
     if share < LEAST_START:
         return ()
     evidence = (f"{share:.0%} of all time is start, which happens once",)
-    return (Finding("start", share, (), _WHY["start"], evidence, _advice("start", None)),)
+    return (TimeFinding("start", share, (), _WHY["start"], evidence, _advice("start", None)),)
 
 
 _RULES = (

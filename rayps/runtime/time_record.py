@@ -31,7 +31,7 @@ SHOWN = {
 }
 
 
-class _Process:
+class _MemberProcess:
     """What the driver knows of one process of a member."""
 
     def __init__(self, member: GroupMember, began: float, *, replaces: bool) -> None:
@@ -82,7 +82,7 @@ class TimeRecord:
     def __init__(self, folder: Path | None, *, anew: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         """Continue the file in `folder`, or write it anew. While there is no such folder, the lines are in memory."""
         self._clock, self._epoch = clock, time.time() - clock()
-        self._processes: dict[str, _Process] = {}  # the newest process of each member
+        self._processes: dict[str, _MemberProcess] = {}  # the newest process of each member
         self._earlier: dict[str, dict[str, float]] = {}  # seconds by part of each member's earlier processes
         self._reached: dict[str, int] = {}  # from a worker's name to the rounds that it has reported
         self._reached_before = 0  # rounds that the workers of earlier drivers have reported
@@ -185,7 +185,7 @@ class TimeRecord:
             "guilty": list(found.guilty),
         }
 
-    def _process_of(self, member: GroupMember, now: float) -> _Process:
+    def _process_of(self, member: GroupMember, now: float) -> _MemberProcess:
         """Return the record of a member's process. If it is a new process, end the record of the one before."""
         process = self._processes.get(member.name)
         if process is None or process.spawned != member.spawned:
@@ -194,7 +194,7 @@ class TimeRecord:
                 self._write(process.line())
                 self._earlier[member.name] = added(self._earlier.get(member.name, {}), process.parts)
             replaces = process is not None or self._continues
-            process = _Process(member, self._epoch + member.spawned, replaces=replaces)
+            process = _MemberProcess(member, self._epoch + member.spawned, replaces=replaces)
             self._processes[member.name] = process
         if member.dead is None:
             process.seen = now
@@ -202,7 +202,7 @@ class TimeRecord:
             process.host = member.place.host
         return process
 
-    def _add(self, process: _Process, times: MemberTimes, now: float) -> None:
+    def _add(self, process: _MemberProcess, times: MemberTimes, now: float) -> None:
         process.add(times, now)
         if now - process.written >= min(MOST_SECONDS, max(LEAST_SECONDS, SHARE * process.wall)):
             process.written = now
