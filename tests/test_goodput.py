@@ -13,9 +13,9 @@ from rayps.core.time_account import PARTS
 from rayps.core.time_report import COLOURS, report_of
 
 
-def line(name, began, waits=None, delays=None, rounds=0, host="h", **parts):
+def line(name, began, waits=None, delays=None, rounds=0, host="h", replaces=False, **parts):
     times = MemberTimes(parts, waits or {}, rounds=rounds, delays=delays or {})
-    return ProcessTimes(name, began, sum(parts.values()), times, host).to_json()
+    return ProcessTimes(name, began, sum(parts.values()), times, host, replaces).to_json()
 
 
 def test_the_last_line_of_a_process_stands_for_all_before_it():
@@ -29,7 +29,7 @@ def test_the_time_between_two_processes_of_a_worker_is_recovery():
     found = job_time(
         [
             line("worker-0", 0.0, compute=10.0, rounds=5),
-            line("worker-0", 14.0, start=1.0, compute=5.0, rounds=2),  # under another driver
+            line("worker-0", 14.0, start=1.0, compute=5.0, rounds=2, replaces=True),  # perhaps under another driver
         ]
     )
     [member] = found.members
@@ -37,9 +37,19 @@ def test_the_time_between_two_processes_of_a_worker_is_recovery():
     assert member.counted == member.wall == 20.0 and (member.processes, member.times.rounds) == (2, 7)
 
 
+def test_the_time_between_a_worker_that_left_and_one_that_joined_is_nobodys():
+    found = job_time([line("worker-1", 0.0, compute=10.0), line("worker-1", 100.0, compute=5.0)])
+    [member] = found.members
+    assert member.parts == {"compute": 15.0} and member.wall == 15.0
+    assert [each.begin for each in found.timeline["worker-1"]] == [0.0, 100.0]
+
+
 def test_members_are_in_the_order_of_ranks_workers_first():
-    found = job_time([line(name, 0.0, idle=1.0) for name in ("shard-0", "worker-10", "worker-2", "worker-0")])
-    assert [each.name for each in found.members] == ["worker-0", "worker-2", "worker-10", "shard-0"]
+    found = job_time(
+        [line(name, 0.0, idle=1.0) for name in ("shard-0", "worker-10", "worker-2.2", "worker-2", "worker-0")]
+    )
+    names = ["worker-0", "worker-2", "worker-2.2", "worker-10", "shard-0"]
+    assert [each.name for each in found.members] == names
     assert [each.name for each in found.servers] == ["shard-0"]
 
 
@@ -76,7 +86,7 @@ def test_the_timeline_has_the_differences_between_reports():
         [
             line("worker-0", 0.0, start=2.0),
             line("worker-0", 0.0, start=2.0, compute=3.0),
-            line("worker-0", 7.0, compute=1.0),
+            line("worker-0", 7.0, compute=1.0, replaces=True),
         ]
     )
     assert [(each.begin, each.end, each.parts) for each in found.timeline["worker-0"]] == [

@@ -1,10 +1,9 @@
 """The account of time: whatever the calls, each second is in one part, and the parts add up to the wall time."""
 
 import threading
+from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rayps.core.machine_waits import MachineWaits, ThreadWaits
 from rayps.core.member_times import LineFacts, MemberTimes, member_times
@@ -130,51 +129,44 @@ def test_a_start_that_turns_out_to_be_a_recovery_is_renamed():
     assert parts_of(account) == {"recovery": 4, "start": 0}
 
 
-steps = st.one_of(
-    st.tuples(st.just("enter"), st.sampled_from(PARTS)),
-    st.tuples(st.just("open"), st.sampled_from(PARTS)),
-    st.tuples(st.just("close"), st.none()),
-    st.tuples(st.just("divide"), st.dictionaries(st.sampled_from(PARTS), st.floats(-1, 10))),
-    st.tuples(st.just("rename"), st.sampled_from(PARTS)),
-    st.tuples(st.just("read"), st.none()),
-)
+def any_shares(random):
+    return {part: random.uniform(-1, 10) for part in random.sample(PARTS, random.randrange(4))}
 
 
-@given(st.lists(st.tuples(steps, st.floats(0, 5))))
-def test_whatever_the_calls_the_parts_add_up_to_the_wall_time(moves):
-    watch = Watch()
-    account, spans = TimeAccount(clock=watch), []
-    for (what, value), seconds in moves:
-        watch.now += seconds
-        if what == "enter":
-            account.enter(value, "worker-1")
-        elif what == "open":
-            spans.append(account.span(value))
-            spans[-1].__enter__()
-        elif what == "close" and spans:
-            spans.pop().__exit__(None, None, None)
-        elif what == "divide":
-            account.divide(value)
-        elif what == "rename":
-            account.rename(value, "recovery")
-        found = account.seconds()
-        assert sum(found.values()) == pytest.approx(watch.now - 100.0, abs=1e-9)
-        assert all(value >= -1e-9 for value in found.values())
-    while spans:
-        spans.pop().__exit__(None, None, None)
-    assert account.part == account._spans[0][0]
+def test_whatever_the_calls_the_parts_add_up_to_the_wall_time():
+    for seed in range(300):
+        random, watch = Random(seed), Watch()
+        account, spans = TimeAccount(clock=watch), []
+        for _ in range(random.randrange(30)):
+            watch.now += random.choice([0.0, random.uniform(0, 5)])
+            move, part = random.choice(["enter", "open", "close", "divide", "rename", "read"]), random.choice(PARTS)
+            if move == "enter":
+                account.enter(part, "worker-1")
+            elif move == "open":
+                spans.append(account.span(part))
+                spans[-1].__enter__()
+            elif move == "close" and spans:
+                spans.pop(random.randrange(len(spans))).__exit__(None, None, None)
+            elif move == "divide":
+                account.divide(any_shares(random))
+            elif move == "rename":
+                account.rename(part, "recovery")
+            found = account.seconds()
+            assert sum(found.values()) == pytest.approx(watch.now - 100.0, abs=1e-9), seed
+            assert all(value >= -1e-9 for value in found.values()), seed
 
 
-@given(st.lists(st.tuples(st.sampled_from(PARTS), st.floats(0, 5))))
-def test_the_account_of_a_loop_is_that_of_its_slow_twin(moves):
-    watch = Watch()
-    loop, twin = LoopAccount(watch), TimeAccount(clock=watch)
-    for part, seconds in moves:
-        watch.now += seconds
-        loop.enter(part)
-        twin.enter(part)
-    watch.now += 1
-    assert loop.seconds() == pytest.approx({place: value for place, value in twin.seconds().items() if value})
+def test_the_account_of_a_loop_is_that_of_its_slow_twin():
+    for seed in range(50):
+        random, watch = Random(seed), Watch()
+        loop, twin = LoopAccount(watch), TimeAccount(clock=watch)
+        for _ in range(20):
+            watch.now += random.uniform(0, 5)
+            part = random.choice(PARTS)
+            loop.enter(part)
+            twin.enter(part)
+        watch.now += 1
+        assert loop.seconds() == pytest.approx({place: value for place, value in twin.seconds().items() if value})
 
 
 def test_spans_of_two_threads_end_in_any_order():

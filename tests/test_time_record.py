@@ -199,25 +199,59 @@ def test_what_follows_the_last_report_is_idle():
     record = TimeRecord(None, clock=watch)
     watch.now = 1010.0
     living = worker(0, 1000.0, None, MemberTimes({"compute": 10.0}))
-    dead = worker(1, 1000.0, MemberTimes({"compute": 10.0}), ActorDied("gone"))
+    dead = worker(1, 1000.1, MemberTimes({"compute": 10.0}), ActorDied("gone"))
     record.add([living, dead])
     watch.now = 1012.0
     record.end([living, dead])
     first, second = record.job_time().members
     assert first.parts == {"compute": 10.0, "start": 2.0, "idle": 0.0}
-    assert second.parts == {"compute": 10.0, "start": 0.0, "idle": 2.0}
+    assert second.parts == {"compute": 10.0, "start": 0.0, "idle": pytest.approx(1.9)}
 
 
 def test_a_new_process_of_a_member_was_started_because_of_a_failure():
     watch = Watch()
     record = TimeRecord(None, clock=watch)
     watch.now = 1010.0
-    record.add([worker(0, 1000.0, MemberTimes({"compute": 10.0}))])
+    first = worker(0, 1000.0, MemberTimes({"compute": 10.0}))
+    record.add([first])
+    first.dead = "killed"
+    record.add([first])
     watch.now = 1020.0
     record.add([worker(0, 1014.0, MemberTimes({"compute": 2.0}))])
     [found] = record.job_time().members
     assert found.parts["compute"] == 12.0 and found.processes == 2
     assert found.parts["recovery"] == pytest.approx(8.0)  # 4 s between them, 4 s until the account began
+
+
+def test_a_process_that_died_before_its_first_report_counts_as_long_as_it_was_seen():
+    watch = Watch()
+    record = TimeRecord(None, clock=watch)
+    first = worker(0, 1000.0, None)
+    watch.now = 1003.0
+    record.add([first])
+    first.dead = "killed"
+    watch.now = 1004.0
+    record.add([first])
+    watch.now = 1010.0
+    record.add([worker(0, 1006.0, MemberTimes({"recovery": 1.0, "compute": 3.0}))])
+    [found] = record.job_time().members
+    assert found.parts == {"start": 3.0, "recovery": pytest.approx(3.0 + 1.0), "compute": 3.0}
+
+
+def test_a_worker_that_gets_another_rank_keeps_its_account():
+    watch = Watch()
+    record = TimeRecord(None, clock=watch)
+    watch.now = 1010.0
+    members = [worker(rank, 1000.0 + rank, MemberTimes({"compute": 10.0 - rank})) for rank in range(3)]
+    record.add(members)
+    members[2].name = "worker-1"  # worker-1 has left
+    joined = worker(2, 1012.0, MemberTimes({"start": 2.0}))  # and another worker has joined as worker-2
+    watch.now, members[2].facts = 1014.0, Facts(MemberTimes({"compute": 12.0}))
+    record.add([members[0], members[2], joined])
+    record.end([])
+    found = {each.name: each.parts["compute"] for each in record.job_time().members if "compute" in each.parts}
+    assert found == {"worker-0": 10.0, "worker-1": 9.0, "worker-2": 12.0}
+    assert record.job_time().members[-1].name == "worker-2.2"
 
 
 def test_rounds_of_earlier_generations_and_drivers_are_known_by_rank():

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from rayps.bench.netns import Hosts, NamespaceActor
 from rayps.cluster.local import ActorHandle, Bundle, LocalCluster, Reservation, register_provider, rendezvous, resolve
 from rayps.cluster.members import ActorHost
+from rayps.cluster.notices import Notice
 from rayps.cluster.warm import WarmState
 from rayps.core.errors import ActorDied, ClusterError, RaypsError
 
@@ -136,6 +137,21 @@ class HostCluster:
     def find(self, name: str) -> ActorHandle | None:
         """Return None: no actor here outlives its job."""
         return None
+
+    @property
+    def node(self) -> str:
+        """No id: the caller's process is on none of the hosts."""
+        return ""
+
+    def notices(self) -> tuple[Notice, ...]:
+        """Return no notice."""
+        return ()
+
+    def announce(self, notice: Notice) -> None:
+        """Do nothing: nobody is told to leave a host."""
+
+    def withdraw(self, notice: Notice) -> None:
+        """Do nothing."""
 
     def keep_warm(self, wanted: int) -> WarmState:
         """Do nothing."""

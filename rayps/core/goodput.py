@@ -3,7 +3,8 @@
 The driver writes lines of JSON to `time.jsonl` in the job's folder. A line is either a report of one process, or an
 event. A report has totals since the start of its process, so that the last line of a process stands for all before it,
 and a driver that continues a job after another only adds lines. A member (`worker-0`, `shard-1`) may have several
-processes, one after the other.
+processes, one after the other. A worker that gets another rank keeps its name here; if its former rank is then given to
+another worker, that one is called `worker-0.2`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class ProcessTimes:
     wall: float  # seconds since then, by the driver's clock
     times: MemberTimes  # what the process has reported, and since then idle
     host: str = ""
+    replaces: bool = False  # whether it was started because the member's process before it has died
 
     @property
     def kind(self) -> str:
@@ -45,7 +47,7 @@ class ProcessTimes:
     def to_json(self) -> JsonObject:
         """Return the report as a line of the file."""
         known: JsonObject = {"name": self.name, "began": round(self.began, 4), "wall": round(self.wall, 4)}
-        return {**known, "host": self.host, **self.times.to_json()}
+        return {**known, "host": self.host, "replaces": self.replaces, **self.times.to_json()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +79,13 @@ class TimeSlice:
 
 @dataclass(frozen=True, slots=True)
 class MemberTotals:
-    """A worker's or a server's time from the start of its first process until its last report."""
+    """A worker's or a server's time, over all its processes."""
 
     name: str
     kind: str
     host: str
     began: float
-    wall: float  # seconds, by the driver's clock
+    wall: float  # seconds of its processes and between those that replace each other, by the driver's clock
     times: MemberTimes  # of all processes, and `recovery` between them
     processes: int = 1
 
@@ -179,6 +181,7 @@ def job_time(lines: Iterable[JsonObject]) -> JobTime:
                 _number(line.get("wall")),
                 member_times(line),
                 str(line.get("host") or ""),
+                bool(line.get("replaces")),
             )
             reports.setdefault(found.name, []).append(found)
     names = sorted(reports, key=_order)
@@ -209,12 +212,11 @@ def _totals(reports: Sequence[ProcessTimes]) -> MemberTotals:
     """Return the totals of one member from its reports."""
     last = _processes(reports)
     first = last[0]
-    times, before = MemberTimes(), first.began
+    times, before, wall = MemberTimes(), first.began, 0.0
     for process in last:
-        gap = process.began - before
-        between = MemberTimes({"recovery": gap}) if gap > 0 else MemberTimes()
-        times, before = times.plus(between).plus(process.times), process.ended
-    wall = last[-1].ended - first.began
+        gap = max(0.0, process.began - before) if process.replaces else 0.0
+        between = MemberTimes({"recovery": gap}) if gap else MemberTimes()
+        times, before, wall = times.plus(between).plus(process.times), process.ended, wall + gap + process.wall
     return MemberTotals(first.name, first.kind, last[-1].host, first.began, wall, times, len(last))
 
 
@@ -231,7 +233,7 @@ def _slices(reports: Sequence[ProcessTimes]) -> tuple[TimeSlice, ...]:
     for report in reports:
         by_process.setdefault(report.began, []).append(report)
     for began in sorted(by_process):
-        if found and began > found[-1].end:
+        if found and began > found[-1].end and by_process[began][0].replaces:
             found.append(TimeSlice(found[-1].end, began, {"recovery": began - found[-1].end}))
         before: dict[str, float] = {}
         at = began
@@ -254,9 +256,10 @@ def _thinned(slices: list[TimeSlice]) -> tuple[TimeSlice, ...]:
     return tuple(found)
 
 
-def _order(name: str) -> tuple[bool, str, int]:
-    kind, _, number = name.rpartition("-")
-    return (not name.startswith("worker-"), kind, int(number) if number.isdigit() else 0)
+def _order(name: str) -> tuple[bool, str, int, str]:
+    kind, _, place = name.rpartition("-")
+    number, _, holder = place.partition(".")
+    return (not name.startswith("worker-"), kind, int(number) if number.isdigit() else 0, holder)
 
 
 def _number(value: object) -> float:

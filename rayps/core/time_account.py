@@ -9,7 +9,7 @@ The parts of a worker or a server:
 - `communication`: copying, sending and receiving that nothing hides.
 - `waiting`: for a peer, by name.
 - `evaluation`, `checkpoint`: evaluating; copying, writing and handing over states.
-- `recovery`: from a failure until the first round after it.
+- `recovery`: from a failure, or a change of the number of workers, until the first round after it.
 - `again`: a round that was trained before a failure and is repeated.
 - `idle`: finished, or without a plan or a request.
 
@@ -114,8 +114,8 @@ class TimeAccount:
         with self._lock:
             self._pass()
             for place in [place for place in self._seconds if place[0] == old]:
-                target = _known(new), place[1]
-                self._seconds[target] = self._seconds.get(target, 0.0) + self._seconds.pop(place)
+                target, seconds = (_known(new), place[1]), self._seconds.pop(place)
+                self._seconds[target] = self._seconds.get(target, 0.0) + seconds
             self._undivided = 0.0
 
     def seconds(self) -> Seconds:

@@ -34,10 +34,13 @@ SHOWN = {
 class _MemberProcess:
     """What the driver knows of one process of a member."""
 
-    def __init__(self, member: GroupMember, began: float, *, replaces: bool) -> None:
-        """`began` is the time of day of the start; `replaces`: the process is there because another one died."""
-        self.name, self.began, self.spawned = member.name, began, member.spawned
-        self.host = ""
+    def __init__(self, name: str, member: GroupMember, began: float, *, replaces: bool) -> None:
+        """`name` is the member's name in the record, and `began` the time of day of the start.
+
+        `replaces`: the process is there because another one has died.
+        """
+        self.name, self.began, self.spawned, self.replaces = name, began, member.spawned, replaces
+        self.host, self.dead = "", False
         self.times: MemberTimes | None = None
         self.wall, self.seen = 0.0, member.spawned
         self.written = -1e9
@@ -73,7 +76,7 @@ class _MemberProcess:
     def line(self) -> JsonObject:
         """Return the newest report as a line of the file."""
         assert self.times is not None, "the process has reported"
-        return ProcessTimes(self.name, self.began, self.wall, self.times, self.host).to_json()
+        return ProcessTimes(self.name, self.began, self.wall, self.times, self.host, self.replaces).to_json()
 
 
 class TimeRecord:
@@ -82,8 +85,10 @@ class TimeRecord:
     def __init__(self, folder: Path | None, *, anew: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         """Continue the file in `folder`, or write it anew. While there is no such folder, the lines are in memory."""
         self._clock, self._epoch = clock, time.time() - clock()
-        self._processes: dict[str, _MemberProcess] = {}  # the newest process of each member
+        self._processes: dict[str, _MemberProcess] = {}  # the newest process of each member, by name in the record
+        self._by_start: dict[float, _MemberProcess] = {}  # the same and the earlier ones, by `spawned`
         self._earlier: dict[str, dict[str, float]] = {}  # seconds by part of each member's earlier processes
+        self._alive: set[float] = set()  # `spawned` of the group's present members
         self._reached: dict[str, int] = {}  # from a worker's name to the rounds that it has reported
         self._reached_before = 0  # rounds that the workers of earlier drivers have reported
         self.recovering = False  # whether the next generation follows a failure
@@ -101,7 +106,8 @@ class TimeRecord:
 
     def add(self, members: Iterable[GroupMember]) -> None:
         """Take over the reports in the facts of the members' last polls."""
-        now = self._clock()
+        now, members = self._clock(), list(members)
+        self._alive = {member.spawned for member in members}
         for member in members:
             position = getattr(member.facts, "position", 0)
             self._reached[member.name] = max(position, self._reached.get(member.name, 0))
@@ -132,6 +138,7 @@ class TimeRecord:
     def end(self, members: Iterable[GroupMember]) -> None:
         """At the end of the run, ask the living members for their last reports, and write the totals of all."""
         living = [member for member in members if not member.dead]
+        self._alive = {member.spawned for member in members}
         asked = [(member, member.handle.call("times")) for member in living]
         until(lambda: all(reply.done() for _, reply in asked), LAST_SECONDS)
         for member, reply in asked:
@@ -143,7 +150,8 @@ class TimeRecord:
                 self._add(self._process_of(member, self._clock()), times, self._clock())
         now, self._shown = self._clock(), None
         for process in self._processes.values():
-            process.end(now)
+            if process.spawned in self._alive:
+                process.end(now)
             if process.times is not None:
                 self._write(process.line())
 
@@ -186,20 +194,32 @@ class TimeRecord:
         }
 
     def _process_of(self, member: GroupMember, now: float) -> _MemberProcess:
-        """Return the record of a member's process. If it is a new process, end the record of the one before."""
-        process = self._processes.get(member.name)
-        if process is None or process.spawned != member.spawned:
-            if process is not None:
-                process.end_unreported()
-                self._write(process.line())
-                self._earlier[member.name] = added(self._earlier.get(member.name, {}), process.parts)
-            replaces = process is not None or self._continues
-            process = _MemberProcess(member, self._epoch + member.spawned, replaces=replaces)
-            self._processes[member.name] = process
+        """Return the record of a member's process, which is found by its start: the member's rank may change."""
+        process = self._by_start.get(member.spawned)
+        if process is None:
+            process = self._begin_process(member)
         if member.dead is None:
             process.seen = now
+        process.dead = member.dead is not None
         if member.place is not None:
             process.host = member.place.host
+        return process
+
+    def _begin_process(self, member: GroupMember) -> _MemberProcess:
+        """Begin the record of a process. End that of the process before it, if that has died or left."""
+        name, holder = member.name, 1
+        before = self._processes.get(name)
+        while before is not None and before.spawned in self._alive:  # it has another rank now
+            holder += 1
+            name = f"{member.name}.{holder}"
+            before = self._processes.get(name)
+        if before is not None:
+            before.end_unreported()
+            self._write(before.line())
+            self._earlier[name] = added(self._earlier.get(name, {}), before.parts)
+        replaces = self._continues if before is None else before.dead
+        process = _MemberProcess(name, member, self._epoch + member.spawned, replaces=replaces)
+        self._processes[name] = self._by_start[member.spawned] = process
         return process
 
     def _add(self, process: _MemberProcess, times: MemberTimes, now: float) -> None:

@@ -46,7 +46,8 @@ class WorkerTimes:
         turn = self.account.turn()
         if plan.recovers:
             self.account.rename("start", "recovery")  # of a process that was started because of the failure
-        turn.enter("recovery" if plan.recovers else "start")
+        # a worker that has survived a failure, or a change of the workers, is in `recovery` already
+        turn.enter("recovery" if plan.recovers or self.account.part == "recovery" else "start")
         return turn
 
     def trains_here(self) -> None:
