@@ -303,6 +303,20 @@ class Events(BaseModel):
     cursor: int
 
 
+class TimeReport(BaseModel):
+    """Where the time of a job's workers and servers went: see `rayps.core.time_report`."""
+
+    name: str
+    parts: list[str]  # all parts of an account, in the order in which pictures show them
+    goodput: float | None  # the useful share of the workers' time
+    seconds: float  # from the start of the first process until the last report
+    shares: dict[str, float]  # of each part in the time of all workers
+    members: list[dict[str, Any]]
+    timeline: dict[str, list[dict[str, Any]]]
+    events: list[dict[str, Any]]
+    verdict: dict[str, Any]
+
+
 class FileOut(BaseModel):
     """A file of a job: its path in the job's folder, and its bytes."""
 

@@ -20,6 +20,7 @@ from rayps.cli import clients as cli_clients
 from rayps.cli import export as cli_export
 from rayps.cli import jobs as cli_jobs
 from rayps.cli import plan as cli_plan
+from rayps.cli import report as cli_report
 from rayps.cli import run as cli_run
 from rayps.cli import servers as cli_servers
 from rayps.cli import show
@@ -287,6 +288,7 @@ cli_sweeps.add(app)
 cli_client.add(app)
 app.command()(cli_backup.backup)
 app.command()(cli_plan.plan)
+app.command()(cli_report.report)
 app.command()(cli_run.run)
 app.command()(cli_strategies.strategies)
 app.command()(cli_clients.clients)

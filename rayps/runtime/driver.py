@@ -24,6 +24,7 @@ from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import Cluster
 from rayps.cluster.room import RoomWatch
 from rayps.core.errors import RaypsError
+from rayps.core.goodput import JobTime
 from rayps.core.job_status import Status
 from rayps.core.metrics import evaluation_point
 from rayps.core.phase_rounds import Calendar
@@ -176,6 +177,10 @@ class Driver:
         """Whether there is a folder for checkpoints."""
         return self._checkpoints.folder is not None
 
+    def job_time(self) -> JobTime:
+        """Return where the time of the job's workers and servers went so far."""
+        return self._record.times.job_time()
+
     @property
     def status(self) -> Status:
         """The status of the run."""
@@ -322,7 +327,9 @@ class Driver:
             known = self.journal.evaluated
             self._record.evaluated = self._callbacks.known(first.round) if known is None else known
         self._callbacks.start(first.round, plan.calendar.epoch_of(first.round))
-        self._callbacks.deliver_earlier(self.journal.earlier_points(), first.round)
+        earlier = self.journal.earlier_points()
+        self._callbacks.deliver_earlier(earlier, first.round)
+        self._record.times.continues(earlier)
         if self._callbacks.may_end(first.round):  # an earlier driver has died between the stop and the end
             self._end_early()
         return Findings()
@@ -388,7 +395,8 @@ class Driver:
         if (traces := self._record.traces) is not None:
             orders = replace(orders, profile=traces.ranks_to_trace(group.size))
         parts = self._checkpoints.parts_plan(phase.phase.strategy, group.hosts)
-        orders = replace(orders, parts=parts)
+        recovers, reached = self._record.times.begin_generation(group.size)
+        orders = replace(orders, parts=parts, recovers=recovers, reached=reached)
         if elastic is not None:
             boundary = replace(orders.boundary, also=elastic.stop_round)
             orders = replace(orders, elastic=elastic.plan(state.handover), boundary=boundary)
@@ -445,6 +453,7 @@ class Driver:
     def _recover(self, state: states.Recover) -> Findings:
         decision, generation = state.decision, self._generation + 1
         self._record.end_generation()
+        self._record.times.recovering = True
         self._record.set_status(Status.RECOVERING, decision.reason)
         rebuild = self._recoveries.end_generation(self._group, decision, generation)
         if rebuild is not None:
@@ -615,6 +624,7 @@ class Driver:
         if self._started is not None:
             self.journal.lines(self._started.lines())
             self._record.add_server_events(self._started, over=True)
+            self._record.times.end(self._started.members)
             self._started.close()
             self._checkpoints.discard_unfinished()
 
@@ -642,6 +652,7 @@ class Driver:
         self.journal.event(kind, outcome.message, metrics=outcome.metrics)
         self._record.set_status(outcome.status, outcome.message)
         self.journal.write_outcome(outcome.to_dict())
+        self._record.times.close()
         return outcome
 
     def _end_callbacks(self, outcome: Outcome) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -195,6 +196,7 @@ class FixedServers:
         if self._gpus:
             gang = self.reserved.gang
             where = {"gpus": self._gpus, "gang": gang, "index": self.reserved.others + index, "device": "cuda"}
+        began = time.monotonic()
         handle = self._cluster.spawn(
             "rayps.ps.server.shard_actor:ShardActor",
             index,
@@ -204,7 +206,7 @@ class FixedServers:
             threads=1,
             **where,
         )
-        return GroupMember(f"shard-{index}", handle)
+        return GroupMember(f"shard-{index}", handle, spawned=began)
 
     def _plan(self, index: int, generation: int = 1) -> ShardPlan:
         orders = self._orders

@@ -102,6 +102,7 @@ class WorkerLauncher:
         """Start one worker's process, with `resources` of its own or in those of all workers."""
         reserved = self._reserved if resources is None else resources
         cpus, gpus = self.resources.get("cpu", 1.0), self.resources.get("gpu", 0.0)
+        began = time.monotonic()
         handle = self.cluster.spawn(
             "rayps.runtime.worker_actor:WorkerActor",
             rank,
@@ -117,7 +118,7 @@ class WorkerLauncher:
             index=reserved.index[rank if resources is None else 0],
             warm=self.warm,
         )
-        return GroupMember(f"worker-{rank}", handle, resources=resources)
+        return GroupMember(f"worker-{rank}", handle, resources=resources, spawned=began)
 
     def end(self, members: Iterable[GroupMember]) -> None:
         """End the processes of `members`, and release the resources that a member has alone."""
@@ -439,6 +440,7 @@ class WorkerGroup:
         Dead workers get new processes, and living ones keep theirs. The servers tell the workers their next step.
         """
         dead = [rank for rank in ranks if self.workers[rank].dead]
+        reached = [self._position(rank) for rank in ranks]
         for rank in dead:
             self._launcher.end([self.workers[rank]])
             self.workers[rank] = self._launcher.start(rank)
@@ -448,10 +450,11 @@ class WorkerGroup:
         self._attempts += 1
         parts = columns_of(snapshot, self._current_orders().division)
         replies = []
-        for rank in ranks:
+        for rank, position in zip(ranks, reached, strict=True):
             part = self.cluster.share(parts[self._column(rank)])
             self._has_frozen(self.workers[rank], parts[self._column(rank)])
-            replies.append(self.workers[rank].handle.call("begin", self._worker_plan(rank, -1), part))
+            plan = replace(self._worker_plan(rank, -1), recovers=True, reached=position)
+            replies.append(self.workers[rank].handle.call("begin", plan, part))
         settle(replies, [self.workers[rank] for rank in ranks])
 
     def replace_shard(self, index: int, snapshot: Snapshot) -> None:
@@ -462,6 +465,11 @@ class WorkerGroup:
             for rank, worker in enumerate(self.workers):
                 if not worker.dead and self._column(rank) == column:
                     worker.await_reply(worker.handle.call("rewire", found))
+
+    def _position(self, rank: int) -> int:
+        """Return the rounds that a worker, or its predecessor that died, has reported."""
+        facts = self.workers[rank].facts
+        return facts.position if isinstance(facts, WorkerFacts) else 0
 
     def _addresses(self, axis: str, rank: int) -> list[str]:
         return [self.workers[other].address for other in self.grid.along(axis, rank)]
@@ -499,6 +507,8 @@ class WorkerGroup:
             orders.evaluation_batches,
             orders.each_epoch,
             orders.parts,
+            orders.recovers,
+            orders.reached[rank] if orders.reached else 0,
             orders.elastic,
         )
 

@@ -585,7 +585,7 @@ class Meter:
         waiting, moving, moved = (now - then for now, then in zip(self._traffic(), self._before, strict=True))
         weight = sum(weight for _, weight, _ in self._losses)
         seconds = time.perf_counter() - self._began
-        exposed = max(0.0, seconds - self.compute)  # the time of background threads is not counted
+        exposed = max(0.0, seconds - self.compute - self.data)  # the time of background threads is not counted
         wait = min(waiting, exposed)
         return {
             "loss": sum(loss * own for loss, own, _ in self._losses if own) / weight if weight else None,

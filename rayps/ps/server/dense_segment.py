@@ -21,6 +21,7 @@ from torch.optim import Adagrad
 
 from rayps.core.errors import CheckpointError, ConfigError
 from rayps.core.failpoint import passing
+from rayps.core.member_times import MemberTimes
 from rayps.core.phase_rounds import Boundary
 from rayps.core.repeated_pushes import WINDOW, Ledger
 from rayps.core.server_updates import weighted_mean
@@ -73,6 +74,7 @@ class ShardFacts:
     snapshots: list[int] = field(default_factory=list)  # rounds after which a state is retained
     ages: dict[int, int] = field(default_factory=dict)  # optimizer steps since the rank's pull -> number of pushes
     lost: int = 0  # acknowledged pushes that no worker retained when this shard was restored
+    times: MemberTimes | None = None  # where the time of its process went, about once a second; None in between
 
 
 # ---- changes: what backups apply

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from rayps.comm.link import Link, Message, connect
 from rayps.core.errors import LinkError, RaypsError
+from rayps.core.time_account import LoopAccount
 from rayps.ps.protocol.messages import Event, GroupMessage, SegmentOrder
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.assignments import AssignedSpace, Assignments, SegmentReport
@@ -189,9 +190,10 @@ class ManagerSession:
 
 
 class Load:
-    """Computes the loads of successive heartbeats."""
+    """Computes the loads of successive heartbeats, and has the account of the loop's time."""
 
     def __init__(self) -> None:
+        self.account = LoopAccount()
         self._cpu, self._at = time.process_time(), time.monotonic()
 
     def now(

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,8 @@ import torch
 from rayps.comm.link import Listener, Message
 from rayps.comm.link.wakeup import Wakeup
 from rayps.core.errors import LinkError, NotFound, StaleGeneration
+from rayps.core.member_times import MemberTimes
+from rayps.core.time_account import named_waits
 from rayps.ps.protocol.mailbox import BY_MEMORY, BY_MESSAGE, SharedSlice
 from rayps.ps.protocol.messages import GroupMessage, numbers
 from rayps.ps.protocol.space import ServedSegment, Space
@@ -137,20 +140,37 @@ class GroupServerLoop:
         fair = self._fair
         return self._load.now(self._assignments, len(self._peers), lambda n: (fair.throttled(n), fair.queued(n)))
 
+    def times(self) -> MemberTimes:
+        """Return where the loop's time went until now, and for which workers which workers waited here."""
+        delays: dict[str, dict[str, float]] = {}
+        awaited: dict[str, float] = {}
+        for assigned_space in list(self._assignments.spaces.values()):
+            for (rank, slowest), seconds in list(assigned_space.delays.items()):
+                peer, found = f"worker-{slowest}", delays.setdefault(f"worker-{rank}", {})
+                found[peer] = found.get(peer, 0.0) + seconds
+                awaited[peer] = awaited.get(peer, 0.0) + seconds
+        lines = {each.link.peer: line for each in list(self._peers.values()) if (line := each.link.line) is not None}
+        spent = named_waits(self._load.account.seconds(), awaited)
+        return replace(MemberTimes.of(spent, None, lines), delays=delays)
+
     # ---- the loop
 
     def _run(self) -> None:
         maintained, asked = 0.0, 0
+        account = self._load.account
         try:
             while not self._closing.is_set():
                 # after a request the next one may come at once, and a sleep costs more than a check without a wait
+                account.enter("waiting" if self._is_awaited() else "idle")
                 received = self._read_input(0.0 if asked else self._sleep_seconds())
+                account.enter("compute")
                 asked, queued = self._serve_mailboxes()
                 now = time.monotonic()
                 if received or queued or now > maintained + MAINTAIN_SECONDS:
                     self._serve_all()
                     self._maintain()
                     maintained = now
+                account.enter("communication")
                 self._mailboxes.wake()
         except Exception:  # the server ends, and its peers see that their connections close
             log.exception("%s failed", self.name)
@@ -160,6 +180,10 @@ class GroupServerLoop:
                 self._lose(peer, "this server is closing")
             self._outbound.close()
             self._wakeup.close()
+
+    def _is_awaited(self) -> bool:
+        """Return whether a worker waits here for the push of another worker."""
+        return any(assigned_space.parked for assigned_space in list(self._assignments.spaces.values()))
 
     def _sleep_seconds(self) -> float:
         now = time.monotonic()
@@ -181,6 +205,7 @@ class GroupServerLoop:
         else:
             ready = self._poll.poll(int(1000 * seconds + 0.999) if self._mailboxes.sleeps() else 0)
             self._mailboxes.awake()
+        self._load.account.enter("communication")
         received = bool(again) or self._has_more
         for descriptor, events in ready:
             if descriptor == self._wakeup.fileno():
