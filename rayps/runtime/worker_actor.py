@@ -7,8 +7,6 @@ previous one.
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import threading
 from dataclasses import dataclass, replace
 from typing import Any
@@ -102,7 +100,7 @@ class WorkerActor:
 
     def place(self) -> ActorHost:
         """Return this worker's host, its process id, and the address at which peers connect."""
-        return ActorHost(socket.gethostname(), os.getpid(), self._listener.address)
+        return ActorHost.own(self._listener.address)
 
     def backup_address(self) -> str:
         """Return the address at which other workers store and request states, or "" without shared memory."""
