@@ -36,7 +36,7 @@ from rayps.ps.manager.assign_segments import (
     decide,
     settled,
 )
-from rayps.ps.manager.launcher import Launcher, PendingServers
+from rayps.ps.manager.launcher import Launcher, PendingServers, StartOrder
 from rayps.ps.manager.members import ManagerConnection, ServerMember
 from rayps.ps.manager.publisher import Publisher
 from rayps.ps.manager.record import GroupRecord, RecordFile, ServerRecord
@@ -115,7 +115,7 @@ class GroupState:
     def registered(self, connection: ManagerConnection, body: dict[str, Any]) -> bool:
         """Add a server that sent REGISTER. Return False if the group does not know the server, or has replaced it."""
         name = str(body["name"])
-        record = ServerRecord(body["address"], body.get("host", ""), int(body.get("pid", 0)))
+        record = ServerRecord(body["address"], body.get("host", ""), int(body.get("pid", 0)), node=body.get("node", ""))
         member = self.members.get(name)
         if self.pending.registered(name):
             member = self.members[name] = ServerMember(name, record, ServerState.ALIVE)
@@ -237,7 +237,7 @@ class GroupState:
         if member.connection is not None:
             self.publisher.connections.drop(member.connection)
             member.connection = None
-        self.launcher.end(member.name)
+        self.launcher.end(member.name, member.record.node)
         self.gather()
         self.changed = True
 
@@ -308,11 +308,12 @@ class GroupState:
     def _start_next(self) -> None:
         """Start the servers that are due; servers that start gently start one after the other."""
         for name, gently in self.pending.due():
-            more = {}
             if gently:
-                more["gently"] = True
                 self.gather()
-            self.launcher.start(name, self.record.name, self.record.secret, self.publisher.address, **more)
+            record, placed = self.record, {other.name: other.record.node for other in self.members.values()}
+            self.launcher.start(
+                StartOrder(name, record.name, record.secret, self.publisher.address, gently=gently, placed=placed)
+            )
 
     def start_failed(self, name: str, reason: str) -> None:
         """Record that a server could not be started; another server is started later."""
@@ -337,7 +338,7 @@ class GroupState:
             self.departed.append((time.time(), member))
         if member.connection is not None:
             self.publisher.connections.drop(member.connection)
-        self.launcher.end(name)
+        self.launcher.end(name, member.record.node)
 
     def _apply_to_segment(self, decision: SegmentDecision) -> None:
         segment = self.segments[decision.segment]

@@ -24,7 +24,8 @@ from rayps.core.errors import ClusterError, ConfigError, Conflict, LinkError, No
 from rayps.ps.manager import spaces
 from rayps.ps.manager.assign_segments import Balance, ServerState
 from rayps.ps.manager.group_state import GroupState
-from rayps.ps.manager.launcher import Launcher
+from rayps.ps.manager.host_starter import HostStarter
+from rayps.ps.manager.launcher import ActorStarter, Launcher, ServerStarter
 from rayps.ps.manager.members import ManagerConnection
 from rayps.ps.manager.publisher import ManagerConnections, Publisher
 from rayps.ps.manager.record import GroupRecord, RecordFile
@@ -66,6 +67,7 @@ class Manager:
         cpus: float = 0.0,
         silence: float = SILENCE,
         balance: Balance | None = BALANCE,
+        forked: bool | None = None,
     ) -> None:
         check_size(name, servers, replicas)
         file = RecordFile(folder)
@@ -81,8 +83,8 @@ class Manager:
         record.port = parse_address(self._listener.address).port
         self._file, self._ends_servers = file, not detached
         self._connections = ManagerConnections(self._listener)
-        options: dict[str, Any] = {"cpus": cpus, "detached": detached}
-        self._launcher = Launcher(name, surrounding() if cluster is None else cluster, options, self._start_failed)
+        starter = _starter(name, surrounding() if cluster is None else cluster, cpus, detached, forked)
+        self._launcher = Launcher(name, starter, self._start_failed)
         publisher = Publisher(self._connections, self._listener.address)
         self._state = GroupState(record, file, publisher, self._launcher, balance, silence)
         self._lock = threading.Condition(threading.RLock())
@@ -241,8 +243,9 @@ class Manager:
             names = [*self._state.members, *self._state.pending.names]
         self._end()
         for name in names:
-            self._launcher.end(name)
-        self._launcher.close()
+            member = self._state.members.get(name)
+            self._launcher.end(name, "" if member is None else member.record.node)
+        self._launcher.close(ended=True)
         self._file.erase()
 
     def close(self) -> None:
@@ -393,6 +396,13 @@ def _listen(name: str, record: GroupRecord) -> Listener:
         ):  # if the port is in use, listen on another one; servers look up the address
             return Listener(name, record.secret, host=host_address(), port=record.port)
     return Listener(name, record.secret, host=host_address())
+
+
+def _starter(name: str, cluster: Cluster, cpus: float, detached: bool, forked: bool | None) -> ServerStarter:
+    """Return what starts the servers: an actor on each host if `forked`, by default on Ray; else an actor for each."""
+    if forked or (forked is None and cluster.node):
+        return HostStarter(name, cluster, cpus=cpus, detached=detached)
+    return ActorStarter(name, cluster, {"cpus": cpus, "detached": detached})
 
 
 class ManagerActor(Manager):

@@ -48,6 +48,7 @@ class ServerRecord:
     host: str
     pid: int
     leaving: bool = False
+    node: str = ""  # the host's id in the cluster; "" if the server was started as an actor of its own
 
 
 @dataclass(slots=True)

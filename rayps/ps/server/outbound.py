@@ -47,6 +47,7 @@ class OrderTarget(Protocol):
     name: str
     address: str
     where: str  # the machine
+    node: str  # the machine's id in the cluster
 
     def space_changed(self, space: Space) -> None:
         """Handle a new space, or its new quota."""
@@ -90,6 +91,7 @@ class ManagerSession:
             "name": server.name,
             "address": server.address,
             "host": server.where,
+            "node": server.node,
             "pid": os.getpid(),
             "holds": holds,
         }

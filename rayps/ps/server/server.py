@@ -56,16 +56,19 @@ class GroupServerLoop:
         secret: bytes,
         *,
         host: str = "",
+        node: str = "",
         heartbeat: float = 0.1,
     ) -> None:
         """Start the loop.
 
         `manager` is the address of the manager's listener, or a function that returns this address. With `manager=None`
         the server has no manager, and the caller assigns segments to the server with `serve`. `host` is the machine's
-        name. `heartbeat` is the time between two heartbeats, in seconds, until the manager sets another time.
+        name, and `node` its id in the cluster. `heartbeat` is the time between two heartbeats, in seconds, until the
+        manager sets another time.
         """
         warm_up()
-        self.name, self.address, self.where = name, listener.address, host or socket.gethostname()
+        self.name, self.address = name, listener.address
+        self.where, self.node = host or socket.gethostname(), node
         self._listener, self._secret = listener, secret
         self._fair: FairQueue[PeerRequest] = FairQueue()
         self._replication = Replication(self)
