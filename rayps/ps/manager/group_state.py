@@ -8,6 +8,7 @@ knows every generation of a segment that any process has received.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -73,7 +74,8 @@ class GroupState:
         self.departed: deque[tuple[float, ServerMember]] = deque(maxlen=16)  # dead servers, and when they were removed
         self.changed = False  # whether `apply_decisions` must be called
         self._failed_copies: dict[tuple[str, str], float] = {}  # a primary and a server -> when to try again
-        self._gather_until = 0.0
+        self.ending: frozenset[str] = frozenset()  # ids of hosts that will end
+        self._gather_until, self._gather_most = 0.0, math.inf  # when moves begin, and when they begin at the latest
         self._sizes: dict[SegmentId, int] = {}  # segment -> its bytes, as its primary last reported
         self._ticked = time.monotonic()
 
@@ -225,6 +227,8 @@ class GroupState:
             self.changed = True
         if self._gather_until and now > self._gather_until:
             self._gather_until, self.changed = 0.0, True
+        if not any(member.state == ServerState.LEAVING for member in self.members.values()):
+            self._gather_most = math.inf
         for pair in [pair for pair, until in self._failed_copies.items() if until < now]:
             del self._failed_copies[pair]
             self.changed = True
@@ -303,7 +307,7 @@ class GroupState:
 
     def gather(self) -> None:
         """Delay moves until the servers that will be started have registered, for GATHER_SECONDS at most."""
-        self._gather_until = time.monotonic() + GATHER_SECONDS
+        self._gather_until = min(time.monotonic() + GATHER_SECONDS, self._gather_most)
 
     def _start_next(self) -> None:
         """Start the servers that are due; servers that start gently start one after the other."""
@@ -312,7 +316,7 @@ class GroupState:
                 self.gather()
             record, placed = self.record, {other.name: other.record.node for other in self.members.values()}
             self.launcher.start(
-                StartOrder(name, record.name, record.secret, self.publisher.address, gently=gently, placed=placed)
+                StartOrder(name, record.name, record.secret, self.publisher.address, gently, placed, self.ending)
             )
 
     def start_failed(self, name: str, reason: str) -> None:
@@ -320,9 +324,14 @@ class GroupState:
         if self.pending.failed(name):
             self.event("server_not_started", f"{name} did not start ({reason}): another server is started", server=name)
 
-    def leave(self, name: str) -> None:
-        """Mark a server as leaving: its segments move to other servers, and then it ends."""
+    def leave(self, name: str, *, seconds: float = math.inf) -> None:
+        """Mark a server as leaving: its segments move to other servers, and then it ends.
+
+        The moves wait for servers that are being started, but at most `seconds`.
+        """
         member = self.members[name]
+        self._gather_most = min(self._gather_most, time.monotonic() + seconds)
+        self.gather()
         member.record.leaving = True
         if member.state == ServerState.ALIVE:
             member.become(ServerState.LEAVING)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from rayps.cluster.local import ActorHandle, ActorReply, Bundle, Cluster
 from rayps.core.errors import NoResources, RaypsError
-from rayps.ps.manager.launcher import StartOrder
+from rayps.ps.manager.launcher import MOST_ROOM, StartOrder
 from rayps.ps.server.server_host import host_actor, reservation_name
 
 HOST = "rayps.ps.server.server_host:ServerHost"
@@ -71,6 +71,13 @@ class HostStarter:
         except (RaypsError, OSError, RuntimeError):
             self.end(order.server, node)
             raise
+
+    def room(self, placed: Mapping[str, str], avoid: frozenset[str]) -> int:
+        """Return how many servers' CPUs are free. See `ServerStarter.room`."""
+        if not self._cpus:
+            return MOST_ROOM
+        free = [has.get("cpu", 0.0) for node, has in self._cluster.hosts().items() if node not in avoid]
+        return sum(int(cpus / self._cpus + 1e-9) for cpus in free)
 
     def end(self, server: str, node: str) -> None:
         """Kill a server, and release its CPUs. See `ServerStarter.end`."""

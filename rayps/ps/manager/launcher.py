@@ -18,6 +18,7 @@ from rayps.core.errors import RaypsError
 HOST = "rayps.ps.server.server_actor:ServerActor"
 START_SECONDS = 90.0  # seconds from the order to start a server until its registration
 RETRY_SECONDS = 2.0  # seconds from a failed start to the next attempt
+MOST_ROOM = 1000  # the room for servers where nothing limits it
 REPLY_SECONDS = 0.1  # seconds between two checks of starts that go on
 
 
@@ -111,6 +112,9 @@ class ServerStarter(Protocol):
         Raises NoResources if no host has room for the server, or another RaypsError if the start fails.
         """
 
+    def room(self, placed: Mapping[str, str], avoid: frozenset[str]) -> int:
+        """Return how many more servers have room on hosts that are not in `avoid`. `placed`: server -> its host."""
+
     def end(self, server: str, node: str) -> None:
         """End a server's process on a host, and release what was reserved for it; do nothing if it has ended."""
 
@@ -140,6 +144,10 @@ class ActorStarter:
             **more,
         )
 
+    def room(self, placed: Mapping[str, str], avoid: frozenset[str]) -> int:
+        """Return MOST_ROOM: threads need no room. See `ServerStarter.room`."""
+        return MOST_ROOM
+
     def end(self, server: str, node: str) -> None:
         """End a server's actor. See `ServerStarter.end`."""
         handle = self._handles.pop(server, None) or self._cluster.find(actor_name(self._group, server))
@@ -158,6 +166,7 @@ class Launcher:
         self._starter, self._failed = starter, failed
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._started: dict[str, ActorReply] = {}  # starts that go on
+        self.room = MOST_ROOM  # how many more servers had room at the last `look`
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"{group}-launcher")
         self._thread.start()
 
@@ -168,6 +177,15 @@ class Launcher:
     def end(self, server: str, node: str = "") -> None:
         """End a server's process on the host with this id; do nothing if it has ended already."""
         self._tasks.put(lambda: self._end(server, node))
+
+    def look(self, placed: Mapping[str, str], avoid: frozenset[str]) -> None:
+        """Find out how many more servers have room, and set `room` some time later. See `ServerStarter.room`."""
+
+        def work() -> None:
+            with contextlib.suppress(RaypsError, OSError, RuntimeError):  # the cluster does not answer: `room` stays
+                self.room = self._starter.room(placed, avoid)
+
+        self._tasks.put(work)
 
     def close(self, timeout: float = 30.0, *, ended: bool = False) -> None:
         """Finish the tasks, then end the thread. `ended`: the group has ended, and all its processes end."""
