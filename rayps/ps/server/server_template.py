@@ -25,10 +25,14 @@ import sys
 import threading
 import traceback
 from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from rayps.comm.link import Listener
 from rayps.core.loading import without_collection
 from rayps.ps.server.server_actor import ALONE_SECONDS, LOOK_SECONDS, load_server, quietly
+
+if TYPE_CHECKING:
+    from rayps.ps.server.server import GroupServerLoop
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +58,9 @@ class ServerOrder:
 class ServerTemplate:
     """The loop of the template: reads commands, forks servers, and reports which have ended."""
 
-    def __init__(self, commands: int, replies: int) -> None:
-        """`commands` and `replies` are descriptors."""
-        self._commands, self._replies = commands, replies
+    def __init__(self, commands: int, replies: int, kind: type[GroupServerLoop]) -> None:
+        """`commands` and `replies` are descriptors. `kind`: the class of a server's loop."""
+        self._kind, self._commands, self._replies = kind, commands, replies
         self._children: dict[int, tuple[str, int]] = {}  # process id -> the server, the end of its pipe for addresses
         self._ended, self._waker = os.pipe()  # gets a byte when a child has ended
         self._partial = b""
@@ -113,7 +117,7 @@ class ServerTemplate:
             others = [end for _, end in self._children.values()]
             for descriptor in (self._commands, self._replies, self._ended, self._waker, writer, *others):
                 os.close(descriptor)
-            _serve(order, reader)
+            _serve(self._kind, order, reader)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -140,17 +144,14 @@ class ServerTemplate:
             os.write(self._replies, json.dumps(body).encode() + b"\n")
 
 
-def _serve(order: ServerOrder, reader: int) -> NoReturn:
+def _serve(kind: type[GroupServerLoop], order: ServerOrder, reader: int) -> NoReturn:
     """Serve until there is no manager for `ALONE_SECONDS`, the loop has failed, or the template has ended.
 
-    `reader`: the pipe on which the manager's later addresses arrive; it is closed when the template ends.
+    `kind`: the class of the loop. `reader`: the pipe on which the manager's later addresses arrive; it is closed when the template ends.
     """
-    from rayps.comm.link import Listener
-    from rayps.ps.server.server import GroupServerLoop
-
     manager, secret = order.manager, bytes.fromhex(order.secret)
     listener = Listener(order.server, secret, host=order.address)
-    loop = GroupServerLoop(order.server, listener, lambda: manager, secret, host=order.host, node=order.node)
+    loop = kind(order.server, listener, lambda: manager, secret, host=order.host, node=order.node)
     while loop.alive and loop.alone < ALONE_SECONDS:
         if select.select([reader], [], [], LOOK_SECONDS)[0]:
             lines = os.read(reader, 1 << 16).decode().split()
@@ -170,10 +171,10 @@ def main() -> None:
     with without_collection(freeze=True):
         if GENTLY in sys.argv:
             quietly(load_server)
-        load_server()
+        kind = load_server()
     if threading.active_count() > 1:
         log.warning("the template of servers has more than one thread: %s", threading.enumerate())
-    ServerTemplate(commands, replies).run()
+    ServerTemplate(commands, replies, kind).run()
 
 
 if __name__ == "__main__":
