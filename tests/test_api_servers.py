@@ -400,7 +400,7 @@ def test_the_command_line(run: Callable[..., tuple[int, str, str]], place: Threa
     assert run("servers", "ls")[2].startswith("there is no server group yet")
     code, out, err = run("servers", "start", "shared", "--servers", "3", "--replicas", "1", "--silence", "30", "--wait")
     assert (code, out, err) == (0, "shared is ready, 3 of 3 servers\n", "")
-    assert place.threads.find(manager_name("shared")).actor.options == {"silence": 30.0}  # type: ignore[union-attr]
+    assert place.threads.find(manager_name("shared")).actor.options == {"silence": 30.0, "cpus": 0.0}  # type: ignore[union-attr]
     place.threads.find(manager_name("shared")).actor.open_space("mine")  # type: ignore[union-attr]
     until(lambda: "mine" in run("servers", "show", "shared")[1], "the space")
     out = run("servers", "show", "shared")[1]

@@ -147,7 +147,8 @@ class ServerTemplate:
 def _serve(kind: type[GroupServerLoop], order: ServerOrder, reader: int) -> NoReturn:
     """Serve until there is no manager for `ALONE_SECONDS`, the loop has failed, or the template has ended.
 
-    `kind`: the class of the loop. `reader`: the pipe on which the manager's later addresses arrive; it is closed when the template ends.
+    `kind`: the class of the loop. `reader`: the pipe on which the manager's later addresses arrive; it is closed when
+    the template ends.
     """
     manager, secret = order.manager, bytes.fromhex(order.secret)
     listener = Listener(order.server, secret, host=order.address)
