@@ -36,6 +36,7 @@ ON_THREADS = ActorHost("alpha", 7, "127.0.0.1:5000")
         (Notice("n1", "alpha", 5.0, ""), ON_THREADS, True),  # the place has no node id
         (Notice("n1", "", 5.0, ""), ON_THREADS, False),
         (Notice("", "::1", 5.0, ""), ActorHost("alpha", 7, "[::1]:5000"), True),
+        (Notice("", "10.0.0.1", 5.0, ""), ActorHost("alpha", 7, "worker-0@10.0.0.1:5000/rayps-1"), True),
     ],
 )
 def test_whom_a_notice_concerns(notice, place, concerns):

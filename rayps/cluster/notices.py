@@ -35,15 +35,16 @@ class Notice:
         return f"{PREFIX}{self.node}/{self.host}/{'' if self.pid is None else self.pid}"
 
     def concerns(self, node: str, host: str, address: str, pid: int) -> bool:
-        """Return whether a process will end: its node id (or ""), host name, address "IP:port", and process id.
+        """Return whether a process will end: its node id (or ""), host name, address, and process id.
 
+        The address is "IP:port" or that of a listener, "name@IP:port/socket".
         Node ids are compared if both are known; otherwise the notice's host must be the name or the IP address.
         """
         if self.pid is not None and self.pid != pid:
             return False
         if self.node and node:
             return self.node == node
-        return bool(self.host) and self.host in (host, address.rpartition(":")[0].strip("[]"))
+        return bool(self.host) and self.host in (host, address.rpartition(":")[0].rpartition("@")[2].strip("[]"))
 
 
 @dataclass(frozen=True, slots=True)
