@@ -423,7 +423,7 @@ def test_the_command_line(run: Callable[..., tuple[int, str, str]], place: Threa
         (("show", "nobody"), 3, "give one of shared"),
         (("start", "shared"), 5, "already"),
         (("resize", "shared", "1"), 2, "at least 2 servers"),
-        (("resize", "shared", "x"), 2, "integer"),
+        (("resize", "shared", "x"), 2, "write a number such as 3"),
         (("start", "a b"), 2, "pattern"),
         (("drain", "shared", "server-77"), 3, "no server 'server-77'"),
     ]:

@@ -25,7 +25,7 @@ from rayps.comm.link import Listener, Message
 from rayps.comm.link.wakeup import Wakeup
 from rayps.core.errors import LinkError, NotFound, StaleGeneration
 from rayps.ps.protocol.mailbox import BY_MEMORY, BY_MESSAGE, SharedSlice
-from rayps.ps.protocol.messages import GroupMessage, numbers
+from rayps.ps.protocol.messages import GroupMessage, Role, numbers
 from rayps.ps.protocol.space import ServedSegment, Space
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace, Assignments, SegmentReport
 from rayps.ps.server.connection import PeerRequest, ServerPeer
@@ -117,6 +117,13 @@ class GroupServerLoop:
         found = self._assignments.assign(space, index, generation, segment)
         self.space_changed(space)
         return found
+
+    def hand_over(self, assigned: AssignedSegment) -> bytes:
+        """Refuse requests to a segment from now on, and return its whole state. Call this in the loop's thread."""
+        assert assigned.segment is not None, "a primary has a segment"
+        assigned.role = Role.LEAVING
+        self.stop_serving(assigned)
+        return assigned.segment.dump()
 
     def do(self, work: Callable[[], T], timeout: float = 60.0) -> T:
         """Run `work` in the loop's thread between two requests, and return its result. Call this from another thread.

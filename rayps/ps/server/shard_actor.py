@@ -81,8 +81,11 @@ class ShardActor:
         """Return the machine on which this shard runs, and the address for workers."""
         return ActorHost.own(self._listener.address)
 
-    def begin(self, plan: ShardPlan, snapshot: Snapshot) -> None:
+    def begin(self, plan: ShardPlan, snapshot: Snapshot | None, state: bytes | None = None) -> None:
         """Serve the plan's segment from now on, beginning with the snapshot's values.
+
+        With `state`, which another shard's `hand_over` returned, the segment continues where that shard stopped, and
+        `snapshot` is not used.
 
         Raises WorkloadError if the packed factory cannot be unpacked.
         """
@@ -91,14 +94,27 @@ class ShardActor:
         found, space = unpack(self._packed), plan.space
         factory: Factory = recipe_of(found) if isinstance(found, Workload) else found
         if plan.whole is not None:
-            factory = of_some(factory, plan.whole, [entry.name for entry in snapshot.layout.entries])
+            assert space.layout is not None, "a shard serves a vector"
+            factory = of_some(factory, plan.whole, [entry.name for entry in space.layout.entries])
         segment = DenseSegment(space, plan.segment, factory, optimizer=self._optimizer)
         segment.copied = False
         segment.share()
-        lo, hi = space.cuts[plan.segment]
-        segment.begin(snapshot.params[lo:hi], snapshot.ledger(lo, hi), snapshot.moments, plan.boundary)
+        if state is not None:
+            segment.resume(state, plan.boundary)
+        else:
+            assert snapshot is not None, "a segment begins with a snapshot or a state"
+            lo, hi = space.cuts[plan.segment]
+            segment.begin(snapshot.params[lo:hi], snapshot.ledger(lo, hi), snapshot.moments, plan.boundary)
         self._loop = loop = GroupServerLoop(f"shard-{self._index}", self._listener, None, self._secret)
         self._assigned = loop.do(lambda: loop.serve(space, plan.segment, plan.generation, segment))
+
+    def hand_over(self) -> bytes | None:
+        """Stop serving the segment, and return its whole state, or None before `begin`.
+
+        Later requests are refused without effect, and their workers wait for a newer map.
+        """
+        loop, assigned = self._loop, self._assigned
+        return None if loop is None or assigned is None else loop.do(lambda: loop.hand_over(assigned))
 
     def poll(self, wanted: int) -> ShardFacts | None:
         """Return the shard's facts, or None before `begin`; retain the state after round `wanted`."""
