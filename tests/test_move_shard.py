@@ -32,7 +32,7 @@ class Moved(Served):
 
     def __init__(self, house, index, generation, state):
         self.actor = ShardActor(index, SECRET, pack(house.factory), device=self.device)
-        self.actor.begin(ShardPlan(house.space, index, generation, house.boundary), None, state)
+        self.actor.resume(ShardPlan(house.space, index, generation, house.boundary), state)
         self.address = self.actor.place().address
 
 

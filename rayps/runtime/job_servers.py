@@ -202,7 +202,7 @@ class FixedServers:
             return None
         self.members[index] = shard
         plan = self._plan(index, found.holders[number].generation)
-        settle([shard.handle.call("begin", plan, None, state)], [shard])
+        settle([shard.handle.call("resume", plan, state)], [shard])
         source.publish(found)
         return found, old
 

@@ -81,14 +81,27 @@ class ShardActor:
         """Return the machine on which this shard runs, and the address for workers."""
         return ActorHost.own(self._listener.address)
 
-    def begin(self, plan: ShardPlan, snapshot: Snapshot | None, state: bytes | None = None) -> None:
+    def begin(self, plan: ShardPlan, snapshot: Snapshot) -> None:
         """Serve the plan's segment from now on, beginning with the snapshot's values.
-
-        With `state`, which another shard's `hand_over` returned, the segment continues where that shard stopped, and
-        `snapshot` is not used.
 
         Raises WorkloadError if the packed factory cannot be unpacked.
         """
+        segment = self._new_segment(plan)
+        lo, hi = plan.space.cuts[plan.segment]
+        segment.begin(snapshot.params[lo:hi], snapshot.ledger(lo, hi), snapshot.moments, plan.boundary)
+        self._serve(plan, segment)
+
+    def resume(self, plan: ShardPlan, state: bytes) -> None:
+        """Serve the plan's segment from now on, where the shard stopped whose `hand_over` returned `state`.
+
+        Raises WorkloadError if the packed factory cannot be unpacked.
+        """
+        segment = self._new_segment(plan)
+        segment.resume(state, plan.boundary)
+        self._serve(plan, segment)
+
+    def _new_segment(self, plan: ShardPlan) -> DenseSegment:
+        """Stop serving, and return the plan's segment without values."""
         if self._loop is not None:
             self._loop.close()
         found, space = unpack(self._packed), plan.space
@@ -99,14 +112,11 @@ class ShardActor:
         segment = DenseSegment(space, plan.segment, factory, optimizer=self._optimizer)
         segment.copied = False
         segment.share()
-        if state is not None:
-            segment.resume(state, plan.boundary)
-        else:
-            assert snapshot is not None, "a segment begins with a snapshot or a state"
-            lo, hi = space.cuts[plan.segment]
-            segment.begin(snapshot.params[lo:hi], snapshot.ledger(lo, hi), snapshot.moments, plan.boundary)
+        return segment
+
+    def _serve(self, plan: ShardPlan, segment: DenseSegment) -> None:
         self._loop = loop = GroupServerLoop(f"shard-{self._index}", self._listener, None, self._secret)
-        self._assigned = loop.do(lambda: loop.serve(space, plan.segment, plan.generation, segment))
+        self._assigned = loop.do(lambda: loop.serve(plan.space, plan.segment, plan.generation, segment))
 
     def hand_over(self) -> bytes | None:
         """Stop serving the segment, and return its whole state, or None before `begin`.
