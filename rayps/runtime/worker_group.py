@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import ActorReply, Bundle, Cluster, LocalCluster, refuse_if_too_large, until
 from rayps.cluster.members import GroupMember, leave, place, settle
+from rayps.cluster.notices import Notice
 from rayps.cluster.reservation import WorkerResources, reserve, torch_threads
 from rayps.cluster.user_packages import install_seconds
 from rayps.core.errors import ActorDied, ClusterError, LinkError, RaypsError
@@ -27,6 +28,7 @@ from rayps.core.user_code import START_SECONDS, overdue
 from rayps.federated.client_states_backup import ClientStatesBackup
 from rayps.federated.strategy_interface import state_owner
 from rayps.ps.client.session import Session
+from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.protocol.space import SpaceRank
 from rayps.ps.server.dense_segment import ShardPart
 from rayps.recovery.backup_assignment import RebuildPlan
@@ -461,10 +463,29 @@ class WorkerGroup:
         """Restore a shard from a snapshot. The workers then repeat the pushes that the shard lacks."""
         found = self._fixed.replace(index, snapshot)
         if found is not None:
-            column, _ = self._fixed.column(index)
-            for rank, worker in enumerate(self.workers):
-                if not worker.dead and self._column(rank) == column:
-                    worker.await_reply(worker.handle.call("rewire", found))
+            self._rewire(index, found)
+
+    def move_shards(self, notices: tuple[Notice, ...], seconds: float) -> list[str]:
+        """Move the segments of shards that will end to new processes, while the workers train; return their names.
+
+        `seconds`: for a shard's process to start, and to answer. A shard that could not be moved stays, or counts as
+        dead if it has stopped serving.
+        """
+        moved = []
+        for index in self._fixed.noticed(notices):
+            found = self._fixed.move(index, notices, seconds)
+            if found is not None:
+                self._rewire(index, found[0])
+                self.cluster.kill(found[1].handle)
+                moved.append(found[1].name)
+        return moved
+
+    def _rewire(self, index: int, found: SpaceMap) -> None:
+        """Send the workers of a shard's column the map in which the shard is replaced."""
+        column, _ = self._fixed.column(index)
+        for rank, worker in enumerate(self.workers):
+            if not worker.dead and self._column(rank) == column:
+                worker.await_reply(worker.handle.call("rewire", found))
 
     def _position(self, rank: int) -> int:
         """Return the rounds that a worker, or its predecessor that died, has reported."""

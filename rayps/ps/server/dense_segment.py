@@ -944,6 +944,11 @@ class DenseSegment:
         self._replace_shard(ShardState(params.clone(), {}, ledger), restore=False)
         self._shard.optimizer.load(moments, self.extent)
 
+    def resume(self, state: Buffer, boundary: Boundary) -> None:
+        """Restore a state that `dump` returned, and retain states after the rounds of `boundary` from now on."""
+        self._boundary = boundary
+        self.load(state)
+
     def facts(self, index: int, wanted: int) -> ShardFacts:
         """Return the facts of shard `index` of a static map, and retain the state after round `wanted`."""
         shard = self._writable_shard()
