@@ -91,6 +91,7 @@ class ElasticIn(BaseModel):
     lr_scaling: str | None = Field(None, max_length=20, examples=list(LR_RULES))
     cooldown: float | None = Field(None, ge=0, le=86400.0, allow_inf_nan=False)
     gain: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    balance: bool | None = Field(None, description="Whether faster workers take more of a round's rows.")
     replay: list[Annotated[list[int], Field(min_length=2, max_length=2)]] | None = Field(None, max_length=100_000)
 
 

@@ -70,6 +70,7 @@ class ProgressRecord(TypedDict, total=False):
     loss: float | None
     metrics: dict[str, float]  # metrics of the newest evaluation
     staleness: dict[str, int]
+    bound: int | None  # the staleness bound now, if it moves; None is no bound
     workers: list[WorkerLine]
     allowed: int  # of an elastic job: the number of workers that it was told that it may have
     wanted: int  # of an elastic job: the most workers that it wants, because more would not pay

@@ -45,6 +45,7 @@ from rayps.core.user_module import pack
 from rayps.core.warm_start import StartFrom
 from rayps.federated.remote_replies import create_mailbox
 from rayps.runtime import decide_recovery as states
+from rayps.runtime.bound_mover import BoundMover
 from rayps.runtime.callbacks import CallbackRunner, RunHandle, runner_of
 from rayps.runtime.decide_recovery import (
     Continue,
@@ -70,6 +71,7 @@ from rayps.runtime.membership import Membership
 from rayps.runtime.phases import PhaseRun, RunPlan
 from rayps.runtime.preflight import PreflightFindings, Trial, TrialFacts, TrialRequest, preflight
 from rayps.runtime.recover import RecoveryExecutor
+from rayps.runtime.share_balancer import ShareBalancer
 from rayps.runtime.snapshots import Checkpointer
 from rayps.runtime.status import Outcome, RunRecord
 from rayps.runtime.trace_folder import TraceFolder
@@ -140,6 +142,8 @@ class Driver:
         self._recoveries = RecoveryExecutor(journal, failures)
         self._record = RunRecord(journal, spec.workers, self._round_and_facts, self._callbacks.deliver)
         self._record.traces = None if profile is None else TraceFolder(profile, journal)
+        self._bound = BoundMover(journal)
+        self._shares = ShareBalancer(journal, balances=spec.elastic is not None and spec.elastic.balance)
         self._known: RunPlan | None = None  # set by the preflight
         self._allowance = Allowance(spec.workers if spec.elastic is None else spec.elastic.most)
         self._started: WorkerGroup | None = None
@@ -403,6 +407,8 @@ class Driver:
         if parts is None:
             self._checkpoints.load_newest()
         group.begin(orders, self._checkpoints.snapshot, state.rebuild)
+        self._bound.begin(orders.strategy)
+        self._shares.begin(group.size)
         self._record.set_status(Status.RUNNING, "")
         if self._again and self._generation == 1:
             self._move.report_arrival(self._checkpoints.round)
@@ -422,6 +428,8 @@ class Driver:
             case Continue():
                 elastic = self._plan.elastic
                 stopping = elastic is not None and elastic.is_stopping
+                if elastic is not None and not stopping:
+                    self._shares.balance(self._group.workers, elastic.membership)
                 self._stop.wait(STOPPING_SECONDS if stopping else POLL_SECONDS)
             case EndEarly():
                 self._end_early()
@@ -534,6 +542,8 @@ class Driver:
             # for later generations, and for runs that resume from this state
             self._checkpoints.snapshot.record_ring_choices(point)
         self._record.add_poll(group, points)
+        self._bound.follow(group, points)
+        self._shares.add(points)
         self._recoveries.check_progress(group, self._generation)
         self._record.show_progress()
 
@@ -595,6 +605,8 @@ class Driver:
         elastic = None if self._known is None else self._known.elastic
         if elastic is not None and elastic.wanted is not None:
             facts["wanted"] = elastic.wanted
+        if self._bound.moves:
+            facts["bound"] = self._bound.bound
         if self._callbacks.run.best is not None:
             facts["best"] = str(self._callbacks.run.best)
         return self._checkpoints.round, facts

@@ -22,6 +22,7 @@ from rayps.core.errors import ActorDied, ClusterError, LinkError, RaypsError
 from rayps.core.grid import Grid
 from rayps.core.metrics import Totals, total_over
 from rayps.core.records import Point
+from rayps.core.staleness_bound import MovedBound
 from rayps.core.strategy_families import learns_by_client, rebuilds
 from rayps.core.topology import runs_in_step, servers_of, shard_of
 from rayps.core.user_code import START_SECONDS, overdue
@@ -576,6 +577,15 @@ class WorkerGroup:
         for servers in self._servers():
             servers.poll(orders, wanted)
         return points
+
+    def move_bound(self, staleness: int | None) -> None:
+        """Replace the staleness bound on all servers from now on. Leads count from the workers' positions now."""
+        positions = [0] * self.grid.data
+        for rank, worker in enumerate(self.workers):
+            if isinstance(worker.facts, WorkerFacts):
+                positions[self.grid.at(rank).data] = worker.facts.position
+        for servers in self._servers():
+            servers.move_bound(MovedBound(staleness, tuple(positions)))
 
     def take_at(self, round: int) -> None:
         """Take the next snapshot after `round`, which no server has reached: its members retain their parts of it."""

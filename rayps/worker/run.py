@@ -13,6 +13,7 @@ from rayps.comm.link import Listener
 from rayps.core.errors import PeerTimeout, RaypsError, StaleGeneration, UserError
 from rayps.core.metrics import Totals
 from rayps.core.records import Point
+from rayps.core.row_shares import RowShares
 from rayps.core.time_account import TimeAccount
 from rayps.core.user_code import Call, lacks_memory, placed, too_large, under_way
 from rayps.ps.protocol.segment_map import SpaceMap
@@ -160,6 +161,10 @@ class GenerationRun:
     def train_until(self, rounds: int, retained: int) -> None:
         """Hold the run after `rounds` rounds, and retain its part of the checkpoint after the round `retained`."""
         self._gate.train_until(rounds, retained)
+
+    def deal(self, after: int, rows: RowShares) -> None:
+        """Undo `hold`, and deal rows in this way from the round after `after` rounds on."""
+        self._gate.deal(after, rows)
 
     def resume(self) -> None:
         """Undo `hold`."""
@@ -376,6 +381,8 @@ class PlanRun:
                 self.paused = not self._stopped()
                 break
             self.account.enter("compute" if w.position >= plan.reached else "again")
+            if (rows := self._gate.dealt(w.position)) is not None:
+                w.deal(rows)
             w.meter.begin()
             loop.begin_round()
             loop.run_round()

@@ -12,7 +12,7 @@ import struct
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from rayps.core.member_times import MemberTimes
 from rayps.core.phase_rounds import Boundary
 from rayps.core.repeated_pushes import WINDOW, Ledger
 from rayps.core.server_updates import weighted_mean
-from rayps.core.staleness_bound import Clock
+from rayps.core.staleness_bound import Clock, MovedBound
 from rayps.core.strategy import ServerHalf
 from rayps.core.topology import Servers, servers_of
 from rayps.core.values import Buffer
@@ -727,6 +727,7 @@ class DenseSegment:
             ticks=self.space.ticks,
             optimizer=self._optimizer,
         )
+        self._shard.clock.move(self.space.bound)
         self._buffer = flat_bytes(self._shard.params).data if self.rows else memoryview(b"")
         if restore:
             self._shard.restore(state)
@@ -849,6 +850,12 @@ class DenseSegment:
     def laggards(self) -> list[int]:
         """Return the slowest ranks. Pulls of other ranks wait for the pushes of these ranks."""
         return list(range(self.space.workers)) if self._base is not None else self._shard.clock.laggards()
+
+    def move_bound(self, bound: MovedBound) -> None:
+        """Replace the staleness bound from now on."""
+        self.space = replace(self.space, bound=bound)
+        if self._base is None:
+            self._shard.clock.move(bound)
 
     def pull(
         self, rank: int, data: memoryview = memoryview(b""), out: memoryview | None = None

@@ -606,6 +606,13 @@ class RequestHandler(PendingReplies):
         ]
         self.reply(request, GroupMessage.VALUE, touched, payload=pack(pieces))
 
+    def bound_moved(self, assigned_space: AssignedSpace) -> None:
+        """Serve the requests that need not wait any more, because the staleness bound may have moved."""
+        if assigned_space.parked:
+            self.wake(assigned_space)
+        if assigned_space.number in self._readers:
+            self._readers[assigned_space.number].check()
+
     def wake(self, assigned_space: AssignedSpace, by: int = READER) -> None:
         """Serve the parked requests that need not wait any more; `by` is the rank whose push allows it, if one does."""
         shared: dict[Any, Any] = {}

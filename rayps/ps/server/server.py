@@ -504,7 +504,7 @@ class GroupServerLoop:
             self._handler.send_withheld(assigned_space, anew=anew)
 
     def space_changed(self, space: Space) -> None:
-        """Handle a new space or quota: serve the requests that waited for the space, and limit its rate here."""
+        """Handle a new space, quota or bound: serve the requests that need not wait any more; limit the rate here."""
         if self._unknown_spaces.pop(space.number, None) is not None:
             self._fair.block(space.number, False)
         most, rate = space.quota.operations, None
@@ -512,6 +512,12 @@ class GroupServerLoop:
             mine = len(self._assignments.spaces[space.number].primaries())
             rate = most * max(1, mine) / max(1, space.segments)
         self._fair.limit_rate(space.number, rate, time.monotonic())
+        self._handler.bound_moved(self._assignments.spaces[space.number])
+
+    def change(self, space: Space) -> None:
+        """Replace the options of a space that `serve` has added. Call this in the loop's thread, by `do`."""
+        self._assignments.add_space(space)
+        self.space_changed(space)
 
     def space_closed(self, number: int) -> None:
         """Handle a closed space: answer its requests with an error."""

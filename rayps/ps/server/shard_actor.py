@@ -148,6 +148,12 @@ class ShardActor:
             return None
         return self._times.plus(self._loop.times())
 
+    def move_bound(self, space: Space) -> None:
+        """Serve the space with its new staleness bound. Nothing happens if the shard serves another generation."""
+        loop, assigned = self._loop, self._assigned
+        if loop is not None and assigned is not None and assigned.space.space.name == space.name:
+            loop.do(lambda: loop.change(space))
+
     def part(self, rounds: int) -> ShardPart | None:
         """Return the shard's share of the checkpoint after `rounds` rounds, or None if this state is not retained."""
         segment = self._segment
