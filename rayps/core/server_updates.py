@@ -31,17 +31,19 @@ def plain_servers(
     replica: Replica | None = None,
     *,
     shard_resources: Mapping[str, float] | None = None,
+    backup: int | None = None,
 ) -> Servers:
     """Return the topology of a plain parameter server with these options.
 
     The bound `staleness` also applies to pulls of the rows of sparse tables. `shard_resources` is {"gpu": a part of a
-    GPU}, or None for servers on the CPU.
+    GPU}, or None for servers on the CPU. `backup` is the number of backup workers; None and 0 mean that there are none.
 
     Raises:
         ConfigError: an option is invalid, or two options cannot be combined.
     """
-    given = SimpleNamespace(shards=shards, replay_mb=replay_mb)
+    given = SimpleNamespace(shards=shards, replay_mb=replay_mb, backup=backup)
     options.whole(given, "shards")
+    options.whole(given, "backup", least=0, none=True)
     if staleness is not None and (isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0):
         raise ConfigError(
             f"staleness is {staleness!r}: give 0 (synchronous), a whole number of rounds, or none (asynchronous)",
@@ -66,7 +68,18 @@ def plain_servers(
             field="shard_resources",
         )
     consistency, update = consistency_of(staleness), update_of(staleness)
-    return Servers(shards, replicas, consistency, update, replica, compression, replay_mb, tables=True, gpus=gpus)
+    return Servers(
+        shards,
+        replicas,
+        consistency,
+        update,
+        replica,
+        compression,
+        replay_mb,
+        tables=True,
+        gpus=gpus,
+        backup=backup or 0,
+    )
 
 
 def _gpus_of(given: Mapping[str, float] | None) -> float:
@@ -172,7 +185,8 @@ class PlainServers:
         if servers.update.spans:
             found |= {"adagrad": servers.adagrad}
         else:
-            found |= {"replicas": servers.replicas, "compression": servers.compression}
+            backup = servers.backup or None
+            found |= {"replicas": servers.replicas, "compression": servers.compression, "backup": backup}
         found = {name: value for name, value in found.items() if value is not None}
         return found if servers.update.spans else found | {"staleness": servers.staleness}
 

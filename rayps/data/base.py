@@ -9,6 +9,7 @@ computes exactly the mean over all rows of its batches, and an empty batch has w
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 from abc import ABC, abstractmethod
@@ -257,7 +258,12 @@ def rows_of_rank(rows: int, *, rank: int, size: int, seed: int | None, epoch: in
     """
     if seed is None:
         return np.arange(rank, rows, size, dtype=np.int64)
-    return random_of(seed, epoch).permutation(rows)[rank::size].astype(np.int64, copy=False)
+    return _permutation(rows, seed, epoch)[rank::size].copy()
+
+
+@functools.lru_cache(maxsize=2)  # workers that read single batches of all ranks open an epoch many times
+def _permutation(rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    return random_of(seed, epoch).permutation(rows).astype(np.int64, copy=False)
 
 
 def fixed_rows_of_rank(data: Data, *, rank: int, size: int, seed: int | None, epoch: int) -> NDArray[np.int64]:

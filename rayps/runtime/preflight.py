@@ -33,7 +33,7 @@ from rayps.core.phase_rounds import OPEN
 from rayps.core.replica import Pipeline, Replica
 from rayps.core.strategy import Phase, StrategyView
 from rayps.core.strategy_families import ends_together, has_remote_clients
-from rayps.core.topology import JobFacts, replica_of, servers_of, shard_of
+from rayps.core.topology import JobFacts, backup_in, replica_of, servers_of, shard_of
 from rayps.core.user_code import user_code
 from rayps.core.user_module import unpack
 from rayps.core.warm_start import StartFrom
@@ -168,7 +168,7 @@ def preflight(
 def _steps(data: Data, strategy: StrategyView, grid: Grid, accumulate: int) -> int:
     """Return the rounds of an epoch. Raises DataError or ConfigError if workers cannot be given their rows."""
     rows = strategy.rows
-    return rows.rounds(data, grid.data, accumulate)
+    return rows.rounds(data, grid.data - backup_in(strategy), accumulate)
 
 
 def check_open_data(name: str, strategy: StrategyView, *, by_rounds: bool, tables: bool) -> None:

@@ -22,6 +22,10 @@ regularised optimum as one step. This is also true for the rows of tables that a
 and the step ignores the gradient's scale (AdamW), rate and decay are not scaled: each push is a full step of the
 optimizer, and the job reports a warning.
 
+With s = 0 and `backup` b, a round closes with the pushes of the first N of N + b workers (Chen et al., "Revisiting
+distributed synchronous SGD", ICLR 2016 workshop). A worker asks the first server before it pushes. One that is late
+pushes nothing, and computes the same rows again in the next round (docs/backup_workers.md).
+
 - `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto): encodes the pushes, with error feedback.
 - `replica` of several workers: each worker of a replica pulls and pushes its part of the model. Each part has its own
   shards (`shards` in total, at least one for each part).
@@ -59,6 +63,7 @@ class ParameterServer(Strategy):
     replicas: int | None = None
     replica: Replica | None = None
     shard_resources: dict[str, float] | None = None
+    backup: int | None = None
     name: ClassVar[str] = "parameter_server"
 
     def __post_init__(self) -> None:
@@ -78,6 +83,7 @@ class ParameterServer(Strategy):
             self.replay_mb,
             self.replica,
             shard_resources=self.shard_resources,
+            backup=self.backup,
         )
 
     @property
