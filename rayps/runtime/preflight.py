@@ -51,6 +51,7 @@ from rayps.ps.tables.embedding import tables_of, try_out
 from rayps.ps.tables.row_optimizers import Scheduled
 from rayps.ps.tables.row_optimizers import rule_of as table_rule
 from rayps.runtime.check_average import check_average_under
+from rayps.runtime.check_backup_workers import check_backup_workers
 from rayps.runtime.journal import Journal
 from rayps.runtime.model_memory import limited
 from rayps.strategies.job import JobSpec
@@ -100,6 +101,8 @@ def preflight(
         check_average_under(phase.strategy, workload.average)
     data = _data(workload, all(has_remote_clients(phase.strategy) for phase in phases))
     grids = [phase.grid(spec.workers) for phase in phases]
+    for phase in phases:
+        check_backup_workers(phase.strategy, data, sync_batchnorm=workload.sync_batchnorm)
     sharded = all(shard_of(phase.strategy) is not None for phase in phases)
     with apart(), limited(workload):  # restores the user's random state
         # a model whose state workers divide may be larger than the memory of this process

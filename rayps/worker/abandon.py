@@ -28,7 +28,7 @@ class AbandonHooks:
             module.register_forward_pre_hook(self._before_forward)
         for p in model.parameters():
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(self._after_gradient)
+                p.register_post_accumulate_grad_hook(self._after_gradient)  # type: ignore[no-untyped-call]
 
     def _before_forward(self, module: nn.Module, given: Any) -> None:
         self._look()

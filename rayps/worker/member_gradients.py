@@ -163,7 +163,7 @@ class _NoCollectives:
 
 def _refuse() -> NoReturn:
     raise ConfigError(
-        f"with backup workers (the loop {MEMBER_GRADIENTS}) a strategy's round calls mean_grad(batch) once, and no other "
-        "collective, because a late worker takes part in none: call w.mean_grad, or leave out backup",
+        f"with backup workers (the loop {MEMBER_GRADIENTS}) a strategy's round calls mean_grad(batch) once, and no "
+        "other collective, because a late worker takes part in none: call w.mean_grad, or leave out backup",
         field="backup",
     )

@@ -30,8 +30,8 @@ from rayps.worker.portion_stream import PortionStream, restore_portions, save_po
 from rayps.worker.server_steps import ServerSteps, ServerWorker
 from rayps.workload.base import Workload
 
-LOOK_SECONDS = 0.01  # the least time between two questions whether the present round is decided
-LOOK_SHARE = 0.02  # the largest part of a worker's time that these questions take
+LOOK_SECONDS = 0.002  # the least time between two questions whether the present round is decided
+LOOK_SHARE = 0.05  # the largest part of a worker's time that these questions take
 
 
 class MemberServerWorker(ServerWorker):

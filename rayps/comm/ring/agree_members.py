@@ -1,7 +1,7 @@
 """Agree on the members of a step with backup workers. Rank 0 decides, by the order in which messages reach it.
 
-A rank tells rank 0 that its gradient is complete. When enough ranks have done so, rank 0 sends the members to all ranks.
-Every rank learns the members of every step, in order, because all ranks take part in the sum that follows.
+A rank tells rank 0 that its gradient is complete. When enough ranks have done so, rank 0 sends the members to all
+ranks. Every rank learns the members of every step, in order, because all ranks take part in the sum that follows.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class MemberAgreement:
         if self._since is None or time.monotonic() - self._since < seconds + (self._decides is None):
             return
         if self._decides is None:  # rank 0 names the ranks first, unless it does not answer
-            missing = (0,)
+            missing: Members = (0,)
             what = f"worker-0 did not say which workers are members of step {step}"
         else:
             missing = self._decides.missing()

@@ -1,9 +1,9 @@
 """The mean gradient of the members of each step, with backup workers.
 
-On every rank a thread takes part in the agreement on the members and in the sum, whether or not the rank's own gradient
-is complete. A rank that is no member adds zeros. The rank's main thread takes the means in order, at any later time: it
-applies the same means as every other rank, and no rank waits for it. If it has not taken `MOST_MISSED` means, the thread
-waits for it, and with it all ranks.
+On every rank a thread takes part in the agreement on the members and in the sum, whether or not the rank's own
+gradient is complete. A rank that is no member adds zeros. The rank's main thread takes the means in order, at any later
+time: it applies the same means as every other rank, and no rank waits for it. If it has not taken `MOST_MISSED` means,
+the thread waits for it, and with it all ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MemberMean:
 
 @dataclass(slots=True)
 class _Offer:
-    """The gradient of this rank for a step, with its weight and marks. The vector is not changed until the step ends."""
+    """The gradient of this rank for a step, with its weight and marks. It does not change until the step ends."""
 
     step: int
     vector: Tensor
