@@ -9,7 +9,6 @@ computes exactly the mean over all rows of its batches, and an empty batch has w
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import math
 from abc import ABC, abstractmethod
@@ -166,6 +165,19 @@ class Data(ABC):
         for batch in itertools.islice(found, 0, None, place.processes):
             yield batch, None
 
+    @property
+    def has_row_numbers(self) -> bool:
+        """Whether rows can be taken by number: whether `order` and `take` are there."""
+        return False
+
+    def order(self, seed: int, epoch: int) -> NDArray[np.int64]:
+        """Return the row numbers of an epoch in the order in which ranks take them."""
+        raise NotImplementedError(f"{type(self).__name__} has no row numbers")
+
+    def take(self, rows: NDArray[np.int64]) -> Batch:
+        """Return a batch of the rows with these numbers, which may be none. Raises DataError if one cannot be read."""
+        raise NotImplementedError(f"{type(self).__name__} has no row numbers")
+
     def loaded_by(self, workers: int, *, prefetch: int = 2) -> Self:
         """Return a copy of the data whose batches are read ahead by `workers` processes of each worker.
 
@@ -258,12 +270,7 @@ def rows_of_rank(rows: int, *, rank: int, size: int, seed: int | None, epoch: in
     """
     if seed is None:
         return np.arange(rank, rows, size, dtype=np.int64)
-    return _permutation(rows, seed, epoch)[rank::size].copy()
-
-
-@functools.lru_cache(maxsize=2)  # workers that read single batches of all ranks open an epoch many times
-def _permutation(rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    return random_of(seed, epoch).permutation(rows).astype(np.int64, copy=False)
+    return random_of(seed, epoch).permutation(rows)[rank::size].astype(np.int64, copy=False)
 
 
 def fixed_rows_of_rank(data: Data, *, rank: int, size: int, seed: int | None, epoch: int) -> NDArray[np.int64]:

@@ -1,13 +1,16 @@
 """The batches of a worker with backup workers: its portion of each step, which it keeps while it is dropped.
 
-See `rayps.core.portions`. A portion is read as a batch of one of N ranks. Data with random access opens the batch
-directly; of other data, the worker reads the batches of each share up to the one that it needs.
+See `rayps.core.portions`. A portion is a batch of one of N ranks. Its rows are taken by number if the data has row
+numbers. Of other data, the worker reads the batches of each share up to the one that it needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, tensor
 
 from rayps.core.portions import NOTHING, PortionsPlan, PortionsWalk
@@ -32,7 +35,6 @@ class PortionStream(BatchStream):
         shares = self.size - backup_in(plan.strategy)
         self._plan = PortionsPlan(shares, self.size, steps, plan.origin)
         self.walk = PortionsWalk(self._plan, max(plan.start, 0))
-        self._micro = accumulate
         self._held: tuple[int, int] | None = None  # the epoch and the portion of the last batch that was read
         self._batch = Batch(None, None, 0)
         self._shares = ShareReader(data, shares, plan.seed, accumulate)
@@ -82,8 +84,8 @@ class ShareReader:
 
     def __init__(self, data: Data, shares: int, seed: int, accumulate: int) -> None:
         self._data, self._shares, self._seed, self._accumulate = data, shares, seed, accumulate
-        self._by_number = data.parts(2) > 1  # whether a batch can be read without those before it
         self._epoch = -1
+        self._order: NDArray[np.int64] | None = None  # the epoch's rows, if rows can be taken by number
         # from a share to the number of the next step in an open iterator over the share's batches
         self._open: dict[int, tuple[int, Iterator[Batch]]] = {}
 
@@ -92,24 +94,27 @@ class ShareReader:
         if epoch != self._epoch:
             self._epoch = epoch
             self._open.clear()
+            self._order = self._data.order(self._seed, epoch) if self._data.has_row_numbers else None
+        if self._order is not None:
+            first = number * self._accumulate
+            last = min(first + self._accumulate, self._data.steps(self._shares))
+            return self._step([self._taken(self._order[share :: self._shares], i) for i in range(first, last)])
         at, batches = self._open.get(share, (number + 1, iter(())))
-        if at > number or (self._by_number and at < number):
-            at, batches = number, self._batches(epoch, share, number)
-        for _ in range(at, number):
-            self._next(batches)
-        found = self._next(batches)
+        if at > number:
+            start = number * self._accumulate
+            at = number
+            batches = self._data.batches(rank=share, size=self._shares, seed=self._seed, epoch=epoch, start=start)
+        for _ in range(at, number + 1):
+            found = list(islice(batches, self._accumulate))
         self._open[share] = number + 1, batches
-        return found
+        return self._step(found)
 
-    def _batches(self, epoch: int, share: int, number: int) -> Iterator[Batch]:
-        start = number * self._accumulate
-        return iter(self._data.batches(rank=share, size=self._shares, seed=self._seed, epoch=epoch, start=start))
+    def _taken(self, rows: NDArray[np.int64], number: int) -> Batch:
+        size = self._data.batch_size
+        return self._data.take(rows[number * size : (number + 1) * size])
 
-    def _next(self, batches: Iterator[Batch]) -> Batch:
-        if self._accumulate == 1:
-            return next(batches)
-        parts = [batch for _, batch in zip(range(self._accumulate), batches, strict=False)]
-        return step_of(tuple(parts))
+    def _step(self, parts: list[Batch]) -> Batch:
+        return parts[0] if self._accumulate == 1 else step_of(tuple(parts))
 
 
 def restore_portions(stream: PortionStream, snapshot: Snapshot, shared: dict[str, Tensor]) -> None:
