@@ -23,7 +23,7 @@ from rayps.worker.core import Meter, RoundLog
 from rayps.worker.dropped import DropReports
 from rayps.worker.member_pushes import MemberServerWorker
 from rayps.worker.plan import PeerAddresses, WorkerPlan
-from rayps.worker.portion_stream import PortionStream
+from rayps.worker.portion_stream import PortionStream, ShareReader
 
 EXACT = 1e-12
 BOTH = [AllReduce(backup=1), ParameterServer(backup=1), ParameterServer(shards=3, backup=1)]
@@ -382,3 +382,43 @@ MISFITS = [
 def test_a_workload_or_a_strategy_that_does_not_fit_is_refused(work, strategy, words):
     with pytest.raises(rayps.RaypsError, match=words):
         train(work, strategy, workers=3, epochs=1)
+
+
+# ---- rows
+
+
+class Sequential(rayps.data.Data):
+    """Data whose batches can only be read in order, and which counts them."""
+
+    def __init__(self, rows):
+        self.inner, self.batch_size, self.read, self.opened = rows, rows.batch_size, 0, 0
+
+    def check(self):
+        self.inner.check()
+
+    def rows(self):
+        return self.inner.rows()
+
+    def batches(self, **place):
+        self.opened += 1
+        for batch in self.inner.batches(**place):
+            self.read += 1
+            yield batch
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_portions_are_the_batches_of_n_ranks_however_they_are_read(accumulate):
+    data = rayps.data.tensors(torch.arange(50.0).reshape(50, 1), batch_size=3)
+    ordered = Sequential(data)
+    readers = [ShareReader(each, 3, 7, accumulate) for each in (data, ordered)]
+    steps = -(-data.steps(3) // accumulate)
+    for epoch in range(2):
+        read = [list(data.batches(rank=r, size=3, seed=7, epoch=epoch)) for r in range(3)]
+        for number in range(steps):
+            for share in (number % 3, (number + 1) % 3):  # not each batch of each share
+                expected = read[share][number * accumulate : (number + 1) * accumulate]
+                for reader in readers:
+                    found = reader.read(epoch, share, number)
+                    parts = found.parts if accumulate > 1 else (found,)
+                    assert [part.x.tolist() for part in parts] == [part.x.tolist() for part in expected]
+    assert ordered.opened == 6 and ordered.read <= 2 * 3 * data.steps(3)  # each share was opened once in an epoch
