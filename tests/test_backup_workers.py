@@ -1,22 +1,26 @@
 """Backup workers: the result is that of a plain loop on the rows that were applied, each of which was applied once."""
 
+import dataclasses
 import importlib
 import random
 import threading
+import time
 from collections import Counter, deque
 
 import pytest
 import torch
-from small_work import GATES, SEEN, Small, Watched, distance, train
+from small_work import GATES, SEEN, Small, Watched, distance, kinds, train
 from torch import nn
 
 import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.comm.ring.agree_members import MemberAgreement
+from rayps.core.dropped_steps import LateWorkers
 from rayps.core.errors import ConfigError
 from rayps.core.phase_rounds import Boundary
 from rayps.core.portions import Portions
 from rayps.core.topology import Peers
+from rayps.runtime.late_workers import LateReplacements
 from rayps.strategies.catalogue import check_for_loop, parse
 from rayps.worker.abandon import AbandonHooks, StepAbandoned
 from rayps.worker.core import Meter, RoundLog
@@ -104,9 +108,7 @@ def losses(result):
 
 
 def of(strategy, backup):
-    return (
-        AllReduce(backup=backup) if isinstance(strategy, AllReduce) else ParameterServer(strategy.shards, backup=backup)
-    )
+    return dataclasses.replace(strategy, backup=backup)
 
 
 # ---- the law
@@ -265,12 +267,52 @@ def test_a_worker_that_dies_late_returns_with_its_rows(tag, log, strategy):
     assert set(counts.values()) == {1} and len(counts) == 180
 
 
-def test_a_worker_that_is_late_in_a_row_is_named(gate, monkeypatch):
-    monkeypatch.setattr("rayps.worker.dropped.LATE_LIMIT", 2)
-    result = train(Held(n=36, batch=3), AllReduce(backup=1), workers=4, epochs=1)
+def test_a_worker_that_is_late_in_a_row_is_named(gate):
+    result = train(Held(n=36, batch=3), AllReduce(backup=1, late_limit=2), workers=4, epochs=1)
     late = [event for event in result.events if event["kind"] == "late"]
     assert [(event["rank"], event["steps"]) for event in late] == [(3, 2)]
     assert "worker-3 was dropped in 2 steps in a row" in late[0]["message"]
+    assert "restarted" not in kinds(result)
+
+
+class SlowFirst(Small):
+    """The first process of worker 2 is slow in each gradient."""
+
+    def loss(self, model, batch):
+        shared = importlib.import_module("small_work")
+        if threading.current_thread().name == "worker-2":
+            slow = shared.SEEN.setdefault("slow thread", threading.get_ident())
+            time.sleep(0.05 if slow == threading.get_ident() else 0)
+        time.sleep(0.004)
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(backup=1), ParameterServer(backup=1)], ids=name_of)
+def test_a_worker_that_is_late_in_a_row_is_replaced_once(tag, log, strategy):
+    work, cluster = SlowFirst(n=400, batch=2, optimizer="momentum", tag=tag), Watched()
+    given = dataclasses.replace(strategy, late_limit=6, replace_late=True)
+    result = train(work, given, cluster, workers=3, epochs=1)
+    restarted = [event for event in result.events if event["kind"] == "restarted"]
+    assert restarted[0]["lost"] == ["worker-2"]  # on a busy machine another one may also be late in a row
+    assert restarted[0]["round"] > 0  # from a snapshot that was taken for this
+    assert "dropped in 6 steps in a row" in restarted[0]["message"]
+    assert cluster.spawned["WorkerActor", 2] == 2
+    model, _, counts = replayed(work, log, 2, 3)
+    assert distance(result.model(), model) < EXACT and set(counts.values()) == {1}
+
+
+def test_a_late_worker_is_replaced_once_after_a_snapshot_and_never_beyond_the_failures_that_are_allowed():
+    def late(rank, round, replace=True):
+        return {"kind": "late", "rank": rank, "round": round, "steps": 10, "replace": replace}
+
+    found = LateReplacements()
+    assert found.add([{"kind": "dropped"}, late(1, 20, replace=False)]) is False
+    assert found.add([late(1, 20), late(2, 21)]) is True
+    assert found.take_due(20, allowed=True) == {}
+    reason = "the driver ended it, because it was dropped in 10 steps in a row"
+    assert found.take_due(21, allowed=True) == {1: reason}
+    assert found.add([late(1, 60)]) is False  # once
+    assert found.take_due(70, allowed=False) == {} and found.take_due(70, allowed=True) == {}
 
 
 def test_a_dropped_gradient_leaves_no_trace_in_the_random_numbers():
@@ -281,7 +323,7 @@ def test_a_dropped_gradient_leaves_no_trace_in_the_random_numbers():
             plan = WorkerPlan(1, 1, 3, ParameterServer(backup=1), PeerAddresses(), 0, 0, 9, Boundary(0, -1), 0, 1.0)
             self.batches = PortionStream(rayps.data.tensors(torch.zeros(99, 1), batch_size=1), plan, 50, accumulate=1)
             self._known, self.log, self.meter, self.pushed = deque(), RoundLog(), Meter(), []
-            self.drops, self.server, self._arrivals = DropReports(self.log, 3, reports=False), self, self
+            self.drops, self.server, self._arrivals = DropReports(self.log, 3, LateWorkers(), reports=False), self, self
             self._hooks, self.step = AbandonHooks(nn.Linear(1, 1), lambda: False, compiled=True), 0
 
         def grad(self, batch):
@@ -326,6 +368,9 @@ def test_an_abandoned_computation_passes_the_users_except():
 REFUSED = [
     (lambda: AllReduce(backup=-1), "backup is -1: give a whole number of at least 0, or none"),
     (lambda: AllReduce(backup=True), "backup is True"),
+    (lambda: AllReduce(late_limit=5), "late_limit is 5 without backup workers"),
+    (lambda: ParameterServer(replace_late=True), "replace_late is True without backup workers"),
+    (lambda: AllReduce(backup=1, late_limit=0), "late_limit is 0: give a whole number of at least 1, or none"),
     (lambda: AllReduce(backup=1, compression="fp16"), "compression fp16: a late worker has no error to feed back"),
     (lambda: AllReduce(backup=1, shard="optimizer"), "shard optimizer: each worker is needed for its slice"),
     (lambda: AllReduce(backup=1, bucket_mb=4), "bucket_mb 4: nothing is sent before the members"),

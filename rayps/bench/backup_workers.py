@@ -11,7 +11,8 @@ import itertools
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import comb
 from typing import Any
@@ -19,11 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import rayps
 from rayps.cluster.local import Cluster
-from rayps.core.errors import ConfigError
+from rayps.core.errors import ConfigError, TrainingError
+from rayps.core.phase_rounds import Boundary
+from rayps.core.records import Point
+from rayps.core.user_module import pack
+from rayps.core.values import JsonObject
 from rayps.data import Batch, Data
 from rayps.data import tensors as in_tensors
+from rayps.runtime.worker_group import WorkerGroup
+from rayps.strategies.catalogue import parse
+from rayps.worker.plan import Orders
 from rayps.workload.base import Workload
 
 CHANCE = 0.1  # of a slow gradient
@@ -32,6 +39,7 @@ STRATEGIES = ("all_reduce", "parameter_server")
 LAYERS = 20
 _BLOCK = 20  # gradients, of which CHANCE are slow
 _WARM = 5  # first steps, which are not measured
+_POLL_SECONDS = 0.2
 _MADE = itertools.count()
 
 
@@ -127,51 +135,75 @@ def factors(seed: str) -> Iterator[float]:
 
 
 def bench_backup_workers(
-    cluster: Cluster, workers: int = 4, backup: int = 1, *, strategy: str = "all_reduce", pace: float, steps: int
+    cluster: Cluster,
+    members: int = 4,
+    backup: int = 1,
+    *,
+    strategy: str = "all_reduce",
+    pace: float = 0.1,
+    steps: int = 300,
+    turn: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[BackupRow]:
-    """Measure `workers` members without and with `backup` backup workers, and as many workers without.
+    """Measure `members` workers, the first of as many with `backup` more, and all of these workers.
+
+    Workers have started before a run. `turn()` is entered for each run, such as a lock of the machine.
 
     Raises:
         ConfigError: there is no such strategy, or it refuses the number of backup workers.
+        TrainingError: a run failed.
     """
     if strategy not in STRATEGIES:
         raise ConfigError(f"strategy is {strategy!r}: give {' or '.join(STRATEGIES)}", field="strategy")
-    both = workers + backup
-    found = [_run(cluster, strategy, *each, pace, steps) for each in ((workers, 0), (both, backup), (both, 0))]
-    seconds = [row[0] for row in found]
-    by_formula = [step_seconds(workers, 0), step_seconds(workers, backup), step_seconds(both, 0)]
-    rows = []
-    for i, (count, spared) in enumerate(((workers, 0), (both, backup), (both, 0))):
-        with_backup = i == 1
-        rows.append(
-            BackupRow(
-                strategy,
-                count,
-                spared,
-                pace,
-                steps,
-                seconds[i],
-                pace * by_formula[i],
-                found[i][1],
-                seconds[0] / seconds[1] if with_backup else None,
-                by_formula[0] / by_formula[1] if with_backup else None,
-                seconds[2] / seconds[1] if with_backup else None,
-            )
-        )
-    return rows
+    both = members + backup
+    seconds, dropped = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
+    kinds = ((members, 0), (both, backup), (both, 0))
+    for workers in (members, both):
+        group = _Group(cluster, workers, pace)
+        try:
+            for kind in [kind for kind in kinds if kind[0] == workers]:
+                with turn():
+                    run = group.run({"name": strategy, "backup": kind[1] or None}, steps)
+                seconds[kind], dropped[kind] = run
+        finally:
+            group.close()
+    formula = {(workers, spared): pace * step_seconds(workers - spared, spared) for workers, spared in kinds}
+    found = []
+    for kind in kinds:
+        alone, every = kinds[0], kinds[2]
+        ratios = [seconds[alone] / seconds[kind], formula[alone] / formula[kind], seconds[every] / seconds[kind]]
+        times = ratios if kind[1] else [None] * 3
+        found.append(BackupRow(strategy, *kind, pace, steps, seconds[kind], formula[kind], dropped[kind], *times))
+    return found
 
 
-def _run(cluster: Cluster, strategy: str, workers: int, backup: int, pace: float, steps: int) -> tuple[float, float]:
-    """Return the mean seconds of a step, and the gradients that came late for each step."""
-    given = {"name": strategy, "backup": backup or None}
-    result = rayps.train(
-        SlowAtRandom(pace, workers + backup),
-        strategy=given,
-        workers=workers,
-        steps=_WARM + steps,
-        cluster=cluster,
-        progress=False,
-    )
-    seconds = result.history.column("seconds").to_pylist()[_WARM:]  # the mean over workers, whose sums are equal
-    dropped = result.history.column("dropped").to_pylist()[_WARM:] if backup else [0]
-    return sum(seconds) / len(seconds), sum(dropped) / len(dropped)
+class _Group:
+    """Workers that run one strategy after another."""
+
+    def __init__(self, cluster: Cluster, workers: int, pace: float) -> None:
+        self._group = WorkerGroup(cluster, pack(SlowAtRandom(pace, workers)), workers, {"cpu": 1.0}, capture=False)
+        self._group.start(timeout=60.0)
+        self._start = self._group.initial(seed=0)
+        self._start.positions = [0] * workers
+        self._generation = 0
+
+    def run(self, strategy: JsonObject, steps: int) -> tuple[float, float]:
+        """Return the mean seconds of a step, and the gradients that came late for each step."""
+        self._generation += 1
+        parsed, end = parse(strategy)[0].strategy, _WARM + steps
+        orders = Orders(self._generation, parsed, 0, end, Boundary(0, -1), 0, 60.0)
+        self._group.begin(orders, self._start)
+        points: list[Point] = []
+        while len(points) < end * len(self._group.workers):
+            points += [point for point in self._group.poll() if point["kind"] == "round"]
+            for member in [*self._group.workers, *self._group.shards]:
+                error = getattr(member.facts, "error", None)
+                if member.dead or error is not None:
+                    raise TrainingError(f"{member.name} failed: {member.dead or error}")
+            time.sleep(_POLL_SECONDS)
+        points = [point for point in points if point["round"] >= _WARM]
+        late = sum(point.get("said", {}).get("dropped", 0) for point in points)
+        return sum(point["seconds"] for point in points) / len(points), late / len(points)
+
+    def close(self) -> None:
+        """Stop workers and servers."""
+        self._group.close()

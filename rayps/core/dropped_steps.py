@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 LATE_LIMIT = 10  # steps in a row
+
+
+@dataclass(frozen=True, slots=True)
+class LateWorkers:
+    """What follows if a worker is dropped many times in a row.
+
+    It is reported after `limit` steps, and if `replace`, the driver once gives its rank a new process.
+    """
+
+    limit: int = LATE_LIMIT
+    replace: bool = False
 
 
 class DroppedSteps:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 from rayps.core import options
 from rayps.core.compression import compression_of
+from rayps.core.dropped_steps import LateWorkers
 from rayps.core.errors import ConfigError
 from rayps.core.replica import Replica, check_replica
 from rayps.core.strategy import ShardView, Vector
@@ -32,11 +33,13 @@ def plain_servers(
     *,
     shard_resources: Mapping[str, float] | None = None,
     backup: int | None = None,
+    late: LateWorkers | None = None,
 ) -> Servers:
     """Return the topology of a plain parameter server with these options.
 
     The bound `staleness` also applies to pulls of the rows of sparse tables. `shard_resources` is {"gpu": a part of a
     GPU}, or None for servers on the CPU. `backup` is the number of backup workers; None and 0 mean that there are none.
+    `late`: what follows if one is late in a row.
 
     Raises:
         ConfigError: an option is invalid, or two options cannot be combined.
@@ -79,6 +82,7 @@ def plain_servers(
         tables=True,
         gpus=gpus,
         backup=backup or 0,
+        late=late or LateWorkers(),
     )
 
 

@@ -16,6 +16,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from rayps.core import traffic
+from rayps.core.dropped_steps import LateWorkers
 from rayps.core.errors import ConfigError
 from rayps.core.grid import Grid
 from rayps.core.replica import Replica
@@ -142,6 +143,7 @@ class Peers:
     shard: str | None = None  # which state each worker holds only a slice of; None: each worker holds all of it
     slice_backup: bool = False  # whether another worker holds a copy of each worker's slice
     backup: int = 0  # backup workers: in each step so many of the workers need not be waited for
+    late: LateWorkers = field(default_factory=LateWorkers)  # with backup workers: workers that are late in a row
 
     def __post_init__(self) -> None:
         _check_shard(self)
@@ -201,6 +203,7 @@ class Servers:
     pull_every: int = 1  # steps between two pulls
     gpus: float = 0.0  # the part of a GPU on which each server steps its slice; 0 means on the CPU
     backup: int = 0  # backup workers: in each round so many of the workers need not be waited for
+    late: LateWorkers = field(default_factory=LateWorkers)  # with backup workers: workers that are late in a row
 
     def __post_init__(self) -> None:
         _check_servers_with_backup(self)
@@ -309,6 +312,11 @@ class SharedVector:
     def backup(self) -> int:
         """0: no worker waits for another, so that none need be spared."""
         return 0
+
+    @property
+    def late(self) -> LateWorkers:
+        """The default: no worker is late."""
+        return LateWorkers()
 
     @property
     def group_size(self) -> int:

@@ -16,7 +16,8 @@ also divides w. With `slice_backup`, another worker holds a copy of each slice, 
 With `backup` b, only the gradients of the first N of N + b workers count in a step (Chen et al., "Revisiting
 distributed synchronous SGD", ICLR 2016 workshop). Which these are is agreed before anything is sent, so that nothing is
 sent while backward continues. A worker that is late drops its gradient and computes it again, of the same rows, in the
-next step (docs/backup_workers.md).
+next step (docs/backup_workers.md). One that is dropped in `late_limit` steps in a row (10 by default) is reported and,
+with `replace_late`, once replaced by a new process.
 With a `replica` of several workers, i numbers the replicas. Each worker averages the gradient of its part of the model
 with the workers of the other replicas that have the same part. This gradient is sent in one piece, uncompressed.
 """
@@ -49,6 +50,8 @@ class AllReduce(Strategy):
     shard: str | None = None
     slice_backup: bool | None = None
     backup: int | None = None
+    late_limit: int | None = None
+    replace_late: bool | None = None
     name: ClassVar[str] = "all_reduce"
 
     @property
@@ -62,6 +65,7 @@ class AllReduce(Strategy):
             shard=self.shard,
             slice_backup=copies,
             backup=self.backup or 0,
+            late=options.late_workers(self),
         )
 
     def __post_init__(self) -> None:
@@ -74,7 +78,6 @@ class AllReduce(Strategy):
                 field="bucket_mb",
             )
         check_replica(self.replica, compression=self.compression, bucket_mb=mb)
-        options.whole(self, "backup", least=0, none=True)
         _ = self.topology  # checks how the options can be combined
 
     def round(self, w: WorkerView) -> None:

@@ -50,7 +50,7 @@ class MemberWorker(RingWorker):
         marks = len(self.layout.entries) + COUNT
         self.members = MemberMeans(ring, self.layout.size, self.layout.dtype, marks, plan.timeout)
         self.ring = _NoCollectives()
-        self.drops = DropReports(self.log, self.size, reports=plan.rank == 0)
+        self.drops = DropReports(self.log, self.size, plan.strategy.topology.late, reports=plan.rank == 0)
         self._waited = self._talked = 0.0
         self.meter.sources = [lambda: (self._waited, 0.0, ring.bytes_sent)]
         self._hooks = AbandonHooks(self.part.module, self._is_late, compiled=bool(workload.compile))

@@ -47,7 +47,7 @@ class MemberServerWorker(ServerWorker):
         self._arrivals = RoundArrivals(peers.session)
         self._known: deque[Members] = deque()  # of the present round and of later ones
         self._look_at = 0.0
-        self.drops = DropReports(self.log, self.size, reports=plan.rank == 0)
+        self.drops = DropReports(self.log, self.size, plan.strategy.topology.late, reports=plan.rank == 0)
         self._hooks = AbandonHooks(self.part.module, self._is_late, compiled=bool(workload.compile))
 
     def _stream(self, workload: Workload) -> BatchStream:
