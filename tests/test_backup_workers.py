@@ -23,6 +23,7 @@ from rayps.core.topology import Peers
 from rayps.runtime.late_workers import LateReplacements
 from rayps.strategies.catalogue import check_for_loop, parse
 from rayps.worker.abandon import AbandonHooks, StepAbandoned
+from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import Meter, RoundLog
 from rayps.worker.dropped import DropReports
 from rayps.worker.member_pushes import MemberServerWorker
@@ -265,6 +266,22 @@ def test_a_worker_that_dies_late_returns_with_its_rows(tag, log, strategy):
     assert [event["lost"] for event in result.events if event["kind"] == "restarted"] == [["worker-3"]]
     assert distance(result.model(), model) < EXACT
     assert set(counts.values()) == {1} and len(counts) == 180
+
+
+def test_a_worker_that_connects_after_the_first_rounds_goes_through_them(gate, log, monkeypatch):
+    form = WorkerConnections.form
+
+    def formed(self, plan, *more):
+        if plan.rank == 3:
+            gate.wait(20)
+        form(self, plan, *more)
+
+    monkeypatch.setattr(WorkerConnections, "form", formed)
+    work = Small(n=60, batch=3, optimizer="adam")  # 7 steps
+    result = train(work, ParameterServer(backup=1), workers=4, epochs=1)
+    model, expected, counts = replayed(work, log, 3, 4)
+    assert distance(result.model(), model) < EXACT and losses(result) == pytest.approx(expected, abs=EXACT)
+    assert [3 in log[step] for step in range(3)] == [False] * 3 and set(counts.values()) == {1}
 
 
 def test_a_worker_that_is_late_in_a_row_is_named(gate):

@@ -120,6 +120,11 @@ class MemberPushes(ServerSteps):
     view: ClassVar[type[Worker]] = MemberServerWorker
     w: MemberServerWorker
 
+    def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
+        """Build the worker at the start of the plan, also if the others have closed rounds before it joined."""
+        super().__init__(workload, plan, peers, device)
+        self.w.position = self.w.server.step = plan.start
+
     def run_round(self) -> None:
         """Run one round, or go through it if this worker has missed it. See `Loop`."""
         if self.w.is_decided:
