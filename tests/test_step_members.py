@@ -8,16 +8,18 @@ import pytest
 from rayps.core.dropped_steps import DroppedSteps
 from rayps.core.portions import NOTHING, Portions
 from rayps.core.step_members import StepMembers
+from rayps.ps.protocol.messages import ArrivalKind, numbers, pack_members, unpack_members
+from rayps.ps.server.arrivals import Arrivals
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
 @pytest.mark.parametrize("needed", [1, 2, 3, 4])
-def test_the_first_that_arrive_are_members_in_every_order(order, needed):
-    members = StepMembers(4)
-    decided = [members.arrive(rank, 0, needed) for rank in order]
-    assert decided == [i == needed - 1 for i in range(4)]
-    assert members.since(0, 0) == [tuple(sorted(order[:needed]))]
-    assert members.step == 1 and members.missing() == (0, 1, 2, 3)
+def test_the_first_that_arrive_are_members_in_every_order(needed):
+    for order in itertools.permutations(range(4)):
+        members = StepMembers(4)
+        decided = [members.arrive(rank, 0, needed) for rank in order]
+        assert decided == [i == needed - 1 for i in range(4)]
+        assert members.since(0, 0) == [tuple(sorted(order[:needed]))]
+        assert members.step == 1 and members.missing() == (0, 1, 2, 3)
 
 
 def test_a_repeated_arrival_counts_once():
@@ -67,6 +69,59 @@ def test_ranks_that_count_differently_are_refused():
     members.arrive(0, 0, 2)
     with pytest.raises(ValueError, match="of 3 members; expected 2"):
         members.arrive(1, 0, 3)
+
+
+# ---- on a server
+
+
+def ask(arrivals, rank, kind, step, needed):
+    """What a server does with ARRIVE: record it, then answer, or None."""
+    piece = numbers([kind])
+    wakes = arrivals.record(rank, step, needed, piece)
+    found = arrivals.answer(rank, step, needed, piece)
+    return wakes, None if found is None else unpack_members(found)
+
+
+def test_a_server_answers_when_the_members_are_decided():
+    arrivals, kind = Arrivals(3, first=5), ArrivalKind
+    assert ask(arrivals, 2, kind.READY, 5, 2) == (False, None)
+    assert ask(arrivals, 0, kind.LOOK, 5, 0) == (False, [])
+    assert ask(arrivals, 1, kind.READY, 5, 2) == (True, [(1, 2)])
+    assert ask(arrivals, 1, kind.READY, 5, 2) == (False, [(1, 2)])  # a repeated request
+    assert ask(arrivals, 2, kind.WAIT, 5, 2) == (False, [(1, 2)])
+    assert ask(arrivals, 1, kind.READY, 6, 2) == (False, None)
+    assert ask(arrivals, 2, kind.READY, 6, 2) == (True, [(1, 2)])
+    assert ask(arrivals, 0, kind.READY, 5, 2) == (False, [(1, 2), (1, 2)])  # late, and told of both rounds
+    assert ask(arrivals, 0, kind.WAIT, 7, 2) == (False, None)
+
+
+def test_all_workers_meet_before_a_round():
+    arrivals = Arrivals(3, first=0)
+    assert [ask(arrivals, rank, ArrivalKind.MEET, 4, 3)[1] for rank in (2, 0, 2)] == [None] * 3
+    assert ask(arrivals, 1, ArrivalKind.MEET, 4, 3) == (True, [])
+    assert ask(arrivals, 0, ArrivalKind.MEET, 4, 3) == (True, [])  # asked again
+    assert ask(arrivals, 0, ArrivalKind.MEET, 8, 3)[1] is None
+
+
+def test_a_wait_that_is_too_long_names_who_has_not_come():
+    arrivals = Arrivals(3, first=0)
+    for kind in (ArrivalKind.READY, ArrivalKind.MEET):
+        ask(arrivals, 1, kind, 0, 3)
+    late = arrivals.too_late(2.0, "worker-1", 0, 3, numbers([ArrivalKind.READY]))
+    assert (late.data["ranks"], late.data["peer"]) == ([0, 2], "worker-0")
+    assert "for worker-0, worker-2 to complete a gradient (3 are needed): raise `timeout`" in str(late)
+    assert "to evaluate" in str(arrivals.too_late(2.0, "worker-1", 0, 3, numbers([ArrivalKind.MEET])))
+
+
+@pytest.mark.parametrize("piece", [b"", numbers([1, 2]), numbers([9])])
+def test_a_piece_that_says_nothing_is_refused(piece):
+    with pytest.raises(ValueError, match=r"expected 1, an ArrivalKind|9 is not a valid"):
+        Arrivals(2, 0).record(0, 0, 1, piece)
+
+
+@pytest.mark.parametrize("rounds", [[], [()], [(0,), (), (3, 1, 2)]], ids=str)
+def test_members_are_read_as_they_were_written(rounds):
+    assert unpack_members(pack_members(rounds)) == rounds
 
 
 # ---- rows
