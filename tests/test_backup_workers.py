@@ -1,7 +1,9 @@
 """Backup workers: the result is that of a plain loop on the rows that were applied, each of which was applied once."""
 
+import copy
 import dataclasses
 import importlib
+import pickle
 import random
 import threading
 import time
@@ -117,8 +119,7 @@ def of(strategy, backup):
 
 @pytest.mark.parametrize("strategy", BOTH, ids=name_of)
 @pytest.mark.parametrize(
-    ("workers", "backup", "n", "optimizer"),
-    [(4, 1, 36, "momentum"), (3, 1, 25, "adam"), (5, 2, 50, "sgd"), (3, 1, 4, "adam")],
+    ("workers", "backup", "n", "optimizer"), [(4, 1, 36, "momentum"), (5, 2, 50, "adam"), (3, 1, 4, "adam")]
 )
 def test_the_result_is_that_of_the_rows_that_were_applied(log, strategy, optimizer, workers, backup, n):
     work = Small(n=n, batch=3, optimizer=optimizer, jitter=0.003)
@@ -184,7 +185,7 @@ def test_rows_in_micro_batches_are_applied_once(log):
 
 
 @pytest.mark.parametrize("strategy", BOTH[:2], ids=name_of)
-@pytest.mark.parametrize("at", [2, 4, 7])
+@pytest.mark.parametrize("at", [2, 7])
 def test_a_resumed_run_goes_on_with_the_rows_that_each_worker_had(tmp_path, log, strategy, at):
     work = Small(n=45, batch=3, optimizer="adam", jitter=0.002)  # 5 steps an epoch
     train(work, strategy, workers=4, steps=at, checkpoint=tmp_path)
@@ -371,6 +372,8 @@ def test_an_abandoned_computation_passes_the_users_except():
         with pytest.raises(StepAbandoned):
             total.backward()
     model(torch.ones(1, 2))  # outside of the block nothing is abandoned
+    with hooks:
+        copy.deepcopy(model)(torch.ones(1, 2)), pickle.loads(pickle.dumps(model))(torch.ones(1, 2))  # have no hooks
     seen = []
     with pytest.raises(StepAbandoned), hooks:
         try:
@@ -432,10 +435,25 @@ class Means(rayps.Strategy):
         w.step(w.ring.mean(w.grad(w.batch())))
 
 
+class Pushes(ParameterServer):
+    def round(self, w):
+        w.params = w.server.pull()
+        w.server.push(w.grad(w.batch()))
+
+
+class Idle(rayps.Strategy):
+    topology = Peers(backup=1)
+
+    def round(self, w):
+        w.batch()
+
+
 MISFITS = [
     (Ahead(), AllReduce(backup=1), "cannot be combined with loaded_by"),
     (Together(), AllReduce(backup=1), "cannot be combined with sync_batchnorm"),
     (Averaged(), ParameterServer(backup=1), "a late worker does not pull the parameters of every step"),
+    (Small(), Pushes(backup=1), r"calls push_grad\(batch\) once"),
+    (Small(), Idle(), r"calls mean_grad\(batch\) once, and no other exchange"),
     (Small(), Means(), r"calls mean_grad\(batch\) once"),
 ]
 

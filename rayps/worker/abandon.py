@@ -7,11 +7,11 @@ runs for long inside one layer, or that reads a batch, is not interrupted.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 
 class StepAbandoned(BaseException):
@@ -24,19 +24,15 @@ class AbandonHooks:
     def __init__(self, model: nn.Module, is_useless: Callable[[], bool], *, compiled: bool) -> None:
         """Register the hooks. A model that is `compiled` has them on its parameters only."""
         self._is_useless, self._active = is_useless, False
+        hook = _Hook(weakref.ref(self))
         for module in () if compiled else model.modules():
-            module.register_forward_pre_hook(self._before_forward)
+            module.register_forward_pre_hook(hook)
         for p in model.parameters():
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(self._after_gradient)  # type: ignore[no-untyped-call]
+                p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _before_forward(self, module: nn.Module, given: Any) -> None:
-        self._look()
-
-    def _after_gradient(self, p: Tensor) -> None:
-        self._look()
-
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Raise StepAbandoned if the gradient that is computed now has become useless."""
         if self._active and self._is_useless():
             raise StepAbandoned
 
@@ -45,3 +41,18 @@ class AbandonHooks:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._active = False
+
+
+class _Hook:
+    """A hook with a weak reference, because a model may exist longer than its worker. Copies of the model have none."""
+
+    def __init__(self, hooks: weakref.ref[AbandonHooks] | None = None) -> None:
+        self._hooks = hooks
+
+    def __call__(self, *given: object) -> None:
+        found = None if self._hooks is None else self._hooks()
+        if found is not None:
+            found.look()
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()

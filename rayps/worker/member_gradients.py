@@ -130,6 +130,11 @@ class MemberGradients(Loop):
         super().begin(stopped)
         self.w.members.start(self.w.batches.walk.copy(), self.w.plan.end)
 
+    def run_round(self) -> None:
+        """Run one round. Raises ConfigError if the strategy has not called `mean_grad`. See `Loop`."""
+        super().run_round()
+        self.w.batches.must_be_over("mean_grad")
+
     def end_round(self) -> None:
         """Report the dropped steps at the end of an epoch. See `Loop`."""
         super().end_round()

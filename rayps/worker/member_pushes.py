@@ -126,12 +126,16 @@ class MemberPushes(ServerSteps):
         self.w.position = self.w.server.step = plan.start
 
     def run_round(self) -> None:
-        """Run one round, or go through it if this worker has missed it. See `Loop`."""
+        """Run one round, or go through it if this worker has missed it. See `Loop`.
+
+        Raises ConfigError if the strategy has not called `push_grad`.
+        """
         if self.w.is_decided:
             self._skipped_before = self.w.scaling.skipped_by_all
             self.w.miss_round()
         else:
             super().run_round()
+            self.w.batches.must_be_over("push_grad")  # a push of another method was not sent yet
 
     def end_round(self) -> None:
         """Report the dropped rounds at the end of an epoch. See `Loop`."""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, tensor
 
+from rayps.core.errors import ConfigError
 from rayps.core.portions import NOTHING, PortionsPlan, PortionsWalk
 from rayps.core.topology import backup_in
 from rayps.core.user_code import user_code
@@ -72,6 +73,15 @@ class PortionStream(BatchStream):
             self._held = epoch, portion
         self.weight = self._batch.size
         return self._batch
+
+    def must_be_over(self, name: str) -> None:
+        """Raise ConfigError if the strategy's round has not computed a gradient with the batch. `name`: how it must."""
+        if self.walk.step != self.position:
+            raise ConfigError(
+                f"with backup workers a strategy's round calls {name}(batch) once, and no other exchange, because a "
+                f"late worker takes part in none: call w.{name}, or leave out backup",
+                field="backup",
+            )
 
     @property
     def has_portion(self) -> bool:
