@@ -49,6 +49,10 @@ class MemberServerWorker(ServerWorker):
         self._look_at = 0.0
         self.drops = DropReports(self.log, self.size, plan.strategy.topology.late, reports=plan.rank == 0)
         self._hooks = AbandonHooks(self.part.module, self._is_late, compiled=bool(workload.compile))
+        if plan.rank == 0:
+            shares = self.batches.walk.plan.shares
+            message = f"each round closes with the pushes of the first {shares} of {self.size} workers"
+            self.log.choices.append({"kind": "choice", "message": message, "members": shares})
 
     def _stream(self, workload: Workload) -> BatchStream:
         return PortionStream.of(workload, self.plan)
