@@ -28,7 +28,7 @@ from rayps.core.goodput import JobTime
 from rayps.core.job_status import Status
 from rayps.core.metrics import evaluation_point
 from rayps.core.phase_rounds import Calendar
-from rayps.core.records import ProgressRecord
+from rayps.core.records import Point, ProgressRecord
 from rayps.core.strategy import Phase
 from rayps.core.strategy_families import (
     Rebuild,
@@ -415,7 +415,9 @@ class Driver:
         return Findings()
 
     def _train(self, phase: PhaseRun) -> Findings:
-        self._poll()
+        points, recoveries = self._poll(), self._recoveries
+        allowed = recoveries.failures < self.spec.max_failures
+        recoveries.late.look(self._group, points, self._checkpoints.round, allowed=allowed)
         decision = self._decided(self._facts(phase))
         if not isinstance(decision, (Fail, Replace, EndEarly, Regroup)):
             self._collect()
@@ -535,7 +537,8 @@ class Driver:
 
     # ---- shared by the effects
 
-    def _poll(self) -> None:
+    def _poll(self) -> list[Point]:
+        """Take the results of a poll into the record, and return the points of single workers."""
         group = self._group
         points = group.poll()
         for point in points:
@@ -546,6 +549,7 @@ class Driver:
         self._shares.add(points)
         self._recoveries.check_progress(group, self._generation)
         self._record.show_progress()
+        return points
 
     def _collect(self) -> None:
         self._checkpoints.collect(self._group, self._plan, self._generation)

@@ -572,6 +572,10 @@ class Meter:
         """Add the mean loss over a batch of `rows` rows, and its weight: `rows`, or what the loss returned."""
         self._losses.append((mean, weight, rows))
 
+    def drop_losses(self) -> None:
+        """Drop the losses and metrics of this round, because its gradient does not count."""
+        self._losses, self.totals = [], {}
+
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Count the time inside the block as `compute`, except the waits for other workers of the replica."""

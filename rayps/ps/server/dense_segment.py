@@ -278,6 +278,10 @@ class RoundBuffer:
         if by_reference:
             self.by_reference.add((step, rank))
 
+    def count(self, step: int) -> int:
+        """Return the number of pushes of a round."""
+        return len(self._pushes.get(step, ()))
+
     def copy_pushes(self, rank: int) -> None:
         """Copy the pushes of a rank that were given by reference from the rank's memory into the server's."""
         for key in [key for key in self.by_reference if key[1] == rank]:
@@ -432,6 +436,7 @@ class Shard:
         self.rounds = 1  # number of rounds that the current push covers, see ShardView
         self.version = 0  # number of optimizer steps
         self.spans, self._borrows = servers.update.spans, servers.update.borrows
+        self._backup = servers.backup  # so many of the workers are no members of a round
         self.changes = ChangeLog(strategy, self.slice.params.numel())
         self.retained = RetainedStates(boundary)
         self._open = RoundBuffer() if servers.update.gathers else None
@@ -502,8 +507,20 @@ class Shard:
         if self._open is not None:
             self._open.add_push(step, rank, OpenPush(value, weight, area), by_reference)
         if step == self.closed or self.spans:  # otherwise a rank that has not pushed step `closed` keeps the round open
+            if self._backup:
+                self._spare_others(step)
             self.finish()
         return True
+
+    def _spare_others(self, step: int) -> None:
+        """If all members of a round have pushed, count the round as pushed by the other ranks too.
+
+        Only members push: see `rayps.ps.server.arrivals`.
+        """
+        assert self._open is not None, "workers in step have open rounds"
+        if self._open.count(step) == self.size - self._backup:
+            for rank in self.ledger.marks:
+                self.ledger.skip(rank, step + 1)
 
     def tick(self, rank: int, step: int) -> int:
         """Return round `step` of `rank` as a schedule counts rounds: without the rounds that were skipped in fp16."""
