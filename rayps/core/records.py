@@ -83,6 +83,17 @@ class ProgressRecord(TypedDict, total=False):
     samples_per_second: float | None
     eta_seconds: float | None
     best: str  # the checkpoint of the best evaluation, if a callback keeps one
+    account: AccountRecord
+
+
+class AccountRecord(TypedDict):
+    """Where the time of a job's workers and servers went so far: see `rayps.core.time_account`."""
+
+    goodput: float | None  # the useful share of the workers' time; None before their first report
+    seconds: dict[str, float]  # of all workers, by part
+    members: dict[str, dict[str, float]]  # seconds by part of each worker and server
+    verdict: str  # what costs most of the time, in one sentence: see `rayps.core.time_verdict`
+    guilty: list[str]  # the members that cause it
 
 
 class OutcomeRecord(TypedDict, total=False):
@@ -105,6 +116,7 @@ class AttemptRecord(TypedDict, total=False):
     pid: int
     started: int  # start time of the process, as the operating system counts it
     crash: str | None
+    moved: str  # why the process ends on purpose, if a notice announced it
 
 
 def read_json(path: Path) -> Any:

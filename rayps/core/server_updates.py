@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 from rayps.core import options
 from rayps.core.compression import compression_of
+from rayps.core.dropped_steps import LateWorkers
 from rayps.core.errors import ConfigError
 from rayps.core.replica import Replica, check_replica
 from rayps.core.strategy import ShardView, Vector
@@ -31,17 +32,21 @@ def plain_servers(
     replica: Replica | None = None,
     *,
     shard_resources: Mapping[str, float] | None = None,
+    backup: int | None = None,
+    late: LateWorkers | None = None,
 ) -> Servers:
     """Return the topology of a plain parameter server with these options.
 
     The bound `staleness` also applies to pulls of the rows of sparse tables; "auto" is a bound that moves.
-    `shard_resources` is {"gpu": a part of a GPU}, or None for servers on the CPU.
+    `shard_resources` is {"gpu": a part of a GPU}, or None for servers on the CPU. `backup` is the number of backup
+    workers; None and 0 mean that there are none. `late`: what follows if one is late in a row.
 
     Raises:
         ConfigError: an option is invalid, or two options cannot be combined.
     """
-    given = SimpleNamespace(shards=shards, replay_mb=replay_mb)
+    given = SimpleNamespace(shards=shards, replay_mb=replay_mb, backup=backup)
     options.whole(given, "shards")
+    options.whole(given, "backup", least=0, none=True)
     whole = isinstance(staleness, int) and not isinstance(staleness, bool) and staleness >= 0
     if not whole and staleness not in (None, AUTO):
         raise ConfigError(
@@ -68,7 +73,19 @@ def plain_servers(
             field="shard_resources",
         )
     consistency, update = consistency_of(staleness), update_of(staleness)
-    return Servers(shards, replicas, consistency, update, replica, compression, replay_mb, tables=True, gpus=gpus)
+    return Servers(
+        shards,
+        replicas,
+        consistency,
+        update,
+        replica,
+        compression,
+        replay_mb,
+        tables=True,
+        gpus=gpus,
+        backup=backup or 0,
+        late=late or LateWorkers(),
+    )
 
 
 def _gpus_of(given: Mapping[str, float] | None) -> float:
@@ -174,7 +191,8 @@ class PlainServers:
         if servers.update.spans:
             found |= {"adagrad": servers.adagrad}
         else:
-            found |= {"replicas": servers.replicas, "compression": servers.compression}
+            backup = servers.backup or None
+            found |= {"replicas": servers.replicas, "compression": servers.compression, "backup": backup}
         found = {name: value for name, value in found.items() if value is not None}
         return found if servers.update.spans else found | {"staleness": AUTO if servers.adaptive else servers.staleness}
 

@@ -32,6 +32,7 @@ from rayps.ps.client.connections import take_rank
 from rayps.ps.client.session import KEEP_BYTES, Session
 from rayps.ps.column_space import segment_states
 from rayps.ps.group import ManagerClient
+from rayps.ps.manager.manager import ServerCount
 from rayps.ps.manager.status import COUNTS
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.rows import cut, cuts
@@ -237,10 +238,11 @@ class ServerGroup:
 
     # ---- elastic
 
-    def resize(self, servers: int) -> None:
+    def resize(self, servers: ServerCount) -> None:
         """Set the number of servers. Segments move in the background, while pushes and pulls continue.
 
-        `wait_settled` waits until all segments have moved.
+        `wait_settled` waits until all segments have moved. With a pair (least, most), load chooses the number from this
+        range, until `resize` is called with a number.
 
         Raises:
             ConfigError: `servers` is 0, or below replicas + 1; or the servers are fixed.

@@ -20,11 +20,13 @@ from torch import nn
 from rayps.cluster.local import LOCAL_CPUS, Cluster
 from rayps.core import metrics
 from rayps.core.errors import CheckpointError, ConfigError, RaypsError, TrainingError
+from rayps.core.goodput import JobTime
 from rayps.core.job_status import Status
 from rayps.core.loading import without_collection
 from rayps.core.records import Event, ProgressRecord
 from rayps.core.strategy import Phase
-from rayps.core.urls import Location, location_of
+from rayps.core.time_report import report_of
+from rayps.core.urls import Location, is_url, location_of
 from rayps.core.values import Json, JsonObject
 from rayps.ps.tables.embedding import load, load_states
 from rayps.runtime.callbacks import CallbackRunner, RunHandle, runner_of
@@ -74,11 +76,17 @@ class Result:
     best: Location | None = None
     # the folder with the state that `snapshot` stands for, if the run had no folder for checkpoints; removed with it
     scratch: StateFolder | None = None
+    time: JobTime = field(default_factory=JobTime)  # where the time of workers and servers went
 
     def __repr__(self) -> str:
         found = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
         saved = f", checkpoint={str(self.checkpoint)!r}" if self.checkpoint else ""
         return f"Result({found or 'no metrics'}, {self.history.num_rows} rounds, {len(self.events)} events{saved})"
+
+    @property
+    def report(self) -> JsonObject:
+        """Where the time went, what costs most of it, and what to change: see `rayps.core.time_report.report_of`."""
+        return report_of(self.time)
 
     @property
     def costs(self) -> list[Event]:
@@ -274,6 +282,8 @@ def train(
     on_progress = display.progress if display else progress if callable(progress) else None
     handlers = (display.event, display.lines) if display else (None, None)
     journal = Journal(on_progress=on_progress, on_event=handlers[0], on_lines=handlers[1])
+    if folder is not None and not dry_run and not is_url(folder):
+        journal.time_folder, journal.time_anew = Path(folder), True
     for warning in passed:
         journal.event("warning", warning)
     own = cluster is None
@@ -302,7 +312,7 @@ def train(
     finally:
         if display:
             display.close()
-    return _result(outcome, journal, workload)
+    return _result(outcome, journal, workload, driver.job_time())
 
 
 def elastic_options(
@@ -324,7 +334,7 @@ def elastic_options(
     return most | dict(elastic or {}) | own
 
 
-def _result(outcome: Outcome, journal: Journal, workload: Workload) -> Result:
+def _result(outcome: Outcome, journal: Journal, workload: Workload, time: JobTime) -> Result:
     """Return the result of a run that has succeeded. Raise the error of a run that has failed."""
     if outcome.status is not Status.SUCCEEDED or outcome.snapshot is None:
         raise outcome.error if isinstance(outcome.error, RaypsError) else TrainingError(outcome.message)
@@ -339,6 +349,7 @@ def _result(outcome: Outcome, journal: Journal, workload: Workload) -> Result:
         used,
         outcome.best,
         outcome.scratch,
+        time,
     )
 
 

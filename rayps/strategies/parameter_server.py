@@ -24,6 +24,11 @@ regularised optimum as one step. This is also true for the rows of tables that a
 and the step ignores the gradient's scale (AdamW), rate and decay are not scaled: each push is a full step of the
 optimizer, and the job reports a warning.
 
+With s = 0 and `backup` b, a round closes with the pushes of the first N of N + b workers (Chen et al., "Revisiting
+distributed synchronous SGD", ICLR 2016 workshop). A worker asks the first server before it pushes. One that is late
+pushes nothing, and computes the same rows again in the next round (docs/backup_workers.md). One that is dropped in
+`late_limit` rounds in a row (10 by default) is reported and, with `replace_late`, once replaced by a new process.
+
 - `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto): encodes the pushes, with error feedback.
 - `replica` of several workers: each worker of a replica pulls and pushes its part of the model. Each part has its own
   shards (`shards` in total, at least one for each part).
@@ -39,6 +44,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rayps.core import options
 from rayps.core.replica import Replica
 from rayps.core.server_updates import PlainServers, apply_mean, apply_push, plain_servers
 from rayps.core.strategy import ServerHalf, ShardView, Vector, WorkerView
@@ -61,6 +67,9 @@ class ParameterServer(Strategy):
     replicas: int | None = None
     replica: Replica | None = None
     shard_resources: dict[str, float] | None = None
+    backup: int | None = None
+    late_limit: int | None = None
+    replace_late: bool | None = None
     name: ClassVar[str] = "parameter_server"
 
     def __post_init__(self) -> None:
@@ -80,6 +89,8 @@ class ParameterServer(Strategy):
             self.replay_mb,
             self.replica,
             shard_resources=self.shard_resources,
+            backup=self.backup,
+            late=options.late_workers(self),
         )
 
     @property

@@ -349,7 +349,7 @@ class Worker:
         with user_code("data"):
             rows, accumulate = plan.strategy.rows, workload.accumulate
             data = rows.source(workload)
-            if plan.elastic is not None:
+            if plan.elastic is not None and not rows.by_client:
                 data = DealtRows(data, plan.elastic.rows)
                 accumulate = data.micro_batches
             steps = rows.rounds(data, plan.grid.data, accumulate)
@@ -572,6 +572,10 @@ class Meter:
         """Add the mean loss over a batch of `rows` rows, and its weight: `rows`, or what the loss returned."""
         self._losses.append((mean, weight, rows))
 
+    def drop_losses(self) -> None:
+        """Drop the losses and metrics of this round, because its gradient does not count."""
+        self._losses, self.totals = [], {}
+
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Count the time inside the block as `compute`, except the waits for other workers of the replica."""
@@ -594,7 +598,7 @@ class Meter:
         waiting, moving, moved = (now - then for now, then in zip(self._traffic(), self._before, strict=True))
         weight = sum(weight for _, weight, _ in self._losses)
         seconds = time.perf_counter() - self._began
-        exposed = max(0.0, seconds - self.compute)  # the time of background threads is not counted
+        exposed = max(0.0, seconds - self.compute - self.data)  # the time of background threads is not counted
         wait = min(waiting, exposed)
         return {
             "loss": sum(loss * own for loss, own, _ in self._losses if own) / weight if weight else None,
@@ -684,7 +688,7 @@ def evaluation_facts(w: Worker, data: Data, *, whole: bool) -> EvaluationFacts:
         is_default=evaluates_training_data(w.workload),
         by_rounds=w.plan.last_epoch is None,
         ended=passes is not None and passes.ended,
-        trained=w.position * w.workload.accumulate * (w.size if whole else 1),
+        trained=w.position * w.batches.accumulate * (w.size if whole else 1),
     )
 
 

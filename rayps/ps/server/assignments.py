@@ -89,6 +89,8 @@ class AssignedSpace:
         self.by_index: dict[int, AssignedSegment] = {}
         self.incarnations: dict[int, int] = {}  # rank -> the highest incarnation that has joined
         self.parked: list[Any] = []  # requests that wait for the clock
+        # from (a rank, the rank whose push it awaited) to the seconds for which requests were parked
+        self.delays: dict[tuple[int, int], float] = {}
         self.withheld: list[Any] = []  # answers that wait for backups
         self.unplaced_branches: set[tuple[int, int]] = (
             set()
