@@ -98,7 +98,7 @@ def bench_staleness(
         TrainingError: a worker or the shard failed.
     """
     rows: list[StalenessRow] = []
-    for scene, work in _workloads(scenes, folder or FOLDER, pace):
+    for scene, work in workloads(scenes, folder or FOLDER, pace):
         group = _Bounded(cluster, work, workers)
         found: dict[int | str | None, list[StalenessRun]] = {staleness: [] for staleness in STALENESS}
         try:
@@ -124,7 +124,7 @@ def simulate_staleness(
 ) -> list[StalenessRow]:
     """Return the rows of `bench_staleness` in virtual time. Raises as it does."""
     rows: list[StalenessRow] = []
-    for scene, work in _workloads(scenes, folder or FOLDER, pace):
+    for scene, work in workloads(scenes, folder or FOLDER, pace):
         data = parquet(
             work.folder / "digits.parquet", features="pixels", label="digit", scale=1 / 255, batch_size=BATCH
         )
@@ -152,7 +152,7 @@ def _simulate(job: VirtualJob, staleness: int | str | None, target: float, limit
     return StalenessRun(job.now, rounds, (first, *(event["new"] for event in job.events)))  # type: ignore[arg-type]
 
 
-def _workloads(scenes: Sequence[str], folder: Path, pace: float) -> list[tuple[str, SlowDigits]]:
+def workloads(scenes: Sequence[str], folder: Path, pace: float) -> list[tuple[str, SlowDigits]]:
     """Return each scene with its workload. Raises ConfigError if there is no such scene, or `folder` has no digits."""
     for scene in scenes:
         if scene not in SCENES:
