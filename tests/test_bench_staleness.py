@@ -13,7 +13,7 @@ from rayps.strategies.catalogue import parse
 def test_a_row_for_each_staleness():
     cluster, scene = LocalCluster(), "momentum"
     try:
-        rows = bench_staleness(cluster, 2, [scene], pace=0.002, seeds=[0], target=1.5)
+        rows = bench_staleness(cluster, 2, [scene], pace=0.002, seeds=[0], target=1.8)
     finally:
         cluster.close()
     assert [(row.scene, row.staleness) for row in rows] == [(scene, name) for name in ("0", "2", "8", "none", "auto")]
