@@ -117,7 +117,8 @@ def test_a_driver_that_has_not_trained_yet_moves_at_once(tag, tmp_path):
     thread.start()
     thread.join(60)
     assert driver.moved and outcomes[0].status is Status.STOPPED and not (tmp_path / "outcome.json").exists()
-    assert (journal.events[-1]["round"], journal.events[-1]["repeated"]) == (0, 0)
+    left = journal.events[-1]  # after no round, or the first one
+    assert left["round"] <= 1 and left["repeated"] == 0
     journal.close()
 
 
@@ -173,7 +174,7 @@ def test_one_further_snapshot_and_then_boundaries_again():
     assert schedule.choose_round([(3, [])], 0) == 4
     assert schedule.choose_round([(4, [4])], 0) == 4
     assert schedule.choose_round([(9, [4])], 4) == 50
-    schedule.snapshot_soon(12)
+    schedule.take_at(12)
     assert schedule.choose_round([(11, [])], 4) == 12
 
 

@@ -318,3 +318,76 @@ def test_the_membership_drops_changes_after_a_return():
     found.change(4, 2)
     assert found.log == [(0, 2), (3, 4), (4, 2)]
     assert found.current.after(4, 40) == (0, 3 * 4 + 8)
+
+
+# ---- families whose state the driver takes when the workers stop
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "parameter_server:shards=2",
+        "parameter_server:shards=1,compression=fp16",
+        "all_reduce:shard=optimizer",
+        "all_reduce:shard=gradients",
+        "local_sgd:period=1",
+    ],
+)
+def test_other_families_continue_from_the_round_in_which_all_stopped(strategy, checkpoint, tmp_path):
+    """With one global batch, workers in step learn the same whatever their number."""
+    options = {"replay": [[3, 4], [9, 3], [10, 1], [14, 2]]}
+    more = {"checkpoint": tmp_path} if checkpoint else {}
+    kind = "sgd" if "local" in strategy else "adam"
+    work = Small(n=50, batch=4, optimizer=kind)
+    found = train(work, (1, 4), strategy=strategy, global_batch=8, elastic=options, **more)
+    assert log_of(found) == options["replay"]
+    assert found.snapshot.round == 21
+    alone = train(Small(n=50, batch=4, optimizer=kind), 1, strategy="all_reduce", elastic={"most": 1}, global_batch=8)
+    exact = "fp16" not in strategy
+    tolerance = {"rtol": 1e-10, "atol": 1e-12} if exact else {"rtol": 0.05, "atol": 0.02}
+    torch.testing.assert_close(found.snapshot.loaded().params, params(alone), **tolerance)
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd:period=4", "diloco:period=4", "local_sgd:period=4,momentum=reset"])
+def test_averaged_workers_change_and_take_each_row_once(strategy):
+    tag = strategy
+    ROWS.clear()
+    options = {"replay": [[3, 4], [6, 2], [11, 3]]}
+    found = train(Numbered(n=47, batch=3, tag=tag, optimizer="sgd"), (2, 4), strategy=strategy, elastic=options)
+    assert log_of(found) == options["replay"]
+    assert Counter(row for row, mark in ROWS if mark == tag) == Counter(dict.fromkeys(range(47), 3))
+    again = train(Numbered(n=47, batch=3, tag="again", optimizer="sgd"), (2, 4), strategy=strategy, elastic=options)
+    assert torch.equal(params(found), params(again))
+
+
+@pytest.mark.parametrize("strategy", ["parameter_server:shards=2", "all_reduce:shard=optimizer", "local_sgd:period=1"])
+def test_other_families_return_to_the_newest_state_after_a_death(strategy):
+    tag = f"death-{strategy}"
+    cluster = Watched()
+    kind = "sgd" if "local" in strategy else "adam"
+    work = Small(n=120, batch=4, optimizer=kind, tag=tag, pause=0.01)
+    killer = cluster.kill_when(tag, 60, ("WorkerActor", 1))
+    options = {"replay": [[1, 3]]}
+    found = train(
+        work, (1, 3), strategy=strategy, epochs=4, cluster=cluster, global_batch=12, elastic=options, checkpoint_every=5
+    )
+    killer.join()
+    changes = [event for event in found.events if event["kind"] == "resized"]
+    assert [(event["from"], event["to"]) for event in changes] == [(1, 3), (3, 2)]
+    assert len(changes[1]["lost"]) == 1
+    alone = train(Small(n=120, batch=4, optimizer=kind), 1, epochs=4, elastic={"most": 1}, global_batch=12)
+    torch.testing.assert_close(found.snapshot.loaded().params, params(alone), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["fedavg:fraction=0.5", "scaffold"])
+def test_federated_workers_change_and_the_result_does_not(strategy):
+    class Clients(Small):
+        def data(self):
+            x, y = rows(60)
+            return rayps.data.tensors(x, y, batch_size=4, client=rayps.data.iid(6))
+
+    fixed = train(Clients(optimizer="sgd"), 2, strategy=strategy, epochs=8)
+    found = train(Clients(optimizer="sgd"), (1, 3), strategy=strategy, epochs=8, elastic={"replay": [[2, 3], [5, 2]]})
+    assert log_of(found) == [[2, 3], [5, 2]]
+    assert torch.equal(params(found), params(fixed))

@@ -101,6 +101,16 @@ def test_a_global_batch_takes_the_same_rows_with_any_number_of_workers() -> None
             assert sorted(found) == sorted(data.order(3, 0)[index * 10 : (index + 1) * 10].tolist())
 
 
+def test_micro_batches_are_as_equal_as_possible() -> None:
+    data = rayps.data.tensors(torch.arange(40), batch_size=4)
+    shared = DealtRows(data, RowShares(0, 0, 0, (5, 9, 4, 0)))
+    sizes = [
+        [batch.size for batch in itertools.islice(shared.batches(rank=rank, size=4, seed=0, epoch=0), 3)]
+        for rank in range(4)
+    ]
+    assert sizes == [[3, 2, 0], [3, 3, 3], [4, 0, 0], [0, 0, 0]]
+
+
 def test_rows_in_the_wire_form() -> None:
     rows = RowShares(4, 1, 12, (3, 2))
     assert RowShares.from_json(rows.to_json()) == rows

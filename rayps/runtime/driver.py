@@ -375,7 +375,8 @@ class Driver:
     def _begin_generation(self, state: states.BeginGeneration) -> Findings:
         elastic, group = self._plan.elastic, self._group
         if elastic is not None:
-            elastic.begin_generation(self._checkpoints.snapshot, group.size, state.handover)
+            strategy = self._plan.phase(state.phase).phase.strategy
+            elastic.begin_generation(strategy, self._checkpoints.snapshot, group.size, state.handover)
         phase = self._plan.phase(state.phase)
         self._generation += 1
         self._recoveries.clear_error()
@@ -387,7 +388,10 @@ class Driver:
         if (traces := self._record.traces) is not None:
             orders = replace(orders, profile=traces.ranks_to_trace(group.size))
         parts = self._checkpoints.parts_plan(phase.phase.strategy, group.hosts)
-        orders = replace(orders, parts=parts, elastic=None if elastic is None else elastic.plan(state.handover))
+        orders = replace(orders, parts=parts)
+        if elastic is not None:
+            boundary = replace(orders.boundary, also=elastic.stop_round)
+            orders = replace(orders, elastic=elastic.plan(state.handover), boundary=boundary)
         if parts is None:
             self._checkpoints.load_newest()
         group.begin(orders, self._checkpoints.snapshot, state.rebuild)
@@ -460,13 +464,13 @@ class Driver:
         if decision.lost:
             self._record.set_status(Status.RECOVERING, decision.reason)
         self._record.add_poll(group, group.last_points())
-        handover = elastic.regroup(group, decision)
+        at = self._checkpoints.round
+        handover = elastic.regroup(group, decision, at)
         self._record.change_workers(group.size)
-        if handover is None:
-            at = self._checkpoints.round
+        if handover is None and decision.lost:
             self._recoveries.report_restart(
                 states.Restart(decision.lost, decision.reason),
-                f"continue from round {at}, because no living worker has the state of a later round in its memory",
+                f"continue from round {at}, because no living worker has the state of a later round in memory",
                 at,
                 self._generation + 1,
             )
@@ -545,7 +549,7 @@ class Driver:
         # workers that stop for a change of their number would not reach the round of a last checkpoint: it is completed
         ends = self._stop.is_set() and not (elastic is not None and elastic.is_stopping)
         if elastic is not None and not errors and not dead and not ends:
-            change = elastic.look(group, self._generation)
+            change = elastic.look(group, self._generation, self._checkpoints.round)
         return RunFacts(
             change=change,
             size=group.size,

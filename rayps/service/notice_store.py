@@ -44,7 +44,9 @@ class NoticeChanges:
     forget: tuple[str, ...] = ()  # keys of stored notices that are over, or that were withdrawn and are gone
 
 
-def notice_changes(stored: dict[str, tuple[StoredNotice, bool]], known: tuple[Notice, ...], now: float) -> NoticeChanges:
+def notice_changes(
+    stored: dict[str, tuple[StoredNotice, bool]], known: tuple[Notice, ...], now: float
+) -> NoticeChanges:
     """Compare the stored notices with those that the cluster knows. Pure.
 
     `stored`: from key to the notice and whether it was withdrawn. `now` is in seconds since the epoch.

@@ -343,7 +343,8 @@ class PlanRun:
         for choice in w.log.choices:
             self._report(choice)
         loop.begin(self._stopped)
-        if plan.elastic is not None:
+        keeps = plan.elastic is not None and plan.elastic.hands_over
+        if keeps:
             loop.keep_round()
         self._commit()
         self._evaluate()  # repeat an evaluation that a failure before this generation interrupted
@@ -361,7 +362,7 @@ class PlanRun:
             if self._trace is not None:
                 self._trace.round_over()
             loop.average_weights()
-            if plan.elastic is not None:
+            if keeps:
                 loop.keep_round()
             for event in w.log.take_events():
                 self._report({"kind": "event", "event": event})
@@ -379,7 +380,13 @@ class PlanRun:
                     self._retain(loop.state_dict(together=together), due)
             self._evaluate()
             self._await_boundaries()
-        if not self._stopped() and not self.paused:
+        if self.paused:
+            elastic = plan.elastic
+            if elastic is not None and not elastic.hands_over:
+                loop.settle()
+                loop.retain(w.position)
+                self._retain(loop.state_dict(together=True), True)
+        elif not self._stopped():
             loop.finish()
             self._retain(loop.state_dict(together=True), False)
 
