@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 from service_site import Site
-from test_scheduler import END, FakeCluster, FakePlace, serve, write
+from test_scheduler import END, Body, FakeCluster, FakePlace, write
 
 from rayps.cli.main import main
 from rayps.cluster.notices import LINGER_SECONDS, Notice, StoredNotice
@@ -26,6 +27,21 @@ from rayps.service.store import Store
 from rayps.strategies.job import JobSpec
 
 S = Status
+
+
+def serve(path: Path, body: Body) -> None:
+    """Run `body` with a scheduler whose view of the cluster is never late."""
+
+    async def inside() -> None:
+        store = await Store.open(path / "s.db")
+        cluster = FakeCluster()
+        place = FakePlace(cluster)
+        try:
+            await body(store, Scheduler(store, place, path / "jobs", view_seconds=60.0), cluster, place)
+        finally:
+            await store.close()
+
+    asyncio.run(inside())
 
 
 async def add(store: Store, least: int, most: int | None = None, name: str = "w", **fields: Any) -> str:
