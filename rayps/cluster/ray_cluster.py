@@ -31,7 +31,12 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    NodeLabelSchedulingStrategy,
+    NotIn,
+    PlacementGroupSchedulingStrategy,
+)
 
 from rayps.cluster.local import (
     WORKER_NICENESS,
@@ -573,6 +578,7 @@ class RayCluster:
         gpus: float = 0.0,
         detached: bool = False,
         here: bool = False,
+        avoid: Sequence[str] = (),
         gang: Reservation | None = None,
         index: int | None = None,
         restarts: int = 0,
@@ -581,7 +587,7 @@ class RayCluster:
     ) -> RayHandle:
         """Start an actor in its own process. See `Actors.spawn`."""
         self._check()
-        if warm and not gpus and not restarts:
+        if warm and not gpus and not restarts and self.node not in avoid:
             taken = self._take_warm(name, detached, _host_of(gang, index))
             if taken is not None:
                 owner = None if detached else ray.get_runtime_context().current_actor
@@ -607,6 +613,8 @@ class RayCluster:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 gang.group, placement_group_bundle_index=-1 if index is None else index
             )
+        elif avoid and (not here or self.node in avoid):
+            options["scheduling_strategy"] = NodeLabelSchedulingStrategy({"ray.io/node-id": NotIn(*avoid)})
         elif here:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
                 ray.get_runtime_context().get_node_id(), soft=False
