@@ -82,7 +82,8 @@ class Actors(Protocol):
         `detached`: the actor outlives this process. `here`: the actor runs on this host. `avoid`: nodes on which it
         does not run; with `here`, it runs elsewhere if this host is one of them. A cluster of threads ignores both.
         `gang` and `index`: the actor runs in the bundle `index` of the reservation `gang`. `restarts`: how often the
-        cluster starts the actor again, with the same arguments, after its process died (-1: always). A cluster of threads ignores `restarts`.
+        cluster starts the actor again, with the same arguments, after its process died (-1: always). A cluster of
+        threads ignores `restarts`.
         `warm`: the actor may take a process that `keep_warm` has started, if it has the environment of a new process.
         """
 

@@ -31,12 +31,7 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import (
-    NodeAffinitySchedulingStrategy,
-    NodeLabelSchedulingStrategy,
-    NotIn,
-    PlacementGroupSchedulingStrategy,
-)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rayps.cluster.local import (
     WORKER_NICENESS,
@@ -614,7 +609,7 @@ class RayCluster:
                 gang.group, placement_group_bundle_index=-1 if index is None else index
             )
         elif avoid and (not here or self.node in avoid):
-            options["scheduling_strategy"] = NodeLabelSchedulingStrategy({"ray.io/node-id": NotIn(*avoid)})
+            options["label_selector"] = {"ray.io/node-id": f"!in({','.join(avoid)})"}
         elif here:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
                 ray.get_runtime_context().get_node_id(), soft=False
