@@ -227,6 +227,14 @@ def serve(
             "takes about 350 MB of memory.",
         ),
     ] = None,
+    shared_state: Annotated[
+        bool | None,
+        typer.Option(
+            "--shared-state",
+            help="Every host of the cluster has the state directory at the same path: a driver may then move to "
+            "another host when its host ends.",
+        ),
+    ] = None,
     allow_host: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="A name to accept in a request's Host header, besides the loopback names."),
@@ -247,6 +255,7 @@ def serve(
             state_dir=state_dir,
             idle=idle,
             warm=warm,
+            shared_state=shared_state,
             allowed_hosts=allowed,
         ),
         keep=keep,
