@@ -126,7 +126,7 @@ class ServerMember:
     name: str
     record: ServerRecord
     state: ServerState
-    since: float = field(default_factory=time.monotonic)  # when the state began
+    since: float = field(default_factory=lambda: time.monotonic())  # when the state began
     connection: ManagerConnection | None = None
     last_message: float = 0.0  # when the last message came; 0 if none has come
     broken: bool = False  # SILENT because its connection broke, not because it sent nothing

@@ -1,0 +1,297 @@
+"""The scenario of a server group: its manager, its servers and the sessions of its workers, all of them the product's own.
+
+Workers push one-hot gradients, so that each push adds exactly 1 to a slot of its own in every segment. Servers and the
+manager die, stop, lose connections and are resized meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+import rayps.ps.group as elastic
+import rayps.ps.manager.manager
+import rayps.ps.server.server
+import rayps.ps.server.server_actor
+from rayps.core.errors import RaypsError
+from rayps.ps.server.assignments import SegmentReport
+from rayps.ps.server_group import ServerGroup
+from simulation.cluster import SimCluster, World, surrounding
+from simulation.disk import Disk, SimPath
+from simulation.kernel import Broken, Process, Simulation, enter, leave, simulation
+from simulation.network import Network
+from simulation.substitutes import installed
+
+FAULT_SECONDS = 25.0  # virtual seconds in which faults happen
+LIMIT_SECONDS = 100.0  # virtual seconds within which everything must have ended
+GROUP = "g"
+
+
+class Ledger:
+    """What the workers' pushes have been, as the workers know it; and which server was primary of which generation."""
+
+    def __init__(self, workers: int, steps: int, segments: int, staleness: int | None) -> None:
+        self.workers, self.steps, self.segments, self.staleness = workers, steps, segments, staleness
+        self.sent = [0] * workers  # by rank: the steps that a process has begun to push
+        self.acknowledged = [0] * workers  # by rank: all steps below are acknowledged
+        self.primaries: dict[tuple[int, int, int], str] = {}
+        self.may_lose = False  # whether two servers may have died at once
+        self.vector: torch.Tensor | None = None  # what a reader found at the end
+
+    def gradient(self, rank: int, step: int) -> torch.Tensor:
+        """Return the gradient that adds 1 to the slot of this push in each segment."""
+        found = torch.zeros(self.segments, self.workers, self.steps, dtype=torch.float64)
+        found[:, rank, step] = -float(self.workers)
+        return found.reshape(-1)
+
+    def check(self, vector: torch.Tensor, rank: int, who: str) -> None:
+        """Check a pull of `rank`: no push was applied twice, and none that this rank knows as acknowledged is missing."""
+        slots = vector.reshape(self.segments, self.workers, self.steps)
+        if bool((slots > 1).any()):
+            raise Broken(f"I1: {who} pulled {slots.max():g} in a slot: a push was applied more than once")
+        if not self.may_lose and bool((slots[:, rank, : self.acknowledged[rank]] != 1).any()):
+            raise Broken(f"I1: {who} pulled values without a push of rank {rank} that was acknowledged")
+
+    def check_staleness(self, rank: int, step: int) -> None:
+        """Check that a pull of `rank` after `step` pushes was not served too early."""
+        if self.staleness is not None and step - min(self.sent) > self.staleness:
+            raise Broken(f"I5: rank {rank} got values after {step} pushes, and the slowest has sent {min(self.sent)}")
+
+
+class LedgerWorker:
+    """A worker of the group: it pushes and pulls until its last step, and continues where its rank was."""
+
+    def __init__(self, group: ServerGroup, rank: int) -> None:
+        self._group, self._rank = group, rank
+        self.finished = False
+        simulation().alive().process.start("work", self._run)
+
+    def ping(self) -> bool:
+        return self.finished
+
+    def _run(self) -> None:
+        sim, rank = simulation(), self._rank
+        ledger: Ledger = sim.ledger
+        process = sim.alive().process
+        try:
+            server = self._group.server(rank)
+            step = server.step
+            if step < ledger.acknowledged[rank] and not ledger.may_lose:
+                raise Broken(f"I1: rank {rank} is to continue at step {step}, and {ledger.acknowledged[rank]} are done")
+            while step < ledger.steps:
+                ledger.sent[rank] = max(ledger.sent[rank], step + 1)
+                server.push(ledger.gradient(rank, step))
+                vector = server.pull(consistent=False)
+                step += 1
+                ledger.acknowledged[rank] = max(ledger.acknowledged[rank], step)
+                sim.log("acknowledged", f"rank {rank}: step {step - 1}")
+                ledger.check(vector, rank, process.name)
+                ledger.check_staleness(rank, step)
+                sim.park(sim.rng.random() * 1.0)
+            server.session.flush()
+            server.session.close()
+            self.finished = True
+            sim.changed = True
+            sim.log("finished", f"rank {rank}")
+        except RaypsError as error:
+            sim.log("worker", f"{process.name} ends: {type(error).__name__}: {str(error)[:200]}")
+            process.kill(f"{type(error).__name__}")
+
+
+def _report(space: int, event: str, segment: int, generation: int, name: str = "") -> SegmentReport:
+    """Stand in for `SegmentReport`, and check that one generation of a segment has one primary."""
+    sim = simulation()
+    server = sim.alive().process.name
+    sim.log("report", f"{server}: segment {segment} of generation {generation}: {event} {name}".rstrip())
+    if event == "ready":
+        first = sim.ledger.primaries.setdefault((space, segment, generation), server)
+        if first != server:
+            raise Broken(f"I6: segment {segment}, generation {generation}: {server} is primary, and so was {first}")
+    return SegmentReport(space, event, segment, generation, name)
+
+
+MORE = [
+    ("rayps.ps.manager.record", "Path", SimPath),
+    ("rayps.ps.server.assignments", "SegmentReport", _report),
+    ("rayps.ps.manager.manager", "POLL_SECONDS", 0.5),
+    ("rayps.ps.manager.publisher", "HEARTBEAT_SECONDS", 0.5),
+    ("rayps.ps.server.server", "NAP_SECONDS", 0.5),
+]
+
+
+class Servers:
+    """One run of the scenario."""
+
+    def __init__(self, seed: int, *, keep_trace: bool = False) -> None:
+        sim = self.sim = Simulation(seed, keep_trace=keep_trace)
+        sim.network, sim.disk = Network(sim), Disk()
+        rng = sim.rng
+        self.world = World(sim, dict.fromkeys(["host-a", "host-b", "host-c"][: rng.choice([1, 3, 3])], 16.0))
+        workers, self.replicas = rng.randint(1, 3), rng.choice([1, 1, 1, 2])
+        self.count = rng.randint(self.replicas + 1, 4)
+        staleness = rng.choice([None, None, 0, 1, 2])
+        self.ledger = sim.ledger = Ledger(workers, rng.randint(5, 25), rng.randint(1, 4), staleness)
+        self.operator = Process(sim, "operator", "host-a", root=True)
+        self.done = False
+        self.quiet = False  # whether no more faults happen
+        self.unsettled_until = 0.0
+        sim.crash_at_places = rng.choice([0.0, 0.0, 0.002])
+        sim.may_crash = self._may_crash
+
+    def run(self) -> None:
+        """Run the scenario to its end. Raises Broken if an invariant does not hold."""
+        sim = self.sim
+        self.operator.start("operator", self._operate)
+        if not sim.run(lambda: self.done, LIMIT_SECONDS):
+            raise Broken(f"I8: not at its end after {LIMIT_SECONDS:g} s of virtual time: {self._state()}")
+        if sim.unexpected:
+            raise Broken(f"a thread of the product ended with an error: {sim.unexpected[0]}")
+
+    def _state(self) -> str:
+        return f"acknowledged {self.ledger.acknowledged} of {self.ledger.steps} steps"
+
+    # ---- the operator
+
+    def _operate(self) -> None:
+        sim, ledger, cluster = self.sim, self.ledger, surrounding()
+        client = elastic.start(cluster, GROUP, self.count, self.replicas, folder="/groups/g", balance=None)
+        group = ServerGroup(
+            torch.zeros(ledger.segments * ledger.workers * ledger.steps, dtype=torch.float64),
+            group=client,
+            name="space",
+            segments=ledger.segments,
+            staleness=ledger.staleness,
+            workers=ledger.workers,
+        )
+        sim.log("open", f"{self.count} servers, {self.replicas} backups, {ledger.segments} segments")
+        for rank in range(ledger.workers):
+            self._spawn(cluster, group, rank)
+        self.operator.start("faults", lambda: self._faults(client))
+        ended = [False] * ledger.workers
+        while not (self.quiet and all(ended)):
+            sim.park(1.0)
+            for rank in range(ledger.workers):
+                handle = cluster.find(f"worker-{rank}")
+                if handle is None:
+                    if not ended[rank]:
+                        self._spawn(cluster, group, rank)
+                elif not ended[rank] and handle.actor.object is not None:
+                    ended[rank] = handle.actor.object.finished
+        client.wait_settled(200.0)
+        self._check_end(client, group)
+        client.stop()
+        sim.park(3.0)
+        left = sorted(name for name in self.world.names if not name.startswith("worker-"))
+        if left:
+            raise Broken(f"I7: the group was stopped, and {left} still run")
+        self.done = sim.changed = True
+
+    def _spawn(self, cluster: SimCluster, group: ServerGroup, rank: int) -> None:
+        cluster.spawn("simulation.servers:LedgerWorker", group, rank, name=f"worker-{rank}")
+
+    def _check_end(self, client: Any, group: ServerGroup) -> None:
+        ledger, facts = self.ledger, client.facts()
+        if facts["counts"]["lost"] and not ledger.may_lose:
+            raise Broken("a segment was lost although at most one server was away at a time")
+        server = group.server(0)
+        vector = server.read()
+        server.session.close()
+        slots = vector.reshape(ledger.segments, ledger.workers, ledger.steps)
+        if bool((slots > 1).any()):
+            raise Broken("I1: a push was applied more than once")
+        if not ledger.may_lose and bool((slots != 1).any()):
+            raise Broken(f"I1: {int((slots != 1).sum())} pushes that were acknowledged are missing at the end")
+
+    # ---- faults
+
+    def _may_crash(self, process: Process, place: str) -> bool:
+        if self.quiet or process.root or self.sim.now < 3.0:
+            return False
+        return self._may_harm(process)
+
+    def _may_harm(self, process: Process) -> bool:
+        """Return whether a fault may hit this process now: only one server is away at a time."""
+        if "server-" not in process.name:
+            return True
+        if self.sim.now < self.unsettled_until:
+            return False
+        self.unsettled_until = math.inf  # until the group has settled
+        return True
+
+    def _faults(self, client: Any) -> None:
+        sim = self.sim
+        rng = sim.rng
+        settled_since = sim.now
+        while sim.now < FAULT_SECONDS:
+            sim.park(rng.expovariate(1.0))
+            if self.unsettled_until == math.inf:
+                if self._settled():
+                    settled_since += 0.0
+                    self.unsettled_until = 0.0
+            self._one_fault(rng, client)
+        sim.network.heal()
+        for process in sim.processes:
+            process.frozen_until = 0.0
+        self.quiet = True
+        sim.log("quiet", "no more faults")
+
+    def _settled(self) -> bool:
+        actor = self.world.names.get(elastic.manager_actor(GROUP))
+        return actor is not None and actor.object is not None and actor.object.settled()
+
+    def _one_fault(self, rng: Any, client: Any) -> None:
+        sim = self.sim
+        running = [p for p in sim.processes if p.dead is None and not p.root]
+        kind = rng.choice(["kill", "kill", "freeze", "reset", "reset", "cut", "heal", "clock", "resize", "drain"])
+        if kind == "kill" and running:
+            process = rng.choice(running)
+            if self._may_harm(process):
+                process.kill("a fault")
+        elif kind == "freeze" and running:
+            process, seconds = rng.choice(running), rng.choice([0.5, 3.0, 12.0])
+            if self._may_harm(process):
+                sim.log("fault", f"{process.name} is stopped for {seconds:g} s")
+                process.frozen_until = sim.now + seconds
+        elif kind == "reset" and sim.network.connections:
+            broken = rng.choice(sim.network.connections)
+            sim.log("fault", f"the connection of {broken.ends[1].peer} to {broken.ends[0].peer} breaks")
+            broken.break_now()
+        elif kind == "clock" and running:
+            process = rng.choice(running)
+            process.wall_offset = rng.uniform(-7200, 7200)
+            sim.log("fault", f"the wall clock of {process.name} jumps by {process.wall_offset:.0f} s")
+        elif kind in ("resize", "drain"):
+            self.operator.start("resize", lambda: self._resize(rng, client, kind))
+
+    def _resize(self, rng: Any, client: Any, kind: str) -> None:
+        try:
+            if kind == "resize":
+                count = rng.randint(self.replicas + 1, 5)
+                self.sim.log("fault", f"the group is resized to {count} servers")
+                client.resize(count)
+            else:
+                names = [server["name"] for server in client.facts()["servers"] if server["state"] == "alive"]
+                if names:
+                    name = rng.choice(names)
+                    self.sim.log("fault", f"{name} is drained")
+                    client.drain(name)
+        except RaypsError as error:
+            self.sim.log("refused", f"{type(error).__name__}: {str(error).splitlines()[0][:100]}")
+
+
+def run(seed: int, *, keep_trace: bool = False) -> Simulation:
+    """Run the scenario with a seed, inside `substituted()`. Raises Broken."""
+    scenario = Servers(seed, keep_trace=keep_trace)
+    enter(scenario.sim)
+    try:
+        scenario.run()
+    finally:
+        leave()
+    return scenario.sim
+
+
+def substituted() -> Any:
+    """Return the context in which `run` may be called."""
+    return installed(MORE)
