@@ -113,7 +113,11 @@ class GroupState:
     # ---- messages of servers
 
     def registered(self, connection: ManagerConnection, body: dict[str, Any]) -> bool:
-        """Add a server that sent REGISTER. Return False if the group does not know the server, or has replaced it."""
+        """Add a server that sent REGISTER.
+
+        Return False if the group does not know the server, or has replaced it. Its process is then ended: a manager
+        that died may have started it, and it would look for its manager as long as the group exists.
+        """
         name = str(body["name"])
         record = ServerRecord(body["address"], body.get("host", ""), int(body.get("pid", 0)))
         member = self.members.get(name)
@@ -122,6 +126,7 @@ class GroupState:
             self.members = dict(sorted(self.members.items(), key=lambda item: _age(item[0])))  # the oldest first
             self.event("server_joined", f"{name} on {record.host or 'this host'} has joined the group", server=name)
         elif member is None or member.state == ServerState.DEAD:
+            self.launcher.end(name)
             return False
         elif member.state != ServerState.ALIVE:
             self._is_back(member, "is connected again")
