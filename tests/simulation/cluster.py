@@ -15,6 +15,7 @@ from rayps.cluster.warm import WarmState
 from rayps.core.errors import ActorDied, ClusterError, NoResources
 from simulation.kernel import Process, Simulation, Waiters, simulation
 
+TARGETS: dict[str, str] = {}  # actors that are simulated themselves: the product's class -> what stands in for it
 LEARN_SECONDS = 0.5  # longest time until the death of a process is known
 
 
@@ -95,7 +96,7 @@ class Actor:
         sim.log("started", f"{self.name} starts on {self.host}")
         args, kwargs = copied((self.args, self.kwargs))
         try:
-            made = resolve(self.target)(*args, **kwargs)
+            made = resolve(TARGETS.get(self.target, self.target))(*args, **kwargs)
         except Exception as error:
             sim.log("failed", f"{self.name} cannot start: {error}")
             self.reason = f"its constructor raised {type(error).__name__}: {error}"
