@@ -180,14 +180,20 @@ class DriverActor:
         )
 
     def _end_actor(self) -> None:
-        """End this actor, because an idle actor would occupy a process."""
+        """End this actor, because an idle actor would occupy a process, and its job would seem to run.
+
+        If Ray does not answer, or does not know this actor any more, the actor ends its process without Ray.
+        """
         try:
             cluster = surrounding()
             handle = cluster.find(f"driver-{self._folder.name}")
             if handle is not None:
                 cluster.kill(handle)
-        except Exception as error:  # Ray is ending, and ends this process; the outcome is on disk
-            log.warning("the driver of %s could not end itself: %s", self._folder.name, error)
+            if handle is not None or isinstance(cluster, LocalCluster):
+                return
+        except Exception as error:
+            log.warning("the driver of %s could not end itself by Ray: %s", self._folder.name, error)
+        os._exit(0)
 
 
 def _traces(home: Path) -> Path:

@@ -117,6 +117,8 @@ class Simulation:
         self.changed = False
         self.crash_at_places = 0.0  # probability that a visit of a failpoint kills the process
         self.may_crash: Callable[[Process, str], bool] = lambda process, place: False
+        # whether a thread may end with this error because of a fault
+        self.expects: Callable[[BaseException], bool] = lambda error: False
         self.unexpected: list[str] = []  # threads of the product that ended with an error
         self._calls = 0  # calls of the running task since it last waited
         self._digest = hashlib.sha256()
@@ -149,6 +151,8 @@ class Simulation:
         self.log("thread", f"{task.process.name}: thread {task.name} ended with {type(error).__name__}: {error}")
         if isinstance(error, Broken) or task.process.root:
             raise error
+        if self.expects(error):
+            return
         self.unexpected.append(f"{task.process.name}, thread {task.name}:\n{text}")
 
     def chance(self, probability: float) -> bool:

@@ -32,6 +32,7 @@ from rayps.runtime import snapshots
 from rayps.service import adoption, job_folders
 from rayps.service.liveness import QuietTimes
 from rayps.service.scheduler import Scheduler
+from rayps.service.state_disk import is_full
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint
@@ -214,7 +215,13 @@ class Service:
         self.ready = False
         self._database = database
         self.loop: Any = None
-        self.process.start("main", lambda: asyncio_loop.run(self._serve))
+        self.process.start("main", self._main)
+
+    def _main(self) -> None:
+        try:
+            asyncio_loop.run(self._serve)
+        except OSError as error:
+            self.process.kill(f"it cannot start: {error}")
 
     async def _serve(self, loop: Any) -> None:
         sim = simulation()
@@ -290,6 +297,7 @@ class Jobs:
         sim.disk.watch.append(self._written)
         sim.crash_at_places = rng.choice([0.0, 0.0005, 0.002])
         sim.may_crash = self._may_crash
+        sim.expects = lambda error: is_full(error) or isinstance(error, ClusterError)
 
     def run(self) -> None:
         """Run the scenario to its end. Raises Broken if an invariant does not hold."""
