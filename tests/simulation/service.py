@@ -289,6 +289,7 @@ class Jobs:
         self.service: Service | None = None
         self.acknowledged: dict[str, JobSpec] = {}
         self.stopped: set[str] = set()
+        self.given_up: set[str] = set()  # jobs that were nowhere but in a store that the operator has replaced
         self.quiet = self.done = False
         self.submitting = 0
         self._owners: dict[str, int] = {}  # job -> process of the driver that has begun last
@@ -369,8 +370,10 @@ class Jobs:
 
     def _all_ended(self) -> bool:
         statuses = self.database.statuses
+        for job in self.given_up:
+            self.acknowledged.pop(job, None)
         missing = [job for job in self.acknowledged if job not in statuses]
-        if missing and self.service is not None and self.service.ready:
+        if missing and self.service is not None and self.service.ready and self.service.process.dead is None:
             raise Broken(f"I3: job {missing[0]} was acknowledged, and the store does not have it")
         return not missing and all(status.terminal for status in statuses.values())
 
@@ -404,7 +407,8 @@ class Jobs:
         )
         job = self._ask(lambda service: service.submit(spec, f"key-{number}"), 2.0)
         sim.log("acknowledged", f"job {job}: {spec.workers} workers, {spec.steps} rounds, {spec.strategy}")
-        self.acknowledged[job] = spec
+        if job not in self.given_up:
+            self.acknowledged[job] = spec
         if rng.random() < 0.3:
             sim.park(rng.random() * 30.0)
             try:
@@ -493,6 +497,9 @@ class Jobs:
         elif kind == "restore" and self.database.copies and self.service is not None:
             self.service.process.kill("the operator stops it")
             self.database.restore(rng.randrange(len(self.database.copies)))
+            # a job whose folder could not be written, because the disk was full, is in the store alone
+            alone = [job for job in self.database.known if f"{JOBS}/{job}/job.json" not in sim.disk.files]
+            self.given_up.update(alone)
             sim.log("operator", "an old copy of the store is put in place")
         elif kind == "full":
             sim.log("fault", "the disk is full for 3 s")

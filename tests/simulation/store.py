@@ -43,6 +43,7 @@ class Database:
         self.engine = engine
         self.statuses: dict[str, Status] = {}
         self.copies: list[bytes] = []
+        self.known: set[str] = set()  # all jobs that were ever stored
 
     def open(self) -> Store:
         """Return a store, as a service that starts opens it."""
@@ -71,6 +72,7 @@ class Database:
                 continue
             sim.log("status", f"job {job}: {old or 'new'} -> {status}")
             sim.changed = True
+            self.known.add(job)
             if old is not None and not may_move(old, status) and not sim.adopting:
                 raise Broken(f"job {job} moved from {old} to {status}, which is no allowed move")
 

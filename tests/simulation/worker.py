@@ -136,10 +136,11 @@ class SimWorker:
                     del mine[old]
                 if assignment is not None:
                     self._back_up(assignment, base, at, run.value)
-                if at in plan.boundary or at == run.parts.wanted:
+                if at < plan.end and at == run.parts.wanted:
                     run.parts.retain(at, self._part(at, run.value))
                 run.position = at
             if not run.ended:
+                run.parts.retain(plan.end, self._part(plan.end, run.value))
                 run.status = "finished"
         except LinkError as error:
             run.status, run.error = "failed", error
