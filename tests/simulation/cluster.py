@@ -74,6 +74,7 @@ class Actor:
     def __init__(self, cluster: World, name: str, host: str, target: str, args: Any, kwargs: Any) -> None:
         self.cluster, self.name, self.target, self.host = cluster, name, target, host
         self.number = cluster.sim.number()
+        self.simulated = target in TARGETS  # it changes nothing that it is given, so nothing is copied
         self.args, self.kwargs = args, kwargs
         self.restarts = 0
         self.detached = False
@@ -94,7 +95,7 @@ class Actor:
     def _construct(self, process: Process) -> None:
         sim = self.cluster.sim
         sim.log("started", f"{self.name} starts on {self.host}")
-        args, kwargs = copied((self.args, self.kwargs))
+        args, kwargs = (self.args, self.kwargs) if self.simulated else copied((self.args, self.kwargs))
         try:
             made = resolve(TARGETS.get(self.target, self.target))(*args, **kwargs)
         except Exception as error:
@@ -143,7 +144,7 @@ class Actor:
             self._tell(reply, caller, self.reason or "its process has died")
             return
         self._open.append((reply, caller))
-        process, given = self.process, copied(args)
+        process, given = self.process, args if self.simulated else copied(args)
 
         def arrive() -> None:
             if process.dead is None:
@@ -160,7 +161,7 @@ class Actor:
                 good, value = True, getattr(self.object, method)(*given)
             except Exception as error:
                 good, value = False, error
-            answer = copied(value) if good else value
+            answer = copied(value) if good and not self.simulated else value
             sim.alive()
             self._open = [entry for entry in self._open if entry[0] is not reply]
             network.deliver(process.host, caller.host, lambda: reply.set(good, answer))

@@ -6,6 +6,7 @@ manager die, stop, lose connections and are resized meanwhile.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -16,6 +17,7 @@ import rayps.ps.manager.manager
 import rayps.ps.server.server
 import rayps.ps.server.server_actor
 from rayps.core.errors import RaypsError
+from rayps.core.user_module import pack
 from rayps.ps.server.assignments import SegmentReport
 from rayps.ps.server_group import ServerGroup
 from simulation.cluster import SimCluster, World, surrounding
@@ -115,7 +117,13 @@ def _report(space: int, event: str, segment: int, generation: int, name: str = "
     return SegmentReport(space, event, segment, generation, name)
 
 
+@functools.cache
+def _packed(factory: Any) -> bytes:
+    return pack(factory)
+
+
 MORE = [
+    ("rayps.ps.server_group", "pack", _packed),
     ("rayps.ps.manager.record", "Path", SimPath),
     ("rayps.ps.server.assignments", "SegmentReport", _report),
     ("rayps.ps.manager.manager", "POLL_SECONDS", 1.0),
@@ -284,15 +292,18 @@ class Servers:
             self.sim.log("refused", f"{type(error).__name__}: {str(error).splitlines()[0][:100]}")
 
 
-def run(seed: int, *, keep_trace: bool = False) -> Simulation:
-    """Run the scenario with a seed, inside `substituted()`. Raises Broken."""
-    scenario = Servers(seed, keep_trace=keep_trace)
-    enter(scenario.sim)
+def scenario(seed: int, *, keep_trace: bool = False) -> Servers:
+    """Return the scenario of a seed."""
+    return Servers(seed, keep_trace=keep_trace)
+
+
+def play(chosen: Servers) -> None:
+    """Run a scenario to its end, inside `substituted()`. Raises Broken if an invariant does not hold."""
+    enter(chosen.sim)
     try:
-        scenario.run()
+        chosen.run()
     finally:
         leave()
-    return scenario.sim
 
 
 def substituted() -> Any:

@@ -36,6 +36,7 @@ from rayps.service.state_disk import is_full
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint
+from rayps.workload import parameters
 from simulation import asyncio_loop
 from simulation.cluster import TARGETS, SimCluster, World
 from simulation.disk import Disk, SimPath, rmtree
@@ -78,11 +79,11 @@ class Mended(AllReduce):
     recovery = Rebuild()
 
 
-STRATEGIES = {"all_reduce": AllReduce, "mended.py:Mended": Mended}
+STRATEGIES = {"all_reduce": AllReduce, "all_reduce:bucket_mb=1": Mended}
 
 
 def parse(text: Any, folder: Any = None) -> list[Phase]:
-    """Stand in for the driver's `parse`, which would import the strategy's file."""
+    """Stand in for the driver's `parse`, which would import the file of a strategy such as `Mended`."""
     return [Phase(None, STRATEGIES[str(text)]())]
 
 
@@ -507,15 +508,18 @@ class Jobs:
             sim.after(3.0, lambda: setattr(sim.disk, "full", False))
 
 
-def run(seed: int, *, keep_trace: bool = False) -> Simulation:
-    """Run the scenario with a seed, inside `substituted()`. Raises Broken."""
-    scenario = Jobs(seed, keep_trace=keep_trace)
-    enter(scenario.sim)
+def scenario(seed: int, *, keep_trace: bool = False) -> Jobs:
+    """Return the scenario of a seed."""
+    return Jobs(seed, keep_trace=keep_trace)
+
+
+def play(chosen: Jobs) -> None:
+    """Run a scenario to its end, inside `substituted()`. Raises Broken if an invariant does not hold."""
+    enter(chosen.sim)
     try:
-        scenario.run()
+        chosen.run()
     finally:
         leave()
-    return scenario.sim
 
 
 MORE = [
@@ -533,6 +537,8 @@ MORE = [
     ("rayps.runtime.snapshots", "CheckpointPlace", _Places),
     ("rayps.runtime.snapshots", "report_unfinished", lambda *_: None),
     ("rayps.runtime.journal", "PROGRESS_SECONDS", 2.0),
+    ("rayps.strategies.catalogue", "FINDER.forget", lambda: None),
+    ("rayps.workload.parameters", "declared", functools.cache(parameters.declared)),
     ("rayps.service.drivers", "processes", SimProcesses),
     ("rayps.service.adoption", "processes", SimProcesses),
     ("rayps.service.job_folders", "shutil.rmtree", rmtree),
