@@ -29,7 +29,15 @@ class Killed(BaseException):
 
 
 class Broken(BaseException):
-    """An invariant does not hold, or the simulation does not come to an end."""
+    """An invariant does not hold, or the simulation does not come to an end.
+
+    The running simulation ends with the first of these errors, even if code of the product has caught it.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        if _running and _running[-1].broken is None:
+            _running[-1].broken = self
 
 
 class Task:
@@ -120,6 +128,7 @@ class Simulation:
         # whether a thread may end with this error because of a fault
         self.expects: Callable[[BaseException], bool] = lambda error: False
         self.unexpected: list[str] = []  # threads of the product that ended with an error
+        self.broken: Broken | None = None
         self._calls = 0  # calls of the running task since it last waited
         self._digest = hashlib.sha256()
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -147,9 +156,11 @@ class Simulation:
 
     def thread_ended(self, task: Task, error: BaseException) -> None:
         """Record that a thread of the product ended with an error."""
+        if isinstance(error, Broken):
+            return  # `run` raises it
         text = "".join(traceback.format_exception(error))
         self.log("thread", f"{task.process.name}: thread {task.name} ended with {type(error).__name__}: {error}")
-        if isinstance(error, Broken) or task.process.root:
+        if task.process.root:
             raise error
         if self.expects(error):
             return
@@ -231,6 +242,8 @@ class Simulation:
             self.now = max(self.now + STEP, when)
             self.events += 1
             work()
+            if self.broken is not None:
+                raise self.broken
             if self.changed:
                 self.changed = False
                 for check in self.checks:

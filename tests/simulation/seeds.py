@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 
 from simulation import servers, service
 from simulation.kernel import Broken, Simulation
+from simulation.planted import PLANTED, Planted
 
 SCENARIOS: list[tuple[str, Any]] = [("servers", servers), ("service", service)]
 FAILED = Path(__file__).with_name("failed_seeds.txt")
@@ -38,6 +40,7 @@ def scenario_of(seed: int) -> tuple[str, Any]:
 @contextlib.contextmanager
 def prepared() -> Iterator[None]:
     """Prepare this process for simulations: one thread of torch."""
+    sys.modules.pop("__mp_main__", None)  # `pack` would take the command for a user's module
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -64,6 +67,18 @@ def run_seed(seed: int, *, keep_trace: bool = False) -> Simulation:
                 f"the last events:\n{lines}\nrun it again: python scripts/simulate.py --seed {seed} --trace"
             ) from error
     return sim
+
+
+def find(bug: Planted, seeds: Iterable[int]) -> SeedFailed | None:
+    """Return the failure of the first of these seeds that finds a planted bug, or None."""
+    with bug.switched_off():
+        for seed in seeds:
+            if scenario_of(seed)[0] == bug.scenario:
+                try:
+                    run_seed(seed)
+                except SeedFailed as error:
+                    return error
+    return None
 
 
 def line(event: tuple[float, str, str]) -> str:
@@ -128,7 +143,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=5000, help="number of seeds (default: 5000)")
     parser.add_argument("--first", type=int, help="the first seed (default: it changes every day)")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    parser.add_argument("--planted", action="store_true", help="search for the seeds that find the planted bugs")
     given = parser.parse_args(arguments)
+    if given.planted:
+        return _search_planted(given.seeds, given.processes)
     if given.seed is not None:
         return _run_one(given.seed, trace=given.trace)
     seeds = rotating(given.seeds) if given.first is None else range(given.first, given.first + given.seeds)
@@ -137,6 +155,22 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"seeds that failed: {', '.join(str(seed) for seed, _ in sorted(failed))}")
         print(f"add each to {FAILED.name} with a word on its cause, and mend the cause")
     return bool(failed)
+
+
+def _search_one(work: tuple[str, int]) -> tuple[str, str | None]:
+    name, count = work
+    with prepared():
+        found = find(PLANTED[name], range(count))
+    return name, None if found is None else "\n".join(str(found).splitlines()[:2])
+
+
+def _search_planted(count: int, processes: int) -> int:
+    missed = 0
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        for name, text in pool.imap_unordered(_search_one, [(name, count) for name in PLANTED]):
+            missed += text is None
+            print(f"{name} ({PLANTED[name].what}): {text or f'NOT FOUND by {count} seeds'}", flush=True)
+    return bool(missed)
 
 
 def _run_one(seed: int, *, trace: bool) -> int:

@@ -50,6 +50,7 @@ FAULTS_PER_SECOND = 0.5
 LIMIT_SECONDS = 4000.0  # virtual seconds within which everything must have ended
 END_SECONDS = 60.0  # seconds from the end of the last job until nothing of a job runs any more
 STALL_SECONDS = 60.0
+KINDS = ["kill", "freeze", "away", "forget", "clock", "cut", "copy", "restore", "full"]
 JOBS = SimPath("/state/jobs")
 TARGETS["rayps.runtime.worker_actor:WorkerActor"] = "simulation.worker:SimWorker"
 
@@ -251,7 +252,7 @@ class Service:
                 row = await self.store.json_row(record.id)
                 await self.loop.run_in_executor(None, job_folders.write_row, JOBS / record.id, row)
             except OSError:
-                pass  # the job is in the store: the service's next start writes the file
+                sim.unwritten.add(record.id)  # the job is in the store: the service's next start writes the file
         sim.place("submit: stored, not acknowledged")
         self.scheduler.wake()
         return record.id
@@ -282,7 +283,8 @@ class Jobs:
 
     def __init__(self, seed: int, *, keep_trace: bool = False) -> None:
         sim = self.sim = Simulation(seed, keep_trace=keep_trace)
-        sim.network, sim.disk, sim.ring, sim.saved, sim.adopting = Network(sim), Disk(), {}, {}, False
+        sim.network, sim.disk, sim.ring, sim.saved = Network(sim), Disk(), {}, {}
+        sim.adopting, sim.unwritten = False, set()
         rng = sim.rng
         self.world = World(sim, dict.fromkeys(["host-a", "host-b"][: rng.choice([1, 2, 2])], rng.choice([2.0, 3.0])))
         self.database = Database()
@@ -292,13 +294,14 @@ class Jobs:
         self.stopped: set[str] = set()
         self.given_up: set[str] = set()  # jobs that were nowhere but in a store that the operator has replaced
         self.quiet = self.done = False
-        self.submitting = 0
+        self.submitting = self.submitted = 0
         self._owners: dict[str, int] = {}  # job -> process of the driver that has begun last
         self._attempts: dict[str, int] = {}
         self._outcomes: set[str] = set()
         sim.disk.watch.append(self._written)
         sim.crash_at_places = rng.choice([0.0, 0.0005, 0.002])
         sim.may_crash = self._may_crash
+        self.kinds = ["kill", *rng.sample(KINDS, rng.randint(2, len(KINDS)))]
         sim.expects = lambda error: is_full(error) or isinstance(error, ClusterError)
 
     def run(self) -> None:
@@ -349,6 +352,7 @@ class Jobs:
         self.operator.start("keeper", self._keep_service)
         for number in range(rng.randint(1, 4)):
             self.submitting += 1
+            self.submitted += 1
             self.operator.start("user", functools.partial(self._use, number))
         self.operator.start("faults", self._faults)
         while not (self.quiet and not self.submitting and self._all_ended()):
@@ -379,6 +383,9 @@ class Jobs:
         return not missing and all(status.terminal for status in statuses.values())
 
     def _check_end(self) -> None:
+        rows = len(self.database.statuses)
+        if rows > self.submitted and not self.database.restored:
+            raise Broken(f"I3: {self.submitted} jobs were submitted, and {rows} are in the store: a request was stored twice")
         for job, spec in self.acknowledged.items():
             status, outcome = self.database.statuses[job], read_json(JOBS / job / "outcome.json")
             if outcome is not None and outcome["status"] != status and status is not Status.STOPPED:
@@ -461,7 +468,7 @@ class Jobs:
 
     def _one_fault(self, rng: Any) -> None:
         sim = self.sim
-        kind = rng.choice(["kill", "kill", "freeze", "away", "forget", "clock", "cut", "copy", "restore", "full"])
+        kind = rng.choice(self.kinds)
         running = [p for p in sim.processes if p.dead is None and not p.root]
         if not running:
             return
@@ -499,7 +506,7 @@ class Jobs:
             self.service.process.kill("the operator stops it")
             self.database.restore(rng.randrange(len(self.database.copies)))
             # a job whose folder could not be written, because the disk was full, is in the store alone
-            alone = [job for job in self.database.known if f"{JOBS}/{job}/job.json" not in sim.disk.files]
+            alone = [job for job in sim.unwritten if f"{JOBS}/{job}/job.json" not in sim.disk.files]
             self.given_up.update(alone)
             sim.log("operator", "an old copy of the store is put in place")
         elif kind == "full":

@@ -43,7 +43,7 @@ class Database:
         self.engine = engine
         self.statuses: dict[str, Status] = {}
         self.copies: list[bytes] = []
-        self.known: set[str] = set()  # all jobs that were ever stored
+        self.restored = False  # whether a copy was ever put in place: the keys of later requests were lost with it
 
     def open(self) -> Store:
         """Return a store, as a service that starts opens it."""
@@ -57,7 +57,7 @@ class Database:
     def restore(self, number: int) -> None:
         """Put a copy in place of the database."""
         self.raw.deserialize(self.copies[number])
-        self.statuses = self._read()
+        self.statuses, self.restored = self._read(), True
 
     def _read(self) -> dict[str, Status]:
         return {row[0]: Status(row[1]) for row in self.raw.execute("SELECT id, status FROM jobs ORDER BY id")}
@@ -72,7 +72,6 @@ class Database:
                 continue
             sim.log("status", f"job {job}: {old or 'new'} -> {status}")
             sim.changed = True
-            self.known.add(job)
             if old is not None and not may_move(old, status) and not sim.adopting:
                 raise Broken(f"job {job} moved from {old} to {status}, which is no allowed move")
 

@@ -192,6 +192,7 @@ class SimWorker:
         for rank, address in enumerate(plan.peers.ring):
             if rank != self._rank:
                 self._send(address, key)
+                sim.place("worker: gradient sent, not to all")
         end = sim.now + plan.timeout
         while len(self._inbox.get(key, ())) < size - 1:
             if run.ended:
