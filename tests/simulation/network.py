@@ -29,6 +29,7 @@ class Network:
     def __init__(self, sim: Simulation) -> None:
         self._sim = sim
         self.blocked: set[tuple[str, str]] = set()  # (from, to): no message arrives
+        self.scale = 1.0  # of all delays: 1 is a fast network in one room
         self.slow: dict[tuple[str, str], float] = {}  # (from, to) -> seconds of additional delay
         self.listeners: dict[tuple[str, int], SimListener] = {}
         self.descriptors: dict[int, Any] = {}
@@ -39,7 +40,7 @@ class Network:
     def delay(self, source: str, target: str) -> float:
         """Draw the seconds that a message is on its way."""
         rng = self._sim.rng
-        base = 1e-4 + rng.random() * 1e-3
+        base = (1e-4 + rng.random() * 1e-3) * self.scale
         if rng.random() < 0.01:
             base += rng.random() * 0.3
         return base + self.slow.get((source, target), 0.0)

@@ -27,8 +27,8 @@ from simulation.kernel import Broken, Process, Simulation, enter, leave, simulat
 from simulation.network import Network
 from simulation.substitutes import installed
 
-FAULT_SECONDS = 15.0  # virtual seconds in which faults happen
-FAULTS_PER_SECOND = 1.5
+FAULT_SECONDS = 12.0  # virtual seconds in which faults happen
+FAULTS_PER_SECOND = 2.0
 RECOVER_SECONDS = 4.0  # seconds after a fault until its server counts as one that can be relied on
 LIMIT_SECONDS = 400.0  # virtual seconds within which everything must have ended
 GROUP = "g"
@@ -145,13 +145,14 @@ class Servers:
         workers, self.replicas = rng.randint(1, 3), rng.choice([1, 1, 1, 2])
         self.count = rng.randint(self.replicas + 1, 4)
         staleness = rng.choice([None, None, 0, 1, 2])
-        self.ledger = sim.ledger = Ledger(workers, rng.randint(5, 25), rng.randint(1, 4), staleness)
+        self.ledger = sim.ledger = Ledger(workers, rng.randint(5, 20), rng.randint(1, 3), staleness)
         self.operator = Process(sim, "operator", "host-a", root=True)
         self.done = False
         self.quiet = False  # whether no more faults happen
         self.harmed: dict[str, float] = {}  # server -> when a fault last hit it
-        sim.crash_at_places = rng.choice([0.0, 0.0, 0.002])
+        sim.crash_at_places = rng.choice([0.0, 0.002, 0.01])
         sim.may_crash = self._may_crash
+        sim.network.scale = rng.choice([1.0, 1.0, 20.0, 60.0])
         self.kinds = ["kill", *rng.sample(KINDS, rng.randint(2, len(KINDS)))]
 
     def run(self) -> None:
@@ -224,7 +225,7 @@ class Servers:
     # ---- faults
 
     def _may_crash(self, process: Process, place: str) -> bool:
-        return not (self.quiet or process.root or self.sim.now < 3.0) and self._may_harm(process)
+        return not (self.quiet or process.root or self.sim.now < 2.0) and self._may_harm(process)
 
     def _may_harm(self, process: Process) -> bool:
         """Return whether a fault may hit this process now: of no segment may all servers in sync be away at once."""

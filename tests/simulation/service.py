@@ -45,8 +45,8 @@ from simulation.network import Network
 from simulation.store import Database
 from simulation.substitutes import SimTime, installed
 
-FAULT_SECONDS = 40.0  # virtual seconds in which faults happen
-FAULTS_PER_SECOND = 0.5
+FAULT_SECONDS = 30.0  # virtual seconds in which faults happen
+FAULTS_PER_SECOND = 0.7
 LIMIT_SECONDS = 4000.0  # virtual seconds within which everything must have ended
 END_SECONDS = 60.0  # seconds from the end of the last job until nothing of a job runs any more
 STALL_SECONDS = 60.0
@@ -301,6 +301,7 @@ class Jobs:
         sim.disk.watch.append(self._written)
         sim.crash_at_places = rng.choice([0.0, 0.0005, 0.002])
         sim.may_crash = self._may_crash
+        sim.network.scale = rng.choice([1.0, 1.0, 50.0, 200.0])
         self.kinds = ["kill", *rng.sample(KINDS, rng.randint(2, len(KINDS)))]
         sim.expects = lambda error: is_full(error) or isinstance(error, ClusterError)
 
@@ -402,7 +403,7 @@ class Jobs:
     def _use(self, number: int) -> None:
         sim = self.sim
         rng = sim.rng
-        sim.park(rng.random() * 20.0)
+        sim.park(rng.random() * 15.0)
         spec = JobSpec(
             workload="counting:Counting",
             strategy=rng.choice(list(STRATEGIES)),
