@@ -19,6 +19,7 @@ from rayps.core.code_archive import archive_path
 from rayps.core.errors import RaypsError
 from rayps.core.failpoint import passing
 from rayps.core.job_status import Status
+from rayps.core.records import read_json
 from rayps.core.urls import Location, location_of
 from rayps.core.values import Keywords
 from rayps.runtime.driver import Driver
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 # the file with {"attempt", "pid", "started" (clock ticks since boot), "protocol", "crash"}; "crash" is the error if the
 # driver wrote no outcome
 DRIVER_FILE = "driver.json"
+LAUNCH_FILE = "launch.json"  # the service writes it: the number of the last attempt whose driver it has started
 
 
 class DriverActor:
@@ -73,6 +75,9 @@ class DriverActor:
 
     def _run_and_end(self) -> None:
         try:
+            if self._is_superseded():
+                log.warning("attempt %d of %s ends: a later attempt has started", self._attempt, self._folder.name)
+                return
             self._begin()
             self._status = self._run()
             passing("driver: outcome written, not ended")
@@ -82,6 +87,11 @@ class DriverActor:
             self._write_driver_file(crash=f"{type(error).__name__}: {error}".splitlines()[0])
         finally:
             self._end_actor()
+
+    def _is_superseded(self) -> bool:
+        """Return whether a later attempt of the job has started: this process was stopped, and Ray has given it up."""
+        found = [read_json(self._folder / name) or {} for name in (DRIVER_FILE, LAUNCH_FILE)]
+        return any(isinstance(each.get("attempt"), int) and each["attempt"] > self._attempt for each in found)
 
     def _begin(self) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
