@@ -46,8 +46,6 @@ class AssignedSegment:
     source: object = None  # if this is a backup: the connection on which its state came
     # if this is a backup: generation and tag of the last state or change of its primary that it has applied
     last_copied: tuple[int, int] = (-1, 0)
-    ordered: bool = False  # the manager has ordered its present role over the present connection
-    ahead: bool = False  # its primary sent a state before the manager's order to be a backup, which will follow
     since: float = 0.0  # when its present role began
     handed: bool = False  # whether HANDED was reported
     saved: dict[int, int] = field(default_factory=dict)  # rank -> number of its steps in the state stored elsewhere
@@ -217,19 +215,8 @@ class Assignments:
                 case Role.COPY:
                     self._copy(assigned_space, assigned, order)
                 case Role.NONE:
-                    # while a state is ahead of its order, this order is older than that one, although both have the
-                    # primary's generation: the primary sends a state only after the manager has named this backup
-                    if assigned is not None and not assigned.ahead:
+                    if assigned is not None:
                         self._end(assigned)
-            found = assigned_space.by_index.get(order.segment)
-            if found is not None and order.role != Role.NONE:
-                found.ordered, found.ahead = True, False
-
-    def registering(self) -> None:
-        """Record that the manager learns of all segments now: over the new connection it orders each of them again."""
-        for assigned_space in self.spaces.values():
-            for assigned in assigned_space.by_index.values():
-                assigned.ordered = assigned.ahead = False
 
     def branch(self, assigned_space: AssignedSpace, parent: AssignedSpace, index: int, generation: int) -> bool:
         """Begin a branch's segment with the values of its parent's segment.
@@ -275,7 +262,6 @@ class Assignments:
         self._copy(assigned_space, assigned, SegmentOrder(index, Role.COPY, generation, {}))
         assigned = assigned_space.by_index[index]
         assigned.source = source
-        assigned.ahead = not assigned.ordered
         return assigned
 
     # ---- roles

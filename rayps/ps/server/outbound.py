@@ -94,7 +94,6 @@ class ManagerSession:
             "holds": holds,
         }
         self._send(GroupMessage.REGISTER, body)
-        self._assignments.registering()
         self._reports = self._all()
         self.next_beat = time.monotonic()
 
