@@ -104,6 +104,7 @@ class GroupState:
             expected and time.monotonic() < self._gather_until,
             self.record.placed_by_load,
             frozenset(self._failed_copies),
+            frozenset((id_, name) for name, member in self.members.items() for id_ in member.sent.dropping),
         )
 
     def settled(self) -> bool:
@@ -172,6 +173,11 @@ class GroupState:
         for what, index, generation, name in events:
             before = self.segments.get((space, index))
             if before is None:
+                continue
+            if what == Event.DROPPED:
+                if member.sent.dropping.get(before.id, tag + 1) <= tag:
+                    del member.sent.dropping[before.id]
+                    self.changed = True
                 continue
             if what == Event.SYNCED and 0 < tag < member.sent.first.get((before.id, name), 0):
                 continue  # the report is about a backup that was since dropped and ordered again

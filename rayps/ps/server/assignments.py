@@ -217,6 +217,8 @@ class Assignments:
                 case Role.NONE:
                     if assigned is not None:
                         self._end(assigned)
+                    report = SegmentReport(assigned_space.number, Event.DROPPED, order.segment, order.generation)
+                    self._actions.report(report)
 
     def branch(self, assigned_space: AssignedSpace, parent: AssignedSpace, index: int, generation: int) -> bool:
         """Begin a branch's segment with the values of its parent's segment.
