@@ -110,11 +110,17 @@ def _run_chunk(seeds: list[int]) -> tuple[int, float, list[tuple[int, str]]]:
     return len(seeds), virtual, failed
 
 
+def run_here(seeds: Iterable[int]) -> list[tuple[int, str]]:
+    """Run seeds in this process; return the seeds that failed, each with its report."""
+    return _run_chunk(list(seeds))[2]
+
+
 def run_many(seeds: Iterable[int], processes: int, *, show: bool = True) -> list[tuple[int, str]]:
     """Run seeds in several processes; return the seeds that failed, each with its report."""
     everything = list(seeds)
     chunks = [everything[at : at + CHUNK] for at in range(0, len(everything), CHUNK)]
     done, virtual, failed, began = 0, 0.0, list[tuple[int, str]](), time.monotonic()
+    # a process that was started anew has no threads of the caller
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         for count, seconds, found in pool.imap_unordered(_run_chunk, chunks):
             done, virtual = done + count, virtual + seconds
@@ -189,4 +195,4 @@ def _run_one(seed: int, *, trace: bool) -> int:
     return "failed" in report
 
 
-__all__ = ["SeedFailed", "failed_before", "main", "rotating", "run_many", "run_seed"]
+__all__ = ["SeedFailed", "failed_before", "main", "rotating", "run_here", "run_many", "run_seed"]
