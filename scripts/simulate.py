@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
 
-from simulation.seeds import main  # noqa: E402
+from simulation.seeds import main
 
 if __name__ == "__main__":
     sys.exit(main())

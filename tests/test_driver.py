@@ -19,7 +19,7 @@ from small_work import SEEN, Small, Watched, distance, kinds, plain, train
 import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import PROTOCOL, LocalCluster, surrounding, until
-from rayps.core.errors import CheckpointError, ConfigError, DataError, TrainingError, WorkloadError
+from rayps.core.errors import CheckpointError, ClusterError, ConfigError, DataError, TrainingError, WorkloadError
 from rayps.core.job_status import Status
 from rayps.runtime.driver import Driver
 from rayps.runtime.driver_actor import DriverActor
@@ -672,7 +672,7 @@ def test_a_crash_of_the_actor_is_told_in_its_folder(folder, monkeypatch):
 
 @pytest.mark.parametrize("name", ["driver.json", "launch.json"])
 def test_an_attempt_does_not_begin_after_a_later_one(folder, name):
-    """Its process was stopped before it had begun, so nobody could end it; when it goes on, it must leave the folder."""
+    """Its process was stopped before it had begun, so nobody could end it. When it goes on, it leaves the folder."""
     job = folder / "job"
     job.mkdir()
     later = json.dumps({"attempt": 3, "pid": 1, "started": 1, "protocol": PROTOCOL})

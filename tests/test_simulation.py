@@ -1,4 +1,4 @@
-"""The deterministic simulation: the product's own scheduler, driver, manager, servers and sessions on a virtual clock."""
+"""The deterministic simulation: the real scheduler, driver, manager, servers and sessions on a virtual clock."""
 
 import os
 

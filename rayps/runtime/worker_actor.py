@@ -7,8 +7,6 @@ previous one.
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import threading
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,8 +21,10 @@ from rayps.cluster.scratch import close_shared
 from rayps.comm.link import Listener
 from rayps.core.errors import PeerLost
 from rayps.core.logs import LogBuffer
+from rayps.core.member_times import MemberTimes
 from rayps.core.metrics import Totals
 from rayps.core.records import Point
+from rayps.core.row_shares import RowShares
 from rayps.core.user_code import Call, ended_threads, lacks_memory, record_thread_ends, too_large, under_way
 from rayps.core.user_module import unpack
 from rayps.parallel.division.build import blank
@@ -38,6 +38,7 @@ from rayps.worker.loop import Companions
 from rayps.worker.loop_of_family import load
 from rayps.worker.plan import WorkerFacts, WorkerPart, WorkerPlan
 from rayps.worker.run import GenerationRun
+from rayps.worker.times import WorkerTimes
 from rayps.workload.base import Workload
 from rayps.workload.model import drawn
 
@@ -80,6 +81,7 @@ class WorkerActor:
         self._listener = Listener(f"worker-{rank}", secret, host=host_address())
         self._ending, self._closed = threading.RLock(), False
         self._lock = threading.RLock()  # guards the fields that the driver reads
+        self._times = WorkerTimes()
         self._current: GenerationRun | None = None
         self._companions: Companions = {}
         self._backup: WorkerBackup | None = None  # set if workers hold backups of each other's states
@@ -102,7 +104,7 @@ class WorkerActor:
 
     def place(self) -> ActorHost:
         """Return this worker's host, its process id, and the address at which peers connect."""
-        return ActorHost(socket.gethostname(), os.getpid(), self._listener.address)
+        return ActorHost.own(self._listener.address)
 
     def backup_address(self) -> str:
         """Return the address at which other workers store and request states, or "" without shared memory."""
@@ -148,6 +150,7 @@ class WorkerActor:
             self.abort()
             if self._closed:
                 raise PeerLost(f"worker-{plan.rank} was closed", peer=f"worker-{plan.rank}")
+            self._rank = plan.rank  # another one if workers with lower ranks have left
             missing = snapshot.frozen - snapshot.buffers.keys()
             held = {} if self._current is None or not missing else self._current.frozen_values()
             if not missing <= held.keys():
@@ -161,10 +164,48 @@ class WorkerActor:
                     points = self._made_backup().unconfirmed_points(
                         plan.start if plan.backup_assignment.restores_state else 0
                     )
-                self._current = GenerationRun(plan, self._backup, points, self._lock)
+                continues = plan.elastic is not None and plan.elastic.handover is not None
+                state = self._current.held_state() if continues and self._current is not None else None
+                self._current = GenerationRun(plan, self._backup, points, self._lock, self._times)
             self._listener.generation = plan.generation
-            self._current.start(self._load, snapshot, self._listener, self._device, self._companions)
+            self._current.start(self._load, snapshot, state, self._listener, self._device, self._companions)
             return True
+
+    # ---- a change of the workers
+
+    def prepare(self) -> Layout:
+        """Import the workload and build its model once, before this worker joins. Return the layout."""
+        return self.layout()
+
+    def hold(self) -> int:
+        """Let the plan begin no further round, and return the number of rounds that were begun."""
+        assert self._current is not None, "the worker has a plan"
+        return self._current.hold()
+
+    def stop_after(self, rounds: int) -> None:
+        """End the plan after `rounds` rounds. Its state stays in memory."""
+        assert self._current is not None, "the worker has a plan"
+        self._current.stop_after(rounds)
+
+    def train_until(self, rounds: int, retained: int) -> None:
+        """Hold the plan after `rounds` rounds, and retain this worker's part of the checkpoint after `retained`."""
+        assert self._current is not None, "the worker has a plan"
+        self._current.train_until(rounds, retained)
+
+    def deal(self, after: int, rows: RowShares) -> None:
+        """Undo `hold`, and deal rows in this way from the round after `after` rounds on."""
+        assert self._current is not None, "the worker has a plan"
+        self._current.deal(after, rows)
+
+    def resume(self) -> None:
+        """Undo `hold`."""
+        if self._current is not None:
+            self._current.resume()
+
+    def kept_round(self) -> int | None:
+        """End the plan, and return the round of the newest complete state in memory; None if there is none."""
+        self.abort()
+        return None if self._current is None else self._current.kept_round
 
     def poll(self, wanted: int, taken: int = 0) -> WorkerFacts:
         """Return the facts since the last poll. Each point and each log line is returned once.
@@ -175,7 +216,7 @@ class WorkerActor:
         with self._lock:
             run = self._current
             answer = WorkerFacts(self._rank, 0, "idle") if run is None else run.poll(wanted, taken)
-        answer.lines, answer.ends = self.logs.drain(), ends
+        answer.lines, answer.ends, answer.times = self.logs.drain(), ends, self._times.look()
         answer.points += self._ended_threads(ends)
         return answer
 
@@ -185,6 +226,10 @@ class WorkerActor:
         new, self._ends_reported = ends[reported : reported + MOST_ENDS], self._ends + len(ends)
         words = f"in worker-{self._rank}"
         return [{"kind": "event", "event": {"kind": "warning", "message": f"{words}: {text}"}} for text in new]
+
+    def times(self) -> MemberTimes:
+        """Return where the time of this process went until now."""
+        return self._times.report()
 
     def calls(self) -> OpenCalls:
         """Return the calls of the user's code that run in this worker: in its plan, and in the driver's evaluation."""

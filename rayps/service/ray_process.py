@@ -27,6 +27,7 @@ from typing import Any, TypeAlias
 
 import rayps
 from rayps.cluster.local import PROTOCOL, ActorHandle, Bundle, Reservation
+from rayps.cluster.notices import Notice
 from rayps.cluster.warm import WarmState
 from rayps.core.errors import ClusterError, RaypsError
 
@@ -142,6 +143,7 @@ class ClusterProcess:
         index: int | None = None,
         restarts: int = 0,
         warm: bool = False,
+        node: str | None = None,
         **kwargs: Any,
     ) -> NamedActor:
         """Start an actor, as `Actors.spawn` does. The actor must have a name, be detached, and use no reservation."""
@@ -157,6 +159,7 @@ class ClusterProcess:
             here=here,
             restarts=restarts,
             warm=warm,
+            node=node,
             **kwargs,
         )
         return NamedActor(name, self)
@@ -185,6 +188,19 @@ class ClusterProcess:
         """Keep processes that wait for an actor, and return their state: see `rayps.cluster.warm`."""
         found: WarmState = self._do("keep_warm", wanted)
         return found
+
+    def notices(self) -> tuple[Notice, ...]:
+        """Return the notices that hosts or processes will end: see `rayps.cluster.notices`."""
+        found: tuple[Notice, ...] = self._do("notices")
+        return found
+
+    def announce(self, notice: Notice) -> None:
+        """Add a notice for every process of the cluster."""
+        self._do("announce", notice)
+
+    def withdraw(self, notice: Notice) -> None:
+        """Remove an announced notice."""
+        self._do("withdraw", notice)
 
     def kill(self, handle: ActorHandle) -> None:
         """End an actor at once."""

@@ -36,6 +36,21 @@ class SpecAnswer(TypedDict, total=False):
     code: str | None
     requirements: list[str] | None
     run: str | None
+    elastic: JsonObject | None
+
+
+class WorkersAnswer(TypedDict):
+    """The numbers of workers of an elastic job.
+
+    `now` also counts workers that start or leave. `allowed` is the number that the job may have now, `requested` the
+    most that the user wants; None means as many as the job may have.
+    """
+
+    least: int
+    most: int
+    now: int
+    allowed: int
+    requested: int | None
 
 
 class JobAnswer(TypedDict):
@@ -61,6 +76,7 @@ class JobAnswer(TypedDict):
     stop_requested: bool
     params: JsonObject
     sweep: str | None
+    elastic: WorkersAnswer | None  # None if the number of workers is fixed
 
 
 class SweepAnswer(TypedDict):
@@ -109,6 +125,8 @@ class GroupRow(TypedDict):
     replicas: int
     created_at: str
     settled: bool
+    range: list[int] | None
+    pinned: bool
     alive: int
     bytes: float
     operations_s: float
@@ -138,6 +156,7 @@ class ServerLine(TypedDict, total=False):
     bytes: int | None
     operations_s: float | None
     cpu: float | None
+    busy: float | None
 
 
 class SegmentLine(TypedDict, total=False):
@@ -180,6 +199,8 @@ class GroupAnswer(TypedDict, total=False):
     replicas: int
     created_at: str
     settled: bool
+    range: list[int] | None
+    pinned: bool
     servers: list[ServerLine]
     spaces: list[SpaceAnswer]
     moves: list[MoveLine]

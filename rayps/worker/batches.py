@@ -62,7 +62,7 @@ class BatchStream:
         Epochs have `steps` steps of at most `accumulate` batches, and are counted from `origin` = (round, epoch). If
         `steps` is `OPEN`, they end when the data ends.
         """
-        self._accumulate = accumulate
+        self.accumulate = accumulate
         self.data, self.seed, self.origin, self.steps_per_epoch = data, seed, origin, steps
         self.rank, self.size = place
         self.position = 0
@@ -97,6 +97,17 @@ class BatchStream:
         self.weight = batch.size
         return batch
 
+    def change_data(self, data: Data, accumulate: int) -> None:
+        """Take the next batches from `data`, in steps of at most `accumulate`. Its epochs have as many steps as before.
+
+        Only for data with a length.
+        """
+        assert self.pass_ is None, "the data has a length"
+        self.close()
+        self.data, self._accumulate = data, accumulate
+        self.loader = Loader(data) if data.ahead is not None else None
+        self._batches, self._epoch, self._coming = iter(()), -1, None
+
     def close(self) -> None:
         """End the loader processes and threads."""
         if self.loader is not None:
@@ -119,8 +130,8 @@ class BatchStream:
 
     def _read(self, epoch: int, step: int, position: Position | None) -> Read:
         """Return the batches of an epoch from step number `step` on, each with the position after it, or None."""
-        found = self._read_micro(epoch, step * self._accumulate, position)
-        return found if self._accumulate == 1 else _grouped(found, self._accumulate)
+        found = self._read_micro(epoch, step * self.accumulate, position)
+        return found if self.accumulate == 1 else _grouped(found, self.accumulate)
 
     def _read_micro(self, epoch: int, start: int, position: Position | None) -> Read:
         place = Place(self.rank, self.size, self.seed, epoch)

@@ -22,16 +22,18 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 from rayps.core.errors import TrainingError
 from rayps.core.metrics import Total, Totals, add_totals
 from rayps.core.records import Event, Point
+from rayps.core.row_shares import RowShares
 from rayps.core.strategy import RoundMemory
 from rayps.core.strategy_families import ends_together
 from rayps.core.user_code import user_code
 from rayps.core.values import Json, JsonObject, Keywords
 from rayps.data.base import Batch, Data, Nested
+from rayps.data.dealt_rows import DealtRows
 from rayps.tensors import optim
 from rayps.tensors.clip import NormClip
 from rayps.tensors.finite import gradient_fault
 from rayps.tensors.flat import FlatModel, Gradient, Layout
-from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of
+from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of, with_scaled_rates
 from rayps.tensors.user_loss import checked_loss
 from rayps.worker.batches import BatchStream
 from rayps.worker.connections import WorkerConnections
@@ -345,16 +347,29 @@ class Worker:
         plan = self.plan
         place = plan.place.data, plan.grid.data
         with user_code("data"):
-            rows = plan.strategy.rows
+            rows, accumulate = plan.strategy.rows, workload.accumulate
             data = rows.source(workload)
-            steps = rows.rounds(data, plan.grid.data, workload.accumulate)
-        found = BatchStream(data, place, plan.seed, plan.origin, steps, accumulate=workload.accumulate)
+            if plan.elastic is not None and not rows.by_client:
+                data = DealtRows(data, plan.elastic.rows)
+                accumulate = data.micro_batches
+            steps = rows.rounds(data, plan.grid.data, accumulate)
+        found = BatchStream(data, place, plan.seed, plan.origin, steps, accumulate=accumulate)
         if found.pass_ is not None:
             found.pass_.alone = not ends_together(plan.strategy.topology)
         return found
 
+    def deal(self, rows: RowShares) -> None:
+        """Take other shares of the rows from the next round on. The rows of a round over all workers stay the same."""
+        data = self.batches.data
+        assert isinstance(data, DealtRows), "the rows of this job are dealt by shares"
+        with user_code("data"):
+            dealt = data.dealt_by(rows)
+        self.batches.change_data(dealt, dealt.micro_batches)
+
     def _optimizer(self) -> WorkerOptimizer:
-        factory = self.part.factory(recipe_of(self.workload))
+        elastic = self.plan.elastic
+        recipe = with_scaled_rates(recipe_of(self.workload), 1.0 if elastic is None else elastic.lr_factor)
+        factory = self.part.factory(recipe)
         return LocalOptimizer(factory, self.flat, self.clip, Ticks(self.plan.origin, self.batches.steps_per_epoch))
 
     def _new_model(self) -> nn.Module:
@@ -557,6 +572,10 @@ class Meter:
         """Add the mean loss over a batch of `rows` rows, and its weight: `rows`, or what the loss returned."""
         self._losses.append((mean, weight, rows))
 
+    def drop_losses(self) -> None:
+        """Drop the losses and metrics of this round, because its gradient does not count."""
+        self._losses, self.totals = [], {}
+
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Count the time inside the block as `compute`, except the waits for other workers of the replica."""
@@ -579,7 +598,7 @@ class Meter:
         waiting, moving, moved = (now - then for now, then in zip(self._traffic(), self._before, strict=True))
         weight = sum(weight for _, weight, _ in self._losses)
         seconds = time.perf_counter() - self._began
-        exposed = max(0.0, seconds - self.compute)  # the time of background threads is not counted
+        exposed = max(0.0, seconds - self.compute - self.data)  # the time of background threads is not counted
         wait = min(waiting, exposed)
         return {
             "loss": sum(loss * own for loss, own, _ in self._losses if own) / weight if weight else None,
@@ -669,7 +688,7 @@ def evaluation_facts(w: Worker, data: Data, *, whole: bool) -> EvaluationFacts:
         is_default=evaluates_training_data(w.workload),
         by_rounds=w.plan.last_epoch is None,
         ended=passes is not None and passes.ended,
-        trained=w.position * w.workload.accumulate * (w.size if whole else 1),
+        trained=w.position * w.batches.accumulate * (w.size if whole else 1),
     )
 
 

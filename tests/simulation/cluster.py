@@ -336,4 +336,3 @@ def copied(value: Any) -> Any:
     if value is None or isinstance(value, (int, str, float, bytes)):
         return value
     return pickle.loads(pickle.dumps(value))
-

@@ -211,7 +211,7 @@ class Simulation:
             self.current = None
 
     def park(self, timeout: float | None = None) -> Any:
-        """Wait in the running task until `wake`, or for `timeout` seconds; return the value given to `wake`, or False."""
+        """Wait in the running task until `wake`, or for `timeout` seconds; return the value of `wake`, or False."""
         task = self.alive()
         if timeout is not None:
             self.wake(task, task.token, False, max(0.0, timeout))

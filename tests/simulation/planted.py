@@ -191,4 +191,3 @@ def _end_by_ray_alone(self: Any) -> None:
         handle = surrounding().find(f"driver-{self._folder.name}")
         if handle is not None:
             surrounding().kill(handle)
-

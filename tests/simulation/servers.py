@@ -1,4 +1,4 @@
-"""The scenario of a server group: its manager, its servers and the sessions of its workers, all of them the product's own.
+"""The scenario of a server group: the product's own manager, servers and sessions of workers.
 
 Workers push one-hot gradients, so that each push adds exactly 1 to a slot of its own in every segment. Servers and the
 manager die, stop, lose connections and are resized meanwhile.
@@ -13,9 +13,6 @@ from typing import Any
 import torch
 
 import rayps.ps.group as elastic
-import rayps.ps.manager.manager
-import rayps.ps.server.server
-import rayps.ps.server.server_actor
 from rayps.core.errors import RaypsError
 from rayps.core.user_module import pack
 from rayps.ps.server.assignments import SegmentReport
@@ -52,7 +49,7 @@ class Ledger:
         return found.reshape(-1)
 
     def check(self, vector: torch.Tensor, rank: int, who: str) -> None:
-        """Check a pull of `rank`: no push was applied twice, and none that this rank knows as acknowledged is missing."""
+        """Check a pull of `rank`: no push was applied twice, and no acknowledged push of the rank is missing."""
         slots = vector.reshape(self.segments, self.workers, self.steps)
         if bool((slots > 1).any()):
             raise Broken(f"I1: {who} pulled {slots.max():g} in a slot: a push was applied more than once")

@@ -20,7 +20,6 @@ import rayps
 import rayps.runtime.driver_actor
 import rayps.runtime.worker_actor
 import rayps.service.scheduler
-from rayps.core import job_status
 from rayps.core.errors import ClusterError, Conflict, NotFound, RaypsError
 from rayps.core.job_status import Status
 from rayps.core.records import read_json
@@ -28,7 +27,6 @@ from rayps.core.strategy import Phase
 from rayps.core.strategy_families import Rebuild
 from rayps.core.user_module import pack
 from rayps.runtime import preflight as preflight_module
-from rayps.runtime import snapshots
 from rayps.service import adoption, job_folders
 from rayps.service.liveness import QuietTimes
 from rayps.service.scheduler import Scheduler
@@ -40,7 +38,7 @@ from rayps.workload import parameters
 from simulation import asyncio_loop
 from simulation.cluster import TARGETS, SimCluster, World
 from simulation.disk import Disk, SimPath, rmtree
-from simulation.kernel import Broken, Killed, Process, Simulation, enter, leave, simulation
+from simulation.kernel import Broken, Process, Simulation, enter, leave, simulation
 from simulation.network import Network
 from simulation.store import Database
 from simulation.substitutes import SimTime, installed
@@ -386,7 +384,9 @@ class Jobs:
     def _check_end(self) -> None:
         rows = len(self.database.statuses)
         if rows > self.submitted and not self.database.restored:
-            raise Broken(f"I3: {self.submitted} jobs were submitted, and {rows} are in the store: a request was stored twice")
+            raise Broken(
+                f"I3: {self.submitted} jobs were submitted, and {rows} are in the store: a request was stored twice"
+            )
         for job, spec in self.acknowledged.items():
             status, outcome = self.database.statuses[job], read_json(JOBS / job / "outcome.json")
             if outcome is not None and outcome["status"] != status and status is not Status.STOPPED:
@@ -437,7 +437,11 @@ class Jobs:
             if service is not None and service.ready and not sim.chance(0.1):
                 # the request or the answer may be lost, and the request may be carried out nevertheless
                 lost = sim.chance(0.2)
-                reply = lambda good, value, lost=lost: None if lost else answers.append((good, value))  # noqa: E731
+
+                def reply(good: bool, value: Any, into: Any = None if lost else answers) -> None:
+                    if into is not None:
+                        into.append((good, value))
+
                 service.request(handle, reply)
             end = sim.now + timeout
             while not answers and sim.now < end:
@@ -558,6 +562,3 @@ MORE = [
 def substituted() -> Any:
     """Return the context in which `run` may be called."""
     return installed(MORE)
-
-
-__all__ = ["Killed", "job_status", "run", "snapshots", "substituted"]

@@ -1,6 +1,6 @@
-"""The product's own store, on an SQLite database in memory. A killed service loses an open transaction, and nothing else.
+"""The product's own store, on an SQLite database in memory. A killed service loses an open transaction only.
 
-`Rollback` puts an older copy of the database in place, as an operator does who restores a backup.
+`Database.restore` puts an older copy in place, as an operator does who restores a backup.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What stands in for the modules and classes that the product imports, and the replacement itself.
 
-Only processes, clock, network, store and disk are simulated. `installed` replaces, in every loaded module of rayps, each
-name that refers to one of the originals in `_ORIGINALS`; all other code of these modules is the product's own.
+Only processes, clock, network, store and disk are simulated. In every loaded module of rayps, `installed` replaces each
+name that refers to one of the originals in `_ORIGINALS`. All other code of these modules is the product's own.
 """
 
 from __future__ import annotations
@@ -438,4 +438,3 @@ def installed(more: list[tuple[str, str, Any]] = []) -> Iterator[None]:  # noqa:
         for owner, attribute, value in reversed(undo):
             setattr(owner, attribute, value)
         logging.disable(disabled)
-

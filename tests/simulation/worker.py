@@ -1,12 +1,11 @@
 """A simulated worker of a job: it answers the driver as `rayps.runtime.worker_actor` does, and its rounds only count.
 
-After round k each parameter is k, so that a state shows which rounds it contains. A worker holds its last two states, and
-the backups of another worker's, as `rayps.recovery` does; its messages to its peers carry the generation.
+After round k each parameter is k, so that a state shows which rounds it contains. A worker holds its last two states,
+and backups of another worker's, as `rayps.recovery` does. Its messages to its peers carry the generation.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -257,6 +256,3 @@ class SimWorker:
 
 def _host(address: str) -> str:
     return address.partition("@")[2].partition(":")[0]
-
-
-__all__ = ["LAYOUT", "SimWorker", "replace"]
