@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo stop test quick soak durations docs lint fmt clean
+.PHONY: demo stop test quick simulate soak durations docs lint fmt clean
 
 demo: $(VENV)/ready  ## train the digits through the job service, and leave the dashboard running
 	$(BIN)/python examples/demo.py
@@ -21,6 +21,9 @@ test: $(VENV)/ready lint  ## all tests; those whose program is missing say so
 
 quick: $(VENV)/ready lint  ## the tests without Ray, kills, the browser and benchmarks
 	$(PYTEST) -m "not ray and not chaos and not browser and not bench" $(ARGS)
+
+simulate: $(VENV)/ready  ## 5,000 seeds of the deterministic simulation; ARGS="--seeds 100000" for more, "--seed 17 --trace" for one
+	$(BIN)/python scripts/simulate.py $(ARGS)
 
 soak: $(VENV)/ready  ## many random kills of the service and of Ray's processes, with figures; about an hour on two cores
 	$(BIN)/python tests/soak.py $(ARGS)
