@@ -8,7 +8,7 @@ import torch
 from rayps.chaos.compare_results import check_slots, compare_metrics, compare_parameters, promises_bits
 from rayps.chaos.faults import FaultOn, FaultRole
 from rayps.chaos.history import HistoryBounds, JobHistory, check_acknowledged, check_history, read_history
-from rayps.chaos.measure_recovery import InjectedFault, by_kind, costs, quantile, usual_round
+from rayps.chaos.measure_recovery import InjectedFault, by_kind, costs, quantile, usual_gap, usual_round
 from rayps.chaos.plan import PlannedFault
 from rayps.chaos.report import make_report, pace
 from rayps.strategies.job import JobSpec
@@ -102,10 +102,11 @@ def fault(at, kind="kill", role=FaultRole.WORKER, **more):
 def test_the_recovery_ends_with_the_first_round_beyond_those_at_the_fault():
     found = [*points((1, 0, 6)), *points((2, 3, 10), start=12.0)]  # round 5 at 6 s; round 3 again at 12 s, 6 at 15 s
     whole = history(found, events=[("restarted", 10.0, {})])
-    assert usual_round(whole) == 1.0
+    assert usual_round(whole) == 1.0 and usual_gap(whole) == 1.0
     (cost,) = costs(whole, [fault(6.5)])
     assert cost.recovery == pytest.approx(15.0 - 6.5 - 1.0)
     assert cost.repeated == 3 and cost.followed == ("restarted",)
+    assert cost.lost == pytest.approx(30.0 - 6.5 - 4.0)  # until the end, with four new rounds of a second each
 
 
 def test_a_fault_that_costs_nothing_and_one_after_which_nothing_follows():
@@ -114,6 +115,14 @@ def test_a_fault_that_costs_nothing_and_one_after_which_nothing_follows():
     assert first.recovery == 0.0 and first.followed == () and last.recovery is None
     after = history(points((1, 0, 10)), ended=22.0)
     assert costs(after, [fault(20.0)])[0].recovery == pytest.approx(1.0)  # until the end of the job
+
+
+def test_rounds_that_are_reported_together_have_the_usual_time_of_their_stretch():
+    found = [{**point, "time": 10.0 * (point["round"] // 10 + 1)} for point in points((1, 0, 200))]
+    whole = history(found, rounds=200, ended=201.0)
+    assert usual_round(whole) == 1.0 and usual_gap(whole) == 10.0
+    (cost,) = costs(whole, [fault(95.0)])
+    assert cost.recovery == 0.0 and cost.lost == 0.0
 
 
 def test_costs_by_kind():

@@ -12,6 +12,7 @@ from rayps.chaos.history import JobHistory
 from rayps.chaos.plan import PlannedFault
 from rayps.core.records import Event
 
+_STRETCH = 20  # rounds over which the usual time of a round is measured
 # the kinds of events that follow from a fault
 _FOLLOWS = (
     "restarted",
@@ -44,16 +45,17 @@ class InjectedFault:
 
 @dataclass(frozen=True, slots=True)
 class FaultCost:
-    """What a fault cost. `recovery` is None if the job did not go on after the fault.
+    """What a fault cost, from its beginning to that of the next fault or the end of the job. Times are in seconds.
 
-    `recovery` is the time from the fault to the first round beyond those that were complete at the fault, less the
-    usual time of a round. It therefore contains the time in which rounds are repeated.
+    `recovery` is the longest time in which no new round was complete, counted from the fault, less the usual time
+    between two reports of new rounds. A repeated round is not new. It is None if there was no new round at all.
     """
 
     fault: InjectedFault
-    recovery: float | None  # seconds
-    repeated: int  # rounds that were written again before the next fault
-    followed: tuple[str, ...]  # kinds of the events that followed, before the next fault
+    recovery: float | None
+    lost: float  # the time less the usual time of the new rounds
+    repeated: int  # rounds that were written again
+    followed: tuple[str, ...]  # kinds of the events that followed
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,30 @@ class KindCost:
     worst: float
 
 
+def new_rounds(history: JobHistory) -> list[tuple[float, int]]:
+    """Return (time, round) of each point of a round that is beyond all earlier ones, in order."""
+    found, reached = list[tuple[float, int]](), -1
+    for point in history.points:
+        if point["kind"] == "round" and point["round"] > reached:
+            reached = point["round"]
+            found.append((point["time"], reached))
+    return found
+
+
 def usual_round(history: JobHistory) -> float:
-    """Return the median seconds between two successive points of rounds; 0 if there are too few."""
-    times = [point["time"] for point in history.points if point["kind"] == "round"]
+    """Return the usual seconds of a round; 0 if there are too few points.
+
+    It is the median over stretches of rounds, because the driver reports several rounds at once.
+    """
+    times = [at for at, _ in new_rounds(history)]
+    stretch = min(_STRETCH, len(times) // 4)
+    spans = [(after - before) / stretch for before, after in zip(times, times[stretch:], strict=False) if stretch]
+    return statistics.median(spans) if spans else 0.0
+
+
+def usual_gap(history: JobHistory) -> float:
+    """Return the median seconds between two reports of new rounds; 0 if there are too few."""
+    times = sorted({round(at, 3) for at, _ in new_rounds(history)})
     gaps = [after - before for before, after in itertools.pairwise(times)]
     return statistics.median(gaps) if gaps else 0.0
 
@@ -77,28 +100,41 @@ def usual_round(history: JobHistory) -> float:
 def costs(history: JobHistory, faults: Sequence[InjectedFault]) -> list[FaultCost]:
     """Return the cost of each injected fault."""
     done = [fault for fault in faults if fault.skipped is None]
-    usual = usual_round(history)
-    found = []
+    found, usual, gap = new_rounds(history), usual_round(history), usual_gap(history)
+    rows = []
     for number, fault in enumerate(done):
-        until = done[number + 1].at if number + 1 < len(done) else math.inf
-        found.append(_cost(history, fault, until, usual))
-    return found
+        until = done[number + 1].at if number + 1 < len(done) else max(history.ended, fault.at)
+        rows.append(
+            FaultCost(
+                fault,
+                _recovery(found, fault.at, until, gap, ended=history.status == "SUCCEEDED"),
+                max(0.0, until - fault.at - usual * sum(fault.at < at <= until for at, _ in found)),
+                _repeated(history, fault.at, until),
+                _followed(history.events, fault.at, until),
+            )
+        )
+    return rows
 
 
-def _cost(history: JobHistory, fault: InjectedFault, until: float, usual: float) -> FaultCost:
-    rounds = [(point["time"], point["round"]) for point in history.points if point["kind"] == "round"]
-    reached = max((number for at, number in rounds if at <= fault.at), default=-1)
-    later = [at for at, number in rounds if at > fault.at and number > reached]
-    if not later and history.status == "SUCCEEDED":  # there was no further round, but e.g. an evaluation
-        later = [history.ended]
-    recovery = max(0.0, later[0] - fault.at - usual) if later else None
-    window = [(at, number) for at, number in rounds if fault.at < at <= until]
-    seen = {number for at, number in rounds if at <= fault.at}
-    repeated = 0
-    for _, number in window:
-        repeated += number in seen
-        seen.add(number)
-    return FaultCost(fault, recovery, repeated, _followed(history.events, fault.at, until))
+def _recovery(found: Sequence[tuple[float, int]], at: float, until: float, gap: float, *, ended: bool) -> float | None:
+    inside = [time for time, _ in found if at < time <= until]
+    later = [time for time, _ in found if time > until]
+    if inside:  # the pause that the next fault interrupts is its own
+        marks = [at, *inside, *([until] if later else [])]
+    elif later or ended:
+        marks = [at, *(later[:1] or [until])]
+    else:
+        return None
+    return max(0.0, max(b - a for a, b in itertools.pairwise(marks)) - gap)
+
+
+def _repeated(history: JobHistory, at: float, until: float) -> int:
+    reached, count = -1, 0
+    for point in history.points:
+        if point["kind"] == "round":
+            count += point["round"] <= reached and at < point["time"] <= until
+            reached = max(reached, point["round"])
+    return count
 
 
 def _followed(events: Sequence[Event], at: float, until: float) -> tuple[str, ...]:
