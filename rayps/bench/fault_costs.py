@@ -31,6 +31,7 @@ from rayps.service import processes
 from rayps.strategies.catalogue import parse
 
 FAULTS = {  # what a fault hits, and its seconds; 0: it has no duration
+    "none:host": (FaultRole.MACHINE, 0.0),  # what the others are compared with: the noise of the machine
     "kill:worker": (FaultRole.WORKER, 0.0),
     "kill:server": (FaultRole.SERVER, 0.0),
     "stop:worker": (FaultRole.WORKER, 3.0),
@@ -57,7 +58,7 @@ class FaultCostRow:
     recovery_p95: float
     recovery_worst: float
     repeated: float  # mean number of rounds that were computed again
-    lost: float  # mean seconds of the job's time that a fault cost, with the rounds that were computed again
+    lost: float  # mean seconds of the job's time until the next fault, less the usual time of its new rounds
     goodput_often: float  # useful share of the time with a fault in each OFTEN seconds: 1 - lost / OFTEN, at least 0
     goodput_seldom: float  # the same with a fault in each SELDOM seconds
 
@@ -172,7 +173,7 @@ def bench_fault_costs(
         )
     servers = getattr(parse(strategy)[0].strategy, "shards", 0)
     chance = random.Random(seed)
-    order = [kind for kind in kinds if servers or kind != "kill:server"] * repeats
+    order = [kind for kind in dict.fromkeys(["none:host", *kinds]) if servers or kind != "kill:server"] * repeats
     chance.shuffle(order)
     rounds = round(every * (len(order) + 1) / max(pause, 0.01))
     work = LedgerWork()
@@ -240,6 +241,8 @@ def _fault(planned: PlannedFault, job: RunningJob, net: Hosts, cluster: HostsClu
         return
     host = planned.number % len(net.addresses)
     match planned.fault.kind:
+        case "none":
+            yield "nothing"
         case "lose":
             yield f"{len(cluster.lose_host(host))} processes of host {host} are killed"
             cluster.return_host(host)
@@ -296,7 +299,7 @@ def _rows(strategy: str, found: Sequence[FaultCost], usual: float) -> list[Fault
     rows = []
     for label, group in sorted(groups.items()):
         seconds = [cost.recovery for cost in group if cost.recovery is not None]
-        lost = sum(seconds) / len(seconds)
+        lost = sum(cost.lost for cost in group) / len(group)
         repeated = sum(cost.repeated for cost in group) / len(group)
         rows.append(
             FaultCostRow(

@@ -6,15 +6,23 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from rayps.chaos.faults import FaultRole
 from rayps.chaos.inject import ChaosMeans, injected
 from rayps.chaos.measure_recovery import InjectedFault
 from rayps.chaos.plan import PlannedFault
-from rayps.chaos.targets import ChaosProcess, JobProcesses
+from rayps.chaos.targets import ChaosProcess
 from rayps.core.errors import ClusterError
 
 _FIND_SECONDS = 5.0  # seconds in which a target must be there: a process of this role may just have died
+
+
+class ProcessFinder(Protocol):
+    """Finds the processes that faults may hit."""
+
+    def find(self, role: FaultRole) -> list[ChaosProcess]:
+        """Return the living processes of a role."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +32,21 @@ class ChaosSite:
     `revive` starts the service again, if this run has started it: it is called after each fault.
     """
 
-    processes: JobProcesses
+    processes: ProcessFinder
     means: ChaosMeans
     tell: Callable[[str], None]
     over: Callable[[], bool]
     revive: Callable[[], None] = lambda: None
 
 
-def carry_out(faults: Sequence[PlannedFault], site: ChaosSite) -> list[InjectedFault]:
-    """Carry out the faults in order; return what was done. End early when `site.over()` is true."""
-    begun, found = time.monotonic(), list[InjectedFault]()
+def carry_out(
+    faults: Sequence[PlannedFault], site: ChaosSite, done: list[InjectedFault] | None = None
+) -> list[InjectedFault]:
+    """Carry out the faults in order; return what was done. End early when `site.over()` is true.
+
+    Each fault is appended to `done` when it is over, for another thread that reads the list meanwhile.
+    """
+    begun, found = time.monotonic(), [] if done is None else done
     for planned in faults:
         if not _wait(begun + planned.at, site.over):
             break
@@ -70,8 +83,8 @@ def _carry_out(planned: PlannedFault, site: ChaosSite) -> InjectedFault:
         with injected(planned, target, others, site.means) as words:
             _wait(time.monotonic() + planned.seconds, lambda: False)
     except ClusterError as error:
-        return InjectedFault(planned, at, time.time(), "", skipped=error.message)
-    return InjectedFault(planned, at, time.time(), words)
+        return InjectedFault(planned, at, time.time(), "", skipped=error.message, pid=target.pid)
+    return InjectedFault(planned, at, time.time(), words, pid=target.pid)
 
 
 def _target(planned: PlannedFault, site: ChaosSite) -> ChaosProcess | None:

@@ -41,6 +41,7 @@ class InjectedFault:
     until: float
     words: str  # what was done
     skipped: str | None = None  # why nothing was done; None if the fault was injected
+    pid: int = 0  # the process that was hit
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,7 +175,7 @@ def _campaign(
     bounds = HistoryBounds(times[1] + _START_SECONDS + options.deadline, options.longest_gap, frozenset([under.job.id]))
     checks = check_history(history, bounds)
     if ended and history.status == "SUCCEEDED":
-        checks += _results(under, law)
+        checks += check_results(under, law)
     return make_report(
         history,
         done,
@@ -187,7 +187,7 @@ def _campaign(
     )
 
 
-def _results(under: JobUnderChaos, law: JobUnderChaos | None) -> list[HistoryCheck]:
+def check_results(under: JobUnderChaos, law: JobUnderChaos | None) -> list[HistoryCheck]:
     """Compare the job's result with that of the run without faults, and check the slots of the ledger's workload."""
     spec = JobSpec.from_dict(dict(under.job.data["spec"]))
     place, found = under.job.data.get("checkpoint"), list[HistoryCheck]()

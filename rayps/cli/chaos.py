@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rayps.chaos.faults import KINDS, parse_faults, parse_scopes
+from rayps.chaos.measure_recovery import KindCost
 from rayps.chaos.plan import ChaosPlan
 from rayps.chaos.report import ChaosReport
 from rayps.cli import show
 from rayps.cli.show import Output
+from rayps.core.errors import ConfigError
 from rayps.service.client import Client
 from rayps.service.job_file import read
 from rayps.service.settings import Settings
+
+if TYPE_CHECKING:
+    from rayps.chaos.curves import CurveVerdict
+    from rayps.chaos.soak import SoakReport
 
 FAILED = 1
 
 
 def chaos(
     job: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="JOB",
             help="The id of a job that runs on this machine's service, or a job file SPEC.yaml: then a service is "
             "started for it, and the job runs once without and once with faults.",
         ),
-    ],
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed draws the same plan.")] = 0,
     faults: Annotated[
         str, typer.Option(help=f"all, or some of {', '.join(KINDS)}; kill:worker names one role.")
@@ -57,6 +66,21 @@ def chaos(
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the job file.")
     ] = None,
+    soak: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="In place of JOB: run jobs on a service of its own for this time (8h, 30m, 90s), several at once, "
+            "under faults; check each, and record what the service and Ray use.",
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="With --soak: how many jobs run at once.")] = 4,
+    every_service: Annotated[
+        float, typer.Option(metavar="SECONDS", help="With --soak: mean time between two faults of service and Ray.")
+    ] = 3600.0,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="With --soak: a new folder for curves.csv and curves.svg.")
+    ] = Path("soak"),
     state_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The state directory of the running service (~/.rayps).")
     ] = None,
@@ -68,6 +92,19 @@ def chaos(
     Only processes of this job on this machine are touched, unless --allow names more. Each fault is announced before it
     is injected. The exit code is 1 if a check fails.
     """
+    form = Output.json if as_json else output
+    if soak is not None:
+        from rayps.chaos.soak import SoakOptions
+        from rayps.chaos.soak import soak as run_soak
+
+        wanted = SoakOptions(seconds_of(soak), seed, parse_faults(faults), jobs, every=every, out=out)
+        report = run_soak(dataclasses.replace(wanted, every_service=every_service), show.note)
+        _show_soak(report, form, out)
+        if not report.good:
+            raise typer.Exit(FAILED)
+        return
+    if job is None:
+        raise ConfigError("give the id of a running job, a job file, or --soak TIME", field="job")
     from rayps.chaos.run import ChaosOptions, chaos_on_file, chaos_on_job
 
     options = ChaosOptions(
@@ -86,13 +123,50 @@ def chaos(
         settings = Settings.read(state_dir=state_dir)
         with Client() as client:
             found = chaos_on_job(client, job, settings.state_dir, options, show.note)
-    form = Output.json if as_json else output
     if isinstance(found, ChaosPlan):
         _show_plan(found, form)
         return
     _show_report(found, form)
     if not found.good:
         raise typer.Exit(FAILED)
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds of a time such as 8h, 30m or 90s. Raises ConfigError if the text is not a time above 0."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise ConfigError(f"--soak {text!r} cannot be read: write a time such as 8h, 30m or 90s", field="soak")
+    return float(match[1]) * {"s": 1.0, "m": 60.0, "h": 3600.0}[match[2]]
+
+
+def _show_soak(report: SoakReport, output: Output, out: Path) -> None:
+    if output is Output.json:
+        show.dump(report.to_dict())
+        return
+    _show_kinds(report.kinds)
+    rows = [
+        [c.name, c.quantity, show.number(c.first), show.number(c.last), f"{c.slope:.1f}", f"{c.limit:g}", _verdict(c)]
+        for c in report.curves
+        if c.judged
+    ]
+    show.table(["what", "quantity", "first", "last", "growth an hour", "at most", ""], rows)
+    for text in report.failed:
+        show.line(text)
+    ended = ", ".join(f"{count} {status}" for status, count in sorted(report.ended.items()))
+    show.line(
+        f"{report.seconds / 60:.0f} minutes, jobs: {ended}; {len(report.faults)} faults; curves in {out}: "
+        + ("all checks hold" if report.good else "SOMETHING WAS LOST OR GREW")
+    )
+
+
+def _verdict(curve: CurveVerdict) -> str:
+    return "flat" if curve.good else "GROWS"
+
+
+def _show_kinds(found: Sequence[KindCost]) -> None:
+    kinds = [[k.kind, str(k.count), f"{k.median:.2f}", f"{k.p95:.2f}", f"{k.worst:.2f}"] for k in found]
+    show.table(["fault", "times", "median s", "p95 s", "worst s"], kinds)
+    show.line("")
 
 
 def _show_plan(plan: ChaosPlan, output: Output) -> None:
@@ -122,9 +196,7 @@ def _show_report(report: ChaosReport, output: Output) -> None:
     ]
     show.table(["fault", "what was done", "what followed", "rounds repeated", "recovery s"], rows)
     show.line("")
-    kinds = [[k.kind, str(k.count), f"{k.median:.2f}", f"{k.p95:.2f}", f"{k.worst:.2f}"] for k in report.kinds]
-    show.table(["fault", "times", "median s", "p95 s", "worst s"], kinds)
-    show.line("")
+    _show_kinds(report.kinds)
     show.table(["check", "", ""], [[c.name, "ok" if c.good else "FAILED", c.words] for c in report.checks])
     share = "" if report.goodput is None else f"; rounds/s {report.goodput:.1%} of the run without faults"
     show.line(
