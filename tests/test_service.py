@@ -363,7 +363,7 @@ VICTIMS = {
 @pytest.mark.chaos
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_ray_that_loses_a_process_costs_neither_the_service_nor_a_job(serve: Serve, work: Path, victim: str) -> None:
-    """The daemon alone: above. Ten times each: `make soak`."""
+    """The daemon alone: above. Ten times each: `make kills`."""
     service = serve.process
     assert service is not None
     job = serve.client().submit("line.py:Slow", working_dir=work, workers=2, epochs=3, checkpoint_every=5)
