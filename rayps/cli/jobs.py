@@ -223,7 +223,7 @@ def ls(
             job.data["name"],
             show.status(job.data["status"]),
             show.age(job.data["created_at"]),
-            f"{job.data['spec']['workers']} x {show.strategy_of(job.data)}",
+            f"{show.workers_of(job.data)} x {show.strategy_of(job.data)}",
             ", ".join(filter(None, [show.result(job.data), _throttled_text(job.data)])) or _short(job.data["reason"]),
         ]
         for job in jobs
@@ -254,7 +254,8 @@ def get(job_id: Id, output: Format = Output.table) -> None:
             ("workload", spec["workload"]),
             ("run", spec.get("run")),
             ("strategy", show.strategy_of(data)),
-            ("workers", spec["workers"]),
+            ("workers", show.workers_of(data)),
+            ("allowed workers", _allowed(data)),
             ("sweep", data["sweep"]),
             ("params", show.params(data["params"])),
             ("resumed from", spec.get("resume")),
@@ -275,6 +276,15 @@ def get(job_id: Id, output: Format = Output.table) -> None:
             ("best checkpoint", progress.get("best")),
         ]
     )
+
+
+def _allowed(data: JobAnswer) -> str | None:
+    """Return how many workers an elastic job may have now, and the most that were requested, as text."""
+    counts = data["elastic"]
+    if counts is None or data["finished_at"] is not None:
+        return None
+    requested = counts["requested"]
+    return str(counts["allowed"]) + ("" if requested is None else f" (at most {requested} requested)")
 
 
 def code_text(code: CodeAnswer) -> str:
@@ -403,6 +413,20 @@ def stop(
         show.line(f"{job.id}: stop requested")
 
 
+def scale(
+    job_id: Id,
+    workers: Annotated[int, typer.Argument(min=1, help="The most workers that the job should have now.")],
+    output: Format = Output.table,
+) -> None:
+    """Change the number of workers of an elastic job while it runs. It grows as resources are free."""
+    with Client() as client:
+        job = client.job(job_id).scale(workers)
+    if output is Output.json:
+        show.dump(job.data)
+    else:
+        show.line(f"{job.id}: {show.workers_of(job.data)} workers; at most {workers} requested")
+
+
 def delete(
     job_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Ended jobs, by id or its beginning.")],
     output: Format = Output.table,
@@ -457,6 +481,7 @@ def add(app: typer.Typer) -> None:
         ("metrics", metrics),
         ("events", events),
         ("stop", stop),
+        ("scale", scale),
         ("delete", delete),
         ("open", open_page),
     ):

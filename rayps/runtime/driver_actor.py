@@ -46,6 +46,7 @@ class DriverActor:
         self._failures = failures  # number of failures in earlier attempts
         self._driver: Driver | LoopDriver | None = None
         self._stopped = threading.Event()
+        self._allowed = self._spec.workers, "the job starts with its least number of workers"
         self._status = Status.FAILED
         self._crash: BaseException | None = None
         self._thread = threading.Thread(target=self._run_and_end, name="rayps-driver", daemon=True)
@@ -60,6 +61,12 @@ class DriverActor:
         self._stopped.set()
         if self._driver is not None:
             self._driver.stop()
+
+    def allow(self, workers: int, reason: str) -> None:
+        """Set the number of workers that an elastic job may have now. Before the first call it is the least number."""
+        self._allowed = workers, reason
+        if isinstance(self._driver, Driver):
+            self._driver.allow(workers, reason)
 
     def run(self) -> str:
         """Wait until the run that the constructor started has ended, and return its status.
@@ -118,6 +125,8 @@ class DriverActor:
             cluster = surrounding()
             tries = not isinstance(cluster, LocalCluster)  # workers that are threads start at once
             self._driver = self._made(journal, checkpoints, resume, code, tries=tries)
+            if spec.elastic is not None:
+                self.allow(*self._allowed)
             if self._stopped.is_set():
                 self._driver.stop()
             return self._driver.run(cluster).status

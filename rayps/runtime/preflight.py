@@ -27,17 +27,19 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from rayps.core.elastic import ElasticWorkers
 from rayps.core.errors import ConfigError, RaypsError, WorkloadError
 from rayps.core.grid import Grid
 from rayps.core.phase_rounds import OPEN
 from rayps.core.replica import Pipeline, Replica
 from rayps.core.strategy import Phase, StrategyView
-from rayps.core.strategy_families import ends_together, has_remote_clients
+from rayps.core.strategy_families import ends_together, has_remote_clients, learns_by_client
 from rayps.core.topology import JobFacts, replica_of, servers_of, shard_of
 from rayps.core.user_code import user_code
 from rayps.core.user_module import unpack
 from rayps.core.warm_start import StartFrom
 from rayps.data.base import Batch, Data, Nested, map_tensors
+from rayps.data.dealt_rows import must_have_row_numbers
 from rayps.data.unsupported import is_ray_data, ray_data_way
 from rayps.federated.check import federated
 from rayps.federated.strategy_interface import FederatedView
@@ -51,7 +53,9 @@ from rayps.ps.tables.embedding import tables_of, try_out
 from rayps.ps.tables.row_optimizers import Scheduled
 from rayps.ps.tables.row_optimizers import rule_of as table_rule
 from rayps.runtime.check_average import check_average_under
+from rayps.runtime.elastic_support import check_elastic
 from rayps.runtime.journal import Journal
+from rayps.runtime.membership import Membership
 from rayps.runtime.model_memory import limited
 from rayps.strategies.job import JobSpec
 from rayps.tensors import optim
@@ -82,6 +86,8 @@ class PreflightFindings(NamedTuple):
     divisions: list[Division | None]  # one for each phase: how the model is divided; None if a replica is one worker
     start: StartPoint | None  # the first parameters, if a file has them
     sizes: tuple[int, int]  # bytes of the model's parameters and buffers, bytes of the data's tensors
+    # of an elastic job: the rows of an epoch, and those of one worker in a round; None if the workers do not change
+    rows: tuple[int, int] | None = None
 
 
 def preflight(
@@ -146,6 +152,13 @@ def preflight(
                 "workers, or leave out shard and slice_backup"
             )
     steps = [_steps(data, strategy, grid, workload.accumulate) for strategy, grid in both]
+    rows = None
+    if spec.elastic is not None:
+        for phase in phases:
+            check_elastic(phase.name, phase.strategy, spec.elastic, tables=bool(tables))
+        rows = _rows_of_workers(data, phases, workload, spec.elastic, spec.workers)
+        first = Membership(spec.elastic, *rows, spec.workers).current
+        steps = [first.rounds(rows[0])] * len(phases)
     if max(steps) >= OPEN:
         recipe = recipe_of(workload)
         if isinstance(recipe, Recipe) and recipe.every == "epoch":
@@ -162,7 +175,36 @@ def preflight(
             )
         for phase in phases:
             check_open_data(phase.name, phase.strategy, by_rounds=spec.steps is not None, tables=bool(tables))
-    return PreflightFindings(steps, warnings, tables, divisions, start, (bytes_of(model), bytes_of(data)))
+    return PreflightFindings(steps, warnings, tables, divisions, start, (bytes_of(model), bytes_of(data)), rows)
+
+
+def _rows_of_workers(
+    data: Data, phases: list[Phase], workload: Workload, elastic: ElasticWorkers, least: int
+) -> tuple[int, int]:
+    """Return the rows of an epoch of an elastic job, and those of one worker in a round.
+
+    Both are 1 if rows belong to clients, because an epoch is one round.
+
+    Raises:
+        ConfigError: the rows cannot be taken by number, or some phases learn by client and others do not.
+    """
+    by_client = {learns_by_client(phase.strategy) for phase in phases}
+    if len(by_client) > 1:
+        raise ConfigError(
+            "workers is a range, and some phases learn by client: give a fixed number of workers", field="workers"
+        )
+    if by_client == {True}:
+        return 1, 1
+    must_have_row_numbers(data)
+    most = None if elastic.global_batch is None else -(-elastic.global_batch // least)
+    if workload.sync_batchnorm and most is not None and most > data.batch_size:
+        raise ConfigError(
+            f"sync_batchnorm is True, and with {least} workers each has {most} rows of global_batch in a round, in "
+            f"several micro-batches of batch_size={data.batch_size}: raise batch_size to {most}, or the least number "
+            "of workers",
+            field="global_batch",
+        )
+    return data.rows(), data.batch_size * workload.accumulate
 
 
 def _steps(data: Data, strategy: StrategyView, grid: Grid, accumulate: int) -> int:

@@ -172,7 +172,10 @@ class Checkpointer:
                 "with its own schedule",
             )
         before = len(saved.positions)
-        saved.resume(plan.calendar)
+        if plan.elastic is not None:
+            plan.elastic.resume(saved)
+        else:
+            saved.resume(plan.calendar)
         phase = plan.phases[plan.calendar.spans.index(plan.calendar.at(saved.round))]
         if ends_together(phase.strategy.topology):
             saved.check_passes(phase.name)
@@ -370,6 +373,11 @@ class SnapshotSchedule:
         if not self._soon:
             self._soon, self.each, self.in_order, self.round = True, False, False, 0
 
+    def take_at(self, round: int) -> None:
+        """Take the next snapshot after `round`."""
+        self.each = self.in_order = False
+        self.round = round
+
     def choose_round(self, members: list[tuple[int, list[int]]], collected: int) -> int:
         """Choose the round whose parts all members must retain, and return this round.
 
@@ -437,6 +445,7 @@ def assemble(base: Snapshot, workers: dict[int, WorkerPart | None], shards: list
         frozen=base.frozen,
         frozen_hash=base.frozen_hash,
         cursors=cursors,
+        row_shares=base.row_shares,
     )
     found.thaw(changed)
     return found

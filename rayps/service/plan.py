@@ -37,7 +37,8 @@ class OpenJob:
     name: str = "job"
     status: Status = Status.QUEUED
     reason: str | None = None
-    needs: Bundle = field(default_factory=lambda: {"cpu": 1.0})
+    needs: Bundle = field(default_factory=lambda: {"cpu": 1.0})  # what it reserves, or may reserve once it has started
+    coming: Bundle = field(default_factory=dict)  # the part of it that a running job has not taken yet
     attempt: int = 0
     failures: int = 0  # losses of the job's driver or of an actor before this attempt
     max_failures: int = 3
@@ -113,7 +114,7 @@ Action = Start | RequestStop | Kill | SetStatus | SetReason | EndJob
 
 
 def needs(spec: JobSpec) -> Bundle:
-    """Return the resources that a running job reserves for all its workers, and for servers on GPUs.
+    """Return the resources that a running job reserves for its (least) workers, and for servers on GPUs.
 
     Its driver, and servers on CPUs, reserve none. Servers of a user's own strategy are not counted, because its file is
     not read here.
@@ -289,12 +290,13 @@ def _wait(job: OpenJob, reason: str) -> list[Action]:
 
 
 def _room(jobs: Sequence[OpenJob], free: Bundle, total: Bundle) -> Bundle:
-    # subtract what starting jobs will reserve from the free resources; the result is at most the total less the needs
+    # subtract what jobs will reserve from the free resources; the result is at most the total less the needs
     # of all started jobs, because a recovering job reserves its resources again
     room = {}
     for kind, amount in total.items():
-        held = sum(job.needs.get(kind, 0.0) for job in jobs if job.status is not Status.QUEUED)
-        coming = sum(job.needs.get(kind, 0.0) for job in jobs if job.status is Status.STARTING)
+        started = [job for job in jobs if job.status is not Status.QUEUED]
+        held = sum(job.needs.get(kind, 0.0) for job in started)
+        coming = sum((job.needs if job.status is Status.STARTING else job.coming).get(kind, 0.0) for job in started)
         room[kind] = max(0.0, min(amount - held, free.get(kind, 0.0) - coming))
     return room
 

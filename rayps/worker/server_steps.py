@@ -141,6 +141,10 @@ class ServerSteps(Loop):
     def finish(self) -> None:
         """Wait until the servers have applied this worker's pushes. Raises LinkError if a connection fails."""
         super().finish()  # the workers need not agree on parameters, because the servers hold them
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until the servers have applied this worker's pushes. Raises LinkError if a connection fails."""
         self.w.server.settle()
 
     def close(self) -> None:
