@@ -322,7 +322,7 @@ def test_a_driver_that_is_killed_is_started_again(serve: Serve, work: Path) -> N
 def test_chaos_by_a_seed_costs_a_running_job_nothing(
     serve: Serve, work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The other kinds of faults: test_chaos_inject. Everything at once, for hours: `make soak`."""
+    """The other kinds of faults: test_chaos_inject. All at once, for hours: `make soak`."""
     job = serve.client().submit(
         "line.py:Slow", working_dir=work, workers=2, epochs=3, checkpoint_every=5, max_failures=9
     )

@@ -177,7 +177,7 @@ def bench_fault_costs(
     chance.shuffle(order)
     rounds = round(every * (len(order) + 1) / max(pause, 0.01))
     work = LedgerWork()
-    work.workers, work.rows, work.pause = workers, workers * rounds, pause
+    work.step_rows, work.rows, work.pause = workers, workers * rounds, pause
     with Hosts(hosts, rate) as net, HostsCluster(net) as cluster:
         job = RunningJob(work, strategy, workers, cluster, timeout)
         if not job.wait(lambda: job.round >= _BEYOND, _START_SECONDS):

@@ -31,6 +31,7 @@ from rayps.cluster.local import (
     rendezvous,
     resolve,
 )
+from rayps.cluster.notices import Notice
 from rayps.cluster.warm import MODULES, WarmState
 from rayps.core.errors import ActorDied, ClusterError
 
@@ -49,9 +50,12 @@ class HostsCluster:
     Use it as a context manager. It ends its processes, and not the `Hosts`.
     """
 
+    node = ""
+
     def __init__(self, net: Hosts) -> None:
         """Start one process on each host of `net`."""
         self._forkers = [_Forker(net, host) for host in range(len(net.addresses))]
+        self._announced = LocalCluster()  # holds the notices
         self._turn = itertools.count()
         self._down: set[int] = set()
         self.handles: list[ForkedActor] = []
@@ -121,6 +125,18 @@ class HostsCluster:
         refuse_if_too_large(bundles, self.free())
         count = len(self._forkers)
         return HostsReservation([number * count // len(bundles) for number in range(len(bundles))], self._forkers)
+
+    def notices(self) -> tuple[Notice, ...]:
+        """Return the announced notices."""
+        return self._announced.notices()
+
+    def announce(self, notice: Notice) -> None:
+        """Add a notice; it replaces an earlier one about the same host or process."""
+        self._announced.announce(notice)
+
+    def withdraw(self, notice: Notice) -> None:
+        """Remove the notice about this host or process, if there is one."""
+        self._announced.withdraw(notice)
 
     def keep_warm(self, wanted: int) -> WarmState:
         """Do nothing: every process is forked from one that has the modules."""

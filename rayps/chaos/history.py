@@ -18,7 +18,10 @@ from rayps.core.records import Event, OutcomeRecord, Point, read_json
 ENDS = ("SUCCEEDED", "FAILED", "STOPPED")
 _END_KINDS = ("finished", "failed", "stopped")
 # the kinds of events after which rounds may be repeated
-_REPEATS = ("restarted", "mending", "mended", "replaced", "rejoined", "resumed", "began_again", "driver_restarted")
+_REPEATS = (
+    *("restarted", "mending", "mended", "replaced", "rejoined", "resumed", "began_again", "driver_restarted"),
+    "resized",
+)
 
 
 @dataclass(frozen=True, slots=True)

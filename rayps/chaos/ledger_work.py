@@ -1,8 +1,9 @@
 """A workload whose result shows each push: every row of the data has a slot, to which its push adds exactly 1.
 
-A batch is one row, and its loss is minus the number of workers times the slot of the row. The optimizer is SGD with a
-rate of 1, and servers and rings divide by the number of workers. Therefore a row adds exactly 1 to its slot in each
-epoch under a strategy whose steps are means over workers. All numbers are whole, and exact in float64.
+The loss of a batch is minus the number of rows of a whole step times the mean of the slots of the batch's rows. The
+optimizer is SGD with a rate of 1, and a step is the mean over the rows of all workers, or, asynchronous, the workers'
+pushes are divided by their number. Therefore a row adds exactly 1 to its slot in each epoch. All numbers are whole, and
+exact in float64, if a batch is one row.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ class _Slots(nn.Module):
 
 
 class LedgerWork(Workload):
-    """The workload. `workers` must be the job's number of workers; `rows` a multiple of it; `pause` is in seconds."""
+    """The workload. `step_rows`: the rows of a step, of all workers together; `rows`: a multiple of it.
 
-    workers: int = 2
+    A worker's batch is one row. With a fixed number of workers, `step_rows` is this number. `pause` is in seconds.
+    """
+
+    step_rows: int = 2
     rows: int = 240
     pause: float = 0.05
 
@@ -40,11 +44,11 @@ class LedgerWork(Workload):
         return rayps.data.tensors(torch.arange(self.rows), torch.zeros(self.rows), batch_size=1)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss, whose gradient in the batch's slots is minus the number of workers."""
+        """Return the loss, whose gradient in the batch's slots is minus `step_rows` divided by the batch's rows."""
         if torch.is_grad_enabled():  # not in an evaluation
             time.sleep(self.pause)
         slots: Tensor = model.get_parameter("slots")
-        return -float(self.workers) * slots[batch.x].sum()
+        return -float(self.step_rows) * slots[batch.x].mean()
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the mean number of pushes that the batch's slots have."""

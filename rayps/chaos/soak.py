@@ -259,7 +259,7 @@ def _fields(number: int, options: SoakOptions) -> JsonObject:
         "checkpoint_every": 40,
         "max_failures": 1000,
         "seed": number,
-        "params": {"workers": _WORKERS, "rows": rows, "pause": _PAUSE},
+        "params": {"step_rows": _WORKERS, "rows": rows, "pause": _PAUSE},
     }
 
 
