@@ -104,6 +104,7 @@ class AttemptRecord(TypedDict, total=False):
     pid: int
     started: int  # start time of the process, as the operating system counts it
     crash: str | None
+    moved: str  # why the process ends on purpose, if a notice announced it
 
 
 def read_json(path: Path) -> Any:

@@ -60,9 +60,11 @@ from rayps.runtime.decide_recovery import (
     next_state,
     recovery_now,
 )
+from rayps.runtime.driver_move import DriverMove
 from rayps.runtime.elastic_run import Allowance, ElasticRun
 from rayps.runtime.job_servers import space_of
 from rayps.runtime.journal import Journal
+from rayps.runtime.last_checkpoint import LastCheckpoint, repeated_rounds
 from rayps.runtime.membership import Membership
 from rayps.runtime.phases import PhaseRun, RunPlan
 from rayps.runtime.preflight import PreflightFindings, Trial, TrialFacts, TrialRequest, preflight
@@ -141,12 +143,29 @@ class Driver:
         self._allowance = Allowance(spec.workers if spec.elastic is None else spec.elastic.most)
         self._started: WorkerGroup | None = None
         self._generation = 0
-        # after a stop request: the round of the newest checkpoint then, and the deadline for a newer one
-        self._requested = (0, 0.0)
+        self._last: LastCheckpoint | None = None  # after a stop request
+        self._move = DriverMove(journal)
 
     def stop(self) -> None:
         """Request the end of the run. If there is a folder for checkpoints, a last one is saved first."""
         self._stop.set()
+
+    def move(self, reason: str, seconds: float) -> None:
+        """Leave this process within `seconds`: save a checkpoint, and end the run without an outcome.
+
+        Another driver then continues the job as its next attempt. Any thread may call this method.
+        """
+        self._move.request(reason, seconds)
+        self._stop.set()
+
+    def save_soon(self) -> None:
+        """Save a checkpoint as soon as possible, and continue. Any thread may call this method."""
+        self._move.saves = True
+
+    @property
+    def moved(self) -> bool:
+        """Whether the run has ended without an outcome, because another driver continues the job."""
+        return self._move.left
 
     def allow(self, workers: int, reason: str) -> None:
         """Set the number of workers that an elastic job may have from now on. Any thread may call it."""
@@ -377,6 +396,8 @@ class Driver:
             self._checkpoints.load_newest()
         group.begin(orders, self._checkpoints.snapshot, state.rebuild)
         self._record.set_status(Status.RUNNING, "")
+        if self._again and self._generation == 1:
+            self._move.report_arrival(self._checkpoints.round)
         return Findings()
 
     def _train(self, phase: PhaseRun) -> Findings:
@@ -386,6 +407,8 @@ class Driver:
             self._collect()
         if self._callbacks.is_stopping:
             self._group.snapshot_soon()
+        elif self._move.take_save():
+            self._group.snapshot_once()
         complete = False
         match decision:
             case Continue():
@@ -476,19 +499,19 @@ class Driver:
         if not self.saves or has_remote_clients(phase.phase.strategy):  # a round of real clients may take hours
             return Findings()
         self._record.set_status(Status.STOPPING, "saving a checkpoint")
-        self._group.snapshot_soon()
-        self._requested = self._checkpoints.round, time.monotonic() + LEAVE_SECONDS
+        seconds = LEAVE_SECONDS if self._move.reason is None else self._move.seconds
+        self._last = LastCheckpoint(self._group, self._checkpoints.round, phase.end, seconds)
         return Findings(saving=True)
 
     def _await_checkpoint(self, phase: PhaseRun) -> Findings:
         """Check once for the requested checkpoint. After the deadline the run ends with the previous checkpoint."""
-        before, deadline = self._requested
+        assert self._last is not None, "it was requested"
         self._poll()
         facts = self._facts(phase)
         if facts.dead or facts.errors:
             return Findings()
         self._collect()
-        if self._checkpoints.round != before or time.monotonic() > deadline:
+        if self._last.look(self._group, self._checkpoints.round):
             return Findings()
         time.sleep(POLL_SECONDS / 4)
         return Findings(saving=True)
@@ -523,7 +546,9 @@ class Driver:
         dead = tuple((m.name, m.dead) for m in group.members if m.dead)
         recoveries.record_failures(errors=bool(errors), dead=bool(dead))
         change, elastic = None, self._plan.elastic
-        if elastic is not None and not errors and not dead:
+        # workers that stop for a change of their number would not reach the round of a last checkpoint: it is completed
+        ends = self._stop.is_set() and not (elastic is not None and elastic.is_stopping)
+        if elastic is not None and not errors and not dead and not ends:
             change = elastic.look(group, self._generation, self._checkpoints.round)
         return RunFacts(
             change=change,
@@ -535,7 +560,7 @@ class Driver:
             max_failures=self.spec.max_failures,
             error_age=recoveries.error_age,
             recovery=self._recovery(phase),
-            stop=self._stop.is_set(),
+            stop=ends,
             ends_early=self._callbacks.may_end(self._checkpoints.round),
             positions={name: f.position for name, f in current},
             unanswered=group.unanswered,
@@ -603,6 +628,9 @@ class Driver:
                 outcome.message = (
                     f"ended early after round {self._checkpoints.round}: {self._callbacks.run.stop_reason}"
                 )
+        elif state.status is Status.STOPPED and self._move.reason is not None:
+            outcome.message = self._leave()
+            return outcome
         elif state.status is Status.STOPPED:
             outcome.message = self._stopped()
         else:
@@ -625,6 +653,17 @@ class Driver:
                 self.journal.event("warning", str(error))
             else:
                 outcome.status, outcome.message, outcome.error = Status.FAILED, str(error), error
+
+    def _leave(self) -> str:
+        """Write what the move of the driver costs, and no outcome; return it."""
+        facts = [] if self._started is None else [worker.facts for worker in self._started.workers]
+        checkpoints, saved = self._checkpoints, self._checkpoints.saved is not None
+        positions = checkpoints.newest.positions if saved and checkpoints.newest is not None else []
+        at = checkpoints.round if saved else 0
+        message = self._move.report_departure(at, repeated_rounds(facts, positions, at))
+        self._record.set_status(Status.RECOVERING, message)
+        self.journal.flush()
+        return message
 
     def _stopped(self) -> str:
         saved = self._checkpoints.saved

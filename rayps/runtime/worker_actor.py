@@ -183,6 +183,11 @@ class WorkerActor:
         assert self._current is not None, "the worker has a plan"
         self._current.stop_after(rounds)
 
+    def train_until(self, rounds: int, retained: int) -> None:
+        """Hold the plan after `rounds` rounds, and retain this worker's part of the checkpoint after `retained`."""
+        assert self._current is not None, "the worker has a plan"
+        self._current.train_until(rounds, retained)
+
     def resume(self) -> None:
         """Undo `hold`."""
         if self._current is not None:

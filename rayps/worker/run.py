@@ -148,6 +148,10 @@ class GenerationRun:
         """End the run after `rounds` rounds: its status is then `paused`, and its state stays in memory."""
         self._gate.stop_after(rounds)
 
+    def train_until(self, rounds: int, retained: int) -> None:
+        """Hold the run after `rounds` rounds, and retain its part of the checkpoint after the round `retained`."""
+        self._gate.train_until(rounds, retained)
+
     def resume(self) -> None:
         """Undo `hold`."""
         self._gate.resume()
@@ -346,6 +350,8 @@ class PlanRun:
         self._evaluate()  # repeat an evaluation that a failure before this generation interrupted
         self._begin_trace()
         while self._continues():
+            if self._gate.holds(w.position):
+                loop.settle()  # the servers' state of this round has this worker's push
             if not self._gate.begin(w.position, self._stopped):
                 self.paused = not self._stopped()
                 break
@@ -368,7 +374,7 @@ class PlanRun:
                 self._await_epoch()
                 self._due = at
             together = due or (at in plan.boundary and (loop.retains_unasked or plan.each_boundary))
-            if together or at == self.wanted:
+            if together or at in (self.wanted, self._gate.retained):
                 loop.retain(at)
                 if not (w.done or at >= plan.end):  # at the end, the part is taken after `finish`
                     self._retain(loop.state_dict(together=together), due)

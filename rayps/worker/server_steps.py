@@ -144,7 +144,7 @@ class ServerSteps(Loop):
         self.settle()
 
     def settle(self) -> None:
-        """Wait until the servers have applied this worker's pushes. Raises LinkError if a connection fails."""
+        """Wait until the servers have acknowledged this worker's pushes. See `Loop`."""
         self.w.server.settle()
 
     def close(self) -> None:
