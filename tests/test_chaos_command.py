@@ -15,7 +15,11 @@ from typing import Any
 import pytest
 from service_site import Site
 
-from rayps.chaos.faults import FaultRole
+from rayps.chaos.faults import FaultOn, FaultRole
+from rayps.chaos.history import JobHistory
+from rayps.chaos.measure_recovery import InjectedFault
+from rayps.chaos.plan import PlannedFault
+from rayps.chaos.soak import faults_on
 from rayps.chaos.targets import JobProcesses
 from rayps.cli import main as cli
 from rayps.cli.chaos import seconds_of
@@ -144,6 +148,50 @@ def test_what_cannot_be_is_refused(site: Site, capsys: pytest.CaptureFixture[str
         assert words in capsys.readouterr().err, call
     site.store("change_status", job, Status.SUCCEEDED, message="")
     assert cli.main(["chaos", job]) == 2 and "has ended already" in capsys.readouterr().err
+
+
+LEDGER = """
+workload: rayps.chaos.ledger_work:LedgerWork
+strategy: {name: parameter_server, staleness: 0, shards: 2}
+workers: 2
+epochs: 1
+checkpoint_every: 20
+max_failures: 9
+params: {step_rows: 2, rows: 400, pause: 0.03}
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.chaos
+def test_a_job_file_runs_on_a_service_of_its_own_without_and_with_faults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service is killed and started again; the bits are those of the run without faults, and nothing is left."""
+    (tmp_path / "job.yaml").write_text(LEDGER)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    call = ["chaos", str(tmp_path / "job.yaml"), "--faults", "kill:service", "--allow", "service", "--every", "1"]
+    code = cli.main([*call, "--for", "2", "--deadline", "200", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0 and found["good"], found
+    checks = {check["name"]: check["words"] for check in found["checks"]}
+    assert "bits of the run without faults" in checks["result of the law"]
+    assert checks["each push once"].endswith("0 have fewer, 0 have more")
+    assert "kill:service" in {each["fault"] for each in found["faults"]}
+    assert 0 < found["goodput"] < 1.5
+    assert not list(tmp_path.glob("rayps-*"))
+
+
+def test_faults_of_a_soak_are_those_that_hit_the_job() -> None:
+    history = JobHistory("J", "SUCCEEDED", [], [], None, 1, 10.0, 20.0)
+    kill = PlannedFault(0.0, FaultOn("kill", FaultRole.WORKER), 0, 0.0)
+
+    def fault(at: float, pid: int) -> InjectedFault:
+        return InjectedFault(kill, at, at, "", pid=pid)
+
+    mine, others, service = fault(12.0, 1), fault(13.0, 2), fault(14.0, 3)
+    early, late = fault(5.0, 1), fault(25.0, 1)
+    found = faults_on(history, [early, mine, others, service, late], {1: "J", 2: "K"})
+    assert found == [mine, service]
 
 
 def test_times() -> None:

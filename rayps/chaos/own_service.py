@@ -37,7 +37,7 @@ class ChaosService:
 
     def __init__(self, cpus: int, *, small_disk: bool = True) -> None:
         """Make the folder. `cpus`: logical CPUs of the Ray. `small_disk`: whether to try to mount a disk of its own."""
-        self.home = Path(tempfile.mkdtemp(prefix="rayps-chaos-", dir="/tmp"))
+        self.home = Path(tempfile.mkdtemp(prefix="rayps-chaos-"))
         self.mounted = small_disk and _mount(self.home)
         self.state = self.home / "state"
         self.state.mkdir()

@@ -223,7 +223,7 @@ def _run_jobs(service: ChaosService, options: SoakOptions, report: SoakReport, t
                 running.remove(each)
                 there.set(running)
                 history = each.history()
-                costs_found += costs(history, _faults_on(history, report.faults, there.job_of))
+                costs_found += costs(history, faults_on(history, report.faults, there.job_of))
                 _check(each, history, report, tell)
             if time.monotonic() >= deadline:
                 over.set()
@@ -271,7 +271,7 @@ def _has_ended(job: JobUnderChaos) -> bool:
         return False
 
 
-def _faults_on(history: JobHistory, faults: Sequence[InjectedFault], job_of: Mapping[int, str]) -> list[InjectedFault]:
+def faults_on(history: JobHistory, faults: Sequence[InjectedFault], job_of: Mapping[int, str]) -> list[InjectedFault]:
     """Return the faults that hit a job while it trained: its own processes, the service, Ray, or the machine."""
     return [
         fault

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -98,7 +101,8 @@ def chaos(
         from rayps.chaos.soak import soak as run_soak
 
         wanted = SoakOptions(seconds_of(soak), seed, parse_faults(faults), jobs, every=every, out=out)
-        report = run_soak(dataclasses.replace(wanted, every_service=every_service), show.note)
+        with _ends_orderly():
+            report = run_soak(dataclasses.replace(wanted, every_service=every_service), show.note)
         _show_soak(report, form, out)
         if not report.good:
             raise typer.Exit(FAILED)
@@ -117,18 +121,33 @@ def chaos(
         longest_gap=longest_gap,
         dry_run=dry_run,
     )
-    if job.endswith((".yaml", ".yml")):
-        found = chaos_on_file(read(Path(job), changes or ()), options, show.note)
-    else:
-        settings = Settings.read(state_dir=state_dir)
-        with Client() as client:
-            found = chaos_on_job(client, job, settings.state_dir, options, show.note)
+    with _ends_orderly():
+        if job.endswith((".yaml", ".yml")):
+            found = chaos_on_file(read(Path(job), changes or ()), options, show.note)
+        else:
+            settings = Settings.read(state_dir=state_dir)
+            with Client() as client:
+                found = chaos_on_job(client, job, settings.state_dir, options, show.note)
     if isinstance(found, ChaosPlan):
         _show_plan(found, form)
         return
     _show_report(found, form)
     if not found.good:
         raise typer.Exit(FAILED)
+
+
+@contextlib.contextmanager
+def _ends_orderly() -> Iterator[None]:
+    """Let SIGTERM end the block as an error does, so that faults are taken back: a stopped process is continued."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise typer.Exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def seconds_of(text: str) -> float:
