@@ -46,6 +46,10 @@ def test_a_restart_from_a_checkpoint_passes_with_its_event():
     assert failed(history(found)) == {"repeated with a reason"}
 
 
+def test_rounds_that_a_dead_rank_did_not_report_are_written_late():
+    assert failed(history(points((1, 0, 7), (1, 9, 10), (1, 7, 9)))) == set()
+
+
 def test_a_driver_that_is_started_again_counts_its_generations_anew():
     found = points((2, 0, 7), (1, 5, 10))
     assert failed(history(found, events=[("driver_restarted", 8.0, {}), ("resumed", 8.5, {})])) == set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from rayps.service import processes
 WARM_SHARE = 0.25  # of a curve's time, at its beginning, that is not judged: caches fill
 FEWEST, SHORTEST = 8, 600.0  # samples, and seconds; a shorter part is not judged
 _MOST_SAMPLES = 200  # of a curve, from which the slope is computed
-LIMITS = {"memory_mb": 60.0, "descriptors": 12.0, "threads": 12.0}  # the largest growth in an hour
+LIMITS = {"memory_mb": 60.0, "descriptors": 12.0, "threads": 12.0}  # the largest growth in an hour, of a process
+FILES = 240.0  # the largest growth of a place's number of files in an hour: those of two jobs are not alike
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -110,7 +111,7 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
     return statistics.median(slopes) if slopes else 0.0
 
 
-def judge(samples: Sequence[UseSample], limits: Mapping[str, float] = LIMITS) -> list[CurveVerdict]:
+def judge(samples: Sequence[UseSample], limits: dict[str, float] = LIMITS) -> list[CurveVerdict]:
     """Return a verdict for each quantity of each process, and of each place, in the order of their names."""
     curves: dict[tuple[str, int], list[UseSample]] = {}
     for sample in samples:
@@ -119,7 +120,8 @@ def judge(samples: Sequence[UseSample], limits: Mapping[str, float] = LIMITS) ->
     for (name, pid), curve in sorted(curves.items()):
         begin = curve[0].at + WARM_SHARE * (curve[-1].at - curve[0].at)
         part = [sample for sample in curve if sample.at >= begin]
-        for quantity, limit in limits.items():
+        own = limits if pid else limits | {"descriptors": FILES}
+        for quantity, limit in own.items():
             points = [(sample.at, float(getattr(sample, quantity))) for sample in part]
             found.append(
                 CurveVerdict(
