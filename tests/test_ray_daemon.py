@@ -71,7 +71,7 @@ def test_what_a_tree_left_is_found_and_a_client_is_not(tmp_path: Path) -> None:
 
 TREE = """
 import os, subprocess, sys
-from rayps.service import processes, ray_daemon, ray_logs
+from rayps.service import processes, ray_daemon
 processes.adopt_orphans()
 sleep = "subprocess.Popen(['sleep', '60'], stdout=-3, stderr=-3, start_new_session=True).pid"
 made = subprocess.run([sys.executable, "-c", f"import subprocess; print({sleep})"], capture_output=True, text=True)
