@@ -42,7 +42,7 @@ FAULTS = {  # what a fault hits, and its seconds; 0: it has no duration
 }
 OFTEN, SELDOM = 15.0, 300.0  # seconds between two faults for which the useful share is computed
 _SLOW_RATE = "1mbit"
-_START_SECONDS = 120.0
+_START_SECONDS = 240.0
 _BEYOND = 8  # rounds that a job must complete after a fault before the next fault
 _GO_ON_SECONDS = 300.0
 

@@ -40,7 +40,7 @@ _NEW_UTS = 0x04000000  # clone's CLONE_NEWUTS
 _DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 _CPUS = 64.0  # logical CPUs of each host: processes are not limited
 _CALLS = 8  # calls of an actor that run at once
-_START_SECONDS = 60.0
+_START_SECONDS = 180.0
 _PID_BYTES = 8
 
 
