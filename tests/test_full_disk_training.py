@@ -168,8 +168,8 @@ def test_a_run_whose_last_checkpoint_finds_no_room_fails_in_time_with_the_reason
     assert [event["kind"] for event in events][-1] == "failed"
 
 
-def run(folder, work):
-    found = Journal(folder)
+def run(folder, work, on_event=None):
+    found = Journal(folder, on_event=on_event)
     spec = JobSpec("small_work:Small", {"name": "all_reduce"}, workers=2, epochs=2, checkpoint_every=2)
     cluster = LocalCluster()
     try:
@@ -185,29 +185,29 @@ def test_on_a_disk_that_is_really_full_for_a_while_nothing_is_missing(tmp_path):
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True).returncode:
         pytest.skip("mounting a small disk needs root")
-    folder, filler = disk / "job", disk / "filler"
+    folder, filler, said = disk / "job", disk / "filler", threading.Event()
 
     def fill():
-        """Fill the disk after the first checkpoint, until the job has said so."""
+        """Fill the disk after the first checkpoint, and remove the file when the job has said that the disk is full."""
         assert until(lambda: (folder / "checkpoints").exists() and any((folder / "checkpoints").iterdir()), 60)
-        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while file.write(bytes(512)):
-                pass
-        full.set()
-
-    def empty():
-        assert full.wait(60)
+        while not said.wait(0.01):  # a checkpoint that is removed makes room again
+            with filler.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+                while file.write(bytes(512)):
+                    pass
         filler.unlink()
 
-    full = threading.Event()
+    def hear(event):
+        if event["kind"] == "warning" and "is full" in event["message"]:
+            said.set()
+
     filling = threading.Thread(target=fill)
     filling.start()
-    emptying = threading.Timer(1.0, empty)
-    emptying.start()
     try:
-        outcome, events = run(folder, Small(n=240, batch=2, pause=0.02))
-        filling.join()
-        emptying.join()
+        try:
+            outcome, events = run(folder, Small(n=240, batch=2, pause=0.02), hear)
+        finally:
+            said.set()
+            filling.join()
         assert outcome.status is Status.SUCCEEDED, outcome
         kinds = [event["kind"] for event in events]
         assert "warning" in kinds and "failed" not in kinds and outcome.checkpoint is not None

@@ -55,7 +55,7 @@ class HostsCluster:
     def __init__(self, net: Hosts) -> None:
         """Start one process on each host of `net`."""
         self._forkers = [_Forker(net, host) for host in range(len(net.addresses))]
-        self._announced = LocalCluster()  # holds the notices
+        self._registry = LocalCluster()  # holds the notices and the named reservations
         self._turn = itertools.count()
         self._down: set[int] = set()
         self.handles: list[ForkedActor] = []
@@ -128,15 +128,23 @@ class HostsCluster:
 
     def notices(self) -> tuple[Notice, ...]:
         """Return the announced notices."""
-        return self._announced.notices()
+        return self._registry.notices()
 
     def announce(self, notice: Notice) -> None:
         """Add a notice; it replaces an earlier one about the same host or process."""
-        self._announced.announce(notice)
+        self._registry.announce(notice)
 
     def withdraw(self, notice: Notice) -> None:
         """Remove the notice about this host or process, if there is one."""
-        self._announced.withdraw(notice)
+        self._registry.withdraw(notice)
+
+    def reserve_named(self, name: str, bundle: Bundle, node: str, timeout: float, *, detached: bool) -> Reservation:
+        """Return a reservation that uses no resources, and that `reservation` finds by its name."""
+        return self._registry.reserve_named(name, bundle, node, timeout, detached=detached)
+
+    def reservation(self, name: str) -> Reservation | None:
+        """Return the reservation of this name, or None if it was released."""
+        return self._registry.reservation(name)
 
     def keep_warm(self, wanted: int) -> WarmState:
         """Do nothing: every process is forked from one that has the modules."""
