@@ -158,7 +158,7 @@ def bench_backup_workers(
     seconds, dropped = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
     kinds = ((members, 0), (both, backup), (both, 0))
     for workers in (members, both):
-        group = _Group(cluster, workers, pace)
+        group = _TimedGroup(cluster, workers, pace)
         try:
             for kind in [kind for kind in kinds if kind[0] == workers]:
                 with turn():
@@ -176,7 +176,7 @@ def bench_backup_workers(
     return found
 
 
-class _Group:
+class _TimedGroup:
     """Workers that run one strategy after another."""
 
     def __init__(self, cluster: Cluster, workers: int, pace: float) -> None:

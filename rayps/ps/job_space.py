@@ -438,7 +438,7 @@ class JobSpace:
         held: dict[str | None, int] = {}
         for segment in mine.get("segments", []):
             held[segment["primary"]] = held.get(segment["primary"], 0) + 1
-        keys = ("name", "host", "state", "bytes", "operations_s", "cpu")
+        keys = ("name", "host", "pid", "state", "bytes", "operations_s", "cpu")
         servers = [
             {key: server.get(key) for key in keys} | {"segments": held.get(server["name"], 0)}
             for server in facts.get("servers", [])
@@ -448,6 +448,7 @@ class JobSpace:
             "name": self.group.name,
             "own": self.own,
             "space": self.name,
+            "manager_pid": facts.get("pid"),
             "status": facts.get("status"),
             "replicas": facts.get("replicas"),
             "segments": sum(space.segments for space in self.spaces),
