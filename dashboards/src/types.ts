@@ -76,6 +76,16 @@ export interface Progress {
   workers?: WorkerRow[];
   shards?: ShardRow[];
   server_group?: JobServers | null;
+  account?: Account | null;
+}
+
+/** Where the time of a job's workers and servers went, in seconds by part. */
+export interface Account {
+  goodput: number | null; // the useful share of the workers' time
+  seconds?: Record<string, number>; // of all workers
+  members: Record<string, Record<string, number>>;
+  verdict?: string; // what costs most of the time
+  guilty?: string[]; // the members that cause it
 }
 
 /** The elastic servers of a job, as its driver sees them. */

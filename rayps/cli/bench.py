@@ -7,11 +7,14 @@ from typing import Annotated
 
 import typer
 
+from rayps.cli.bench_balance import balance
+from rayps.cli.bench_causes import causes
 from rayps.cli.bench_device import device
 from rayps.cli.bench_elastic import faults, jobs, resize
 from rayps.cli.bench_overlap import show_overlap
 from rayps.cli.bench_service import service
 from rayps.cli.bench_sharded import sharded
+from rayps.cli.bench_staleness import staleness
 from rayps.cli.bench_start import start
 from rayps.cli.bench_tables import tables
 from rayps.cli.measure import Address, Format, Json, run, show_rows, sizes_of, whole_numbers
@@ -19,7 +22,7 @@ from rayps.cli.show import Output
 
 app = typer.Typer(no_args_is_help=True, help="Measure how fast rayps is on your machines.")
 app.command()(tables)
-for command in (faults, resize, jobs, device, service, sharded, start):
+for command in (faults, resize, jobs, device, service, sharded, start, causes, staleness, balance):
     app.command()(command)
 
 Sizes = Annotated[str, typer.Option(help="Sizes of the vector, e.g. 10KB,1MB (1 KB = 1000 bytes).")]

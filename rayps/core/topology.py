@@ -16,6 +16,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from rayps.core import traffic
+from rayps.core.adaptive_staleness import FIRST
 from rayps.core.dropped_steps import LateWorkers
 from rayps.core.errors import ConfigError
 from rayps.core.grid import Grid
@@ -60,11 +61,24 @@ class ASP:
         return None
 
 
-Consistency = BSP | SSP | ASP
+@dataclass(frozen=True, slots=True)
+class Adaptive:
+    """Bounded staleness whose bound moves while the job trains: see `rayps.core.adaptive_staleness`."""
+
+    @property
+    def staleness(self) -> int | None:
+        """The bound with which a job begins."""
+        return FIRST
 
 
-def consistency_of(staleness: int | None) -> Consistency:
-    """Return BSP for a `staleness` of 0, SSP for another number of rounds, and ASP for None."""
+Consistency = BSP | SSP | ASP | Adaptive
+AUTO = "auto"  # the `staleness` of an adaptive bound
+
+
+def consistency_of(staleness: int | str | None) -> Consistency:
+    """Return BSP for a `staleness` of 0, SSP for another number of rounds, ASP for None, and Adaptive for "auto"."""
+    if isinstance(staleness, str):
+        return Adaptive()
     return ASP() if staleness is None else SSP(staleness) if staleness else BSP()
 
 
@@ -214,9 +228,19 @@ class Servers:
         return self.consistency.staleness
 
     @property
+    def adaptive(self) -> bool:
+        """Whether the bound moves while the job trains."""
+        return isinstance(self.consistency, Adaptive)
+
+    @property
     def in_step(self) -> bool:
         """Whether all workers are at the same round."""
         return self.staleness == 0
+
+    @property
+    def pulls_one_moment(self) -> bool:
+        """Whether a pull from several servers has the values of one moment by default: if there is a fixed bound."""
+        return self.staleness is not None and not self.adaptive
 
     @property
     def group_size(self) -> int:
@@ -550,4 +574,20 @@ def _refuse_clipping(name: str, job: JobFacts) -> None:
             "their rows, so the norm of the whole gradient is not known; use parameter_server, which clips each "
             "worker's push (dense part and rows together), or set clip_norm to None",
             field="clip_norm",
+        )
+
+
+def is_adaptive(strategy: ServerHalf) -> bool:
+    """Return whether the staleness bound of a strategy moves while the job trains."""
+    servers = servers_of(strategy)
+    return servers is not None and servers.adaptive
+
+
+def refuse_adaptive(servers: Servers, where: str) -> None:
+    """Raise ConfigError if the bound must move while training. `where` is what cannot move it."""
+    if servers.adaptive:
+        raise ConfigError(
+            f"staleness is 'auto', and {where} cannot move the bound: give 0 (synchronous), a whole number of rounds, "
+            "or none (asynchronous); rayps.train with parameter_server takes 'auto'",
+            field="staleness",
         )

@@ -9,6 +9,8 @@ Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013. Th
 - s = 0: the servers wait for all N pushes and step once by their mean, weighted by samples.
 - s > 0: each push is applied on arrival, scaled by 1/N; a pull waits while its worker is more than s rounds ahead.
 - s = None: each push is applied on arrival, scaled by 1/N; no pull waits.
+- s = "auto": each push is applied on arrival, scaled by 1/N; the bound moves by what waiting and staleness cost, as
+  measured (`rayps.core.adaptive_staleness`). It may become 0, at which pulls wait for all workers' pushes, and none.
 
 After a server's death with s = 0, no push is lost: all workers return to the last snapshot and repeat the rounds since
 then. With s != 0, pushes are lost that are in no replay buffer. A worker retains its newest pushes until a snapshot
@@ -59,7 +61,7 @@ class ParameterServer(Strategy):
     """
 
     shards: int = 1
-    staleness: int | None = 0
+    staleness: int | str | None = 0
     compression: str | None = None
     replay_mb: float | None = None
     replicas: int | None = None

@@ -23,6 +23,7 @@ import { MetricsCard } from "../parts/metrics";
 import { Missing } from "../parts/missing";
 import { ShardsCard, StalenessCard, WorkersCard } from "../parts/people";
 import { CostsCard, ScheduleCard } from "../parts/schedule";
+import { TimeCard } from "../parts/time";
 import { href } from "../route";
 import { session } from "../stream";
 import type { Job } from "../types";
@@ -61,6 +62,7 @@ export function JobPage({ id }: { id: string }) {
         {usesAdmm(strategy) && <div class="wide"><ResidualsCard feed={feed} /></div>}
         {meetsNowAndThen(strategy) && <div class="wide"><MeetingsCard feed={feed} /></div>}
         <div class="wide"><WorkersCard feed={feed} /></div>
+        {job.progress?.account && <div class="wide"><TimeCard feed={feed} /></div>}
         {job.progress?.server_group ? <div class="wide"><ElasticCard feed={feed} /></div> : server && <div class="wide"><ShardsCard feed={feed} /></div>}
         {usesPipeline(strategy) && <div class="wide"><ScheduleCard feed={feed} /></div>}
         <CostsCard feed={feed} />

@@ -32,6 +32,7 @@ from rayps.comm.ring.messages import (
     ranks,
 )
 from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout
+from rayps.core.member_times import LineFacts
 from rayps.core.values import Buffer
 
 LINGER_SECONDS = 0.25  # seconds during which a rank that closes tries to send its last messages
@@ -53,6 +54,7 @@ class Mesh:
         self.size = size
         self.timeout = timeout
         self.seconds_waiting = 0.0
+        self.waits = [0.0] * size  # by rank: the seconds for which this rank has waited for that rank
         self.dead: LinkError | None = None
         self._links = RingConnections(size, links)
         self.early = EarlyMessages()
@@ -71,6 +73,11 @@ class Mesh:
     def bytes_sent(self) -> int:
         """The bytes sent by this rank."""
         return self._sent + sum(link.bytes_sent for link in list(self._links.values()))
+
+    @property
+    def lines(self) -> dict[int, LineFacts]:
+        """What the kernel counts for the TCP connections, by the peer's rank. Any thread may read it."""
+        return self._links.lines
 
     @property
     def transports(self) -> dict[int, str]:
@@ -366,6 +373,9 @@ class Mesh:
         ready = self._links.poll.poll(max(0, math.ceil(seconds * 1000)))
         waited = time.perf_counter() - start
         self.seconds_waiting += waited
+        awaited = wants or sending
+        for key in awaited:
+            self.waits[key % self.size] += waited / len(awaited)
         progress = False
         for fd, _ in ready:
             if fd == wakeup:

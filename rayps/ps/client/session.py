@@ -22,6 +22,7 @@ from rayps.comm.link.socket_link import EMPTY, as_bytes
 from rayps.comm.link.wakeup import Wakeup
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.failpoint import passing
+from rayps.core.member_times import LineFacts
 from rayps.ps.client.connections import (
     PUSHES,
     InFlight,
@@ -153,6 +154,12 @@ class Session:
     def map(self) -> SpaceMap:
         """The newest map of the space that was received."""
         return self._connections.map
+
+    @property
+    def lines(self) -> dict[str, LineFacts]:
+        """What the kernel counts for the TCP connections, by the server's name. Any thread may read it."""
+        found = {name: each.link.line for name, each in list(self._connections.open.items())}
+        return {name: line for name, line in found.items() if line is not None}
 
     def reader(self) -> Session:
         """Return another session of the same rank, with its own connections, for another thread.

@@ -12,7 +12,7 @@ import struct
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +21,11 @@ from torch.optim import Adagrad
 
 from rayps.core.errors import CheckpointError, ConfigError
 from rayps.core.failpoint import passing
+from rayps.core.member_times import MemberTimes
 from rayps.core.phase_rounds import Boundary
 from rayps.core.repeated_pushes import WINDOW, Ledger
 from rayps.core.server_updates import weighted_mean
-from rayps.core.staleness_bound import Clock
+from rayps.core.staleness_bound import Clock, MovedBound
 from rayps.core.strategy import ServerHalf
 from rayps.core.topology import Servers, servers_of
 from rayps.core.values import Buffer
@@ -73,6 +74,7 @@ class ShardFacts:
     snapshots: list[int] = field(default_factory=list)  # rounds after which a state is retained
     ages: dict[int, int] = field(default_factory=dict)  # optimizer steps since the rank's pull -> number of pushes
     lost: int = 0  # acknowledged pushes that no worker retained when this shard was restored
+    times: MemberTimes | None = None  # where the time of its process went, about once a second; None in between
 
 
 # ---- changes: what backups apply
@@ -742,6 +744,7 @@ class DenseSegment:
             ticks=self.space.ticks,
             optimizer=self._optimizer,
         )
+        self._shard.clock.move(self.space.bound)
         self._buffer = flat_bytes(self._shard.params).data if self.rows else memoryview(b"")
         if restore:
             self._shard.restore(state)
@@ -865,6 +868,12 @@ class DenseSegment:
         """Return the slowest ranks. Pulls of other ranks wait for the pushes of these ranks."""
         return list(range(self.space.workers)) if self._base is not None else self._shard.clock.laggards()
 
+    def move_bound(self, bound: MovedBound) -> None:
+        """Replace the staleness bound from now on."""
+        self.space = replace(self.space, bound=bound)
+        if self._base is None:
+            self._shard.clock.move(bound)
+
     def pull(
         self, rank: int, data: memoryview = memoryview(b""), out: memoryview | None = None
     ) -> tuple[Any, int, list[bytes]]:
@@ -958,6 +967,11 @@ class DenseSegment:
         self._boundary = boundary
         self._replace_shard(ShardState(params.clone(), {}, ledger), restore=False)
         self._shard.optimizer.load(moments, self.extent)
+
+    def resume(self, state: Buffer, boundary: Boundary) -> None:
+        """Restore a state that `dump` returned, and retain states after the rounds of `boundary` from now on."""
+        self._boundary = boundary
+        self.load(state)
 
     def facts(self, index: int, wanted: int) -> ShardFacts:
         """Return the facts of shard `index` of a static map, and retain the state after round `wanted`."""

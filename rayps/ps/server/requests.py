@@ -343,7 +343,7 @@ class RequestHandler(PendingReplies):
             push.apply(step, weight)
             passing("host: applied, not forwarded")
             if assigned_space.parked:
-                self.wake(assigned_space)
+                self.wake(assigned_space, push.rank)
             if push.may_pull(step):
                 self._pull_whole(peer, tag, push)
             else:
@@ -477,7 +477,7 @@ class RequestHandler(PendingReplies):
         self._replication.forward(changed)
         passing("host: forwarded, not copied")
         if assigned_space.parked:
-            self.wake(assigned_space)
+            self.wake(assigned_space, rank)
         if assigned_space.number in self._readers:
             self._readers[assigned_space.number].check()
         return touched
@@ -531,7 +531,8 @@ class RequestHandler(PendingReplies):
             seconds = request.b / 1000 if request.b > 0 else request.peer.patience
             if request.kind == GroupMessage.PART and request.b <= 0:
                 seconds = math.inf  # the wait ends when the connection is lost
-            request.deadline = time.monotonic() + seconds
+            request.parked = time.monotonic()
+            request.deadline = request.parked + seconds
             assigned_space.parked.append(request)
 
     def _serve_waiting(
@@ -637,8 +638,15 @@ class RequestHandler(PendingReplies):
         ]
         self.reply(request, GroupMessage.VALUE, touched, payload=pack(pieces))
 
-    def wake(self, assigned_space: AssignedSpace) -> None:
-        """Serve the parked requests that need not wait any more."""
+    def bound_moved(self, assigned_space: AssignedSpace) -> None:
+        """Serve the requests that need not wait any more, because the staleness bound may have moved."""
+        if assigned_space.parked:
+            self.wake(assigned_space)
+        if assigned_space.number in self._readers:
+            self._readers[assigned_space.number].check()
+
+    def wake(self, assigned_space: AssignedSpace, by: int = READER) -> None:
+        """Serve the parked requests that need not wait any more; `by` is the rank whose push allows it, if one does."""
         shared: dict[Any, Any] = {}
         for request in list(assigned_space.parked):
             if request not in assigned_space.parked:
@@ -646,6 +654,10 @@ class RequestHandler(PendingReplies):
             try:
                 if self._serve_waiting(assigned_space, request, shared):
                     remove(assigned_space.parked, request)
+                    if by >= 0:
+                        at = request.peer.rank, by
+                        seconds = time.monotonic() - request.parked
+                        assigned_space.delays[at] = assigned_space.delays.get(at, 0.0) + seconds
             except Exception as error:
                 remove(assigned_space.parked, request)
                 self.fail(assigned_space, request, error)
