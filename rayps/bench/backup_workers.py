@@ -185,7 +185,7 @@ def bench_backup_workers(
     seconds, dropped = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
     kinds = ((members, 0), (both, backup), (both, 0))
     for workers in (members, both):
-        group = _Group(cluster, workers, pace)
+        group = _MeasuredGroup(cluster, workers, pace)
         try:
             for kind in [kind for kind in kinds if kind[0] == workers]:
                 with turn():
@@ -207,7 +207,7 @@ def bench_backup_workers(
     return found
 
 
-class _Group:
+class _MeasuredGroup:
     """Workers that run one strategy after another."""
 
     def __init__(self, cluster: Cluster, workers: int, pace: float) -> None:
