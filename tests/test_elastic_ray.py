@@ -31,10 +31,7 @@ class Harm(rayps.Callback):
 
 @pytest.mark.parametrize(
     ("strategy", "harms"),
-    [
-        ("all_reduce", [(1, signal.SIGKILL), (0, signal.SIGTERM)]),
-        ("parameter_server:shards=2", [(1, signal.SIGKILL)]),
-    ],
+    [("all_reduce", [(1, signal.SIGKILL), (0, signal.SIGTERM)]), ("parameter_server:shards=2", [(1, signal.SIGKILL)])],
     ids=["ring", "servers"],
 )
 def test_workers_join_die_and_are_preempted(ray_cluster, strategy, harms):
