@@ -91,6 +91,7 @@ class ElasticIn(BaseModel):
     lr_scaling: str | None = Field(None, max_length=20, examples=list(LR_RULES))
     cooldown: float | None = Field(None, ge=0, le=86400.0, allow_inf_nan=False)
     gain: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    balance: bool | None = Field(None, description="Whether faster workers take more of a round's rows.")
     replay: list[Annotated[list[int], Field(min_length=2, max_length=2)]] | None = Field(None, max_length=100_000)
 
 
@@ -301,6 +302,20 @@ class Events(BaseModel):
 
     events: list[dict[str, Any]]
     cursor: int
+
+
+class TimeReport(BaseModel):
+    """Where the time of a job's workers and servers went: see `rayps.core.time_report`."""
+
+    name: str
+    parts: list[str]  # all parts of an account, in the order in which pictures show them
+    goodput: float | None  # the useful share of the workers' time
+    seconds: float  # from the start of the first process until the last report
+    shares: dict[str, float]  # of each part in the time of all workers
+    members: list[dict[str, Any]]
+    timeline: dict[str, list[dict[str, Any]]]
+    events: list[dict[str, Any]]
+    verdict: dict[str, Any]
 
 
 class FileOut(BaseModel):

@@ -15,17 +15,20 @@ import typer
 import rayps
 from rayps.cli import backup as cli_backup
 from rayps.cli import bench as cli_bench
+from rayps.cli import chaos as cli_chaos
 from rayps.cli import client as cli_client
 from rayps.cli import clients as cli_clients
 from rayps.cli import export as cli_export
 from rayps.cli import jobs as cli_jobs
 from rayps.cli import plan as cli_plan
+from rayps.cli import report as cli_report
 from rayps.cli import run as cli_run
 from rayps.cli import servers as cli_servers
 from rayps.cli import show
 from rayps.cli import strategies as cli_strategies
 from rayps.cli import sweeps as cli_sweeps
 from rayps.cli.show import Output
+from rayps.core.elastic import workers_of_text
 from rayps.core.errors import RaypsError
 from rayps.core.values import JsonObject
 from rayps.service.job_file import load
@@ -71,7 +74,9 @@ def train(
             "all_reduce:replica=pipeline(stages=4,micro_batches=8)."
         ),
     ] = "all_reduce",
-    workers: Annotated[int, typer.Option(help="The number of workers.")] = 1,
+    workers: Annotated[
+        str, typer.Option(metavar="N|N..M", help="The number of workers, or the least and the most: 2..8.")
+    ] = "1",
     epochs: Annotated[
         int | None, typer.Option(help="Passes through the data (default 1, if --steps is not given).")
     ] = None,
@@ -120,6 +125,9 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Try three rounds of everything, and show what the run would do.")
     ] = False,
+    global_batch: Annotated[
+        int | None, typer.Option(metavar="ROWS", help="Rows of a round over all workers, whatever their number.")
+    ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Set a parameter of the workload, e.g. --set lr=0.3."),
@@ -135,7 +143,8 @@ def train(
         result = rayps.train(
             target,
             strategy=strategy,
-            workers=workers,
+            workers=workers_of_text(workers),
+            global_batch=global_batch,
             epochs=epochs,
             steps=steps,
             seed=seed,
@@ -219,6 +228,14 @@ def serve(
             "takes about 350 MB of memory.",
         ),
     ] = None,
+    shared_state: Annotated[
+        bool | None,
+        typer.Option(
+            "--shared-state",
+            help="Every host of the cluster has the state directory at the same path: a driver may then move to "
+            "another host when its host ends.",
+        ),
+    ] = None,
     allow_host: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="A name to accept in a request's Host header, besides the loopback names."),
@@ -239,6 +256,7 @@ def serve(
             state_dir=state_dir,
             idle=idle,
             warm=warm,
+            shared_state=shared_state,
             allowed_hosts=allowed,
         ),
         keep=keep,
@@ -279,7 +297,9 @@ cli_export.add(app)
 cli_sweeps.add(app)
 cli_client.add(app)
 app.command()(cli_backup.backup)
+app.command()(cli_chaos.chaos)
 app.command()(cli_plan.plan)
+app.command()(cli_report.report)
 app.command()(cli_run.run)
 app.command()(cli_strategies.strategies)
 app.command()(cli_clients.clients)

@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rayps.cluster.local import ActorHandle, ActorReply, surrounding, until
@@ -55,6 +55,7 @@ class GroupMember:
     frozen: str = ""  # hash of the frozen parameters that the member's process was sent; "" if there are none
     called_at: float = 0.0  # the `time.monotonic` at which the pending call began
     resources: WorkerResources | None = None  # what is reserved for this member alone; None if it shares a reservation
+    spawned: float = field(default_factory=time.monotonic)  # the `time.monotonic` at which its process was started
 
     @property
     def address(self) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 
 from rayps.cluster.local import ActorHandle, Cluster, LocalCluster, rendezvous, surrounding
 from rayps.core.errors import ActorDied, ConfigError, Conflict, PeerTimeout
+from rayps.core.staleness_bound import MovedBound
 from rayps.ps.client.connections import MapSource
 from rayps.ps.client.session import Session
 from rayps.ps.manager.assign_segments import Balance
@@ -30,7 +31,20 @@ CALL_SECONDS = 90.0  # seconds for a manager to answer a call; the longest call 
 PAUSE_SECONDS = 0.1  # seconds between two checks of a group, and before a call of a manager that died is repeated
 # calls that are repeated if the manager dies before it answers; executing one of them twice does no harm
 _REPEATABLE = frozenset(
-    {"contact", "space", "map", "facts", "loads", "settled", "set_quota", "restored", "join", "resize", "drain"}
+    {
+        "contact",
+        "space",
+        "map",
+        "facts",
+        "loads",
+        "settled",
+        "set_quota",
+        "move_bound",
+        "restored",
+        "join",
+        "resize",
+        "drain",
+    }
 )
 
 
@@ -89,6 +103,13 @@ class ManagerClient:
         Raises NotFound if no open space has this name, and ConfigError if the quota is not valid.
         """
         self._call("set_quota", name, quota)
+
+    def move_bound(self, number: int, bound: MovedBound) -> None:
+        """Replace the staleness bound of the space with this number from now on.
+
+        Raises NotFound if no open space has this number.
+        """
+        self._call("move_bound", number, bound)
 
     def map(self, number: int) -> SpaceMap:
         """Return the map of the space with this number: the servers that hold its segments.

@@ -24,7 +24,7 @@ from rayps.cluster.members import ActorHost
 from rayps.comm.link import connect
 from rayps.core.errors import ConfigError, LinkError, PeerLost, RaypsError
 from rayps.core.server_updates import PlainServers, plain_servers
-from rayps.core.topology import Servers
+from rayps.core.topology import Servers, refuse_adaptive
 from rayps.core.user_module import pack
 from rayps.ps import group as elastic
 from rayps.ps.client.client import GroupServer, compress
@@ -109,6 +109,7 @@ class ServerGroup:
         _refuse_mixtures(is_elastic, replicas, group, name, segments, quota)
         own = replicas if group is None else None
         servers = plain_servers(shards, staleness, compression, own) if topology is None else topology
+        refuse_adaptive(servers, "a server group without a job")
         strategy = PlainServers(servers)
         if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
             raise ConfigError(
@@ -427,6 +428,7 @@ class FixedSpace:
         ]
         return {
             "name": space.name,
+            "pid": None,  # there is no manager
             "status": "ready" if all(alive.values()) else "degraded",
             "wanted": len(servers),
             "replicas": 0,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from rayps.cluster.code_folder import JobCode
@@ -13,6 +15,7 @@ from rayps.cluster.members import GroupMember, place, settle
 from rayps.cluster.notices import Notice
 from rayps.cluster.reservation import WorkerResources
 from rayps.core.errors import ClusterError
+from rayps.core.staleness_bound import MovedBound
 from rayps.core.strategy import StrategyView
 from rayps.core.topology import group_of, runs_in_step, servers_of
 from rayps.core.user_module import pack
@@ -59,6 +62,9 @@ class JobServers(Protocol):
 
     def saved(self, snapshot: Snapshot) -> None:
         """Tell the servers that the driver has this state, and that its pushes need not be retained any more."""
+
+    def move_bound(self, bound: MovedBound) -> None:
+        """Replace the staleness bound of the generation from now on. `bound` counts leads of data ranks."""
 
     def close(self) -> None:
         """End the servers if they belong to the job."""
@@ -225,6 +231,13 @@ class FixedServers:
         for member in [member for member in self.members if not member.dead]:
             member.handle.call("saved", snapshot.round)  # if this call is lost, workers retain their pushes longer
 
+    def move_bound(self, bound: MovedBound) -> None:
+        """Replace the staleness bound on all shards, and on those that will replace a shard."""
+        self._spaces = [replace(space, bound=bound) for space in self._spaces]
+        for index, member in enumerate(self.members):
+            if not member.dead:  # a shard that dies now is replaced by one that begins with the new bound
+                member.handle.call("move_bound", self._spaces[self.column(index)[0]])
+
     def close(self) -> None:
         """End all shards."""
         for member in self.members:
@@ -236,6 +249,7 @@ class FixedServers:
         if self._gpus:
             gang = self.reserved.gang
             where = {"gpus": self._gpus, "gang": gang, "index": self.reserved.others + index, "device": "cuda"}
+        began = time.monotonic()
         handle = self._cluster.spawn(
             "rayps.ps.server.shard_actor:ShardActor",
             index,
@@ -245,7 +259,7 @@ class FixedServers:
             threads=1,
             **where,
         )
-        return GroupMember(f"shard-{index}", handle)
+        return GroupMember(f"shard-{index}", handle, spawned=began)
 
     def _plan(self, index: int, generation: int = 1) -> ShardPlan:
         orders = self._orders

@@ -28,7 +28,7 @@ from rayps.core.errors import ConfigError, Conflict, NotFound, RaypsError, Servi
 from rayps.core.job_status import Status
 from rayps.core.records import Event, Point
 from rayps.core.requirements import read_requirements
-from rayps.core.values import Json, is_json
+from rayps.core.values import Json, JsonObject, is_json
 from rayps.service.code_files import PackedCode
 from rayps.service.code_upload import prepare_upload, sent_value, write_code
 from rayps.service.remote_group import RemoteGroup, size_fields
@@ -531,6 +531,15 @@ class Job:
     def events(self, *, follow: bool = False) -> Iterator[Event]:
         """Yield the job's events, as {"time", "kind", "message", ...}."""
         return self._entries("events", "events", follow)
+
+    def report(self) -> JsonObject:
+        """Return where the time of the job went, what costs most of it, and what to change.
+
+        The result is that of `rayps.core.time_report.report_of`: `goodput`, `shares`, `members`, `timeline`, `verdict`.
+        Raises NotFound if the job has not started.
+        """
+        found: JsonObject = self._client.call("GET", f"/api/v1/jobs/{self.id}/report")
+        return found
 
     def files(self) -> dict[str, int]:
         """Return the job's files that can be downloaded, from path to size: checkpoints, and traces of `profile`."""

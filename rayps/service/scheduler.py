@@ -24,7 +24,7 @@ from rayps.core.failpoint import passing
 from rayps.core.job_status import Status, may_move
 from rayps.core.records import AttemptRecord, ProgressRecord, read_json
 from rayps.federated.remote.mailbox import FOLDER, Mailbox
-from rayps.service.drivers import BEGUN, LAUNCHED, Drivers, DriverView, RayHome, version_conflict
+from rayps.service.drivers import BEGUN, LAUNCHED, Drivers, DriverView, RayHome, end_process, version_conflict
 from rayps.service.elastic_jobs import elastic_job, job_needs, worker_counts
 from rayps.service.elastic_plan import ElasticJob, WaitingJob, allot, reserved
 from rayps.service.job_folders import read_attempt
@@ -82,6 +82,7 @@ class Scheduler:
         view_seconds: float = 10.0,
         stall: float = STALL_SECONDS,
         warm: int = 0,
+        anywhere: bool = False,
     ) -> None:
         self.place = place
         self.view = View()
@@ -95,7 +96,7 @@ class Scheduler:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rayps-view")
         self._pending_view: asyncio.Future[DriverView] | None = None
         self._unseen_since: float | None = None
-        self._drivers = Drivers(place, jobs_dir, warm)
+        self._drivers = Drivers(place, jobs_dir, warm, anywhere=anywhere)
         self._quiet_times = QuietTimes()
         self._stall = stall
         self._wake = asyncio.Event()
@@ -424,6 +425,12 @@ class Scheduler:
 
     async def _end_job(self, action: EndJob, job: JobRecord) -> None:
         passing("end: decided, not stored")
+        if not action.has_event and job.status is not Status.QUEUED:
+            # the job has no outcome, and its driver may still run although Ray does not list it
+            folder = self._jobs_dir / job.id
+            await asyncio.to_thread(end_process, folder)
+            if read_json(folder / "outcome.json") is not None:
+                return  # the driver has written it meanwhile: the next tick records it
         facts: RowFacts = {"reason": action.message or None, "metrics": action.metrics, "checkpoint": action.checkpoint}
         if action.finished_at is not None:
             facts["finished_at"] = action.finished_at

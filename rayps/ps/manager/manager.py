@@ -21,6 +21,7 @@ from typing import Any
 from rayps.cluster.local import Cluster, host_address, rendezvous, surrounding
 from rayps.comm.link import Listener, Message, parse_address
 from rayps.core.errors import ClusterError, ConfigError, Conflict, LinkError, NotFound
+from rayps.core.staleness_bound import MovedBound
 from rayps.ps.manager import spaces
 from rayps.ps.manager.assign_segments import Balance, ServerState
 from rayps.ps.manager.decide_scale import ScaleRule
@@ -167,6 +168,12 @@ class Manager:
         """
         with self._lock:
             spaces.set_quota(self._state, name, quota)
+            self._state.apply_decisions()
+
+    def move_bound(self, number: int, bound: MovedBound) -> None:
+        """Replace a space's staleness bound. Raises NotFound if there is no open space with this number."""
+        with self._lock:
+            spaces.move_bound(self._state, number, bound)
             self._state.apply_decisions()
 
     def restored(self, number: int, segments: list[int]) -> None:

@@ -124,9 +124,13 @@ class SentOrders:
     # (segment, server of a backup) -> tag of the first ORDERS that named this backup
     first: dict[tuple[SegmentId, str], int] = field(default_factory=dict)
 
+    # segment -> tag of the ORDERS with its order NONE, until the server has reported DROPPED
+    dropping: dict[SegmentId, int] = field(default_factory=dict)
+
     def forget(self, space: int) -> None:
         """Remove the orders about a closed space."""
         self.spaces.pop(space, None)
+        self.dropping = {segment: tag for segment, tag in self.dropping.items() if segment[0] != space}
         self.orders = {segment: order for segment, order in self.orders.items() if segment[0] != space}
         self.first = {key: tag for key, tag in self.first.items() if key[0][0] != space}
 
@@ -138,7 +142,7 @@ class ServerMember:
     name: str
     record: ServerRecord
     state: ServerState
-    since: float = field(default_factory=time.monotonic)  # when the state began
+    since: float = field(default_factory=lambda: time.monotonic())  # when the state began
     connection: ManagerConnection | None = None
     last_message: float = 0.0  # when the last message came; 0 if none has come
     broken: bool = False  # SILENT because its connection broke, not because it sent nothing

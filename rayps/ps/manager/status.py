@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -22,6 +23,7 @@ def facts_of(state: GroupState) -> dict[str, Any]:
     members = [*state.members.values(), *(member for at, member in state.departed if at > old)]
     return {
         "name": record.name,
+        "pid": os.getpid(),
         "status": _status(state),
         "wanted": record.wanted,
         "replicas": record.replicas,

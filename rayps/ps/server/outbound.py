@@ -28,6 +28,7 @@ from rayps.cluster.warm import free_memory
 from rayps.comm.link import Link, Message, connect
 from rayps.core.errors import LinkError, RaypsError
 from rayps.core.memory import total_bytes
+from rayps.core.time_account import LoopAccount
 from rayps.ps.protocol.messages import Event, GroupMessage, SegmentOrder
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.assignments import AssignedSpace, Assignments, SegmentReport
@@ -195,9 +196,10 @@ class ManagerSession:
 
 
 class Load:
-    """Computes the loads of successive heartbeats."""
+    """Computes the loads of successive heartbeats, and has the account of the loop's time."""
 
     def __init__(self) -> None:
+        self.account = LoopAccount()
         self._cpu, self._at = time.process_time(), time.monotonic()
         self._memory, self._host_bytes, self._read = 0.0, total_bytes() or 0, -MEMORY_SECONDS
 

@@ -7,6 +7,7 @@ generation of the segment (`begin`), and gives workers the address of the segmen
 from __future__ import annotations
 
 import functools
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,7 @@ from rayps.cluster.code_folder import JobCode, enter_code
 from rayps.cluster.local import host_address
 from rayps.cluster.members import ActorHost
 from rayps.comm.link import Listener
+from rayps.core.member_times import MemberTimes
 from rayps.core.phase_rounds import Boundary
 from rayps.core.user_module import unpack
 from rayps.ps.protocol.space import Space
@@ -29,6 +31,8 @@ from rayps.tensors.optim import Factory
 from rayps.tensors.snapshot import Snapshot
 from rayps.tensors.subset_optimizer import of_some
 from rayps.workload.base import Workload
+
+TIMES_SECONDS = 1.0  # seconds between two reports of where the time went
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ class ShardActor:
         self._optimizer = optimizer_on(device)
         self._loop: GroupServerLoop | None = None
         self._assigned: AssignedSegment | None = None
+        self._times, self._times_due = MemberTimes(), 0.0  # of earlier generations; when the next report is due
 
     def place(self) -> ActorHost:
         """Return the machine on which this shard runs, and the address for workers."""
@@ -103,6 +108,7 @@ class ShardActor:
     def _new_segment(self, plan: ShardPlan) -> DenseSegment:
         """Stop serving, and return the plan's segment without values."""
         if self._loop is not None:
+            self._times = self._times.plus(self._loop.times())
             self._loop.close()
         found, space = unpack(self._packed), plan.space
         factory: Factory = recipe_of(found) if isinstance(found, Workload) else found
@@ -131,7 +137,22 @@ class ShardActor:
         segment = self._segment
         if self._loop is None or segment is None:
             return None
-        return self._loop.do(lambda: segment.facts(self._index, wanted))
+        facts = self._loop.do(lambda: segment.facts(self._index, wanted))
+        if time.monotonic() >= self._times_due:
+            self._times_due, facts.times = time.monotonic() + TIMES_SECONDS, self.times()
+        return facts
+
+    def times(self) -> MemberTimes | None:
+        """Return where the time of this shard went until now, over all generations; None before `begin`."""
+        if self._loop is None:
+            return None
+        return self._times.plus(self._loop.times())
+
+    def move_bound(self, space: Space) -> None:
+        """Serve the space with its new staleness bound. Nothing happens if the shard serves another generation."""
+        loop, assigned = self._loop, self._assigned
+        if loop is not None and assigned is not None and assigned.space.space.name == space.name:
+            loop.do(lambda: loop.change(space))
 
     def part(self, rounds: int) -> ShardPart | None:
         """Return the shard's share of the checkpoint after `rounds` rounds, or None if this state is not retained."""
