@@ -216,7 +216,9 @@ class Load:
             for assigned in list(assigned_space.by_index.values())
             if assigned.segment is not None
         )
-        return {"cpu": round(share, 3), "bytes": total, "connections": connections, "spaces": spaces}
+        account = {part: round(seconds, 3) for (part, _), seconds in self.account.seconds().items()}
+        load = {"cpu": round(share, 3), "bytes": total, "connections": connections, "spaces": spaces}
+        return {**load, "account": account}
 
 
 def _of_space(assigned_space: AssignedSpace, throttled: int, queued: int) -> dict[str, Any]:
@@ -235,6 +237,7 @@ def _of_space(assigned_space: AssignedSpace, throttled: int, queued: int) -> dic
         "throttled": throttled,
         "queued": queued,
         "seconds": round(assigned_space.seconds, 6),
+        "delays": [[*ranks, round(seconds, 3)] for ranks, seconds in list(assigned_space.delays.items())],
         "segments": segments,
     }
 
