@@ -20,7 +20,7 @@ from rayps.core.errors import ConfigError, Conflict, NotFound
 from rayps.core.job_status import Status
 from rayps.service.client import Client
 from rayps.service.drivers import Drivers
-from rayps.service.notice_store import HandOver, NoticeStore, hand_over
+from rayps.service.notice_store import NoticeChanges, NoticeStore, notice_changes
 from rayps.service.scheduler import Scheduler
 from rayps.service.store import Store
 from rayps.strategies.job import JobSpec
@@ -167,20 +167,20 @@ def stored(notice: Notice, withdrawn: bool = False) -> dict[str, tuple[StoredNot
 @pytest.mark.parametrize(
     ("rows", "known", "at", "expected"),
     [
-        ({}, (SPOT,), NOW, HandOver()),  # of another service, or of Ray
-        (stored(SPOT), (), NOW, HandOver(announce=(SPOT,))),
-        (stored(SPOT), (SPOT,), NOW, HandOver()),
-        (stored(SPOT), (Notice("", "10.0.0.7", 19.0, "spot"),), NOW + 10, HandOver()),  # a second on its way
-        (stored(SPOT), (Notice("", "10.0.0.7", 60.0, "spot"),), NOW, HandOver(announce=(SPOT,))),  # a new deadline
-        (stored(SPOT), (Notice("", "10.0.0.7", None, "spot"),), NOW, HandOver(announce=(SPOT,))),
-        (stored(SPOT), (Notice("", "10.0.0.7", 30.0, "x"),), NOW, HandOver(announce=(SPOT,))),
-        (stored(SPOT), (), NOW + 31 + LINGER_SECONDS, HandOver(forget=(SPOT.key,))),
-        (stored(SPOT, True), (SPOT,), NOW, HandOver(withdraw=(SPOT,))),
-        (stored(SPOT, True), (), NOW, HandOver(forget=(SPOT.key,))),
+        ({}, (SPOT,), NOW, NoticeChanges()),  # of another service, or of Ray
+        (stored(SPOT), (), NOW, NoticeChanges(announce=(SPOT,))),
+        (stored(SPOT), (SPOT,), NOW, NoticeChanges()),
+        (stored(SPOT), (Notice("", "10.0.0.7", 19.0, "spot"),), NOW + 10, NoticeChanges()),  # a second on its way
+        (stored(SPOT), (Notice("", "10.0.0.7", 60.0, "spot"),), NOW, NoticeChanges(announce=(SPOT,))),  # a new deadline
+        (stored(SPOT), (Notice("", "10.0.0.7", None, "spot"),), NOW, NoticeChanges(announce=(SPOT,))),
+        (stored(SPOT), (Notice("", "10.0.0.7", 30.0, "x"),), NOW, NoticeChanges(announce=(SPOT,))),
+        (stored(SPOT), (), NOW + 31 + LINGER_SECONDS, NoticeChanges(forget=(SPOT.key,))),
+        (stored(SPOT, True), (SPOT,), NOW, NoticeChanges(withdraw=(SPOT,))),
+        (stored(SPOT, True), (), NOW, NoticeChanges(forget=(SPOT.key,))),
     ],
 )
-def test_what_the_cluster_is_told(rows: Any, known: Any, at: float, expected: HandOver) -> None:
-    assert hand_over(rows, known, at) == expected
+def test_what_the_cluster_is_told(rows: Any, known: Any, at: float, expected: NoticeChanges) -> None:
+    assert notice_changes(rows, known, at) == expected
 
 
 def test_a_notice_reaches_the_cluster_again_after_it_has_forgotten_it(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_notice_reaches_the_cluster_again_after_it_has_forgotten_it(tmp_path: 
         await scheduler.tick()
         assert not cluster.announced
         await scheduler.tick()
-        assert await NoticeStore(store).pending(()) == HandOver()  # the row is gone
+        assert await NoticeStore(store).pending(()) == NoticeChanges()  # the row is gone
 
     serve(tmp_path, body)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rayps
-from rayps.core.elastic import ElasticWorkers, range_of
+from rayps.core.elastic import ElasticWorkers, range_of, workers_of_text
 from rayps.core.errors import ConfigError
 from rayps.core.grid import Grid
 from rayps.core.phase_rounds import Calendar
@@ -131,6 +131,14 @@ def test_a_range_of_workers() -> None:
     for wrong in (True, "4", (3, 2), (0, 2), (1, 2, 3), (1.5, 2)):
         with pytest.raises(ConfigError, match="least and the most"):
             range_of(wrong)
+
+
+def test_workers_as_text() -> None:
+    assert workers_of_text("4") == 4
+    assert workers_of_text("2..8") == (2, 8)
+    for wrong in ("two", "2..", "8..2", "0..3", ""):
+        with pytest.raises(ConfigError, match="workers is"):
+            workers_of_text(wrong)
 
 
 def test_an_elastic_job_in_the_wire_form() -> None:

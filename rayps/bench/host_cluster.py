@@ -177,6 +177,13 @@ class HostCluster:
         """Reserve nothing: the hosts have room for all."""
         return None
 
+    def reserve_named(self, name: str, bundle: Bundle, node: str, timeout: float, *, detached: bool) -> Reservation:
+        """Raise ClusterError: no server group is started here, and only its servers reserve by name."""
+        raise ClusterError(f"the hosts of this measurement hold no reservations, and {name!r} was to be one")
+
+    def reservation(self, name: str) -> None:
+        """Return None: nothing is reserved by name."""
+
     def kill(self, handle: ActorHandle) -> None:
         """End an actor at once."""
         assert isinstance(handle, HostedHandle)

@@ -14,6 +14,7 @@ import typer
 
 from rayps.cli import show
 from rayps.cli.show import Output
+from rayps.core.elastic import workers_of_text
 from rayps.core.errors import ConfigError
 from rayps.core.job_status import Status
 from rayps.core.records import Event, GroupFacts, ProgressRecord
@@ -49,7 +50,9 @@ def submit(
         Path | None, typer.Argument(metavar="SPEC.yaml", help="The job: workload or run, strategy, workers, ...")
     ] = None,
     run: Function = None,
-    workers: Annotated[int | None, typer.Option(help="The number of workers.")] = None,
+    workers: Annotated[
+        str | None, typer.Option(metavar="N|N..M", help="The number of workers, or the least and the most: 2..8.")
+    ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Show the job's progress until it has ended; Ctrl-C detaches.")
     ] = False,
@@ -89,7 +92,8 @@ def submit(
     """Submit a job to the service."""
     if sum(each is not None for each in (file, run, clone)) != 1:
         raise ConfigError("give one of a job file, --run FILE:FUNCTION, and --clone JOB", field="run")
-    given: Keywords = {"server_group": server_group, "branch": branch, "resume": resume, "workers": workers}
+    count = None if workers is None else workers_of_text(workers)
+    given: Keywords = {"server_group": server_group, "branch": branch, "resume": resume, "workers": count}
     given = {key: value for key, value in given.items() if value is not None}
     with Client() as client:
         if requirements is not None:

@@ -70,6 +70,7 @@ class ProgressRecord(TypedDict, total=False):
     loss: float | None
     metrics: dict[str, float]  # metrics of the newest evaluation
     staleness: dict[str, int]
+    bound: int | None  # the staleness bound now, if it moves; None is no bound
     workers: list[WorkerLine]
     allowed: int  # of an elastic job: the number of workers that it was told that it may have
     wanted: int  # of an elastic job: the most workers that it wants, because more would not pay
@@ -115,6 +116,7 @@ class AttemptRecord(TypedDict, total=False):
     pid: int
     started: int  # start time of the process, as the operating system counts it
     crash: str | None
+    moved: str  # why the process ends on purpose, if a notice announced it
 
 
 def read_json(path: Path) -> Any:

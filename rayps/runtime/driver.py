@@ -28,7 +28,7 @@ from rayps.core.goodput import JobTime
 from rayps.core.job_status import Status
 from rayps.core.metrics import evaluation_point
 from rayps.core.phase_rounds import Calendar
-from rayps.core.records import ProgressRecord
+from rayps.core.records import Point, ProgressRecord
 from rayps.core.strategy import Phase
 from rayps.core.strategy_families import (
     Rebuild,
@@ -45,6 +45,7 @@ from rayps.core.user_module import pack
 from rayps.core.warm_start import StartFrom
 from rayps.federated.remote_replies import create_mailbox
 from rayps.runtime import decide_recovery as states
+from rayps.runtime.bound_mover import BoundMover
 from rayps.runtime.callbacks import CallbackRunner, RunHandle, runner_of
 from rayps.runtime.decide_recovery import (
     Continue,
@@ -61,13 +62,16 @@ from rayps.runtime.decide_recovery import (
     next_state,
     recovery_now,
 )
+from rayps.runtime.driver_move import DriverMove
 from rayps.runtime.elastic_run import Allowance, ElasticRun
 from rayps.runtime.job_servers import space_of
 from rayps.runtime.journal import Journal
+from rayps.runtime.last_checkpoint import LastCheckpoint, repeated_rounds
 from rayps.runtime.membership import Membership
 from rayps.runtime.phases import PhaseRun, RunPlan
 from rayps.runtime.preflight import PreflightFindings, Trial, TrialFacts, TrialRequest, preflight
 from rayps.runtime.recover import RecoveryExecutor
+from rayps.runtime.share_balancer import ShareBalancer
 from rayps.runtime.snapshots import Checkpointer
 from rayps.runtime.status import Outcome, RunRecord
 from rayps.runtime.trace_folder import TraceFolder
@@ -138,16 +142,35 @@ class Driver:
         self._recoveries = RecoveryExecutor(journal, failures)
         self._record = RunRecord(journal, spec.workers, self._round_and_facts, self._callbacks.deliver)
         self._record.traces = None if profile is None else TraceFolder(profile, journal)
+        self._bound = BoundMover(journal)
+        self._shares = ShareBalancer(journal, balances=spec.elastic is not None and spec.elastic.balance)
         self._known: RunPlan | None = None  # set by the preflight
         self._allowance = Allowance(spec.workers if spec.elastic is None else spec.elastic.most)
         self._started: WorkerGroup | None = None
         self._generation = 0
-        # after a stop request: the round of the newest checkpoint then, and the deadline for a newer one
-        self._requested = (0, 0.0)
+        self._last: LastCheckpoint | None = None  # after a stop request
+        self._move = DriverMove(journal)
 
     def stop(self) -> None:
         """Request the end of the run. If there is a folder for checkpoints, a last one is saved first."""
         self._stop.set()
+
+    def move(self, reason: str, seconds: float) -> None:
+        """Leave this process within `seconds`: save a checkpoint, and end the run without an outcome.
+
+        Another driver then continues the job as its next attempt. Any thread may call this method.
+        """
+        self._move.request(reason, seconds)
+        self._stop.set()
+
+    def save_soon(self) -> None:
+        """Save a checkpoint as soon as possible, and continue. Any thread may call this method."""
+        self._move.saves = True
+
+    @property
+    def moved(self) -> bool:
+        """Whether the run has ended without an outcome, because another driver continues the job."""
+        return self._move.left
 
     def allow(self, workers: int, reason: str) -> None:
         """Set the number of workers that an elastic job may have from now on. Any thread may call it."""
@@ -384,21 +407,31 @@ class Driver:
         if parts is None:
             self._checkpoints.load_newest()
         group.begin(orders, self._checkpoints.snapshot, state.rebuild)
+        self._bound.begin(orders.strategy)
+        self._shares.begin(group.size)
         self._record.set_status(Status.RUNNING, "")
+        if self._again and self._generation == 1:
+            self._move.report_arrival(self._checkpoints.round)
         return Findings()
 
     def _train(self, phase: PhaseRun) -> Findings:
-        self._poll()
+        points, recoveries = self._poll(), self._recoveries
+        allowed = recoveries.failures < self.spec.max_failures
+        recoveries.late.look(self._group, points, self._checkpoints.round, allowed=allowed)
         decision = self._decided(self._facts(phase))
         if not isinstance(decision, (Fail, Replace, EndEarly, Regroup)):
             self._collect()
         if self._callbacks.is_stopping:
             self._group.snapshot_soon()
+        elif self._move.take_save():
+            self._group.snapshot_once()
         complete = False
         match decision:
             case Continue():
                 elastic = self._plan.elastic
                 stopping = elastic is not None and elastic.is_stopping
+                if elastic is not None and not stopping:
+                    self._shares.balance(self._group.workers, elastic.membership)
                 self._stop.wait(STOPPING_SECONDS if stopping else POLL_SECONDS)
             case EndEarly():
                 self._end_early()
@@ -485,34 +518,38 @@ class Driver:
         if not self.saves or has_remote_clients(phase.phase.strategy):  # a round of real clients may take hours
             return Findings()
         self._record.set_status(Status.STOPPING, "saving a checkpoint")
-        self._group.snapshot_soon()
-        self._requested = self._checkpoints.round, time.monotonic() + LEAVE_SECONDS
+        seconds = LEAVE_SECONDS if self._move.reason is None else self._move.seconds
+        self._last = LastCheckpoint(self._group, self._checkpoints.round, phase.end, seconds)
         return Findings(saving=True)
 
     def _await_checkpoint(self, phase: PhaseRun) -> Findings:
         """Check once for the requested checkpoint. After the deadline the run ends with the previous checkpoint."""
-        before, deadline = self._requested
+        assert self._last is not None, "it was requested"
         self._poll()
         facts = self._facts(phase)
         if facts.dead or facts.errors:
             return Findings()
         self._collect()
-        if self._checkpoints.round != before or time.monotonic() > deadline:
+        if self._last.look(self._group, self._checkpoints.round):
             return Findings()
         time.sleep(POLL_SECONDS / 4)
         return Findings(saving=True)
 
     # ---- shared by the effects
 
-    def _poll(self) -> None:
+    def _poll(self) -> list[Point]:
+        """Take the results of a poll into the record, and return the points of single workers."""
         group = self._group
         points = group.poll()
         for point in points:
             # for later generations, and for runs that resume from this state
             self._checkpoints.snapshot.record_ring_choices(point)
         self._record.add_poll(group, points)
+        self._bound.follow(group, points)
+        self._shares.add(points)
         self._recoveries.check_progress(group, self._generation)
         self._record.show_progress()
+        return points
 
     def _collect(self) -> None:
         self._checkpoints.collect(self._group, self._plan, self._generation)
@@ -532,7 +569,9 @@ class Driver:
         dead = tuple((m.name, m.dead) for m in group.members if m.dead)
         recoveries.record_failures(errors=bool(errors), dead=bool(dead))
         change, elastic = None, self._plan.elastic
-        if elastic is not None and not errors and not dead:
+        # workers that stop for a change of their number would not reach the round of a last checkpoint: it is completed
+        ends = self._stop.is_set() and not (elastic is not None and elastic.is_stopping)
+        if elastic is not None and not errors and not dead and not ends:
             change = elastic.look(group, self._generation, self._checkpoints.round)
         return RunFacts(
             change=change,
@@ -544,7 +583,7 @@ class Driver:
             max_failures=self.spec.max_failures,
             error_age=recoveries.error_age,
             recovery=self._recovery(phase),
-            stop=self._stop.is_set(),
+            stop=ends,
             ends_early=self._callbacks.may_end(self._checkpoints.round),
             positions={name: f.position for name, f in current},
             unanswered=group.unanswered,
@@ -570,6 +609,8 @@ class Driver:
         elastic = None if self._known is None else self._known.elastic
         if elastic is not None and elastic.wanted is not None:
             facts["wanted"] = elastic.wanted
+        if self._bound.moves:
+            facts["bound"] = self._bound.bound
         if self._callbacks.run.best is not None:
             facts["best"] = str(self._callbacks.run.best)
         return self._checkpoints.round, facts
@@ -613,6 +654,9 @@ class Driver:
                 outcome.message = (
                     f"ended early after round {self._checkpoints.round}: {self._callbacks.run.stop_reason}"
                 )
+        elif state.status is Status.STOPPED and self._move.reason is not None:
+            outcome.message = self._leave()
+            return outcome
         elif state.status is Status.STOPPED:
             outcome.message = self._stopped()
         else:
@@ -636,6 +680,17 @@ class Driver:
                 self.journal.event("warning", str(error))
             else:
                 outcome.status, outcome.message, outcome.error = Status.FAILED, str(error), error
+
+    def _leave(self) -> str:
+        """Write what the move of the driver costs, and no outcome; return it."""
+        facts = [] if self._started is None else [worker.facts for worker in self._started.workers]
+        checkpoints, saved = self._checkpoints, self._checkpoints.saved is not None
+        positions = checkpoints.newest.positions if saved and checkpoints.newest is not None else []
+        at = checkpoints.round if saved else 0
+        message = self._move.report_departure(at, repeated_rounds(facts, positions, at))
+        self._record.set_status(Status.RECOVERING, message)
+        self.journal.flush()
+        return message
 
     def _stopped(self) -> str:
         saved = self._checkpoints.saved

@@ -169,6 +169,7 @@ def train(
     keep_checkpoints: int = 2,
     global_batch: int | None = None,
     elastic: Mapping[str, Json] | None = None,
+    balance: bool = False,
 ) -> Result:
     """Train a workload with `workers` Ray actors and return the result.
 
@@ -213,7 +214,9 @@ def train(
     `workers=(2, 8)` is an elastic job: it starts with 2 workers, takes up to 8 where resources are free, and continues
     with fewer if some are lost, without a return to a checkpoint. `global_batch` is the number of rows of a round over
     all workers; without it each worker takes a batch, and the rows of a round grow with the workers. `elastic` has
-    further options: {"lr_scaling": "linear", "cooldown": 30, "gain": 0.5} (`rayps.core.elastic`).
+    further options: {"lr_scaling": "linear", "cooldown": 30, "gain": 0.5} (`rayps.core.elastic`). With `balance=True`,
+    workers that compute faster take more of a round's rows, by the speeds that are measured; the number of workers may
+    be fixed.
 
     The model is evaluated after each epoch, or after every `evaluate_every` rounds, and at the end. The newest
     `keep_checkpoints` checkpoints are kept.
@@ -240,7 +243,7 @@ def train(
     """
     phases = parse(strategy, Path.cwd())
     kind = workload if isinstance(workload, str) else f"{type(workload).__module__}:{type(workload).__qualname__}"
-    size = elastic_fields(workers, elastic_options(workers, elastic, global_batch))
+    size = elastic_fields(workers, elastic_options(workers, elastic, global_batch, balance=balance))
     spec = JobSpec(
         kind,
         wire(phases),
@@ -313,16 +316,22 @@ def train(
 
 
 def elastic_options(
-    workers: int | tuple[int, int], elastic: Mapping[str, Json] | None, global_batch: int | None
+    workers: int | tuple[int, int],
+    elastic: Mapping[str, Json] | None,
+    global_batch: int | None,
+    *,
+    balance: bool = False,
 ) -> JsonObject | None:
-    """Return the options of an elastic job, with `global_batch` among them; None if there are none.
+    """Return the options of an elastic job, with `global_batch` and `balance` among them; None if there are none.
 
-    With a fixed number of workers and a `global_batch`, the most workers are the least ones.
+    With a fixed number of workers and one of these two, the most workers are the least ones.
     """
-    if global_batch is None:
+    own: JsonObject = {} if global_batch is None else {"global_batch": global_batch}
+    own |= {"balance": True} if balance else {}
+    if not own:
         return None if elastic is None else dict(elastic)
     most: JsonObject = {"most": workers} if isinstance(workers, int) else {}
-    return most | dict(elastic or {}) | {"global_batch": global_batch}
+    return most | dict(elastic or {}) | own
 
 
 def _result(outcome: Outcome, journal: Journal, workload: Workload, time: JobTime) -> Result:

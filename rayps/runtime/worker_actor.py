@@ -24,6 +24,7 @@ from rayps.core.logs import LogBuffer
 from rayps.core.member_times import MemberTimes
 from rayps.core.metrics import Totals
 from rayps.core.records import Point
+from rayps.core.row_shares import RowShares
 from rayps.core.user_code import Call, ended_threads, lacks_memory, record_thread_ends, too_large, under_way
 from rayps.core.user_module import unpack
 from rayps.parallel.division.build import blank
@@ -185,6 +186,16 @@ class WorkerActor:
         """End the plan after `rounds` rounds. Its state stays in memory."""
         assert self._current is not None, "the worker has a plan"
         self._current.stop_after(rounds)
+
+    def train_until(self, rounds: int, retained: int) -> None:
+        """Hold the plan after `rounds` rounds, and retain this worker's part of the checkpoint after `retained`."""
+        assert self._current is not None, "the worker has a plan"
+        self._current.train_until(rounds, retained)
+
+    def deal(self, after: int, rows: RowShares) -> None:
+        """Undo `hold`, and deal rows in this way from the round after `after` rounds on."""
+        assert self._current is not None, "the worker has a plan"
+        self._current.deal(after, rows)
 
     def resume(self) -> None:
         """Undo `hold`."""

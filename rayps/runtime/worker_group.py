@@ -15,18 +15,21 @@ from typing import TYPE_CHECKING
 from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import ActorReply, Bundle, Cluster, LocalCluster, refuse_if_too_large, until
 from rayps.cluster.members import GroupMember, leave, place, settle
+from rayps.cluster.notices import Notice
 from rayps.cluster.reservation import WorkerResources, reserve, torch_threads
 from rayps.cluster.user_packages import install_seconds
 from rayps.core.errors import ActorDied, ClusterError, LinkError, RaypsError
 from rayps.core.grid import Grid
 from rayps.core.metrics import Totals, total_over
 from rayps.core.records import Point
+from rayps.core.staleness_bound import MovedBound
 from rayps.core.strategy_families import learns_by_client, rebuilds
 from rayps.core.topology import runs_in_step, servers_of, shard_of
 from rayps.core.user_code import START_SECONDS, overdue
 from rayps.federated.client_states_backup import ClientStatesBackup
 from rayps.federated.strategy_interface import state_owner
 from rayps.ps.client.session import Session
+from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.protocol.space import SpaceRank
 from rayps.ps.server.dense_segment import ShardPart
 from rayps.recovery.backup_assignment import RebuildPlan
@@ -461,10 +464,29 @@ class WorkerGroup:
         """Restore a shard from a snapshot. The workers then repeat the pushes that the shard lacks."""
         found = self._fixed.replace(index, snapshot)
         if found is not None:
-            column, _ = self._fixed.column(index)
-            for rank, worker in enumerate(self.workers):
-                if not worker.dead and self._column(rank) == column:
-                    worker.await_reply(worker.handle.call("rewire", found))
+            self._rewire(index, found)
+
+    def move_shards(self, notices: tuple[Notice, ...], seconds: float) -> list[str]:
+        """Move the segments of shards that will end to new processes, while the workers train; return their names.
+
+        `seconds`: for a shard's process to start, and to answer. A shard that could not be moved stays, or counts as
+        dead if it has stopped serving.
+        """
+        moved = []
+        for index in self._fixed.noticed(notices):
+            found = self._fixed.move(index, notices, seconds)
+            if found is not None:
+                self._rewire(index, found[0])
+                self.cluster.kill(found[1].handle)
+                moved.append(found[1].name)
+        return moved
+
+    def _rewire(self, index: int, found: SpaceMap) -> None:
+        """Send the workers of a shard's column the map in which the shard is replaced."""
+        column, _ = self._fixed.column(index)
+        for rank, worker in enumerate(self.workers):
+            if not worker.dead and self._column(rank) == column:
+                worker.await_reply(worker.handle.call("rewire", found))
 
     def _position(self, rank: int) -> int:
         """Return the rounds that a worker, or its predecessor that died, has reported."""
@@ -556,6 +578,15 @@ class WorkerGroup:
             servers.poll(orders, wanted)
         return points
 
+    def move_bound(self, staleness: int | None) -> None:
+        """Replace the staleness bound on all servers from now on. Leads count from the workers' positions now."""
+        positions = [0] * self.grid.data
+        for rank, worker in enumerate(self.workers):
+            if isinstance(worker.facts, WorkerFacts):
+                positions[self.grid.at(rank).data] = worker.facts.position
+        for servers in self._servers():
+            servers.move_bound(MovedBound(staleness, tuple(positions)))
+
     def take_at(self, round: int) -> None:
         """Take the next snapshot after `round`, which no server has reached: its members retain their parts of it."""
         if self._schedule is not None:
@@ -563,10 +594,15 @@ class WorkerGroup:
         for shard in self.shards:
             shard.await_reply(shard.handle.call("poll", round))
 
-    def snapshot_soon(self) -> None:
-        """Request a snapshot as soon as possible: of the next round that no member has passed."""
+    def snapshot_soon(self, at: int | None = None) -> None:
+        """Request a snapshot as soon as possible: after the round `at`, or the next round that no member has passed."""
         if self._schedule is not None:
-            self._schedule.snapshot_soon()
+            self._schedule.snapshot_soon(at)
+
+    def snapshot_once(self) -> None:
+        """Request one further snapshot as soon as possible, while training continues."""
+        if self._schedule is not None:
+            self._schedule.snapshot_once()
 
     def _wanted(self) -> int:
         """Return the round whose part every member must retain, or 0 while the members' positions are not known."""

@@ -28,7 +28,7 @@ from rayps.core.failpoint import passing
 from rayps.core.records import AttemptRecord
 from rayps.service import processes
 from rayps.service.job_folders import read_attempt
-from rayps.service.notice_store import HandOver
+from rayps.service.notice_store import NoticeChanges
 from rayps.service.plan import Start
 from rayps.service.settings import private_write
 from rayps.service.store import JobRecord
@@ -159,7 +159,7 @@ class Drivers:
         self._allowed[job.id] = (job.attempt, workers), time.monotonic()
         handle.call("allow", workers, reason)
 
-    def pass_on(self, found: HandOver) -> None:
+    def pass_on(self, found: NoticeChanges) -> None:
         """Announce and withdraw notices in the cluster."""
         cluster = self._joined_cluster()
         for one in found.announce:

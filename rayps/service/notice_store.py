@@ -36,7 +36,7 @@ _table = sa.Table(
 
 
 @dataclass(frozen=True, slots=True)
-class HandOver:
+class NoticeChanges:
     """What is to be done in the cluster so that it has the stored notices, and no others of these hosts."""
 
     announce: tuple[Notice, ...] = ()
@@ -44,7 +44,9 @@ class HandOver:
     forget: tuple[str, ...] = ()  # keys of stored notices that are over, or that were withdrawn and are gone
 
 
-def hand_over(stored: dict[str, tuple[StoredNotice, bool]], known: tuple[Notice, ...], now: float) -> HandOver:
+def notice_changes(
+    stored: dict[str, tuple[StoredNotice, bool]], known: tuple[Notice, ...], now: float
+) -> NoticeChanges:
     """Compare the stored notices with those that the cluster knows. Pure.
 
     `stored`: from key to the notice and whether it was withdrawn. `now` is in seconds since the epoch.
@@ -59,7 +61,7 @@ def hand_over(stored: dict[str, tuple[StoredNotice, bool]], known: tuple[Notice,
             forget.append(key)
         elif found is None or not _same(found, one.at(now)):
             announce.append(one.at(now))
-    return HandOver(tuple(announce), tuple(withdraw), tuple(forget))
+    return NoticeChanges(tuple(announce), tuple(withdraw), tuple(forget))
 
 
 def _same(one: Notice, other: Notice) -> bool:
@@ -110,10 +112,10 @@ class NoticeStore:
             one.at(now) for one, withdrawn in (await self._rows()).values() if not withdrawn and not one.over(now)
         )
 
-    async def pending(self, known: tuple[Notice, ...]) -> HandOver:
+    async def pending(self, known: tuple[Notice, ...]) -> NoticeChanges:
         """Return what is to be done in the cluster, which knows the notices `known`; forget what is over."""
         rows = await self._rows()
-        found = hand_over(rows, known, time.time()) if rows else HandOver()
+        found = notice_changes(rows, known, time.time()) if rows else NoticeChanges()
         if found.forget:
             async with self._store.writing() as tx:
                 await tx.execute(_table.delete().where(_table.c.key.in_(found.forget)))

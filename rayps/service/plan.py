@@ -47,6 +47,7 @@ class OpenJob:
     outcome: OutcomeRecord | None = None  # the content of outcome.json
     progress: ProgressRecord | None = None  # the content of progress.json, if this attempt wrote it
     crash: str | None = None  # why the driver ended without an outcome, or was killed
+    moved: str | None = None  # why the driver has left its process on purpose: this is no failure
     launched: bool = True  # the call that starts this attempt's driver has returned, or the driver has begun
     silent: float = 0.0  # seconds in which a STARTING or RECOVERING job's folder showed no progress
     deadline: float = STALL_SECONDS  # the driver is killed when `silent` is greater
@@ -216,6 +217,8 @@ def _lost(job: OpenJob) -> Action:
     failures = max(job.failures, int((job.progress or {}).get("failures", 0)))
     if job.interrupted:
         return Start(job.id, job.attempt + 1, failures, "the service had stopped its own Ray: the driver is restarted")
+    if job.moved is not None:
+        return Start(job.id, job.attempt + 1, failures, f"the driver is started again: {job.moved}")
     if not job.launched:
         return Start(
             job.id,

@@ -143,6 +143,7 @@ class ClusterProcess:
         index: int | None = None,
         restarts: int = 0,
         warm: bool = False,
+        node: str | None = None,
         **kwargs: Any,
     ) -> NamedActor:
         """Start an actor, as `Actors.spawn` does. The actor must have a name, be detached, and use no reservation."""
@@ -158,6 +159,7 @@ class ClusterProcess:
             here=here,
             restarts=restarts,
             warm=warm,
+            node=node,
             **kwargs,
         )
         return NamedActor(name, self)

@@ -337,6 +337,7 @@ class Scheduler:
             outcome=read_json(folder / "outcome.json"),
             progress=progress,
             crash=self._drivers.crash_reason(record, begun),
+            moved=begun.get("moved") if begun.get("attempt") == record.attempt else None,
             launched=record.attempt in (begun.get("attempt"), started.get("attempt")),
             version_conflict=version_conflict(record.attempt, begun, started),
             silent=self._silent(record),

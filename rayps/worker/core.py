@@ -22,6 +22,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 from rayps.core.errors import TrainingError
 from rayps.core.metrics import Total, Totals, add_totals
 from rayps.core.records import Event, Point
+from rayps.core.row_shares import RowShares
 from rayps.core.strategy import RoundMemory
 from rayps.core.strategy_families import ends_together
 from rayps.core.user_code import user_code
@@ -357,6 +358,14 @@ class Worker:
             found.pass_.alone = not ends_together(plan.strategy.topology)
         return found
 
+    def deal(self, rows: RowShares) -> None:
+        """Take other shares of the rows from the next round on. The rows of a round over all workers stay the same."""
+        data = self.batches.data
+        assert isinstance(data, DealtRows), "the rows of this job are dealt by shares"
+        with user_code("data"):
+            dealt = data.dealt_by(rows)
+        self.batches.change_data(dealt, dealt.micro_batches)
+
     def _optimizer(self) -> WorkerOptimizer:
         elastic = self.plan.elastic
         recipe = with_scaled_rates(recipe_of(self.workload), 1.0 if elastic is None else elastic.lr_factor)
@@ -562,6 +571,10 @@ class Meter:
     def add_loss(self, mean: float, weight: float, rows: int) -> None:
         """Add the mean loss over a batch of `rows` rows, and its weight: `rows`, or what the loss returned."""
         self._losses.append((mean, weight, rows))
+
+    def drop_losses(self) -> None:
+        """Drop the losses and metrics of this round, because its gradient does not count."""
+        self._losses, self.totals = [], {}
 
     @contextmanager
     def computing(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from rayps.comm.link import Listener
 from rayps.core.errors import PeerTimeout, RaypsError, StaleGeneration, UserError
 from rayps.core.metrics import Totals
 from rayps.core.records import Point
+from rayps.core.row_shares import RowShares
 from rayps.core.time_account import TimeAccount
 from rayps.core.user_code import Call, lacks_memory, placed, too_large, under_way
 from rayps.ps.protocol.segment_map import SpaceMap
@@ -157,6 +158,14 @@ class GenerationRun:
     def stop_after(self, rounds: int) -> None:
         """End the run after `rounds` rounds: its status is then `paused`, and its state stays in memory."""
         self._gate.stop_after(rounds)
+
+    def train_until(self, rounds: int, retained: int) -> None:
+        """Hold the run after `rounds` rounds, and retain its part of the checkpoint after the round `retained`."""
+        self._gate.train_until(rounds, retained)
+
+    def deal(self, after: int, rows: RowShares) -> None:
+        """Undo `hold`, and deal rows in this way from the round after `after` rounds on."""
+        self._gate.deal(after, rows)
 
     def resume(self) -> None:
         """Undo `hold`."""
@@ -366,10 +375,14 @@ class PlanRun:
         self._begin_trace()
         self.trains_here()
         while self._continues():
+            if self._gate.holds(w.position):
+                loop.settle()  # the servers' state of this round has this worker's push
             if not self._may_begin():
                 self.paused = not self._stopped()
                 break
             self.account.enter("compute" if w.position >= plan.reached else "again")
+            if (rows := self._gate.dealt(w.position)) is not None:
+                w.deal(rows)
             w.meter.begin()
             loop.begin_round()
             loop.run_round()
@@ -392,7 +405,7 @@ class PlanRun:
                 self._await_epoch()
                 self._due = at
             together = due or (at in plan.boundary and (loop.retains_unasked or plan.each_boundary))
-            if together or at == self.wanted:
+            if together or at in (self.wanted, self._gate.retained):
                 with self.account.span("checkpoint"):
                     loop.retain(at)
                     if not (w.done or at >= plan.end):  # at the end, the part is taken after `finish`

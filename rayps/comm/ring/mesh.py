@@ -20,6 +20,7 @@ from rayps.comm.link import Link, Listener, Message, Prefer, connect
 from rayps.comm.link.socket_link import deadline_left
 from rayps.comm.ring.connections import Place, RingConnections
 from rayps.comm.ring.messages import (
+    EARLY,
     Arrival,
     EarlyMessages,
     Piece,
@@ -214,6 +215,20 @@ class Mesh:
                         return
                 raise self._gone(min(gone))
 
+    def await_early(self, wakeup: int, done: Callable[[], bool]) -> None:
+        """Store early messages of other ranks until `done()` returns True, which may take any time.
+
+        `done` is called after each message, each second, and when the eventfd `wakeup` is readable. It reads the
+        eventfd, and may raise a LinkError, which ends the ring. Raises PeerLost if a rank is lost.
+        """
+        with self.guarded(), self._links.polling(wakeup):
+            for peer in self._links.ranks:
+                self.listen(peer)
+            waited = self.seconds_waiting
+            while not done():
+                self._sleep(set(), {}, 1.0, wakeup)
+            self.seconds_waiting = waited  # no collective is under way
+
     def watch(self, done: Callable[[], bool]) -> None:
         """Wait until `done()` returns True, e.g. because a device has finished work in which other ranks take part.
 
@@ -326,7 +341,7 @@ class Mesh:
         return True
 
     def _process_unawaited(self, peer: int, message: Message) -> None:
-        if message.kind in (RingMessage.POINT, RingMessage.PARCEL):
+        if message.kind in EARLY:
             self.early.put(peer, message)
         elif message.kind == RingMessage.ASK:
             self._links[peer].queue(Message(RingMessage.HERE))

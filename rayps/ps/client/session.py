@@ -50,7 +50,9 @@ COPY_CHECKS = 10  # checks of a device's copies between two checks of the connec
 FEED_SECONDS = 1.0  # seconds between two checks of the connections while a feed provides nothing
 ASK_SECONDS = 0.5  # seconds between two checks whether awaited segments are lost
 # requests whose answer a server may delay
-_PATIENT = frozenset({GroupMessage.PULL, GroupMessage.PUSH_PULL, GroupMessage.READ, GroupMessage.FLUSH})
+_PATIENT = frozenset(
+    {GroupMessage.PULL, GroupMessage.PUSH_PULL, GroupMessage.READ, GroupMessage.FLUSH, GroupMessage.ARRIVE}
+)
 
 
 class SegmentReplies(NamedTuple):

@@ -28,7 +28,7 @@ from rayps.core.errors import LinkError, NotFound, StaleGeneration
 from rayps.core.member_times import MemberTimes
 from rayps.core.time_account import named_waits
 from rayps.ps.protocol.mailbox import BY_MEMORY, BY_MESSAGE, SharedSlice
-from rayps.ps.protocol.messages import GroupMessage, numbers
+from rayps.ps.protocol.messages import GroupMessage, Role, numbers
 from rayps.ps.protocol.space import ServedSegment, Space
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace, Assignments, SegmentReport
 from rayps.ps.server.connection import PeerRequest, ServerPeer
@@ -59,16 +59,19 @@ class GroupServerLoop:
         secret: bytes,
         *,
         host: str = "",
+        node: str = "",
         heartbeat: float = 0.1,
     ) -> None:
         """Start the loop.
 
         `manager` is the address of the manager's listener, or a function that returns this address. With `manager=None`
         the server has no manager, and the caller assigns segments to the server with `serve`. `host` is the machine's
-        name. `heartbeat` is the time between two heartbeats, in seconds, until the manager sets another time.
+        name, and `node` its id in the cluster. `heartbeat` is the time between two heartbeats, in seconds, until the
+        manager sets another time.
         """
         warm_up()
-        self.name, self.address, self.where = name, listener.address, host or socket.gethostname()
+        self.name, self.address = name, listener.address
+        self.where, self.node = host or socket.gethostname(), node
         self._listener, self._secret = listener, secret
         self._fair: FairQueue[PeerRequest] = FairQueue()
         self._replication = Replication(self)
@@ -117,6 +120,13 @@ class GroupServerLoop:
         found = self._assignments.assign(space, index, generation, segment)
         self.space_changed(space)
         return found
+
+    def hand_over(self, assigned: AssignedSegment) -> bytes:
+        """Refuse requests to a segment from now on, and return its whole state. Call this in the loop's thread."""
+        assert assigned.segment is not None, "a primary has a segment"
+        assigned.role = Role.LEAVING
+        self.stop_serving(assigned)
+        return assigned.segment.dump()
 
     def do(self, work: Callable[[], T], timeout: float = 60.0) -> T:
         """Run `work` in the loop's thread between two requests, and return its result. Call this from another thread.
@@ -494,7 +504,7 @@ class GroupServerLoop:
             self._handler.send_withheld(assigned_space, anew=anew)
 
     def space_changed(self, space: Space) -> None:
-        """Handle a new space or quota: serve the requests that waited for the space, and limit its rate here."""
+        """Handle a new space, quota or bound: serve the requests that need not wait any more; limit the rate here."""
         if self._unknown_spaces.pop(space.number, None) is not None:
             self._fair.block(space.number, False)
         most, rate = space.quota.operations, None
@@ -502,6 +512,12 @@ class GroupServerLoop:
             mine = len(self._assignments.spaces[space.number].primaries())
             rate = most * max(1, mine) / max(1, space.segments)
         self._fair.limit_rate(space.number, rate, time.monotonic())
+        self._handler.bound_moved(self._assignments.spaces[space.number])
+
+    def change(self, space: Space) -> None:
+        """Replace the options of a space that `serve` has added. Call this in the loop's thread, by `do`."""
+        self._assignments.add_space(space)
+        self.space_changed(space)
 
     def space_closed(self, number: int) -> None:
         """Handle a closed space: answer its requests with an error."""
