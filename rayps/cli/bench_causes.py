@@ -28,7 +28,7 @@ def causes(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Slow one worker in known ways: does the report name it?
+    """Check that reports name a worker slowed in known ways.
 
     It needs root, for network namespaces and for a cgroup that limits a disk.
     """
