@@ -106,6 +106,15 @@ export interface JobServers {
   quota?: { bytes?: number | null; operations?: number | null } | null;
 }
 
+/** The workers of an elastic job; `requested` is the most that the user wants now, null for as many as it may have. */
+export interface WorkerCounts {
+  least: number;
+  most: number;
+  now: number;
+  allowed: number;
+  requested: number | null;
+}
+
 export interface Job {
   id: string;
   name: string;
@@ -123,6 +132,7 @@ export interface Job {
   stop_requested: boolean;
   params?: Record<string, unknown>; // of the workload: all after the start, before only those that were given
   sweep?: string | null;
+  elastic?: WorkerCounts | null; // null if the number of workers is fixed
 }
 
 /** A job's packed code: the SHA-256 of its archive, and where it comes from. */

@@ -9,6 +9,7 @@ import typer
 
 from rayps.cli.bench_balance import balance
 from rayps.cli.bench_causes import causes
+from rayps.cli.bench_changes import elastic
 from rayps.cli.bench_device import device
 from rayps.cli.bench_elastic import faults, jobs, resize
 from rayps.cli.bench_overlap import show_overlap
@@ -22,7 +23,7 @@ from rayps.cli.show import Output
 
 app = typer.Typer(no_args_is_help=True, help="Measure how fast rayps is on your machines.")
 app.command()(tables)
-for command in (faults, resize, jobs, device, service, sharded, start, causes, staleness, balance):
+for command in (faults, resize, jobs, device, service, sharded, start, causes, staleness, balance, elastic):
     app.command()(command)
 
 Sizes = Annotated[str, typer.Option(help="Sizes of the vector, e.g. 10KB,1MB (1 KB = 1000 bytes).")]
@@ -357,7 +358,8 @@ def _backup_workers(
             "formula": "formula",
             "dropped": "late a step",
             "times_none": "x members alone",
-            "times_formula": "formula",
+            "times_formula": "by formula",
+            "times_finishing": "if late ones finish",
             "times_all": "x all workers",
         },
     )

@@ -15,6 +15,7 @@ import typer
 import rayps
 from rayps.cli import backup as cli_backup
 from rayps.cli import bench as cli_bench
+from rayps.cli import chaos as cli_chaos
 from rayps.cli import client as cli_client
 from rayps.cli import clients as cli_clients
 from rayps.cli import export as cli_export
@@ -227,6 +228,14 @@ def serve(
             "takes about 350 MB of memory.",
         ),
     ] = None,
+    shared_state: Annotated[
+        bool | None,
+        typer.Option(
+            "--shared-state",
+            help="Every host of the cluster has the state directory at the same path: a driver may then move to "
+            "another host when its host ends.",
+        ),
+    ] = None,
     allow_host: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="A name to accept in a request's Host header, besides the loopback names."),
@@ -247,6 +256,7 @@ def serve(
             state_dir=state_dir,
             idle=idle,
             warm=warm,
+            shared_state=shared_state,
             allowed_hosts=allowed,
         ),
         keep=keep,
@@ -287,6 +297,7 @@ cli_export.add(app)
 cli_sweeps.add(app)
 cli_client.add(app)
 app.command()(cli_backup.backup)
+app.command()(cli_chaos.chaos)
 app.command()(cli_plan.plan)
 app.command()(cli_report.report)
 app.command()(cli_run.run)

@@ -10,7 +10,7 @@ import importlib
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -70,6 +70,7 @@ class Actors(Protocol):
         gpus: float = 0.0,
         detached: bool = False,
         here: bool = False,
+        avoid: Sequence[str] = (),
         gang: Reservation | None = None,
         index: int | None = None,
         restarts: int = 0,
@@ -79,9 +80,11 @@ class Actors(Protocol):
     ) -> ActorHandle:
         """Start an actor, an instance of `target` ("module:Class"), and return its handle.
 
-        `detached`: the actor outlives this process. `here`: the actor runs on this host. `gang` and `index`: the actor
-        runs in the bundle `index` of the reservation `gang`. `restarts`: how often the cluster starts the actor again,
-        with the same arguments, after its process died (-1: always). A cluster of threads ignores `restarts`.
+        `detached`: the actor outlives this process. `here`: the actor runs on this host. `avoid`: nodes on which it
+        does not run; with `here`, it runs elsewhere if this host is one of them. A cluster of threads ignores both.
+        `gang` and `index`: the actor runs in the bundle `index` of the reservation `gang`. `restarts`: how often the
+        cluster starts the actor again, with the same arguments, after its process died (-1: always). A cluster of
+        threads ignores `restarts`.
         `warm`: the actor may take a process that `keep_warm` has started, if it has the environment of a new process.
         `node`: the actor runs on the host of this id, one of those that `hosts` returns.
         """
@@ -314,6 +317,7 @@ class LocalCluster:
         gpus: float = 0.0,
         detached: bool = False,
         here: bool = False,
+        avoid: Sequence[str] = (),
         gang: Reservation | None = None,
         index: int | None = None,
         restarts: int = 0,

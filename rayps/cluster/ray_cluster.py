@@ -575,6 +575,7 @@ class RayCluster:
         gpus: float = 0.0,
         detached: bool = False,
         here: bool = False,
+        avoid: Sequence[str] = (),
         gang: Reservation | None = None,
         index: int | None = None,
         restarts: int = 0,
@@ -584,7 +585,7 @@ class RayCluster:
     ) -> RayHandle:
         """Start an actor in its own process. See `Actors.spawn`."""
         self._check()
-        if warm and not gpus and not restarts and node is None:
+        if warm and not gpus and not restarts and node is None and self.node not in avoid:
             taken = self._take_warm(name, detached, _host_of(gang, index))
             if taken is not None:
                 owner = None if detached else ray.get_runtime_context().current_actor
@@ -610,6 +611,8 @@ class RayCluster:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 gang.group, placement_group_bundle_index=-1 if index is None else index
             )
+        elif avoid and node is None and (not here or self.node in avoid):
+            options["label_selector"] = {"ray.io/node-id": f"!in({','.join(avoid)})"}
         elif here or node is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
                 node or ray.get_runtime_context().get_node_id(), soft=False

@@ -517,8 +517,9 @@ class Driver:
     def _request_checkpoint(self, phase: PhaseRun) -> Findings:
         if not self.saves or has_remote_clients(phase.phase.strategy):  # a round of real clients may take hours
             return Findings()
-        self._record.set_status(Status.STOPPING, "saving a checkpoint")
-        seconds = LEAVE_SECONDS if self._move.reason is None else self._move.seconds
+        moves = self._move.reason is not None  # the job then goes on: a job that is STOPPING never runs again
+        self._record.set_status(Status.RECOVERING if moves else Status.STOPPING, "saving a checkpoint")
+        seconds = self._move.seconds if moves else LEAVE_SECONDS
         self._last = LastCheckpoint(self._group, self._checkpoints.round, phase.end, seconds)
         return Findings(saving=True)
 

@@ -594,10 +594,10 @@ class WorkerGroup:
         for shard in self.shards:
             shard.await_reply(shard.handle.call("poll", round))
 
-    def snapshot_soon(self, at: int | None = None) -> None:
-        """Request a snapshot as soon as possible: after the round `at`, or the next round that no member has passed."""
+    def snapshot_soon(self) -> None:
+        """Request a snapshot as soon as possible: of the next round that no member has passed."""
         if self._schedule is not None:
-            self._schedule.snapshot_soon(at)
+            self._schedule.snapshot_soon()
 
     def snapshot_once(self) -> None:
         """Request one further snapshot as soon as possible, while training continues."""

@@ -31,6 +31,7 @@ from rayps.workload.base import Workload
 
 log = logging.getLogger(__name__)
 
+HELD_SECONDS = 0.001  # a shorter time between two rounds is no wait for the driver
 TAKEN_SECONDS = 600.0  # the longest wait, in seconds, until the driver has taken the state of an earlier boundary
 
 
@@ -376,8 +377,7 @@ class PlanRun:
         while self._continues():
             if self._gate.holds(w.position):
                 loop.settle()  # the servers' state of this round has this worker's push
-            self.account.enter("waiting", "driver")  # no time at all, unless the driver changes the workers
-            if not self._gate.begin(w.position, self._stopped):
+            if not self._may_begin():
                 self.paused = not self._stopped()
                 break
             self.account.enter("compute" if w.position >= plan.reached else "again")
@@ -423,6 +423,15 @@ class PlanRun:
             with self.account.span("checkpoint"):
                 loop.finish()
                 self._retain(loop.state_dict(together=True), False)
+
+    def _may_begin(self) -> bool:
+        """Return whether the next round may begin; wait while the driver changes the workers."""
+        began = time.perf_counter()
+        free = self._gate.begin(self.loop.w.position, self._stopped)
+        held = time.perf_counter() - began
+        if held > HELD_SECONDS:
+            self.account.divide({"waiting": held}, "driver")
+        return free
 
     def _begin_trace(self) -> None:
         w = self.loop.w

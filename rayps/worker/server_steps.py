@@ -156,7 +156,7 @@ class ServerSteps(Loop):
         self.settle()
 
     def settle(self) -> None:
-        """Wait until the servers have acknowledged this worker's pushes. See `Loop`."""
+        """Wait until the servers have applied this worker's pushes. Raises LinkError if a connection fails."""
         self.w.server.settle()
 
     def close(self) -> None:

@@ -71,6 +71,7 @@ class ServerLoad:
 
     def __init__(self) -> None:
         self.bytes, self.cpu = 0, 0.0
+        self.account: dict[str, float] = {}  # seconds of the server's loop, by part: see `rayps.core.time_account`
         self.memory, self.host_bytes = 0.0, 0  # the share of the host's memory in use, and the bytes of this memory
         self.spaces: dict[int, dict[str, Any]] = {}  # number of a space -> the space's part of the heartbeat
         self.segments: dict[SegmentId, SegmentLoad] = {}  # the segments of which the server is primary
@@ -79,6 +80,7 @@ class ServerLoad:
     def heartbeat(self, body: dict[str, Any], now: float) -> None:
         """Record a heartbeat that arrived at the time `now`, in seconds."""
         self.bytes, self.cpu = int(body.get("bytes", 0)), float(body.get("cpu", 0.0))
+        self.account = {str(part): float(seconds) for part, seconds in body.get("account", {}).items()}
         self.memory, self.host_bytes = float(body.get("memory", 0.0)), int(body.get("host_bytes", 0))
         self.spaces = {int(number): facts for number, facts in body.get("spaces", {}).items()}
         self.segments = {}
