@@ -10,10 +10,11 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-from rayps.cluster.local import refuse_if_too_large, resolve
+from rayps.cluster.local import not_free_there, refuse_if_too_large, resolve
+from rayps.cluster.notices import Notice, StoredNotice
 from rayps.cluster.warm import WarmState
 from rayps.core.errors import ActorDied, ClusterError, NoResources
-from simulation.kernel import Process, Simulation, Waiters, simulation
+from simulation.kernel import EPOCH, Process, Simulation, Waiters, simulation
 
 TARGETS: dict[str, str] = {}  # actors that are simulated themselves: the product's class -> what stands in for it
 LEARN_SECONDS = 0.5  # longest time until the death of a process is known
@@ -189,6 +190,8 @@ class World:
         self.values: dict[str, bytes] = {}
         self.owners: dict[int, list[Actor]] = {}  # pid of an owner -> its actors, which end with it
         self.held: list[SimReservation] = []
+        self.notices: dict[str, StoredNotice] = {}  # announced ones, by key
+        self.reservations: dict[str, SimReservation] = {}  # by name
         self.away = False  # the cluster does not answer
         sim.world = self
 
@@ -206,19 +209,25 @@ class World:
 class SimReservation:
     """Resources that a process has reserved."""
 
-    def __init__(self, world: World, owner: Process, bundles: list[dict[str, float]]) -> None:
-        self.bundles, self.released, self._world = bundles, False, world
+    def __init__(
+        self, world: World, owner: Process | None, bundles: list[dict[str, float]], node: str | None = None
+    ) -> None:
+        self.bundles, self.released, self.node, self._world = bundles, False, node, world
         world.held.append(self)
-        owner.on_death.append(lambda: world.sim.after(1.0, self.release))
+        if owner is not None:
+            owner.on_death.append(lambda: world.sim.after(1.0, self.release))
 
     def hosts(self) -> list[str]:
-        names = sorted(self._world.hosts)
+        names = [self.node] if self.node else sorted(self._world.hosts)
         return [names[at % len(names)] for at in range(len(self.bundles))]
 
     def release(self) -> None:
         self.released = True
         if self in self._world.held:
             self._world.held.remove(self)
+        names = self._world.reservations
+        for name in [name for name, found in names.items() if found is self]:
+            del names[name]
 
 
 class SimCluster:
@@ -243,6 +252,7 @@ class SimCluster:
         here: bool = False,
         gang: SimReservation | None = None,
         index: int | None = None,
+        node: str | None = None,
         restarts: int = 0,
         warm: bool = False,
         **kwargs: Any,
@@ -254,6 +264,8 @@ class SimCluster:
         if name in world.names:
             raise ClusterError(f"cannot start actor {name!r}: the name is taken")
         host = owner.host if here else sim.rng.choice(sorted(world.hosts))
+        if node:
+            host = node
         if gang is not None:
             host = gang.hosts()[index or 0]
         actor = Actor(world, name, host, target, args, kwargs)
@@ -298,6 +310,36 @@ class SimCluster:
                 raise NoResources(f"{needed:g} CPUs are not free after {timeout:g} s", needed=bundles)
             world.sim.park(0.5)
         return SimReservation(world, world.sim.alive().process, bundles)
+
+    def reserve_named(
+        self, name: str, bundle: dict[str, float], node: str, timeout: float, *, detached: bool
+    ) -> SimReservation:
+        world = self._world
+        end = world.sim.now + timeout
+        while world.free()["cpu"] < bundle.get("cpu", 0.0):
+            if world.sim.now >= end:
+                raise not_free_there(bundle, node, timeout)
+            world.sim.park(0.5)
+        owner = None if detached else world.sim.alive().process
+        found = world.reservations[name] = SimReservation(world, owner, [bundle], node)
+        return found
+
+    def reservation(self, name: str) -> SimReservation | None:
+        return self._world.reservations.get(name)
+
+    @property
+    def node(self) -> str:
+        return simulation().alive().process.host
+
+    def notices(self) -> tuple[Notice, ...]:
+        now = EPOCH + simulation().now
+        return tuple(one.at(now) for one in self._world.notices.values() if not one.over(now))
+
+    def announce(self, notice: Notice) -> None:
+        self._world.notices[notice.key] = StoredNotice.of(notice, EPOCH + simulation().now)
+
+    def withdraw(self, notice: Notice) -> None:
+        self._world.notices.pop(notice.key, None)
 
     def close(self) -> None:
         pass

@@ -31,7 +31,6 @@ class Planted:
     scenario: str
     what: str  # what the product then does
     changes: Callable[[], list[tuple[Any, str, Any]]]  # (owner, name, what takes its place)
-    first: int = 0  # the first seed that finds it, so that a test need not search for it
 
     @contextlib.contextmanager
     def switched_off(self) -> Iterator[None]:

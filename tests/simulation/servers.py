@@ -15,6 +15,7 @@ import torch
 import rayps.ps.group as elastic
 from rayps.core.errors import RaypsError
 from rayps.core.user_module import pack
+from rayps.ps.manager.launcher import ActorStarter
 from rayps.ps.server.assignments import SegmentReport
 from rayps.ps.server.server_actor import ALONE_SECONDS
 from rayps.ps.server_group import ServerGroup
@@ -121,7 +122,13 @@ def _packed(factory: Any) -> bytes:
     return pack(factory)
 
 
+def _starter(group: str, cluster: Any, *, cpus: float, detached: bool) -> ActorStarter:
+    """Stand in for `HostStarter`, whose servers are children of one process on each host."""
+    return ActorStarter(group, cluster, {"cpus": cpus, "detached": detached})
+
+
 MORE = [
+    ("rayps.ps.manager.manager", "HostStarter", _starter),
     ("rayps.ps.server_group", "pack", _packed),
     ("rayps.ps.manager.record", "Path", SimPath),
     ("rayps.ps.server.assignments", "SegmentReport", _report),

@@ -129,7 +129,7 @@ class GroupState:
             self.members = dict(sorted(self.members.items(), key=lambda item: _age(item[0])))  # the oldest first
             self.event("server_joined", f"{name} on {record.host or 'this host'} has joined the group", server=name)
         elif member is None or member.state == ServerState.DEAD:
-            self.launcher.end(name)
+            self.launcher.end(name, record.node)
             return False
         elif member.state != ServerState.ALIVE:
             self._is_back(member, "is connected again")
