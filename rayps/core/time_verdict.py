@@ -3,7 +3,8 @@
 Each possible cause has a cost: the share of the workers' time after their start that would be useful without it. The
 largest cost is the verdict. Causes that one member can be named for come first if they cost enough: what all workers
 wait for a CPU is within what counts as computing, and cannot be compared with the others. The start is no cost of this
-kind: it happens once, and its share shrinks by itself. It is named last, and only if it is most of the time. The causes:
+kind: it happens once, and its share shrinks by itself. It is named last, and only if it is most of the time.
+The causes:
 
 - One worker holds up the others. Its excess is what its own seconds per round (computing, data, communication) exceed
   the median of the other workers by. Its cause is what explains most of the excess: the time that the worker's thread
