@@ -35,7 +35,7 @@ POLL_SECONDS = 0.1
 
 
 @dataclass(slots=True)
-class _Round:
+class _VirtualRound:
     """The round of a worker that has begun, at the time `began`; its pull was served at the time `pulled`."""
 
     began: float
@@ -57,7 +57,7 @@ class VirtualJob:
         self.shard = Shard(extent, strategy, recipe_of(workload), start, [0] * workers, private=True)
         self._batches = [_batches(rows, rank, workers, seed) for rank in range(workers)]
         self._factors = [_all_factors(rows, workload.scene, rank, workers, seed) for rank in range(workers)]
-        self._versions, self._rounds = [0] * workers, [_Round(0.0) for _ in range(workers)]
+        self._versions, self._rounds = [0] * workers, [_VirtualRound(0.0) for _ in range(workers)]
         self._agreements = [PushAgreement(partial(self._versions.__getitem__, rank)) for rank in range(workers)]
         self._points: list[Point] = []
         self._reported = [0] * workers  # rounds that the driver knows
@@ -99,7 +99,7 @@ class VirtualJob:
         seconds, wait = self.now - running.began, running.pulled - running.began
         facts = {"kind": "round", "rank": rank, "round": step, "seconds": seconds, "wait": wait, "loss": loss}
         self._points.append(facts | self._agreements[rank].point())
-        self._rounds[rank] = _Round(self.now)
+        self._rounds[rank] = _VirtualRound(self.now)
         self._waiting.append(rank)
 
     def _gradient(self, params: Tensor, batch: Batch) -> tuple[Tensor, float]:

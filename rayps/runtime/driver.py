@@ -548,6 +548,8 @@ class Driver:
         self._record.add_poll(group, points)
         self._bound.follow(group, points)
         self._shares.add(points)
+        for name in group.move_shards(group.cluster.notices(), self.spec.timeout):
+            self.journal.event("moved", f"{name} ends soon: its segment has moved to a new process", shard=name)
         self._recoveries.check_progress(group, self._generation)
         self._record.show_progress()
         return points
