@@ -308,7 +308,9 @@ def stragglers(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Measure the time to equal accuracy with slow workers, or what backup workers save.
+    """Measure what slow workers cost.
+
+    The table has the time to equal accuracy, or what backup workers save.
 
     The workers train under staleness 0, 8 and none (asynchronous). With --backup b, the time of a step is measured for
     N workers, for N of N + b, and for N + b workers, if each gradient takes 5 times as long with probability 0.1.

@@ -19,7 +19,10 @@ def balance(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Measure a round of unequal workers with equal shares of the rows and with shares by speed."""
+    """Measure rounds of unequal workers and shares.
+
+    Rounds have equal shares of the rows, and shares by speed.
+    """
     from rayps.bench.balance import bench_balance
 
     rows = run(

@@ -24,7 +24,9 @@ def elastic(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Measure the pause of a job when its workers grow from 2 to 4, and shrink to 2 because a node is drained.
+    """Measure the pause of a job whose workers change.
+
+    They grow from 2 to 4, and shrink to 2 because a node is drained.
 
     Each contender has a cluster of two nodes on this machine. Ray Train needs `pip install 'rayps[bench]'`.
     """

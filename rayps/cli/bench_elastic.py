@@ -47,7 +47,9 @@ def faults(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Kill servers (kill -9) under load; or, with --hosts, measure what each kind of fault costs a job.
+    """Measure what faults cost: kill servers under load.
+
+    With --hosts, measure what each kind of fault costs a job.
 
     The table shows whether each push was applied exactly once, and how long pushes waited. With --hosts it shows for
     each kind of fault the pause, the time that was lost until the next fault, and the useful share of the time with a

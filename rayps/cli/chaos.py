@@ -90,7 +90,9 @@ def chaos(
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --output json.")] = False,
 ) -> None:
-    """Inject random faults into a job by a seed, and check that nothing is lost, done twice, or hangs.
+    """Inject faults into a job, and check what it left.
+
+    The faults are random by a seed. Nothing may be lost, done twice, or hang.
 
     Only processes of this job on this machine are touched, unless --allow names more. Each fault is announced before it
     is injected. The exit code is 1 if a check fails.

@@ -145,7 +145,7 @@ def range_of(workers: object) -> tuple[int, int] | None:
 
 
 def workers_of_text(text: str) -> int | tuple[int, int]:
-    """Return the number of workers that a text such as "4" means, or the range of one such as "2..8".
+    """Return the number of workers that the option --workers means by "4", or the range that it means by "2..8".
 
     Raises:
         ConfigError: the text is neither.
@@ -155,7 +155,7 @@ def workers_of_text(text: str) -> int | tuple[int, int]:
         found = (int(least), int(most)) if dots else int(least)
     except ValueError:
         raise ConfigError(
-            f"workers is {text!r}: give a number such as 4, or the least and the most of an elastic job: 2..8",
+            f"--workers is {text!r}: give a number such as 4, or the least and the most of an elastic job: 2..8",
             field="workers",
         ) from None
     range_of(found)
