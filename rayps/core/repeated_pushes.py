@@ -6,6 +6,9 @@ applied steps above the mark. The ledger is saved and loaded with the parameters
 exactly which pushes its parameters include. In fp16 the ledger also has the number of skipped pushes, because a server
 needs it wherever it needs the ledger. Vector clocks as filters of repeated messages: Li et al., "Scaling Distributed
 Machine Learning with the Parameter Server", OSDI 2014, section 4.1.
+
+If workers join and leave, the ledger has a mark for each rank that may exist, and the set of the *active* ranks. Marks
+of inactive ranks stay. A worker that joins as a rank which another worker had continues above that worker's steps.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ class LedgerJson(TypedDict):
     marks: list[int]  # one for each rank
     above: dict[str, list[int]]  # from rank to its applied steps above a gap
     skipped: NotRequired[list[int]]  # one for each rank; missing if they are not counted
+    active: NotRequired[list[int]]  # the active ranks; missing if the ranks do not change
+    missed: NotRequired[dict[str, list[list[int]]]]  # from rank to ranges of steps, see `Ledger`
 
 
 class Ledger:
@@ -31,7 +36,9 @@ class Ledger:
 
     `marks[rank]` is the rank's clock: the number of its steps applied without a gap. Only the ledger writes `marks`.
     `skipped[rank]` is the number of the rank's recorded steps that a schedule does not count, because their gradients
-    have overflowed in fp16. It is None if these steps are not counted.
+    have overflowed in fp16. It is None if these steps are not counted. `active` has the ranks of workers that take part
+    now. It is None if all ranks do, and no rank joins or leaves. `missed[rank]` has the ranges [low, high) of steps
+    that a joining worker has passed over: they are below the mark, and no push of them was applied here.
     """
 
     def __init__(
@@ -39,9 +46,12 @@ class Ledger:
         marks: Iterable[int],
         above: Mapping[int, Iterable[int]] | None = None,
         skipped: Mapping[int, int] | None = None,
+        active: Iterable[int] | None = None,
     ) -> None:
         self.marks = dict(enumerate(marks))
         self.skipped = None if skipped is None else dict(skipped)
+        self.active: set[int] | None = None if active is None else set(active)
+        self.missed: dict[int, list[tuple[int, int]]] = {}
         self._above: dict[int, set[int]] = {rank: set() for rank in self.marks}
         for rank, steps in (above or {}).items():
             for step in steps:
@@ -93,9 +103,66 @@ class Ledger:
         """Return one more than the highest recorded step of `rank`."""
         return max(self._above[rank], default=self._mark(rank) - 1) + 1
 
+    # ---- ranks that join and leave
+
+    def takes_part(self, rank: int) -> bool:
+        """Return whether pushes of this rank are applied: its worker has joined, and has not left."""
+        return self.active is None or rank in self.active
+
+    def admit(self, rank: int, first: int) -> int:
+        """Let a worker join as `rank`; return its first step.
+
+        This is the smallest step that is at least `first`, at least the slowest active clock, and above every recorded
+        step of the rank. All lower steps count as recorded, because no worker will push them.
+        """
+        self._mark(rank)
+        active = set() if self.active is None else self.active
+        clocks = [self.marks[each] for each in active - {rank}]
+        if not clocks:  # without an active rank, the slowest clock is the largest one
+            clocks = [self.marks[rank] if rank in active else max(self.marks.values())]
+        first = max(first, self.reach(rank), min(clocks))
+        self._pass_over(rank, first)
+        active.add(rank)
+        self.active = active
+        return first
+
+    def remove(self, rank: int) -> None:
+        """Let the worker `rank` leave. Its recorded steps stay recorded."""
+        self._mark(rank)
+        assert self.active is not None, "ranks join before they leave"
+        self.active.discard(rank)
+
+    def repeats(self, rank: int, step: int, earlier: Iterable[tuple[int, int]]) -> bool:
+        """Record the push (`rank`, `step`) before it arrives, if one of the `earlier` pushes (rank, step) is recorded.
+
+        These are pushes of the same batch by workers that left before all servers had the push. Return whether the push
+        is recorded now.
+        """
+        if any(self.applied(*each) for each in earlier):
+            self.add(rank, step)
+        return self.seen(rank, step)
+
+    def applied(self, rank: int, step: int) -> bool:
+        """Return whether this push is recorded, and not passed over by a worker that joined later."""
+        return self.seen(rank, step) and not any(low <= step < high for low, high in self.missed.get(rank, ()))
+
+    def _pass_over(self, rank: int, first: int) -> None:
+        """Count the steps of a rank below `first` as recorded; those that are not are `missed`."""
+        low = self.marks[rank]
+        missed = self.missed.setdefault(rank, [])
+        for known in [*sorted(step for step in self._above[rank] if step < first), first]:
+            if low < known:
+                missed.append((low, known))
+            low = known + 1
+        self.skip(rank, first)
+
+    # ---- copies
+
     def copy(self) -> Ledger:
         """Return a copy."""
-        return Ledger(self.marks.values(), self._above, self.skipped)
+        found = Ledger(self.marks.values(), self._above, self.skipped, self.active)
+        found.missed = {rank: list(ranges) for rank, ranges in self.missed.items()}
+        return found
 
     def to_json(self) -> LedgerJson:
         """Return the ledger as plain data, for a snapshot."""
@@ -103,6 +170,10 @@ class Ledger:
         found: LedgerJson = {"marks": list(self.marks.values()), "above": above}
         if self.skipped is not None:
             found["skipped"] = list(self.skipped.values())
+        if self.active is not None:
+            found["active"] = sorted(self.active)
+        if any(self.missed.values()):
+            found["missed"] = {str(rank): list(map(list, ranges)) for rank, ranges in self.missed.items() if ranges}
         return found
 
     @classmethod
@@ -112,7 +183,11 @@ class Ledger:
             above = {int(rank): map(int, steps) for rank, steps in data["above"].items()}
             counts = data.get("skipped")
             skipped = None if counts is None else dict(zip(range(len(data["marks"])), map(int, counts), strict=True))
-            return cls(map(int, data["marks"]), above, skipped)
+            active = data.get("active")
+            found = cls(map(int, data["marks"]), above, skipped, None if active is None else map(int, active))
+            for rank, ranges in data.get("missed", {}).items():
+                found.missed[int(rank)] = [(int(low), int(high)) for low, high in ranges]
+            return found
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"the checkpoint's ledger of pushes is damaged: {str(data)[:100]!r}") from error
 
@@ -142,9 +217,12 @@ def union(ledgers: Iterable[Ledger]) -> Ledger:
     marks = [max(ledger.marks[rank] for ledger in held) for rank in held[0].marks]
     counts = [ledger.skipped for ledger in held if ledger.skipped is not None]
     skipped = {rank: max(count[rank] for count in counts) for rank in held[0].marks} if counts else None
-    found = Ledger(marks, skipped=skipped)
+    active = [ledger.active for ledger in held if ledger.active is not None]
+    found = Ledger(marks, skipped=skipped, active=set().union(*active) if active else None)
+    for rank, missed in held[0].missed.items():
+        found.missed[rank] = [each for each in missed if all(each in other.missed.get(rank, ()) for other in held)]
     for ledger in held:
-        for rank, steps in ledger.to_json()["above"].items():
+        for number, steps in ledger.to_json()["above"].items():
             for step in steps:
-                found.add(int(rank), step)
+                found.add(int(number), step)
     return found

@@ -4,25 +4,38 @@ A worker's clock is the number of rounds it has pushed without a gap: its mark i
 `rayps.core.repeated_pushes`. Bounded staleness lets a worker pull while its clock is at most `staleness` ahead of the
 slowest clock (Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013).
 A staleness of 0 is a barrier; None means fully asynchronous.
+
+If workers join and leave, only the clocks of the *active* ranks count. A rank that joins is given a clock that is not
+below the slowest one, so the slowest clock never decreases. When the slowest rank leaves, pulls that waited for it can
+be served.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 
 class Clock:
     """Rounds pushed by each rank, and the bound on their difference."""
 
-    def __init__(self, done: Mapping[int, int], staleness: int | None) -> None:
-        """Use `done`, the dict from rank to clock, without a copy: each call sees the owner's newest changes."""
+    def __init__(self, done: Mapping[int, int], staleness: int | None, active: Collection[int] | None = None) -> None:
+        """Use `done`, the dict from rank to clock, without a copy: each call sees the owner's newest changes.
+
+        `active` has the ranks whose clocks count, also without a copy. None means all ranks.
+        """
         self.staleness = staleness
         self.done = done
+        self.active = active
 
     @property
     def slowest(self) -> int:
-        """The smallest clock in the group."""
-        return min(self.done.values(), default=0)
+        """The smallest clock of the active ranks. If no rank is active, the largest clock: no later one is below it."""
+        if self.active is None:
+            return min(self.done.values(), default=0)
+        if not self.active:
+            return max(self.done.values(), default=0)
+        done = self.done
+        return min(done[rank] for rank in self.active)
 
     def lead(self, rank: int) -> int:
         """Return how many rounds `rank` is ahead of the slowest rank."""
@@ -40,6 +53,6 @@ class Clock:
         return (lead if step is None else min(lead, step - self.slowest)) <= self.staleness
 
     def laggards(self) -> list[int]:
-        """Return the ranks with the smallest clock: the other ranks wait for them."""
-        slowest = self.slowest
-        return sorted(rank for rank, done in self.done.items() if done == slowest)
+        """Return the active ranks with the smallest clock: the other ranks wait for them."""
+        slowest, active = self.slowest, self.done if self.active is None else self.active
+        return sorted(rank for rank in active if self.done[rank] == slowest)
