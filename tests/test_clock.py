@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayps.core.repeated_pushes import Ledger
-from rayps.core.staleness_bound import Clock
+from rayps.core.staleness_bound import ActiveRanks, Clock
 
 
 def test_a_barrier_lets_nobody_lead():
@@ -60,33 +60,34 @@ def test_whoever_obeys_the_clock_keeps_the_bound(size, staleness, moves):
 
 
 def test_only_the_clocks_of_active_ranks_count():
-    active = {0, 1}
+    active = ActiveRanks({0, 1})
     clock = Clock({0: 5, 1: 3, 2: 0}, 1, active)
     assert (clock.slowest, clock.laggards(), clock.lead(0)) == (3, [1], 2)
     assert not clock.may_pull(0)
-    active.discard(1)  # the slowest leaves: the pull that waited for it is served
+    active.ranks.discard(1)  # the slowest leaves: the pull that waited for it is served
     assert clock.may_pull(0) and clock.slowest == 5
-    active.clear()
+    active.ranks.clear()
+    active.floor = 5
     assert (clock.slowest, clock.laggards()) == (5, [])
 
 
 @given(st.integers(0, 3), st.lists(st.tuples(st.sampled_from("ajrp"), st.integers(0, 3)), max_size=100))
 def test_ranks_that_join_and_leave_keep_the_bound_and_block_nobody(staleness, moves):
-    ledger = Ledger([0] * 4, active=())
+    ledger = Ledger([0] * 4, active=ActiveRanks())
     clock = Clock(ledger.marks, staleness, ledger.active)
     slowest, pushed = 0, set()
     for move, rank in moves:
-        if move == "j" and rank not in ledger.active:
+        if move == "j" and rank not in ledger.active.ranks:
             first = ledger.admit(rank, 0)
             assert first >= slowest and not any(r == rank and step >= first for r, step in pushed)
         elif move == "r":
             ledger.remove(rank)
-        elif rank in ledger.active and clock.may_pull(rank):
+        elif rank in ledger.active.ranks and clock.may_pull(rank):
             pushed.add((rank, ledger.marks[rank]))
             ledger.add(rank, ledger.marks[rank])
         assert clock.slowest >= slowest  # also when the slowest rank leaves or all do
         slowest = clock.slowest
-        assert not ledger.active or any(clock.may_pull(r) for r in ledger.active)
+        assert not ledger.active.ranks or any(clock.may_pull(r) for r in ledger.active.ranks)
         assert Ledger.from_json(ledger.to_json()) == ledger == ledger.copy()
     assert all(ledger.applied(*push) for push in pushed)
     steps = {rank: {step for r, step in pushed if r == rank} for rank in range(4)}

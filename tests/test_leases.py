@@ -20,13 +20,14 @@ from rayps.core.leases import (
     lease_size,
 )
 from rayps.core.repeated_pushes import Ledger
+from rayps.core.staleness_bound import ActiveRanks
 
 
 class Servers:
     """The slow twin of servers: for each segment a ledger, and how often each block was applied."""
 
     def __init__(self, segments: int, slots: int) -> None:
-        self.ledgers = [Ledger([0] * slots, active=()) for _ in range(segments)]
+        self.ledgers = [Ledger([0] * slots, active=ActiveRanks()) for _ in range(segments)]
         self.applied = [Counter() for _ in range(segments)]
 
     def push(self, segment: int, rank: int, step: int, block: tuple[int, int]) -> None:
@@ -146,7 +147,7 @@ def test_a_run_resumes_from_states_that_segments_took_at_different_moments(block
     marks = {rank: resumed.marks(rank) for rank in range(3)}
     leases = Leases.from_json(run.leases.to_json(marks), 2)
     for ledger in resumed.ledgers:
-        ledger.active = set()
+        ledger.active = ActiveRanks()
     again = Run(leases, resumed)
     again.complete(last)
     again.check(2)

@@ -26,7 +26,7 @@ from rayps.core.values import JsonObject
 
 LEASE_SECONDS = 1.0  # how long a lease should last
 LEAST_SECONDS = 0.25  # the shortest useful lease: the driver's polls take a part of it
-MOST_BLOCKS = 512  # in one lease; a server accepts pushes of fewer than `WINDOW` steps above the first missing one
+MOST_BLOCKS = 256  # in one lease. A worker has at most two, and a server accepts fewer than `WINDOW` steps after a gap
 
 
 class PushId(NamedTuple):

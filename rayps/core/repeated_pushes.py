@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import NotRequired, TypedDict
 
 from rayps.core.errors import CheckpointError
+from rayps.core.staleness_bound import ActiveRanks, Clock
 
 WINDOW = 1024  # a push of a step this far above the first missing step, or farther, is an error
 
@@ -28,6 +29,7 @@ class LedgerJson(TypedDict):
     above: dict[str, list[int]]  # from rank to its applied steps above a gap
     skipped: NotRequired[list[int]]  # one for each rank; missing if they are not counted
     active: NotRequired[list[int]]  # the active ranks; missing if the ranks do not change
+    floor: NotRequired[int]  # see `ActiveRanks`
     missed: NotRequired[dict[str, list[list[int]]]]  # from rank to ranges of steps, see `Ledger`
 
 
@@ -46,11 +48,11 @@ class Ledger:
         marks: Iterable[int],
         above: Mapping[int, Iterable[int]] | None = None,
         skipped: Mapping[int, int] | None = None,
-        active: Iterable[int] | None = None,
+        active: ActiveRanks | None = None,
     ) -> None:
         self.marks = dict(enumerate(marks))
         self.skipped = None if skipped is None else dict(skipped)
-        self.active: set[int] | None = None if active is None else set(active)
+        self.active = None if active is None else active.copy()
         self.missed: dict[int, list[tuple[int, int]]] = {}
         self._above: dict[int, set[int]] = {rank: set() for rank in self.marks}
         for rank, steps in (above or {}).items():
@@ -107,30 +109,39 @@ class Ledger:
 
     def takes_part(self, rank: int) -> bool:
         """Return whether pushes of this rank are applied: its worker has joined, and has not left."""
-        return self.active is None or rank in self.active
+        return self.active is None or rank in self.active.ranks
+
+    def begin_members(self, floor: int) -> None:
+        """Let ranks join and leave from now on. No rank takes part yet, and the slowest clock is `floor`."""
+        self.active = ActiveRanks(floor=floor)
 
     def admit(self, rank: int, first: int) -> int:
         """Let a worker join as `rank`; return its first step.
 
         This is the smallest step that is at least `first`, at least the slowest active clock, and above every recorded
-        step of the rank. All lower steps count as recorded, because no worker will push them.
+        step of the rank. All lower steps count as recorded, because no worker will push them. Raises ValueError if
+        there is no such rank, or ranks do not change.
         """
-        self._mark(rank)
-        active = set() if self.active is None else self.active
-        clocks = [self.marks[each] for each in active - {rank}]
-        if not clocks:  # without an active rank, the slowest clock is the largest one
-            clocks = [self.marks[rank] if rank in active else max(self.marks.values())]
-        first = max(first, self.reach(rank), min(clocks))
+        active = self._members(rank)
+        again = rank in active.ranks  # with a later first step
+        low = self.marks[rank] if again else Clock(self.marks, None, active).slowest
+        first = max(first, self.reach(rank), low)
         self._pass_over(rank, first)
-        active.add(rank)
-        self.active = active
+        active.ranks.add(rank)
         return first
 
     def remove(self, rank: int) -> None:
-        """Let the worker `rank` leave. Its recorded steps stay recorded."""
-        self._mark(rank)
-        assert self.active is not None, "ranks join before they leave"
-        self.active.discard(rank)
+        """Let the worker `rank` leave. Its recorded steps stay recorded. Raises ValueError as `admit`."""
+        active = self._members(rank)
+        if active.ranks == {rank}:
+            active.floor = max(active.floor, self.marks[rank])
+        active.ranks.discard(rank)
+
+    def end_members(self, step: int) -> None:
+        """Let all workers leave, and raise all marks to `step`, which no push has reached."""
+        for rank in self.marks:
+            self._pass_over(rank, step)
+        self.active = ActiveRanks(floor=step)
 
     def repeats(self, rank: int, step: int, earlier: Iterable[tuple[int, int]]) -> bool:
         """Record the push (`rank`, `step`) before it arrives, if one of the `earlier` pushes (rank, step) is recorded.
@@ -145,6 +156,12 @@ class Ledger:
     def applied(self, rank: int, step: int) -> bool:
         """Return whether this push is recorded, and not passed over by a worker that joined later."""
         return self.seen(rank, step) and not any(low <= step < high for low, high in self.missed.get(rank, ()))
+
+    def _members(self, rank: int) -> ActiveRanks:
+        self._mark(rank)
+        if self.active is None:
+            raise ValueError(f"rank {rank} can neither join nor leave: the ranks of this ledger do not change")
+        return self.active
 
     def _pass_over(self, rank: int, first: int) -> None:
         """Count the steps of a rank below `first` as recorded; those that are not are `missed`."""
@@ -171,9 +188,11 @@ class Ledger:
         if self.skipped is not None:
             found["skipped"] = list(self.skipped.values())
         if self.active is not None:
-            found["active"] = sorted(self.active)
+            found["active"], found["floor"] = sorted(self.active.ranks), self.active.floor
         if any(self.missed.values()):
-            found["missed"] = {str(rank): list(map(list, ranges)) for rank, ranges in self.missed.items() if ranges}
+            found["missed"] = {
+                str(rank): list(map(list, ranges)) for rank, ranges in sorted(self.missed.items()) if ranges
+            }
         return found
 
     @classmethod
@@ -183,8 +202,8 @@ class Ledger:
             above = {int(rank): map(int, steps) for rank, steps in data["above"].items()}
             counts = data.get("skipped")
             skipped = None if counts is None else dict(zip(range(len(data["marks"])), map(int, counts), strict=True))
-            active = data.get("active")
-            found = cls(map(int, data["marks"]), above, skipped, None if active is None else map(int, active))
+            active = None if "active" not in data else ActiveRanks(set(map(int, data["active"])), int(data["floor"]))
+            found = cls(map(int, data["marks"]), above, skipped, active)
             for rank, ranges in data.get("missed", {}).items():
                 found.missed[int(rank)] = [(int(low), int(high)) for low, high in ranges]
             return found
@@ -217,8 +236,7 @@ def union(ledgers: Iterable[Ledger]) -> Ledger:
     marks = [max(ledger.marks[rank] for ledger in held) for rank in held[0].marks]
     counts = [ledger.skipped for ledger in held if ledger.skipped is not None]
     skipped = {rank: max(count[rank] for count in counts) for rank in held[0].marks} if counts else None
-    active = [ledger.active for ledger in held if ledger.active is not None]
-    found = Ledger(marks, skipped=skipped, active=set().union(*active) if active else None)
+    found = Ledger(marks, skipped=skipped, active=_all_active(held))
     for rank, missed in held[0].missed.items():
         found.missed[rank] = [each for each in missed if all(each in other.missed.get(rank, ()) for other in held)]
     for ledger in held:
@@ -226,3 +244,10 @@ def union(ledgers: Iterable[Ledger]) -> Ledger:
             for step in steps:
                 found.add(int(number), step)
     return found
+
+
+def _all_active(ledgers: list[Ledger]) -> ActiveRanks | None:
+    held = [ledger.active for ledger in ledgers if ledger.active is not None]
+    if not held:
+        return None
+    return ActiveRanks(set().union(*(each.ranks for each in held)), max(each.floor for each in held))

@@ -12,13 +12,26 @@ be served.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class ActiveRanks:
+    """The ranks whose clocks count. `floor` is the slowest clock while there is no such rank."""
+
+    ranks: set[int] = field(default_factory=set)
+    floor: int = 0
+
+    def copy(self) -> ActiveRanks:
+        """Return a copy."""
+        return ActiveRanks(set(self.ranks), self.floor)
 
 
 class Clock:
     """Rounds pushed by each rank, and the bound on their difference."""
 
-    def __init__(self, done: Mapping[int, int], staleness: int | None, active: Collection[int] | None = None) -> None:
+    def __init__(self, done: Mapping[int, int], staleness: int | None, active: ActiveRanks | None = None) -> None:
         """Use `done`, the dict from rank to clock, without a copy: each call sees the owner's newest changes.
 
         `active` has the ranks whose clocks count, also without a copy. None means all ranks.
@@ -29,13 +42,11 @@ class Clock:
 
     @property
     def slowest(self) -> int:
-        """The smallest clock of the active ranks. If no rank is active, the largest clock: no later one is below it."""
-        if self.active is None:
-            return min(self.done.values(), default=0)
-        if not self.active:
-            return max(self.done.values(), default=0)
-        done = self.done
-        return min(done[rank] for rank in self.active)
+        """The smallest clock of the active ranks."""
+        done, active = self.done, self.active
+        if active is None:
+            return min(done.values(), default=0)
+        return min((done[rank] for rank in active.ranks), default=active.floor)
 
     def lead(self, rank: int) -> int:
         """Return how many rounds `rank` is ahead of the slowest rank."""
@@ -54,5 +65,5 @@ class Clock:
 
     def laggards(self) -> list[int]:
         """Return the active ranks with the smallest clock: the other ranks wait for them."""
-        slowest, active = self.slowest, self.done if self.active is None else self.active
+        slowest, active = self.slowest, self.done if self.active is None else self.active.ranks
         return sorted(rank for rank in active if self.done[rank] == slowest)

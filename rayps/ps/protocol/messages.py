@@ -48,6 +48,8 @@ class GroupMessage(enum.IntEnum):
     # AIM: during a HOLD, apply the pushes below these steps nevertheless
     AIM = 13  # payload = head + a step for each rank (int64) -> ACK, once all these pushes are applied
     RELEASE = 14  # end a consistent pull: apply the pushes that have waited since HOLD; no answer
+    # MEMBERS: only rank -1 may send it; weight = the incarnation of the worker that joins, if one does
+    MEMBERS = 16  # payload = head + a `MemberChange` for each segment -> VALUE: as MARKS, once the backups have it
     TAKE_RANK = 15  # where there is no manager: a = space, b = rank -> ACK: the incarnation for the next JOIN (int64)
     # server -> worker. In every answer, weight = the step of this rank below which all pushes to the request's segments
     # are durable
