@@ -165,6 +165,19 @@ class Data(ABC):
         for batch in itertools.islice(found, 0, None, place.processes):
             yield batch, None
 
+    @property
+    def has_row_numbers(self) -> bool:
+        """Whether rows can be taken by number: whether `order` and `take` are there."""
+        return False
+
+    def order(self, seed: int, epoch: int) -> NDArray[np.int64]:
+        """Return the row numbers of an epoch in the order in which ranks take them."""
+        raise NotImplementedError(f"{type(self).__name__} has no row numbers")
+
+    def take(self, rows: NDArray[np.int64]) -> Batch:
+        """Return a batch of the rows with these numbers, which may be none. Raises DataError if one cannot be read."""
+        raise NotImplementedError(f"{type(self).__name__} has no row numbers")
+
     def loaded_by(self, workers: int, *, prefetch: int = 2) -> Self:
         """Return a copy of the data whose batches are read ahead by `workers` processes of each worker.
 

@@ -72,6 +72,19 @@ class InMemory(Data):
         for batch, _ in self.part(Place(rank, size, seed, epoch), start):
             yield batch
 
+    @property
+    def has_row_numbers(self) -> bool:
+        """True."""
+        return True
+
+    def order(self, seed: int, epoch: int) -> Ints:
+        """Return the row numbers of an epoch: a permutation, or all in order without `shuffle`."""
+        return rows_of_rank(self.rows(), rank=0, size=1, seed=seed if self.shuffle else None, epoch=epoch)
+
+    def take(self, rows: Ints) -> Batch:
+        """Return a batch of the rows with these numbers. Raises DataError if one cannot be read."""
+        return self._take(rows)
+
     def parts(self, processes: int) -> int:
         """Return `processes`: rows are taken by number."""
         return processes

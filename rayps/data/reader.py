@@ -226,6 +226,20 @@ class ParquetData(Data):
 
     # ------------------------------------------------------------------------------------ batches
 
+    @property
+    def has_row_numbers(self) -> bool:
+        """Whether all rows fit into the window."""
+        index, layout = self._index_and_layout()
+        return index.rows * layout.row_bytes <= self._window
+
+    def order(self, seed: int, epoch: int) -> NDArray[np.int64]:
+        """Return the row numbers of an epoch: a permutation, or all in order without `shuffle`."""
+        return rows_of_rank(self.rows(), rank=0, size=1, seed=seed if self._shuffle else None, epoch=epoch)
+
+    def take(self, rows: NDArray[np.int64]) -> Batch:
+        """Return a batch of the rows with these numbers. Raises DataError if a value is invalid."""
+        return self._batch(self._load_all(self._index_and_layout()[0]), rows)
+
     def batches(self, *, rank: int, size: int, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of `rank` from batch number `start` on. With on_invalid="drop", invalid rows are left out.
 

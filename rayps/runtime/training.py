@@ -37,7 +37,7 @@ from rayps.runtime.state_folder import StateFolder
 from rayps.runtime.status import Outcome
 from rayps.runtime.trace_folder import TraceFolder
 from rayps.strategies.catalogue import StrategySpec, parse, wire
-from rayps.strategies.job import JobSpec, gpus_of_servers
+from rayps.strategies.job import JobSpec, elastic_fields, gpus_of_servers
 from rayps.tensors import checkpoint as checkpoints
 from rayps.tensors.checkpoint_place import CheckpointPlace, ObjectStore
 from rayps.tensors.snapshot import Snapshot
@@ -135,7 +135,7 @@ def train(
     workload: Workload | str,
     *,
     strategy: StrategySpec = "all_reduce",
-    workers: int = 1,
+    workers: int | tuple[int, int] = 1,
     epochs: int | None = None,
     steps: int | None = None,
     seed: int = 0,
@@ -159,6 +159,8 @@ def train(
     callbacks: Sequence[Callback] = (),
     evaluate_every: int | None = None,
     keep_checkpoints: int = 2,
+    global_batch: int | None = None,
+    elastic: Mapping[str, Json] | None = None,
 ) -> Result:
     """Train a workload with `workers` Ray actors and return the result.
 
@@ -200,6 +202,11 @@ def train(
     called at each round, evaluation or checkpoint, give `callbacks` (`rayps.Callback`), which are called in this
     process in addition to those of the workload.
 
+    `workers=(2, 8)` is an elastic job: it starts with 2 workers, takes up to 8 where resources are free, and continues
+    with fewer if some are lost, without a return to a checkpoint. `global_batch` is the number of rows of a round over
+    all workers; without it each worker takes a batch, and the rows of a round grow with the workers. `elastic` has
+    further options: {"lr_scaling": "linear", "cooldown": 30, "gain": 0.5} (`rayps.core.elastic`).
+
     The model is evaluated after each epoch, or after every `evaluate_every` rounds, and at the end. The newest
     `keep_checkpoints` checkpoints are kept.
 
@@ -225,10 +232,11 @@ def train(
     """
     phases = parse(strategy, Path.cwd())
     kind = workload if isinstance(workload, str) else f"{type(workload).__module__}:{type(workload).__qualname__}"
+    size = elastic_fields(workers, elastic_options(workers, elastic, global_batch))
     spec = JobSpec(
         kind,
         wire(phases),
-        workers,
+        size["workers"],
         epochs,
         steps,
         seed,
@@ -246,6 +254,7 @@ def train(
         params=dict(params or {}),
         evaluate_every=evaluate_every,
         keep_checkpoints=keep_checkpoints,
+        elastic=size["elastic"],
     ).check()
     if server_group is not None and cluster is None and address is None:
         raise ConfigError(
@@ -291,6 +300,19 @@ def train(
         if display:
             display.close()
     return _result(outcome, journal, workload)
+
+
+def elastic_options(
+    workers: int | tuple[int, int], elastic: Mapping[str, Json] | None, global_batch: int | None
+) -> JsonObject | None:
+    """Return the options of an elastic job, with `global_batch` among them; None if there are none.
+
+    With a fixed number of workers and a `global_batch`, the most workers are the least ones.
+    """
+    if global_batch is None:
+        return None if elastic is None else dict(elastic)
+    most: JsonObject = {"most": workers} if isinstance(workers, int) else {}
+    return most | dict(elastic or {}) | {"global_batch": global_batch}
 
 
 def _result(outcome: Outcome, journal: Journal, workload: Workload) -> Result:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Self, TypeGuard
 
 from rayps.core.code_archive import is_hash
+from rayps.core.elastic import ElasticWorkers, range_of
 from rayps.core.errors import ConfigError
 from rayps.core.requirements import refused_requirement
 from rayps.core.topology import shard_bundles
@@ -65,6 +67,8 @@ class JobSpec:
     code: str | None = None  # the SHA-256 of the uploaded archive of the working directory
     requirements: list[str] | None = None  # lines of a requirements file, which pip installs for the job's processes
     run: str | None = None  # "file.py:train_fn": a function with a loop of its own, which rayps calls on each worker
+    # for an elastic job, whose least number of workers is `workers`: what else it states; None: the number is fixed
+    elastic: ElasticWorkers | None = None
 
     @property
     def target(self) -> str:
@@ -78,6 +82,8 @@ class JobSpec:
             ConfigError: a field is invalid. The error names the field, its value and what is expected.
         """
         _positive("workers", self.workers)
+        if self.elastic is not None:
+            self.elastic.check(self.workers)
         for field_name in ("epochs", "steps", "checkpoint_every", "evaluate_every", "keep_checkpoints"):
             value = getattr(self, field_name)
             if value is not None:
@@ -227,7 +233,7 @@ class JobSpec:
 
     def to_dict(self) -> JsonObject:
         """Return the spec as JSON-ready data."""
-        return asdict(self)
+        return asdict(self) | {"elastic": None if self.elastic is None else self.elastic.to_json()}
 
     @classmethod
     def from_dict(cls, data: Keywords) -> Self:
@@ -241,12 +247,38 @@ class JobSpec:
             if key not in known:
                 raise ConfigError(f"a job has no field {key!r}: the fields are {', '.join(sorted(known))}", field=key)
         given = {key: value for key, value in data.items() if key != "workload" or value is not None}
+        given |= elastic_fields(given.get("workers", 1), given.get("elastic"))
         if "workload" not in given and given.get("run") is None:
             raise ConfigError(
                 "a job needs a workload: 'module:Class' or 'file.py:Class'; or run: 'file.py:train_fn'",
                 field="workload",
             )
         return cls(**given).check()
+
+
+def elastic_fields(workers: object, elastic: object) -> Keywords:
+    """Return the fields `workers` and `elastic` of a job from what a user gives for them.
+
+    `workers` is a number or a pair (least, most). `elastic` is None or a mapping, in which `most` may be left out if
+    `workers` is a pair.
+
+    Raises:
+        ConfigError: the two contradict each other, or are not valid.
+    """
+    if elastic is not None and not isinstance(elastic, (Mapping, ElasticWorkers)):
+        raise ConfigError(f"elastic is {elastic!r:.100}: give a mapping, e.g. {{global_batch: 256}}", field="elastic")
+    pair = range_of(workers) if isinstance(workers, (tuple, list)) else None
+    if pair is None:
+        held = ElasticWorkers.of(elastic) if isinstance(elastic, Mapping) else elastic
+        return {"workers": workers, "elastic": held}
+    least, most = pair
+    given = elastic.to_json() if isinstance(elastic, ElasticWorkers) else dict(elastic or {})
+    if given.setdefault("most", most) != most:
+        raise ConfigError(
+            f"workers is ({least}, {most}) and elastic.most is {given['most']!r}: leave out elastic.most",
+            field="elastic",
+        )
+    return {"workers": least, "elastic": ElasticWorkers.of(given)}
 
 
 def gpus_of_servers(spec: JobSpec) -> float:

@@ -1,0 +1,145 @@
+"""The numbers of workers that an elastic job may have, and how its batches and learning rate follow them. Pure.
+
+A job with `workers=(2, 8)` starts when 2 workers can run, grows up to 8 where there is room, and shrinks again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from rayps.core.errors import ConfigError
+from rayps.core.spelling import near
+from rayps.core.values import Json, JsonObject
+
+LR_RULES = ("keep", "linear", "sqrt")
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticWorkers:
+    """What a job states beside the least number of its workers.
+
+    `global_batch`: the rows of a round over all workers. If it is None, each worker takes `batch_size` rows (times the
+    workload's `accumulate`), and the rows of a round grow with the workers. `lr_scaling` says how the learning rate
+    then follows the rows of a round, relative to the least number of workers: "keep", "linear" (Goyal et al. 2017), or
+    "sqrt" (Krizhevsky 2014).
+
+    `replay` has pairs (round, workers): the job changes its number of workers after exactly these rounds, and at no
+    other time. The membership log of an earlier run, given as `replay`, repeats that run.
+    """
+
+    most: int
+    global_batch: int | None = None
+    lr_scaling: str = "keep"
+    cooldown: float = 30.0  # seconds between two changes of the number of workers that are not forced
+    gain: float = 0.5  # the least part of its own speed that an added worker must add, so that the job grows further
+    replay: tuple[tuple[int, int], ...] | None = None
+
+    def check(self, least: int) -> Self:
+        """Return these values. `least` is the job's least number of workers.
+
+        Raises:
+            ConfigError: a value is invalid.
+        """
+        if not _whole(self.most) or self.most < least:
+            raise ConfigError(
+                f"workers is ({least}, {self.most!r}): give the least and the most number of workers, in this order",
+                field="workers",
+            )
+        if self.global_batch is not None and (not _whole(self.global_batch) or self.global_batch < self.most):
+            raise ConfigError(
+                f"global_batch is {self.global_batch!r} and there are up to {self.most} workers: give a whole number "
+                f"of rows, at least {self.most}, so that each worker has a row in each round",
+                field="global_batch",
+            )
+        if self.lr_scaling not in LR_RULES:
+            raise ConfigError(
+                f"lr_scaling is {self.lr_scaling!r}: give one of {', '.join(LR_RULES)}", field="lr_scaling"
+            )
+        if self.lr_scaling != "keep" and self.global_batch is not None:
+            raise ConfigError(
+                f"lr_scaling is {self.lr_scaling!r} and global_batch is {self.global_batch}: the rows of a round do "
+                "not change with the workers; leave out one of the two",
+                field="lr_scaling",
+            )
+        for name, value, below in (("cooldown", self.cooldown, math.inf), ("gain", self.gain, 1.0)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ConfigError(f"{name} is {value!r}: give a finite number of at least 0", field=name)
+            if value > below:
+                raise ConfigError(f"{name} is {value!r}: give at most {below:g}", field=name)
+        last = -1
+        for at, count in self.replay or ():
+            if not _whole(at) or at <= last or not _whole(count) or count < 1:
+                raise ConfigError(
+                    f"replay has ({at!r}, {count!r}) after round {last}: give pairs (round, workers) with increasing "
+                    "rounds",
+                    field="replay",
+                )
+            last = at
+        return self
+
+    def lr_factor(self, rows: int, reference: int) -> float:
+        """Return the factor of the learning rate for rounds of `rows` rows; `reference` rows have the factor 1."""
+        ratio = rows / reference
+        return {"keep": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.lr_scaling]
+
+    def to_json(self) -> JsonObject:
+        """Return the values as JSON data, without those that have their defaults."""
+        found: JsonObject = {"most": self.most}
+        defaults = ElasticWorkers(self.most)
+        for name in ("global_batch", "lr_scaling", "cooldown", "gain"):
+            if getattr(self, name) != getattr(defaults, name):
+                found[name] = getattr(self, name)
+        if self.replay is not None:
+            found["replay"] = [list(pair) for pair in self.replay]
+        return found
+
+    @classmethod
+    def of(cls, given: Mapping[str, Json]) -> Self:
+        """Return the values that `to_json` wrote, or that a user wrote as a mapping. Call `check` next.
+
+        Raises:
+            ConfigError: `given` has an unknown name, or lacks `most`.
+        """
+        known = tuple(cls.__dataclass_fields__)
+        for name in given:
+            if name not in known:
+                raise ConfigError(f"elastic has no field {name!r}{near(name, known)}", field="elastic")
+        if "most" not in given:
+            raise ConfigError("elastic lacks most, the largest number of workers", field="elastic")
+        values: dict[str, Json] = dict(given)
+        replay = values.get("replay")
+        if replay is not None:
+            values["replay"] = _pairs(replay)
+        return cls(**values)  # type: ignore[arg-type]
+
+
+def range_of(workers: object) -> tuple[int, int] | None:
+    """Return (least, most) if `workers` is a pair, or None if it is one number.
+
+    Raises:
+        ConfigError: `workers` is neither.
+    """
+    if _whole(workers):
+        return None
+    if isinstance(workers, (tuple, list)) and len(workers) == 2 and all(_whole(each) for each in workers):
+        least, most = workers
+        if 1 <= least <= most:
+            return least, most
+    raise ConfigError(
+        f"workers is {workers!r}: give a whole number of at least 1, or the least and the most of an elastic job, such "
+        "as (2, 8)",
+        field="workers",
+    )
+
+
+def _pairs(value: Json) -> tuple[tuple[int, int], ...]:
+    if not isinstance(value, Sequence) or not all(isinstance(each, Sequence) and len(each) == 2 for each in value):
+        raise ConfigError(f"replay is {value!r:.100}: give pairs (round, workers)", field="replay")
+    return tuple((each[0], each[1]) for each in value)  # type: ignore[misc, index]
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
