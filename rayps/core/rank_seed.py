@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
+
 _APART = 1_000_003  # difference between the seeds of one rank in two jobs with consecutive seeds; above any world size
 
 
 def rank_seed(seed: int, rank: int) -> int:
     """Return the seed of `rank` in a job with this seed, such as for `torch.manual_seed`."""
     return seed * _APART + rank
+
+
+def block_seed(seed: int, epoch: int, block: int, *, read: bool) -> int:
+    """Return the seed of a block of rows, whichever worker has it: to read its rows if `read`, else to learn from it."""
+    words = [seed % 2**64, epoch, block, int(read)]
+    return int.from_bytes(hashlib.blake2b(struct.pack("<QQQQ", *words), digest_size=8).digest(), "little") >> 1
