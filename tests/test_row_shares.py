@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 import rayps
 from rayps.core.elastic import ElasticWorkers, range_of
 from rayps.core.errors import ConfigError
+from rayps.core.grid import Grid
+from rayps.core.phase_rounds import Calendar
 from rayps.core.row_shares import RowShares, dealt, even_shares
 from rayps.data.base import Data
 from rayps.data.dealt_rows import DealtRows
@@ -155,3 +157,49 @@ def test_the_learning_rate_follows_the_rows() -> None:
     assert ElasticWorkers(8).lr_factor(64, 16) == 1
     assert ElasticWorkers(8, lr_scaling="linear").lr_factor(64, 16) == 4
     assert ElasticWorkers(8, lr_scaling="sqrt").lr_factor(64, 16) == 2
+
+
+# ---- the calendar of a run whose workers change
+
+
+class _Phase:
+    def __init__(self, epochs: int | None) -> None:
+        self.epochs = epochs
+
+    def grid(self, workers: int) -> Grid:
+        return Grid(workers)
+
+
+@given(
+    rows=st.integers(1, 60),
+    shares=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=2, max_size=4),
+    epochs=st.integers(1, 4),
+    data=st.data(),
+)
+def test_the_calendar_counts_the_rounds_that_the_rows_need(
+    rows: int, shares: list[list[int]], epochs: int, data: st.DataObject
+) -> None:
+    """The naive version: walk round by round through the rows of all epochs."""
+    now = RowShares(0, 0, 0, tuple(shares[0]))
+    calendar = Calendar([_Phase(None)], [now.rounds(rows)], len(shares[0]), epochs=epochs, rounds=None)
+    epoch = taken = at = 0
+    left = list(shares[1:])
+    while epoch < epochs:
+        if left and data.draw(st.booleans()):
+            now = now.followed_by(at, left.pop(0), rows)
+            calendar.recount(at, now.origin(rows), now.rounds(rows), len(now.shares))
+        assert calendar.rounds > at
+        assert calendar.epoch_of(at) == epoch
+        assert now.after(at, rows) == (epoch, taken)
+        at, taken = at + 1, taken + now.block
+        if taken >= rows:
+            epoch, taken = epoch + 1, 0
+    assert calendar.rounds == at
+    assert calendar.epochs == epochs
+
+
+def test_a_run_that_ends_with_a_round_keeps_it() -> None:
+    calendar = Calendar([_Phase(2), _Phase(None)], [10, 10], 2, epochs=None, rounds=50)
+    rows = RowShares(0, 0, 0, (2, 2)).followed_by(5, (2, 2, 2, 2), 40)
+    calendar.recount(5, rows.origin(40), rows.rounds(40), 4)
+    assert [(span.end, span.steps) for span in calendar.spans] == [(5 + 3 + 5, 5), (50, 5)]

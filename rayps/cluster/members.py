@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayps.cluster.local import ActorHandle, ActorReply, until
+from rayps.cluster.reservation import WorkerResources
 from rayps.core.errors import ClusterError
 from rayps.core.user_code import START_SECONDS, overdue
 
@@ -39,6 +40,7 @@ class GroupMember:
     pending: ActorReply | None = None  # the reply of the pending call
     frozen: str = ""  # hash of the frozen parameters that the member's process was sent; "" if there are none
     called_at: float = 0.0  # the `time.monotonic` at which the pending call began
+    resources: WorkerResources | None = None  # what is reserved for this member alone; None if it shares a reservation
 
     @property
     def address(self) -> str:

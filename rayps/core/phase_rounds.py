@@ -98,6 +98,7 @@ class Calendar:
             grid = phase.grid(workers)
             self.spans.append(PhaseSpan(begin, end, epoch, count, grid.data, grid.columns))
             begin, epoch = end, epoch + (phase.epochs or 0)
+        self._planned_rounds = rounds
         self._planned_epochs, self._by_rounds = self._epochs(), self.open and rounds is not None
 
     @property
@@ -146,6 +147,31 @@ class Calendar:
             span = self.spans[i]
             self.spans[i] = replace(span, begin=span.begin - planned + at, end=span.end - planned + at)
         return True
+
+    def recount(self, at: int, origin: tuple[int, int], steps: int, replicas: int) -> None:
+        """Count epochs of `steps` rounds, from `origin` = (round, epoch) on, in all rounds after `at`.
+
+        `replicas` is the new number of replicas. Phases keep their numbers of epochs, and a run that ends with a round
+        keeps this round. The rounds of epochs must have been known.
+        """
+        number = self.spans.index(self.at(at))
+        before = self.spans[number]
+        if steps == before.steps and origin[0] - origin[1] * steps == before.begin - before.epoch * steps:
+            self.spans[number:] = [replace(span, replicas=replicas) for span in self.spans[number:]]
+            return  # the rounds are counted as before, and an end that a stop rule has moved does not change
+        begin = end = 0
+        for i in range(number, len(self.spans)):
+            span = self.spans[i]
+            epochs = -((span.begin - span.end) // span.steps)
+            if i == number:
+                begin, epoch = origin
+                end = begin + (before.epoch + epochs - epoch) * steps
+            else:
+                begin, epoch = end, span.epoch
+                end = begin + epochs * steps
+            if self._planned_rounds is not None and i == len(self.spans) - 1:
+                end = span.end
+            self.spans[i] = replace(span, begin=begin, end=end, epoch=epoch, steps=steps, replicas=replicas)
 
     def end_at(self, at: int) -> None:
         """End the run after round `at`: later rounds are dropped from all phases."""

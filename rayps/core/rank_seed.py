@@ -8,6 +8,12 @@ import struct
 _APART = 1_000_003  # difference between the seeds of one rank in two jobs with consecutive seeds; above any world size
 
 
+def seed_after(seed: int, rank: int, round: int) -> int:
+    """Return the seed of `rank` from `round` on, in a job whose workers may change. It depends on no earlier round."""
+    first = rank_seed(seed, rank)
+    return (first * _APART + round) % 2**63 if round else first
+
+
 def rank_seed(seed: int, rank: int) -> int:
     """Return the seed of `rank` in a job with this seed, such as for `torch.manual_seed`."""
     return seed * _APART + rank

@@ -157,7 +157,12 @@ class Rebuild:
     from_servers: bool = False  # rebuild the state from the servers, not from the backups that peers hold
 
 
-Recovery = RestartAll | ReplaceOne | Rebuild
+@dataclass(frozen=True, slots=True)
+class RegroupLiving:
+    """The living workers of an elastic job form a new group, and continue from the state in their memory."""
+
+
+Recovery = RestartAll | ReplaceOne | Rebuild | RegroupLiving
 
 
 def recovery_of(topology: Topology) -> Recovery:

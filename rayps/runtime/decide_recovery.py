@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from rayps.core.errors import LinkError, PeerTimeout, RaypsError, TrainingError
+from rayps.core.handover import Handover
 from rayps.core.job_status import Status
-from rayps.core.strategy_families import Rebuild, Recovery, ReplaceOne, RestartAll
+from rayps.core.strategy_families import Rebuild, Recovery, RegroupLiving, ReplaceOne, RestartAll
 from rayps.recovery.backup_assignment import RebuildPlan
 
 MOST_LETTERS = 400  # longest reason in an event, in characters
@@ -39,6 +40,8 @@ class RunFacts:
     ends_early: bool = False  # whether a callback has ended the run, and the newest state is one to end with
     positions: Mapping[str, int] = field(default_factory=dict)  # from a worker's name to the last round it reported
     unanswered: RaypsError | None = None  # why servers did not send the wanted states in time
+    # the change of the workers for which all of them have stopped; None if there is none
+    change: Regroup | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,19 @@ class RebuildLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Regroup:
+    """Form a new generation from the memory of the workers, which are in step.
+
+    The members `lost` are gone, the ranks `leavers` leave, and `joiners` newcomers that are ready join.
+    """
+
+    lost: tuple[str, ...]
+    leavers: tuple[int, ...]
+    joiners: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Replace:
     """Start the members `lost` again while the others continue. A member whose process has ended gets a new one."""
 
@@ -97,7 +113,7 @@ class Fail:
     reason: str
 
 
-Decision = Continue | Finish | EndEarly | Stop | Restart | RebuildLost | Replace | Fail
+Decision = Continue | Finish | EndEarly | Stop | Restart | RebuildLost | Regroup | Replace | Fail
 
 
 def decide(facts: RunFacts) -> Decision:
@@ -118,7 +134,9 @@ def decide(facts: RunFacts) -> Decision:
         if facts.unanswered is not None:  # without the servers' states the phase cannot end
             return _recover(replace(facts, recovery=RestartAll()), (), _short(str(facts.unanswered)))
         return Finish()
-    return EndEarly() if facts.ends_early else Continue()
+    if facts.ends_early:
+        return EndEarly()
+    return Continue() if facts.change is None else facts.change
 
 
 def recovery_now(declared: Recovery, *, holds_tables: bool, rejoins: bool) -> Recovery:
@@ -159,6 +177,8 @@ def _recover(facts: RunFacts, lost: tuple[str, ...], reason: str) -> Decision:
         )
     if isinstance(facts.recovery, Rebuild):
         return RebuildLost(lost, reason)
+    if isinstance(facts.recovery, RegroupLiving):
+        return Regroup(lost, (), 0, reason)
     return Replace(lost, reason) if isinstance(facts.recovery, ReplaceOne) else Restart(lost, reason)
 
 
@@ -201,11 +221,13 @@ class EnterPhase(_Step):
 class BeginGeneration(_Step):
     """Start a generation on every member.
 
-    `rebuild`: workers start from their own states and from backups; None means that they start from the snapshot.
+    `rebuild`: workers start from their own states and from backups. `handover`: they start from the state that some of
+    them have in memory. If both are None, they start from the snapshot.
     """
 
     phase: int
     rebuild: RebuildPlan | None = None
+    handover: Handover | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +247,14 @@ class Recover(_Step):
     phase: int
     decision: Restart | RebuildLost
     evaluating: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeWorkers(_Step):
+    """Form a new group of workers, which continues from the memory of those that stay."""
+
+    phase: int
+    decision: Regroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +302,7 @@ State = (
     | BeginGeneration
     | Train
     | Recover
+    | ChangeWorkers
     | ReplaceMembers
     | Evaluate
     | RequestCheckpoint
@@ -290,6 +321,7 @@ class Findings:
     decision: Decision | None = None  # Train, Evaluate: what to do next; None in Evaluate if the metrics are known
     complete: bool = False  # Train: whether the newest snapshot is the last one of the phase
     rebuild: RebuildPlan | None = None  # Recover: how workers continue without the snapshot; None if they cannot
+    handover: Handover | None = None  # ChangeWorkers: how workers continue from their memory; None if they cannot
     saving: bool = False  # RequestCheckpoint, AwaitCheckpoint: whether the last snapshot is still to be saved
 
 
@@ -308,6 +340,8 @@ def next_state(state: State, found: Findings) -> State:
             return _after_poll(phase, found)
         case Recover(phase):
             return BeginGeneration(phase, found.rebuild)
+        case ChangeWorkers(phase):
+            return BeginGeneration(phase, handover=found.handover)
         case Evaluate(phase):
             return _after_evaluation(phase, found.decision)
         case RequestCheckpoint(phase) | AwaitCheckpoint(phase):
@@ -324,6 +358,8 @@ def _after_poll(phase: int, found: Findings) -> State:
             return _failed(decision)
         case Restart() | RebuildLost() as decision:
             return Recover(phase, decision)
+        case Regroup() as decision:
+            return ChangeWorkers(phase, decision)
         case Replace() as decision:
             return ReplaceMembers(phase, decision)
         case Finish() if found.complete:
@@ -341,7 +377,7 @@ def _after_evaluation(phase: int, decision: Decision | None) -> State:
     match decision:
         case None:
             return EnterPhase(phase + 1)
-        case Restart() | RebuildLost() | Replace():
+        case Restart() | RebuildLost() | Regroup() | Replace():
             return Recover(phase, Restart(decision.lost, decision.reason), evaluating=True)
         case Fail() as decision:
             return _failed(decision)

@@ -22,13 +22,21 @@ from typing import assert_never
 
 from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import Cluster
+from rayps.cluster.room import RoomWatch
 from rayps.core.errors import RaypsError
 from rayps.core.job_status import Status
 from rayps.core.metrics import evaluation_point
 from rayps.core.phase_rounds import Calendar
 from rayps.core.records import ProgressRecord
 from rayps.core.strategy import Phase
-from rayps.core.strategy_families import Rebuild, Recovery, RestartAll, has_remote_clients, learns_by_client
+from rayps.core.strategy_families import (
+    Rebuild,
+    Recovery,
+    RegroupLiving,
+    RestartAll,
+    has_remote_clients,
+    learns_by_client,
+)
 from rayps.core.topology import runs_in_step, shard_bundles
 from rayps.core.urls import Location
 from rayps.core.user_code import awaited
@@ -44,6 +52,7 @@ from rayps.runtime.decide_recovery import (
     Findings,
     Finish,
     RebuildLost,
+    Regroup,
     Replace,
     Restart,
     RunFacts,
@@ -51,8 +60,10 @@ from rayps.runtime.decide_recovery import (
     next_state,
     recovery_now,
 )
+from rayps.runtime.elastic_run import Allowance, ElasticRun
 from rayps.runtime.job_servers import space_of
 from rayps.runtime.journal import Journal
+from rayps.runtime.membership import Membership
 from rayps.runtime.phases import PhaseRun, RunPlan
 from rayps.runtime.preflight import PreflightFindings, Trial, TrialFacts, TrialRequest, preflight
 from rayps.runtime.recover import RecoveryExecutor
@@ -71,6 +82,7 @@ from rayps.workload.callback import Callback
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
+STOPPING_SECONDS = 0.005  # seconds between two polls while workers stop to change their number
 LEAVE_SECONDS = 20.0  # seconds for a last checkpoint after a stop request; the service waits longer than this
 EVALUATE_SECONDS = 600.0  # the smallest time limit, in seconds, of an evaluation at the end of a phase
 
@@ -126,6 +138,7 @@ class Driver:
         self._record = RunRecord(journal, spec.workers, self._round_and_facts, self._callbacks.deliver)
         self._record.traces = None if profile is None else TraceFolder(profile, journal)
         self._known: RunPlan | None = None  # set by the preflight
+        self._allowance = Allowance(spec.workers if spec.elastic is None else spec.elastic.most)
         self._started: WorkerGroup | None = None
         self._generation = 0
         # after a stop request: the round of the newest checkpoint then, and the deadline for a newer one
@@ -134,6 +147,10 @@ class Driver:
     def stop(self) -> None:
         """Request the end of the run. If there is a folder for checkpoints, a last one is saved first."""
         self._stop.set()
+
+    def allow(self, workers: int, reason: str) -> None:
+        """Set the number of workers that an elastic job may have from now on. Any thread may call it."""
+        self._allowance.set(workers, reason)
 
     @property
     def saves(self) -> bool:
@@ -170,11 +187,21 @@ class Driver:
         if (note := self._callbacks.check_folder(self.spec, calendar)) is not None:
             self.journal.event("warning", note)
         schedule = ScheduleRecord(recipe_of(self.workload))
-        self._known = RunPlan(self._phases, calendar, found.divisions, found.tables, schedule, mailbox, found.start)
+        elastic = self._elastic_run(found, calendar)
+        self._known = RunPlan(
+            self._phases, calendar, found.divisions, found.tables, schedule, mailbox, found.start, elastic
+        )
         self._record.set_calendar(calendar)
         if self._tries:
             self._try_a_batch(found)
         return True
+
+    def _elastic_run(self, found: PreflightFindings, calendar: Calendar) -> ElasticRun | None:
+        elastic = self.spec.elastic
+        if elastic is None or found.rows is None:
+            return None
+        membership = Membership(elastic, *found.rows, self.spec.workers)
+        return ElasticRun(elastic, self.spec.workers, membership, calendar, self.journal, self._allowance)
 
     def close(self) -> None:
         """End the child process that the preflight may have started. `run` calls this method too."""
@@ -213,6 +240,8 @@ class Driver:
                 return self._train(self._plan.phase(phase))
             case states.Recover():
                 return self._recover(state)
+            case states.ChangeWorkers(_, change):
+                return self._change_workers(change)
             case states.ReplaceMembers(_, decision):
                 return self._replace_members(decision)
             case states.Evaluate(phase):
@@ -250,7 +279,14 @@ class Driver:
         resources = {"cpu": 1.0} | spec.resources
         packed = pack(self.workload)
         group = WorkerGroup(
-            cluster, packed, spec.workers, resources, self._process.code, capture=self._process.capture, space=space
+            cluster,
+            packed,
+            spec.workers,
+            resources,
+            self._process.code,
+            capture=self._process.capture,
+            space=space,
+            elastic=plan.elastic is not None,
         )
         self._started = group
         placed = group.start(
@@ -258,6 +294,8 @@ class Driver:
         )
         if placed:
             self.journal.event("placed", placed)
+        if plan.elastic is not None:
+            plan.elastic.begin(group.newcomers(), RoomWatch(cluster, resources))
         self.trial.end(self.journal)
         first = self._checkpoints.first(group, self.workload, plan, again=self._again)
         if self._checkpoints.resume is not None:
@@ -305,14 +343,20 @@ class Driver:
         only_evaluate = phase.end == plan.calendar.rounds and self._generation == 0
         if snapshot.round >= phase.end and not only_evaluate:
             return Findings(phases=count, work=False)
-        phase.enter(snapshot, self.spec.workers)
+        workers = self._group.size
+        if plan.elastic is not None and snapshot.round == phase.span.begin:
+            plan.elastic.enter_phase(snapshot.round, phase.span.epoch)
+        phase.enter(snapshot, workers)
         phase.report_start(self.journal, snapshot.round)
-        self.journal.cost_report = phase.cost_report(self.workload, self.spec.workers, snapshot.layout)
+        self.journal.cost_report = phase.cost_report(self.workload, workers, snapshot.layout)
         if runs_in_step(phase.phase.strategy):  # workers in step start from one position
             snapshot.align()
         return Findings(phases=count)
 
     def _begin_generation(self, state: states.BeginGeneration) -> Findings:
+        elastic, group = self._plan.elastic, self._group
+        if elastic is not None:
+            elastic.begin_generation(self._checkpoints.snapshot, group.size, state.handover)
         phase = self._plan.phase(state.phase)
         self._generation += 1
         self._recoveries.clear_error()
@@ -322,26 +366,30 @@ class Driver:
         orders = phase.orders(self.spec, self._generation, known, self._plan.mailbox, each=each)
         orders = replace(orders, evaluation_batches=self._evaluation_batches)
         if (traces := self._record.traces) is not None:
-            orders = replace(orders, profile=traces.ranks_to_trace(self.spec.workers))
-        parts = self._checkpoints.parts_plan(phase.phase.strategy, self._group.hosts)
-        orders = replace(orders, parts=parts)
+            orders = replace(orders, profile=traces.ranks_to_trace(group.size))
+        parts = self._checkpoints.parts_plan(phase.phase.strategy, group.hosts)
+        orders = replace(orders, parts=parts, elastic=None if elastic is None else elastic.plan(state.handover))
         if parts is None:
             self._checkpoints.load_newest()
-        self._group.begin(orders, self._checkpoints.snapshot, state.rebuild)
+        group.begin(orders, self._checkpoints.snapshot, state.rebuild)
+        if elastic is not None:
+            elastic.begun(group)
         self._record.set_status(Status.RUNNING, "")
         return Findings()
 
     def _train(self, phase: PhaseRun) -> Findings:
         self._poll()
         decision = self._decided(self._facts(phase))
-        if not isinstance(decision, (Fail, Replace, EndEarly)):
+        if not isinstance(decision, (Fail, Replace, EndEarly, Regroup)):
             self._collect()
         if self._callbacks.is_stopping:
             self._group.snapshot_soon()
         complete = False
         match decision:
             case Continue():
-                self._stop.wait(POLL_SECONDS)
+                elastic = self._plan.elastic
+                stopping = elastic is not None and elastic.is_stopping
+                self._stop.wait(STOPPING_SECONDS if stopping else POLL_SECONDS)
             case EndEarly():
                 self._end_early()
             case Finish():
@@ -382,6 +430,26 @@ class Driver:
         what = "evaluate again" if state.evaluating else f"continue from round {at}"
         self._recoveries.report_restart(decision, what, at, generation)
         return Findings()
+
+    def _change_workers(self, decision: Regroup) -> Findings:
+        """Form the group anew. If no worker has a state in memory, all workers return to the newest snapshot."""
+        elastic, group = self._plan.elastic, self._group
+        assert elastic is not None, "only an elastic job changes its workers"
+        self._record.end_generation()
+        if decision.lost:
+            self._record.set_status(Status.RECOVERING, decision.reason)
+        self._record.add_poll(group, group.last_points())
+        handover = elastic.regroup(group, decision)
+        self._record.change_workers(group.size)
+        if handover is None:
+            at = self._checkpoints.round
+            self._recoveries.report_restart(
+                states.Restart(decision.lost, decision.reason),
+                f"continue from round {at}, because no living worker has the state of a later round in its memory",
+                at,
+                self._generation + 1,
+            )
+        return Findings(handover=handover)
 
     def _replace_members(self, decision: Replace) -> Findings:
         self._record.set_status(Status.RECOVERING, decision.reason)
@@ -440,7 +508,7 @@ class Driver:
 
     def _decided(self, facts: RunFacts) -> states.Decision:
         decision = decide(facts)
-        if isinstance(decision, (Restart, RebuildLost, Replace)):
+        if isinstance(decision, (Restart, RebuildLost, Replace)) or (isinstance(decision, Regroup) and decision.lost):
             self._recoveries.failures += 1
         return decision
 
@@ -452,8 +520,12 @@ class Driver:
         errors = tuple((name, f.error) for name, f in current if f.status == "failed" and f.error is not None)
         dead = tuple((m.name, m.dead) for m in group.members if m.dead)
         recoveries.record_failures(errors=bool(errors), dead=bool(dead))
+        change, elastic = None, self._plan.elastic
+        if elastic is not None and not errors and not dead:
+            change = elastic.look(group, self._generation)
         return RunFacts(
-            size=self.spec.workers,
+            change=change,
+            size=group.size,
             finished=frozenset(name for name, f in current if f.status == "finished"),
             errors=errors,
             dead=dead,
@@ -470,6 +542,8 @@ class Driver:
     def _recovery(self, phase: PhaseRun) -> Recovery:
         """Return how the run recovers from a death now."""
         declared, group = phase.phase.strategy.recovery, self._group
+        if self._plan.elastic is not None:
+            return RestartAll() if any(shard.dead for shard in group.shards) else RegroupLiving()
         if self._plan.calendar.open and isinstance(declared, Rebuild):
             return RestartAll()  # backups of workers do not have their positions in data without a length
         return recovery_now(declared, holds_tables=group.holds_tables, rejoins=self._recoveries.may_replace(group))
@@ -504,6 +578,8 @@ class Driver:
     # ---- the end
 
     def _end_workers(self) -> None:
+        if self._known is not None and self._known.elastic is not None:
+            self._known.elastic.close()
         if self._started is not None:
             self.journal.lines(self._started.lines())
             self._record.add_server_events(self._started, over=True)

@@ -13,6 +13,7 @@ from rayps.parallel.division.divide import words
 from rayps.parallel.division.division import Division
 from rayps.ps.protocol.space import SparseTable
 from rayps.runtime.cost_report import CostReport, cost_report_of
+from rayps.runtime.elastic_run import ElasticRun
 from rayps.runtime.journal import Journal
 from rayps.strategies.job import JobSpec
 from rayps.tensors.flat import Layout
@@ -37,6 +38,7 @@ class RunPlan:
     schedule: ScheduleRecord  # the schedule of the learning rate
     mailbox: str | None = None  # the folder through which real clients send and receive; None if there are none
     start: StartPoint | None = None  # the first parameters, if a file has them
+    elastic: ElasticRun | None = None  # what changes the workers; None if their number is fixed
 
     def phase(self, number: int) -> PhaseRun:
         """Return the phase with this number, and its current rounds, which change if earlier phases end early."""

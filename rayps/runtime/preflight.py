@@ -38,6 +38,7 @@ from rayps.core.user_code import user_code
 from rayps.core.user_module import unpack
 from rayps.core.warm_start import StartFrom
 from rayps.data.base import Batch, Data, Nested, map_tensors
+from rayps.data.dealt_rows import must_have_row_numbers
 from rayps.data.unsupported import is_ray_data, ray_data_way
 from rayps.federated.check import federated
 from rayps.federated.strategy_interface import FederatedView
@@ -51,7 +52,9 @@ from rayps.ps.tables.embedding import tables_of, try_out
 from rayps.ps.tables.row_optimizers import Scheduled
 from rayps.ps.tables.row_optimizers import rule_of as table_rule
 from rayps.runtime.check_average import check_average_under
+from rayps.runtime.elastic_support import check_elastic
 from rayps.runtime.journal import Journal
+from rayps.runtime.membership import Membership
 from rayps.runtime.model_memory import limited
 from rayps.strategies.job import JobSpec
 from rayps.tensors import optim
@@ -82,6 +85,8 @@ class PreflightFindings(NamedTuple):
     divisions: list[Division | None]  # one for each phase: how the model is divided; None if a replica is one worker
     start: StartPoint | None  # the first parameters, if a file has them
     sizes: tuple[int, int]  # bytes of the model's parameters and buffers, bytes of the data's tensors
+    # of an elastic job: the rows of an epoch, and those of one worker in a round; None if the workers do not change
+    rows: tuple[int, int] | None = None
 
 
 def preflight(
@@ -146,6 +151,14 @@ def preflight(
                 "workers, or leave out shard and slice_backup"
             )
     steps = [_steps(data, strategy, grid, workload.accumulate) for strategy, grid in both]
+    rows = None
+    if spec.elastic is not None:
+        for phase in phases:
+            check_elastic(phase.name, phase.strategy, tables=bool(tables))
+        must_have_row_numbers(data)
+        rows = data.rows(), data.batch_size * workload.accumulate
+        first = Membership(spec.elastic, *rows, spec.workers).current
+        steps = [first.rounds(rows[0])] * len(phases)
     if max(steps) >= OPEN:
         recipe = recipe_of(workload)
         if isinstance(recipe, Recipe) and recipe.every == "epoch":
@@ -162,7 +175,7 @@ def preflight(
             )
         for phase in phases:
             check_open_data(phase.name, phase.strategy, by_rounds=spec.steps is not None, tables=bool(tables))
-    return PreflightFindings(steps, warnings, tables, divisions, start, (bytes_of(model), bytes_of(data)))
+    return PreflightFindings(steps, warnings, tables, divisions, start, (bytes_of(model), bytes_of(data)), rows)
 
 
 def _steps(data: Data, strategy: StrategyView, grid: Grid, accumulate: int) -> int:

@@ -168,7 +168,10 @@ class Checkpointer:
                 "with its own schedule",
             )
         before = len(saved.positions)
-        saved.resume(plan.calendar)
+        if plan.elastic is not None:
+            plan.elastic.resume(saved)
+        else:
+            saved.resume(plan.calendar)
         phase = plan.phases[plan.calendar.spans.index(plan.calendar.at(saved.round))]
         if ends_together(phase.strategy.topology):
             saved.check_passes(phase.name)
@@ -422,6 +425,7 @@ def assemble(base: Snapshot, workers: dict[int, WorkerPart | None], shards: list
         frozen=base.frozen,
         frozen_hash=base.frozen_hash,
         cursors=cursors,
+        row_shares=base.row_shares,
     )
     found.thaw(changed)
     return found

@@ -82,6 +82,11 @@ class RunRecord:
         self._report, self._server_events = ProgressReport(), ServerEvents()
         self._data_wait = DataWait()
 
+    def change_workers(self, workers: int) -> None:
+        """Write the points of rounds that not all ranks have reported; later rounds have so many ranks."""
+        self.flush()
+        self._workers = workers
+
     def set_calendar(self, calendar: Calendar) -> None:
         """Set the calendar, from which epochs are computed."""
         self._report.calendar = calendar

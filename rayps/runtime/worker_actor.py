@@ -148,6 +148,7 @@ class WorkerActor:
             self.abort()
             if self._closed:
                 raise PeerLost(f"worker-{plan.rank} was closed", peer=f"worker-{plan.rank}")
+            self._rank = plan.rank  # another one if workers with lower ranks have left
             missing = snapshot.frozen - snapshot.buffers.keys()
             held = {} if self._current is None or not missing else self._current.frozen_values()
             if not missing <= held.keys():
@@ -161,10 +162,38 @@ class WorkerActor:
                     points = self._made_backup().unconfirmed_points(
                         plan.start if plan.backup_assignment.restores_state else 0
                     )
+                continues = plan.elastic is not None and plan.elastic.handover is not None
+                state = self._current.held_state() if continues and self._current is not None else None
                 self._current = GenerationRun(plan, self._backup, points, self._lock)
             self._listener.generation = plan.generation
-            self._current.start(self._load, snapshot, self._listener, self._device, self._companions)
+            self._current.start(self._load, snapshot, state, self._listener, self._device, self._companions)
             return True
+
+    # ---- a change of the workers
+
+    def prepare(self) -> Layout:
+        """Import the workload and build its model once, before this worker joins. Return the layout."""
+        return self.layout()
+
+    def hold(self) -> int:
+        """Let the plan begin no further round, and return the number of rounds that were begun."""
+        assert self._current is not None, "the worker has a plan"
+        return self._current.hold()
+
+    def stop_after(self, rounds: int) -> None:
+        """End the plan after `rounds` rounds. Its state stays in memory."""
+        assert self._current is not None, "the worker has a plan"
+        self._current.stop_after(rounds)
+
+    def resume(self) -> None:
+        """Undo `hold`."""
+        if self._current is not None:
+            self._current.resume()
+
+    def kept_round(self) -> int | None:
+        """End the plan, and return the round of the newest complete state in memory; None if there is none."""
+        self.abort()
+        return None if self._current is None else self._current.kept_round
 
     def poll(self, wanted: int, taken: int = 0) -> WorkerFacts:
         """Return the facts since the last poll. Each point and each log line is returned once.

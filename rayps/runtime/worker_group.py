@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import secrets
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rayps.cluster.code_folder import JobCode
-from rayps.cluster.local import ActorReply, Bundle, Cluster, LocalCluster, until
+from rayps.cluster.local import ActorReply, Bundle, Cluster, LocalCluster, refuse_if_too_large, until
 from rayps.cluster.members import GroupMember, leave, place, settle
 from rayps.cluster.reservation import WorkerResources, reserve, torch_threads
 from rayps.cluster.user_packages import install_seconds
@@ -30,6 +31,7 @@ from rayps.ps.protocol.space import SpaceRank
 from rayps.ps.server.dense_segment import ShardPart
 from rayps.recovery.backup_assignment import RebuildPlan
 from rayps.runtime.job_servers import FixedServers, JobServers
+from rayps.runtime.newcomers import Newcomers
 from rayps.runtime.recover import PeerStates
 from rayps.runtime.snapshots import SnapshotSchedule, assemble, assemble_written, columns_of, in_columns
 from rayps.tensors.flat import Layout
@@ -61,6 +63,27 @@ class WorkerLauncher:
     warm: bool = True  # whether workers may take warm processes
     _reserved: WorkerResources = field(default_factory=WorkerResources)
 
+    def reserve_one(self, timeout: float) -> WorkerResources:
+        """Reserve the resources of one worker alone. Raises NoResources if they are not free within `timeout` s."""
+        return reserve(self.cluster, self.resources, Grid(1), timeout)
+
+    def reserve_each(self, count: int, timeout: float) -> list[WorkerResources]:
+        """Reserve the resources of `count` workers, so that each can be released alone: of all, or of none.
+
+        Raises NoResources if they are not free within `timeout` seconds.
+        """
+        refuse_if_too_large([self.resources] * count, self.cluster.total())
+        found: list[WorkerResources] = []
+        deadline = time.monotonic() + timeout
+        try:
+            for _ in range(count):
+                found.append(self.reserve_one(max(0.1, deadline - time.monotonic())))
+        except BaseException:
+            for each in found:
+                each.release()
+            raise
+        return found
+
     def reserve(self, grid: Grid, timeout: float, others: Sequence[Bundle]) -> str | None:
         """Reserve resources for all workers and servers, or for none.
 
@@ -75,8 +98,9 @@ class WorkerLauncher:
         """What is reserved."""
         return self._reserved
 
-    def start(self, rank: int) -> GroupMember:
-        """Start one worker's process."""
+    def start(self, rank: int, resources: WorkerResources | None = None) -> GroupMember:
+        """Start one worker's process, with `resources` of its own or in those of all workers."""
+        reserved = self._reserved if resources is None else resources
         cpus, gpus = self.resources.get("cpu", 1.0), self.resources.get("gpu", 0.0)
         handle = self.cluster.spawn(
             "rayps.runtime.worker_actor:WorkerActor",
@@ -89,16 +113,22 @@ class WorkerLauncher:
             capture=self.capture,
             cpus=cpus,
             gpus=gpus,
-            gang=self._reserved.gang,
-            index=self._reserved.index[rank],
+            gang=reserved.gang,
+            index=reserved.index[rank if resources is None else 0],
             warm=self.warm,
         )
-        return GroupMember(f"worker-{rank}", handle)
+        return GroupMember(f"worker-{rank}", handle, resources=resources)
 
     def end(self, members: Iterable[GroupMember]) -> None:
-        """End the processes of `members`."""
+        """End the processes of `members`, and release the resources that a member has alone."""
         for member in members:
             self.cluster.kill(member.handle)
+            if member.resources is not None:
+                member.resources.release()
+
+    def end_one(self, member: GroupMember) -> None:
+        """End the process of one member, and release its resources."""
+        self.end([member])
 
     def release(self) -> None:
         """Release the resources."""
@@ -119,8 +149,9 @@ class WorkerGroup:
         *,
         capture: bool = True,
         space: JobSpace | None = None,
+        elastic: bool = False,
     ) -> None:
-        """Prepare the group without starting it.
+        """Prepare the group without starting it. `elastic`: the number of workers may change.
 
         `packed` is the packed workload, `size` the number of workers, and `resources` those of one worker. `code` is
         what each process imports the user's modules from.
@@ -143,6 +174,7 @@ class WorkerGroup:
         self._attempts = 0  # how often a replica has started again while other workers kept training
         self._received = _ReceivedPoints(size)
         self._collected = 0  # the round of the newest state that was collected
+        self._elastic = elastic
 
     @property
     def shards(self) -> list[GroupMember]:
@@ -184,11 +216,16 @@ class WorkerGroup:
             NoResources: the cluster lacks the resources.
             ClusterError: an actor did not start.
         """
-        placed = self._launcher.reserve(grid or Grid(self.size), timeout, servers)
+        alone: list[WorkerResources | None] = [None] * self.size
+        if self._elastic:  # each worker's resources can be released when it leaves
+            placed = self._launcher.reserve(Grid(0), timeout, servers) if servers else None
+            alone = [*self._launcher.reserve_each(self.size, timeout)]
+        else:
+            placed = self._launcher.reserve(grid or Grid(self.size), timeout, servers)
         self._fixed.reserved = self._launcher.reserved
         try:
             check()
-            self.workers = [self._launcher.start(rank) for rank in range(self.size)]
+            self.workers = [self._launcher.start(rank, alone[rank]) for rank in range(self.size)]
             place(self.workers, check, seconds=self._start_seconds())
             for worker in self.workers:
                 if worker.dead:
@@ -285,8 +322,7 @@ class WorkerGroup:
         self._schedule = SnapshotSchedule(orders.boundary, each=orders.each_boundary, in_order=orders.each_epoch)
         self.grid = orders.strategy.grid(self.size)
         self._collected = snapshot.round
-        self._launcher.end(member for member in self.workers if member.dead)
-        self.workers = [self._launcher.start(i) if m.dead else m for i, m in enumerate(self.workers)]
+        self.workers = [self._replacement(rank, m) if m.dead else m for rank, m in enumerate(self.workers)]
         servers = servers_of(orders.strategy)
         new = self._fixed.prepare(0 if self._uses_space else _servers(orders), 0.0 if servers is None else servers.gpus)
         place([*(m for m in self.workers if m.place is None), *new], seconds=self._start_seconds())
@@ -301,6 +337,9 @@ class WorkerGroup:
             self._peers.assign_backups(self._grid_of_states, self.workers, rebuild)
         if any(member.dead for member in self.workers):
             return
+        handover = None if orders.elastic is None else orders.elastic.handover
+        if handover is not None:  # workers have the state, and need only the frozen parameters of the snapshot
+            snapshot = snapshot.only_frozen()
         parts = columns_of(replace(snapshot, own={}), orders.division)
         if snapshot.source is not None:
             parts = [part.without_frozen() for part in parts]
@@ -314,7 +353,10 @@ class WorkerGroup:
             self.client_states.send_states(self.workers, state_owner(orders.strategy), snapshot.round, orders.timeout)
         replies, begun = [], []
         for rank, worker in enumerate(self.workers):
-            start = snapshot.positions[self.grid.at(rank).data] if rebuild is None else rebuild.round
+            if rebuild is not None:
+                start = rebuild.round
+            else:
+                start = snapshot.positions[self.grid.at(rank).data] if handover is None else handover.round
             plan = self._worker_plan(rank, start)
             own = (snapshot.own[rank],) if rank in snapshot.own else ()
             column = self._column(rank)
@@ -326,6 +368,38 @@ class WorkerGroup:
             if not worker.dead and not replies[rank].result(0):  # this process has changed a frozen parameter
                 plan, own = begun[rank]
                 settle([worker.handle.call("begin", plan, whole(self._column(rank)), *own)], [worker])
+
+    def _replacement(self, rank: int, member: GroupMember) -> GroupMember:
+        """Start a process in the place of a dead member, in the same resources."""
+        self.cluster.kill(member.handle)
+        return self._launcher.start(rank, member.resources)
+
+    def change_workers(self, order: Sequence[int | None], joined: Sequence[GroupMember]) -> None:
+        """Let other workers be the group from now on; those that are not in it are ended.
+
+        `order` has for each new rank the old rank, or None for the next of the newcomers `joined`.
+        """
+        new = iter(joined)
+        workers = [next(new) if old is None else self.workers[old] for old in order]
+        kept = {id(worker) for worker in workers}
+        self._launcher.end(worker for worker in self.workers if id(worker) not in kept)
+        for rank, worker in enumerate(workers):
+            worker.name = f"worker-{rank}"
+        self.workers, self.size = workers, len(workers)
+        self._received = _ReceivedPoints(self.size)
+
+    def newcomers(self) -> Newcomers:
+        """Return what starts more workers for this group in the background."""
+        launcher = self._launcher
+        return Newcomers(launcher.reserve_one, launcher.start, launcher.end_one, self._start_seconds())
+
+    def last_points(self, seconds: float = 5.0) -> list[Point]:
+        """Return the points of the living workers until now, before their generation is ended."""
+        points: list[Point] = []
+        for _ in range(4):  # an answer that is under way, and one that was requested after it
+            points += self.poll()
+            until(lambda: all(w.dead or w.pending is None or w.pending.done() for w in self.workers), seconds)
+        return points
 
     def _whole_parts(self, parts: list[Snapshot]) -> Callable[[int], Snapshot]:
         """Return a function from a column to its part with frozen parameters, stored once in the cluster."""
@@ -425,6 +499,7 @@ class WorkerGroup:
             orders.evaluation_batches,
             orders.each_epoch,
             orders.parts,
+            orders.elastic,
         )
 
     @property

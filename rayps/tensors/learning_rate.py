@@ -104,6 +104,33 @@ def recipe_of(workload: Trainable) -> Factory:
     return Recipe(factory_of(workload.optimizer), workload.schedule, every, skips)
 
 
+@dataclass(frozen=True)
+class ScaledRates:
+    """An optimizer factory whose learning rates are those of `factory` times `factor`."""
+
+    factory: Factory
+    factor: float
+
+    def __call__(self, params: list[nn.Parameter]) -> Optimizer:
+        """Return the optimizer over `params`."""
+        optimizer = self.factory(params)
+        for group in optimizer.param_groups if isinstance(optimizer, Optimizer) else ():
+            if isinstance(group.get("lr"), Tensor):
+                group["lr"] = group["lr"] * self.factor
+            elif "lr" in group:
+                group["lr"] *= self.factor
+        return optimizer
+
+
+def with_scaled_rates(factory: Factory, factor: float) -> Factory:
+    """Return a factory whose learning rates, and those of its schedule, are multiplied by `factor`."""
+    if factor == 1:
+        return factory
+    if isinstance(factory, Recipe):
+        return replace(factory, factory=ScaledRates(factory.factory, factor))
+    return ScaledRates(factory, factor)
+
+
 def skips_ticks(factory: Factory) -> bool:
     """Return whether the schedule of a factory does not count the steps that are skipped in fp16."""
     return isinstance(factory, Recipe) and factory.skips

@@ -26,6 +26,7 @@ from rayps.core.errors import CheckpointError
 from rayps.core.phase_rounds import OPEN, Calendar, PhaseSpan
 from rayps.core.records import Point, RingTable
 from rayps.core.repeated_pushes import Ledger, union
+from rayps.core.row_shares import RowShares
 from rayps.core.urls import Location
 from rayps.core.values import JsonObject
 from rayps.tensors import checkpoint, checkpoint_parts, loss_scale, weight_average
@@ -104,6 +105,7 @@ class Snapshot:
     # where the parameters, moments and frozen parameters are if the snapshot has none; None if it has them. `params` is
     # then on the meta device
     source: StateSource | None = None
+    row_shares: RowShares | None = None  # how rows were dealt when it was taken; None if the workers do not change
 
     @classmethod
     def without_tensors(cls, layout: Layout, source: StateSource) -> Snapshot:
@@ -232,6 +234,7 @@ class Snapshot:
             "frozen": self.frozen_hash,
             "apart": {"strategy": self.strategy, "numbers": own_numbers, "ended": self.ended},
             "cursors": {str(rank): cursor for rank, cursor in self.cursors.items()},
+            "row_shares": None if self.row_shares is None else self.row_shares.to_json(),
             **facts,
         }
         return SavedState(tensors, meta)
@@ -267,6 +270,7 @@ class Snapshot:
             frozen=frozenset(frozen),
             frozen_hash=state.meta.get("frozen", ""),
             cursors={int(rank): cursor for rank, cursor in state.meta.get("cursors", {}).items()},
+            row_shares=None if (shares := state.meta.get("row_shares")) is None else RowShares.from_json(shares),
         )
 
     def check(self, layout: Layout, way_out: str = "give a checkpoint of this model, or start without resume") -> None:
@@ -289,6 +293,14 @@ class Snapshot:
         if self.source is not None:  # workers draw or read the frozen parameters too
             return replace(self, buffers=held, frozen=frozenset(), frozen_hash="")
         return replace(self, buffers=held)
+
+    def only_frozen(self) -> Snapshot:
+        """Return a snapshot that has no state except frozen parameters, for workers that have the state."""
+        held = {name: value for name, value in self.buffers.items() if name in self.frozen}
+        empty = torch.empty(self.layout.size, dtype=self.layout.dtype, device="meta")
+        return replace(
+            self, params=empty, moments={}, buffers=held, rng={}, own={}, shared={}, cursors={}, ledgers=[], source=None
+        )
 
     def thaw(self, changed: Collection[str]) -> None:
         """Treat the parameters `changed` as buffers from now on, because a step has changed them."""

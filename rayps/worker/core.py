@@ -27,11 +27,12 @@ from rayps.core.strategy_families import ends_together
 from rayps.core.user_code import user_code
 from rayps.core.values import Json, JsonObject, Keywords
 from rayps.data.base import Batch, Data, Nested
+from rayps.data.dealt_rows import DealtRows
 from rayps.tensors import optim
 from rayps.tensors.clip import NormClip
 from rayps.tensors.finite import gradient_fault
 from rayps.tensors.flat import FlatModel, Gradient, Layout
-from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of
+from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of, with_scaled_rates
 from rayps.tensors.user_loss import checked_loss
 from rayps.worker.batches import BatchStream
 from rayps.worker.connections import WorkerConnections
@@ -345,16 +346,21 @@ class Worker:
         plan = self.plan
         place = plan.place.data, plan.grid.data
         with user_code("data"):
-            rows = plan.strategy.rows
+            rows, accumulate = plan.strategy.rows, workload.accumulate
             data = rows.source(workload)
-            steps = rows.rounds(data, plan.grid.data, workload.accumulate)
-        found = BatchStream(data, place, plan.seed, plan.origin, steps, accumulate=workload.accumulate)
+            if plan.elastic is not None:
+                data = DealtRows(data, plan.elastic.rows)
+                accumulate = data.micro_batches
+            steps = rows.rounds(data, plan.grid.data, accumulate)
+        found = BatchStream(data, place, plan.seed, plan.origin, steps, accumulate=accumulate)
         if found.pass_ is not None:
             found.pass_.alone = not ends_together(plan.strategy.topology)
         return found
 
     def _optimizer(self) -> WorkerOptimizer:
-        factory = self.part.factory(recipe_of(self.workload))
+        elastic = self.plan.elastic
+        recipe = with_scaled_rates(recipe_of(self.workload), 1.0 if elastic is None else elastic.lr_factor)
+        factory = self.part.factory(recipe)
         return LocalOptimizer(factory, self.flat, self.clip, Ticks(self.plan.origin, self.batches.steps_per_epoch))
 
     def _new_model(self) -> nn.Module:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rayps.core.errors import ConfigError
 from rayps.core.metrics import Totals
-from rayps.core.rank_seed import rank_seed
+from rayps.core.rank_seed import rank_seed, seed_after
 from rayps.core.records import Point
 from rayps.tensors import optim, weight_average
 from rayps.tensors.local_state import LocalState
@@ -22,6 +22,7 @@ from rayps.tensors.snapshot import Snapshot
 from rayps.worker.batches import cursor_of
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import Worker, evaluated
+from rayps.worker.handover import HeldState
 from rayps.worker.plan import WorkerPart, WorkerPlan
 from rayps.worker.step_flags import StepFlags
 from rayps.workload.base import Workload
@@ -44,6 +45,9 @@ class Loop:
             WorkloadError, DataError: the user's code failed.
         """
         self.w = self.view(workload, plan, peers, device)
+        # after the newest complete round: its number, the buffers and the shared values; None before the first one
+        self._kept: tuple[int, dict[str, Tensor], dict[str, Tensor]] | None = None
+        self._kept_scaling: dict[str, Tensor] = {}
         self._loaded: dict[str, int] = {}  # from a frozen parameter's name to its version when the state was loaded
         self.w.position = plan.start
 
@@ -111,6 +115,32 @@ class Loop:
         point = {"kind": "round", "round": done, "epoch": w.batches.epoch_of(done)[0], **w.meter.point()}
         point |= w.log.take_numbers() | w.part.facts()
         return point | (w.tables.point() if w.tables is not None else {})
+
+    # ---- the state in memory, from which other workers continue
+
+    def keep_round(self) -> None:
+        """Record, after a complete round, what the next round may change before all workers have completed it."""
+        w = self.w
+        self._kept = w.position, self.buffers(), {name: value.clone() for name, value in w.shared.items()}
+        self._kept_scaling = w.scaling.state()
+
+    @property
+    def kept_round(self) -> int | None:
+        """The round of the state that `held_state` returns; None if there is none."""
+        return None if self._kept is None else self._kept[0]
+
+    def held_state(self) -> HeldState | None:
+        """Return the state after the newest complete round, or None if there is none yet.
+
+        A round that has not ended on all workers has changed no parameter: a worker steps after its last exchange.
+        """
+        w = self.w
+        if self._kept is None:
+            return None
+        round, buffers, shared = self._kept
+        moments = {} if w.local is None else w.local.moments()
+        shared = {name: value.cpu() for name, value in shared.items()} | self._kept_scaling
+        return HeldState(round, self.w.flat.vector.detach().cpu().clone(), moments, buffers, shared)
 
     # ---- what is evaluated
 
@@ -204,7 +234,9 @@ class Loop:
         if average is not None and weight_average.STEPS in w.shared:  # servers have stepped after the last pull
             steps = snapshot.round - w.scaling.skipped_by_all
             weight_average.update(average, w.shared, snapshot.params.to(w.device), steps)
-        if w.plan.rank in snapshot.rng:
+        if w.plan.elastic is not None:
+            torch.manual_seed(seed_after(w.plan.seed, w.plan.rank, w.plan.start))
+        elif w.plan.rank in snapshot.rng:
             torch.set_rng_state(snapshot.rng[w.plan.rank])
         else:  # the workers of a tensor group, which share each layer, draw the same random numbers
             torch.manual_seed(rank_seed(w.plan.seed, w.plan.rank - w.plan.place.tensor))

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from rayps.core import records
 from rayps.core.grid import Grid, Point
+from rayps.core.handover import Handover
 from rayps.core.phase_rounds import OPEN, Boundary
+from rayps.core.row_shares import RowShares
 from rayps.core.strategy import StrategyView
 from rayps.core.urls import Location
 from rayps.core.user_code import Call
@@ -45,6 +47,20 @@ class Orders:
     evaluation_batches: int | None = None  # the most batches of a worker's evaluation; None: all
     each_epoch: bool = False  # the same at the end of every evaluated epoch, whose round is not known before
     parts: PartsPlan | None = None  # where workers write their parts of checkpoints; None if the driver writes
+    elastic: ElasticPlan | None = None  # None if the number of workers is fixed
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticPlan:
+    """What the workers of an elastic job get for one generation.
+
+    `lr_factor`: the learning rate of the job's optimizer is multiplied by it. `handover`: how the generation continues
+    from the workers' memory; None if it starts from a snapshot.
+    """
+
+    rows: RowShares
+    lr_factor: float = 1.0
+    handover: Handover | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +111,7 @@ class WorkerPlan:
     evaluation_batches: int | None = None  # the most batches of an evaluation; None: all
     each_epoch: bool = False  # the same at the end of every evaluated epoch, whose round is not known before
     parts: PartsPlan | None = None  # where this worker writes its part of a checkpoint; None if the driver writes
+    elastic: ElasticPlan | None = None  # None if the number of workers is fixed
 
     @property
     def last_epoch(self) -> int | None:
@@ -120,7 +137,7 @@ class WorkerFacts:
 
     rank: int
     generation: int
-    status: str  # idle, running, finished, failed
+    status: str  # idle, running, paused (its driver has ended it between two rounds), finished, failed
     position: int = 0  # the number of rounds that the worker has reported
     error: Exception | None = None  # the error with which the plan failed
     points: list[records.Point] = field(default_factory=list)  # new points since the last poll

@@ -18,10 +18,12 @@ from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.recovery.worker_backup import WorkerBackup
 from rayps.tensors.snapshot import RetainedParts, Snapshot
 from rayps.worker.connections import WorkerConnections
+from rayps.worker.handover import HeldState, hand_over
 from rayps.worker.loop import Companions, Loop
 from rayps.worker.loop_of_family import loop_class
 from rayps.worker.plan import WorkerFacts, WorkerPart, WorkerPlan
 from rayps.worker.profile import RoundTrace
+from rayps.worker.round_gate import RoundGate
 from rayps.workload.base import Workload
 
 log = logging.getLogger(__name__)
@@ -51,15 +53,23 @@ class GenerationRun:
         self._connections = WorkerConnections(plan.peers.seat)
         self._thread: threading.Thread | None = None
         self._run: PlanRun | None = None
+        self._gate = RoundGate(max(plan.start, 0))
 
     def start(
-        self, load: Callable[[], Workload], snapshot: Snapshot, listener: Listener, device: str, companions: Companions
+        self,
+        load: Callable[[], Workload],
+        snapshot: Snapshot,
+        held: HeldState | None,
+        listener: Listener,
+        device: str,
+        companions: Companions,
     ) -> None:
         """Start the thread.
 
+        `held` is this worker's own state of the generation before, if its plan continues from the workers' memory.
         `companions` are the objects that families of strategies store between generations: see `rayps.worker.loop`.
         """
-        given = [snapshot]  # the snapshot is as large as the model: the thread removes it from the list
+        given = [(snapshot, held)]  # these are as large as the model: the thread removes them from the list
 
         def prepare() -> PlanRun:
             return self._prepare(load(), given, listener, device, companions)
@@ -128,6 +138,34 @@ class GenerationRun:
                 del self._parts[at]  # the driver then asks for the part of a later round
                 raise
 
+    # ---- a change of the workers
+
+    def hold(self) -> int:
+        """Let no further round begin until the driver says more. Return the number of rounds that were begun."""
+        return self._gate.hold()
+
+    def stop_after(self, rounds: int) -> None:
+        """End the run after `rounds` rounds: its status is then `paused`, and its state stays in memory."""
+        self._gate.stop_after(rounds)
+
+    def resume(self) -> None:
+        """Undo `hold`."""
+        self._gate.resume()
+
+    @property
+    def kept_round(self) -> int | None:
+        """The round of the state that `held_state` returns, after `end`; None if no state is known.
+
+        It is not known before the plan has started, and while a call of the user's code has not returned.
+        """
+        if self._run is None or (self._thread is not None and self._thread.is_alive()):
+            return None
+        return self._run.loop.kept_round
+
+    def held_state(self) -> HeldState | None:
+        """Return the state after the newest complete round, after `end`; None if it is not known."""
+        return None if self._run is None or self.kept_round is None else self._run.loop.held_state()
+
     def rewire(self, found: SpaceMap) -> None:
         """Use the map `found`, in which a shard is replaced, and repeat the pushes that the new shard lacks."""
         self._connections.rewire(found)
@@ -183,6 +221,8 @@ class GenerationRun:
         with self._lock:
             if not self._stop.is_set():  # set before peers can see that the connections break
                 self._facts.status, self._facts.error = status, error
+                if error is None and run.paused:
+                    self._facts.status = "paused"
                 if error is None and run.loop.w.done:
                     self._facts.met = run.loop.w.reason or "its stop rule is met"
         if error is not None:
@@ -190,10 +230,15 @@ class GenerationRun:
             self._connections.close()
 
     def _prepare(
-        self, workload: Workload, given: list[Snapshot], listener: Listener, device: str, companions: Companions
+        self,
+        workload: Workload,
+        given: list[tuple[Snapshot, HeldState | None]],
+        listener: Listener,
+        device: str,
+        companions: Companions,
     ) -> PlanRun:
         plan = self.plan
-        snapshot = given.pop()
+        snapshot, held = given.pop()
         if self._backup is not None:
             snapshot, missed = self._backup.restore(plan, snapshot)
             # set the points before the wait for peers, which may not connect at all, because the driver may poll then
@@ -203,10 +248,14 @@ class GenerationRun:
         self._connections.form(plan, snapshot, listener, device)
         if self._stop.is_set():
             raise StaleGeneration(f"generation {plan.generation} was ended before it started", peer="driver")
+        handover = None if plan.elastic is None else plan.elastic.handover
+        if handover is not None and self._connections.ring is not None:
+            snapshot = hand_over(handover, plan.rank, snapshot, held, self._connections.ring)
+            held = None
         loop: Loop = loop_class(plan.strategy)(workload, plan, self._connections, device)
         loop.load_state_dict(snapshot)
         loop.join(companions)
-        run = PlanRun(loop, self._report, self._retain, self._stop.is_set)
+        run = PlanRun(loop, self._report, self._retain, self._stop.is_set, self._gate)
         if plan.profile:
             run.deliver_trace = self._deliver_trace
         committer = None if self._backup is None else self._backup.begin_commits(plan)
@@ -253,12 +302,16 @@ class PlanRun:
         report: Callable[[Point], bool],
         retain: Callable[[WorkerPart, bool], None],
         stopped: Callable[[], bool],
+        gate: RoundGate | None = None,
     ) -> None:
         """Prepare the run.
 
         `report(point)` returns whether the driver will receive the point. `retain` receives parts of checkpoints, and
         whether a part must stay until the driver has it. `stopped()` returns whether the plan was ended from outside.
+        `gate` lets the driver end the run between two rounds.
         """
+        self.paused = False  # whether the gate has ended the run
+        self._gate = gate or RoundGate(loop.w.position)
         self.loop, self.wanted, self.taken = loop, 0, 0
         self._due = 0  # the round of the last part that must stay until the driver has it
         self.commit: Callable[[], None] | None = None
@@ -286,10 +339,15 @@ class PlanRun:
         for choice in w.log.choices:
             self._report(choice)
         loop.begin(self._stopped)
+        if plan.elastic is not None:
+            loop.keep_round()
         self._commit()
         self._evaluate()  # repeat an evaluation that a failure before this generation interrupted
         self._begin_trace()
         while self._continues():
+            if not self._gate.begin(w.position, self._stopped):
+                self.paused = not self._stopped()
+                break
             w.meter.begin()
             loop.begin_round()
             loop.run_round()
@@ -297,6 +355,8 @@ class PlanRun:
             if self._trace is not None:
                 self._trace.round_over()
             loop.average_weights()
+            if plan.elastic is not None:
+                loop.keep_round()
             for event in w.log.take_events():
                 self._report({"kind": "event", "event": event})
             # without this check, a later generation could continue after this round although its point is lost
@@ -313,7 +373,7 @@ class PlanRun:
                     self._retain(loop.state_dict(together=together), due)
             self._evaluate()
             self._await_boundaries()
-        if not self._stopped():
+        if not self._stopped() and not self.paused:
             loop.finish()
             self._retain(loop.state_dict(together=True), False)
 

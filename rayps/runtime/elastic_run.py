@@ -1,0 +1,432 @@
+"""Change the workers of a running job in step: start newcomers, stop all workers after one round, and regroup.
+
+`ElasticRun.look` is called after each poll. It carries out the decisions of `rayps.runtime.decide_size`, and returns a
+`Regroup` when all workers have stopped. The driver then calls `regroup`, whose result is how the next generation
+continues from the workers' memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rayps.cluster.local import until
+from rayps.cluster.members import GroupMember
+from rayps.cluster.room import RoomWatch
+from rayps.core.elastic import ElasticWorkers
+from rayps.core.errors import CheckpointError, ClusterError
+from rayps.core.handover import Handover
+from rayps.core.phase_rounds import Calendar
+from rayps.core.row_shares import RowShares
+from rayps.core.values import JsonObject
+from rayps.runtime.decide_recovery import Regroup
+from rayps.runtime.decide_size import SizeDecision, SizeFacts, decide_size, gain_of, new_ranks
+from rayps.runtime.journal import Journal
+from rayps.runtime.membership import Membership
+from rayps.runtime.newcomers import Newcomers
+from rayps.worker.plan import ElasticPlan, WorkerFacts
+
+if TYPE_CHECKING:
+    from rayps.runtime.worker_group import WorkerGroup
+    from rayps.tensors.snapshot import Snapshot
+
+HALT_SECONDS = 30.0  # seconds for a worker to end its generation; a step of the user's code cannot be interrupted
+MEASURED_SECONDS = 5.0  # seconds of training after a change before its speed is measured
+
+
+@dataclass(slots=True)
+class _Change:
+    """A change of the workers that is under way, or whose first new round is awaited."""
+
+    reason: str
+    leavers: tuple[int, ...] = ()
+    joiners: int = 0
+    lost: tuple[str, ...] = ()
+    began: float = field(default_factory=time.monotonic)  # when the workers were told to stop, or the loss was seen
+    round: int = 0  # the round from which the new generation continues
+    size: tuple[int, int] = (0, 0)  # workers before and after
+    repeated: int = 0  # rounds that some worker had begun and that are computed again
+
+
+class _Pace:
+    """The samples per second of all workers in one generation, after its first round."""
+
+    def __init__(self) -> None:
+        self._generation = -1
+        self._began, self._first, self._seconds, self._rounds, self._block = 0.0, 0, 0.0, 0, 0
+
+    def add(self, generation: int, position: int, block: int) -> None:
+        """Add the round that all workers have reached; a round has `block` rows."""
+        now = time.monotonic()
+        if generation != self._generation:
+            self._generation, self._first, self._began = generation, position, 0.0
+        if not self._began:
+            if position > self._first:  # the first round also prepares memory and data
+                self._began, self._first = now, position
+            self._seconds, self._rounds = 0.0, 0
+            return
+        self._seconds, self._rounds, self._block = now - self._began, position - self._first, block
+
+    @property
+    def speed(self) -> float | None:
+        """The samples per second; None before a second has been measured."""
+        return self._rounds * self._block / self._seconds if self._seconds >= 1 and self._rounds else None
+
+
+class Allowance:
+    """The number of workers that a job may have now. Any thread may set it."""
+
+    def __init__(self, most: int) -> None:
+        """Allow `most` workers."""
+        self._lock = threading.Lock()
+        self._most = most
+        self._workers, self._reason, self._set_at = most, "", 0
+
+    def set(self, workers: int, reason: str) -> None:
+        """Allow `workers` workers from now on. `reason` is written into the event of the change."""
+        with self._lock:
+            if (workers, reason) != (self._workers, self._reason):
+                self._workers, self._reason = workers, reason
+                self._set_at += 1
+
+    @property
+    def now(self) -> tuple[int, str, int]:
+        """The number, the reason, and how often the number was set."""
+        with self._lock:
+            return self._workers, self._reason, self._set_at
+
+
+class ElasticRun:
+    """The driver's part of an elastic job whose workers run in step."""
+
+    def __init__(
+        self,
+        elastic: ElasticWorkers,
+        least: int,
+        membership: Membership,
+        calendar: Calendar,
+        journal: Journal,
+        allowance: Allowance,
+    ) -> None:
+        """Prepare. `begin` is called when the workers have started."""
+        self.membership, self.allowance = membership, allowance
+        self._elastic, self._least, self._calendar, self._journal = elastic, least, calendar, journal
+        self._newcomers: Newcomers | None = None
+        self._room: RoomWatch | None = None
+        self._change: _Change | None = None  # the workers stop for this change
+        self._formed: _Change | None = None  # its first new round is awaited
+        self._changed_at = -elastic.cooldown  # as time.monotonic
+        self._ceiling: int | None = None
+        self._speed: tuple[int, float] | None = None  # workers and samples per second before the last growth
+        self._pace = _Pace()
+        self._allowed_at = 0
+        self.noticed: Mapping[int, float | None] = {}  # ranks under notice, and the seconds until they end
+
+    def begin(self, newcomers: Newcomers, room: RoomWatch) -> None:
+        """Set what starts newcomers, and what knows the free resources."""
+        self._newcomers, self._room = newcomers, room
+        if self._elastic.most > self._least:
+            room.start()
+
+    def close(self) -> None:
+        """End newcomers, and stop looking for room."""
+        if self._newcomers is not None:
+            self._newcomers.close()
+        if self._room is not None:
+            self._room.close()
+
+    # ---- a generation
+
+    def begin_generation(self, snapshot: Snapshot, workers: int, handover: Handover | None) -> None:
+        """Count rounds and deal rows for the next generation, and adapt the newest `snapshot` to it."""
+        if handover is None:
+            self.restart(snapshot, workers)
+        else:
+            self.continue_from(snapshot)
+
+    def begun(self, group: WorkerGroup) -> None:
+        """Tell the workers of a new generation after which round they pause, if a replay changes them there."""
+        following = self.membership.next_replay(self.membership.current.begin)
+        if following is not None:
+            for worker in group.workers:
+                if not worker.dead:
+                    worker.await_reply(worker.handle.call("stop_after", following[0]))
+
+    def plan(self, handover: Handover | None) -> ElasticPlan:
+        """Return what the workers of the next generation get."""
+        return ElasticPlan(self.membership.current, self.membership.lr_factor, handover)
+
+    def count_from(self, at: int, workers: int) -> None:
+        """Deal rows to so many workers from round `at` on, and count epochs accordingly."""
+        rows, total = self.membership.change(at, workers), self.membership.rows
+        if at < self._calendar.rounds:
+            self._calendar.recount(at, rows.origin(total), rows.rounds(total), workers)
+
+    def enter_phase(self, at: int, epoch: int) -> None:
+        """Begin a phase after round `at` with the first round of `epoch`."""
+        self.membership.enter_phase(at, epoch)
+
+    def restart(self, snapshot: Snapshot, workers: int) -> None:
+        """Continue with so many workers from a snapshot: deal rows behind those that it has consumed."""
+        at = snapshot.round
+        self.count_from(at, workers)
+        self._adapt(snapshot, workers)
+
+    def resume(self, snapshot: Snapshot) -> None:
+        """Continue from a checkpoint, of an elastic job or of another one whose workers ran in step.
+
+        Raises:
+            CheckpointError: the workers were not in step, and the rows that they had consumed are not known.
+        """
+        calendar = self._calendar
+        snapshot.ended = [(planned, at) for planned, at in snapshot.ended if calendar.cut(planned, at)]
+        saved = snapshot.row_shares
+        if saved is None:
+            saved = self._shares_of_fixed(snapshot)
+        self.membership.resume(saved)
+        self.restart(snapshot, self._least)
+
+    def _shares_of_fixed(self, snapshot: Snapshot) -> RowShares:
+        """Return how rows were dealt in a job with a fixed number of workers, which has written `snapshot`."""
+        began, epoch = snapshot.origin
+        total, workers = self.membership.rows, len(snapshot.positions)
+        found = RowShares(began, epoch, 0, (self.membership.each,) * workers)
+        if len(set(snapshot.positions)) > 1 or found.rounds(total) != snapshot.steps_per_epoch:
+            raise CheckpointError(
+                f"the checkpoint was written by {workers} workers that were not in step, or had another batch size, "
+                "and which rows they had consumed is not known:\nresume with a fixed number of workers, or start a new "
+                "run from its parameters with start_from="
+            )
+        return found
+
+    def _adapt(self, snapshot: Snapshot, workers: int) -> None:
+        """Adapt a snapshot to the current calendar and workers."""
+        span = self._calendar.at(snapshot.round)
+        snapshot.rng, snapshot.ring = {}, None
+        snapshot.enter_phase(span)
+        snapshot.positions = [snapshot.round] * workers
+        snapshot.row_shares = self.membership.current
+
+    def continue_from(self, snapshot: Snapshot) -> None:
+        """Let the next state, which is assembled on the older `snapshot`, have the current calendar and shares."""
+        span = self._calendar.at(self.membership.current.begin)
+        snapshot.steps_per_epoch, snapshot.origin, snapshot.ring = span.steps, span.origin, None
+        snapshot.row_shares = self.membership.current
+
+    # ---- after each poll
+
+    def look(self, group: WorkerGroup, generation: int) -> Regroup | None:
+        """Carry out what follows from the poll. Return a `Regroup` if all workers have stopped for a change.
+
+        Call it only if no member is dead and no worker has failed.
+        """
+        assert self._newcomers is not None, "begin comes first"
+        facts = [w.facts for w in group.workers if isinstance(w.facts, WorkerFacts)]
+        facts = [each for each in facts if each.generation == generation]
+        if len(facts) < group.size:
+            return None
+        self._check_formed(facts)
+        self._pace.add(generation, min(each.position for each in facts), self.membership.current.block)
+        if self._change is not None:
+            return self._stopped(group, facts)
+        if any(each.status == "finished" for each in facts):
+            return None
+        for why in self._newcomers.failures():
+            self._journal.event("warning", f"a worker that was to join did not start: {why}; another try follows")
+        if self._elastic.replay is not None:
+            return self._replay(group, facts)
+        decision = decide_size(self._size_facts(group))
+        self._start_or_drop(decision, group.size)
+        if decision.regroup:
+            self._change = _Change(decision.reason, decision.leavers, decision.joiners)
+            self._stop(group)
+        return None
+
+    def _size_facts(self, group: WorkerGroup) -> SizeFacts:
+        newcomers, room = self._newcomers, self._room
+        assert newcomers is not None, "begin comes first"
+        assert room is not None, "begin comes first"
+        workers, reason, number = self.allowance.now
+        if number != self._allowed_at:  # a word from outside is also a new attempt to grow, at once
+            self._allowed_at, self._ceiling, self._changed_at = number, None, -self._elastic.cooldown
+        self._measure(group)
+        return SizeFacts(
+            group.size,
+            self._least,
+            self._elastic.most,
+            workers,
+            reason,
+            room.room if newcomers.may_start else 0,
+            newcomers.starting,
+            newcomers.ready,
+            self.noticed,
+            time.monotonic() - self._changed_at,
+            self._elastic.cooldown,
+            self._ceiling,
+        )
+
+    def _measure(self, group: WorkerGroup) -> None:
+        """After a growth, compare the speed with that before, and set the ceiling if the growth has not paid."""
+        speed = self._pace.speed
+        if self._speed is None or self._formed is not None or speed is None:
+            return
+        before, now = self._speed, (group.size, speed)
+        if now[0] <= before[0]:
+            self._speed = None
+        elif time.monotonic() - self._changed_at >= max(MEASURED_SECONDS, min(self._elastic.cooldown, 10.0)):
+            self._speed = None
+            gain = gain_of(before, now)
+            if gain < self._elastic.gain:
+                self._ceiling = group.size
+                self._journal.event(
+                    "warning",
+                    f"more workers do not pay: {now[0]} workers train {now[1]:.4g} samples/s and {before[0]} trained "
+                    f"{before[1]:.4g}, so that each added worker brought {gain:.0%} of a worker's speed, and "
+                    f"elastic.gain is {self._elastic.gain:.0%}: the job does not grow further",
+                )
+
+    def _start_or_drop(self, decision: SizeDecision, size: int) -> None:
+        assert self._newcomers is not None, "begin comes first"
+        if decision.drop:
+            self._newcomers.drop(decision.drop)
+        if decision.start:
+            what = "worker starts" if decision.start == 1 else "workers start"
+            self._journal.event("growing", f"{decision.start} more {what} while {size} train: {decision.reason}")
+            self._newcomers.start(decision.start, size)
+
+    def _replay(self, group: WorkerGroup, facts: Sequence[WorkerFacts]) -> Regroup | None:
+        """Prepare the next change of a replay, and return it when all workers have reached its round."""
+        assert self._newcomers is not None, "begin comes first"
+        following = self.membership.next_replay(self.membership.current.begin)
+        if following is None:
+            return None
+        at, count = following
+        held = group.size + self._newcomers.ready + self._newcomers.starting
+        if held < count:
+            self._newcomers.start(count - held, held)
+        paused = all(each.status == "paused" and each.position == at for each in facts)
+        if not paused or group.size + self._newcomers.ready < count:
+            return None
+        leavers = tuple(range(count, group.size))
+        self._change = _Change("replay", leavers, max(0, count - group.size))
+        return self._stopped(group, facts)
+
+    def _stop(self, group: WorkerGroup) -> None:
+        """Let all workers end after the same round."""
+        replies = [(worker, worker.handle.call("hold")) for worker in group.workers]
+        begun = [_answer(worker, reply) for worker, reply in replies]
+        known = [each for each in begun if each is not None]
+        for worker in group.workers if len(known) == len(begun) else ():
+            worker.await_reply(worker.handle.call("stop_after", max(known)))
+
+    def _stopped(self, group: WorkerGroup, facts: Sequence[WorkerFacts]) -> Regroup | None:
+        """Return the change if all workers have stopped for it. Give it up if the plan has ended first."""
+        change = self._change
+        assert change is not None, "a change is under way"
+        if any(each.status == "finished" for each in facts):
+            self._change = None
+            for worker in group.workers:
+                worker.await_reply(worker.handle.call("resume"))
+            return None
+        if any(each.status != "paused" for each in facts):
+            return None
+        return Regroup((), change.leavers, change.joiners, change.reason)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the workers stop for a change: the driver then polls more often."""
+        return self._change is not None
+
+    # ---- the change
+
+    def regroup(self, group: WorkerGroup, decision: Regroup) -> Handover | None:
+        """Form the new group from the living workers and newcomers. Return how it continues, or None if no worker can.
+
+        Workers that are lost or leave are ended. If fewer than the least number remain, replacements are started now.
+        """
+        assert self._newcomers is not None, "begin comes first"
+        change = self._change or _Change(decision.reason)
+        self._change = None
+        change.lost = decision.lost
+        gone = {rank for rank, worker in enumerate(group.workers) if worker.dead or worker.name in decision.lost}
+        living = [rank for rank in range(group.size) if rank not in gone]
+        replies = [(rank, group.workers[rank].handle.call("kept_round")) for rank in living]
+        kept: dict[int, int] = {}
+        for rank, reply in replies:
+            found = _answer(group.workers[rank], reply, HALT_SECONDS)
+            if found is not None:
+                kept[rank] = found
+        gone |= {rank for rank in living if group.workers[rank].dead}
+        leaving = gone | set(decision.leavers)
+        stay = [rank for rank in range(group.size) if rank not in leaving]
+        holders = {rank for rank in kept if rank in stay and kept[rank] == max(kept[r] for r in kept if r in stay)}
+        if not holders:
+            return None
+        change.round = max(kept[rank] for rank in holders)
+        joined = self._newcomers.take(max(decision.joiners, self._least - len(stay)))
+        missing = self._least - len(stay) - len(joined)
+        if missing > 0 and decision.lost:  # too few are left: the others wait for replacements
+            joined += self._start_now(missing)
+        order = new_ranks(group.size, leaving, len(joined))
+        change.size = group.size, len(order)
+        change.repeated = 0 if not decision.lost else 1
+        speed, self._speed = self._pace.speed, None
+        if len(order) > group.size and speed is not None and not decision.lost:
+            self._speed = group.size, speed
+        group.change_workers(order, joined)
+        self.count_from(change.round, len(order))
+        self._formed = change
+        self._changed_at = time.monotonic()
+        self.noticed = {}
+        return Handover(change.round, tuple(rank for rank, old in enumerate(order) if old in holders))
+
+    def _start_now(self, count: int) -> list[GroupMember]:
+        """Start workers and wait for them, because too few are left to train. Return those that have started."""
+        newcomers = self._newcomers
+        assert newcomers is not None, "begin comes first"
+        newcomers.start(count, self._least)
+        until(lambda: newcomers.ready >= count or not newcomers.starting, 180.0, pause=0.02)
+        return newcomers.take(count)
+
+    def _check_formed(self, facts: Sequence[WorkerFacts]) -> None:
+        """Report a change when its first new round is complete."""
+        change = self._formed
+        if change is None or not all(each.position > change.round or each.status == "finished" for each in facts):
+            return
+        self._formed = None
+        now = time.monotonic()
+        self._changed_at = now
+        before, after = change.size
+        seconds = now - change.began
+        event: JsonObject = {
+            "from": before,
+            "to": after,
+            "round": change.round,
+            "seconds": seconds,
+            "reason": change.reason,
+            "lost": list(change.lost),
+        }
+        self._journal.event(
+            "resized",
+            f"{change.reason}: the job has {after} workers instead of {before}, from round {change.round} on; the "
+            f"first round of the new group ended {seconds:.2f} s after the workers were told to stop"
+            if not change.lost
+            else f"{change.reason}: {after} workers continued from round {change.round}, which they had in memory; "
+            f"their first round ended {seconds:.2f} s after the failure was detected",
+            **event,
+        )
+
+
+def _answer(worker: GroupMember, reply: object, seconds: float = HALT_SECONDS) -> int | None:
+    """Return the answer of a worker. If there is none in time, the worker counts as dead."""
+    try:
+        found: int | None = reply.result(seconds)  # type: ignore[attr-defined]
+        return found
+    except ClusterError as error:
+        worker.dead = str(error.data.get("reason", error))
+    except TimeoutError:
+        worker.dead = f"it did not answer within {seconds:g} s"
+    return None

@@ -1,0 +1,142 @@
+"""Start workers in the background, so that they are ready before they join a running job."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from rayps.cluster.members import GroupMember
+from rayps.cluster.reservation import WorkerResources
+from rayps.core.errors import ClusterError, NoResources, RaypsError
+from rayps.core.user_code import START_SECONDS
+
+log = logging.getLogger(__name__)
+
+RESERVE_SECONDS = 5.0  # seconds to wait for resources that were free when the newcomer was decided
+BACKOFF_SECONDS = 10.0  # seconds after a failed start in which no other newcomer starts
+
+StartOne = Callable[[int, WorkerResources], GroupMember]
+
+
+class Newcomers:
+    """Workers that are started while others train. The driver's thread calls the methods.
+
+    Each newcomer has a thread: it reserves resources, starts the process, and lets it import the workload and build the
+    model once.
+    """
+
+    def __init__(
+        self,
+        reserve: Callable[[float], WorkerResources],
+        start: StartOne,
+        end: Callable[[GroupMember], None],
+        seconds: float = START_SECONDS,
+    ) -> None:
+        """Prepare. `seconds` is the longest time in which a process may start.
+
+        `reserve(timeout)` reserves the resources of one worker, `start(number, resources)` starts its process, and
+        `end(member)` ends it and releases its resources.
+        """
+        self._reserve, self._start, self._end, self._seconds = reserve, start, end, seconds
+        self._lock = threading.Lock()
+        self._ready: list[GroupMember] = []
+        self._starting = 0
+        self._unwanted = 0  # newcomers to be ended as soon as they are ready
+        self._closed = False
+        self._failed_at = -BACKOFF_SECONDS
+        self._failures: list[str] = []
+
+    @property
+    def ready(self) -> int:
+        """The number of newcomers that are ready to join."""
+        with self._lock:
+            return len(self._ready)
+
+    @property
+    def starting(self) -> int:
+        """The number of newcomers that are started and not yet ready."""
+        with self._lock:
+            return self._starting - self._unwanted
+
+    @property
+    def may_start(self) -> bool:
+        """Whether no start has failed shortly before."""
+        return time.monotonic() - self._failed_at >= BACKOFF_SECONDS
+
+    def start(self, count: int, number: int) -> None:
+        """Start `count` newcomers, with the provisional ranks `number`, `number` + 1, ..."""
+        for i in range(count):
+            with self._lock:
+                if self._unwanted:  # one that was dropped while it starts is wanted again
+                    self._unwanted -= 1
+                    continue
+                self._starting += 1
+            name = f"newcomer-{number + i}"
+            threading.Thread(target=self._run, args=(number + i,), daemon=True, name=name).start()
+
+    def take(self, count: int) -> list[GroupMember]:
+        """Return `count` newcomers that are ready; the caller owns them."""
+        with self._lock:
+            taken, self._ready = self._ready[:count], self._ready[count:]
+        return taken
+
+    def drop(self, count: int) -> None:
+        """End `count` newcomers: those that are ready first, then those that still start."""
+        with self._lock:
+            dropped, self._ready = self._ready[:count], self._ready[count:]
+            self._unwanted += min(count - len(dropped), self._starting - self._unwanted)
+        for member in dropped:
+            self._end(member)
+
+    def failures(self) -> list[str]:
+        """Return and remove why newcomers have not started."""
+        with self._lock:
+            found, self._failures = self._failures, []
+        return found
+
+    def close(self) -> None:
+        """End all newcomers. Those that still start are ended by their threads."""
+        with self._lock:
+            self._closed = True
+        self.drop(self.ready)
+
+    def _run(self, number: int) -> None:
+        member: GroupMember | None = None
+        failure: str | None = None
+        resources = WorkerResources()
+        try:
+            resources = self._reserve(RESERVE_SECONDS)
+            member = self._start(number, resources)
+            member.place = member.handle.call("place").result(self._seconds)
+            member.handle.call("prepare").result(self._seconds)
+        except (RaypsError, TimeoutError, OSError) as error:
+            failure = _reason(error)
+        except Exception as error:
+            log.exception("a newcomer failed to start")
+            failure = f"{type(error).__name__}: {error}"
+        with self._lock:
+            self._starting -= 1
+            wanted = failure is None and not self._closed and not self._unwanted
+            if failure is None and self._unwanted:
+                self._unwanted -= 1
+            if wanted and member is not None:
+                self._ready.append(member)
+                return
+            if failure is not None:
+                self._unwanted = min(self._unwanted, self._starting)
+                self._failures.append(failure)
+                self._failed_at = time.monotonic()
+        if member is not None:
+            self._end(member)
+        else:
+            resources.release()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, NoResources):
+        return "the resources that were free are in use now"
+    if isinstance(error, ClusterError):
+        return str(error.data.get("reason", error))
+    return str(error) or type(error).__name__

@@ -1,0 +1,69 @@
+"""Stop a run between two rounds, in the same round on all workers.
+
+Workers in step are at most one round apart. The driver first calls `hold` on all workers, which returns how many rounds
+each has begun and lets none begin another. It then calls `stop_after` with the largest of these numbers: the workers
+that are behind finish the same rounds, and all runs end there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from rayps.core.errors import PeerTimeout
+
+HELD_SECONDS = 60.0  # the longest wait, in seconds, for the driver's word after `hold`
+_CHECK_SECONDS = 0.05  # seconds between two looks at whether the run was ended from outside
+
+
+class RoundGate:
+    """Decides whether the next round of a run may begin. Any thread may call its methods."""
+
+    def __init__(self, begun: int) -> None:
+        """Start a run of which `begun` rounds were begun before."""
+        self._changed = threading.Condition()
+        self._begun = begun
+        self._held = False  # whether no round may begin until the driver says more
+        self._last: int | None = None  # the run ends after so many rounds; None if no end was set
+
+    def hold(self) -> int:
+        """Let no further round begin, and return the number of rounds that were begun."""
+        with self._changed:
+            self._held = True
+            return self._begun
+
+    def stop_after(self, rounds: int) -> None:
+        """Let rounds begin until `rounds` were begun, and end the run after them."""
+        with self._changed:
+            self._held, self._last = False, rounds
+            self._changed.notify_all()
+
+    def resume(self) -> None:
+        """Undo `hold` and `stop_after`. A run that has ended stays ended."""
+        with self._changed:
+            self._held, self._last = False, None
+            self._changed.notify_all()
+
+    def begin(self, done: int, stopped: Callable[[], bool]) -> bool:
+        """Return whether the round after `done` rounds begins now; wait while the run is held.
+
+        Return False if the run ends here. Raises PeerTimeout if the driver does not end a `hold` in time.
+        """
+        deadline: float | None = None
+        with self._changed:
+            while True:
+                if stopped() or (self._last is not None and done >= self._last):
+                    return False
+                if not self._held:
+                    self._begun = done + 1
+                    return True
+                deadline = deadline or time.monotonic() + HELD_SECONDS
+                if time.monotonic() > deadline:
+                    raise PeerTimeout(
+                        f"the driver held this worker after round {done} and has not continued within "
+                        f"{HELD_SECONDS:g} s",
+                        peer="driver",
+                        seconds=HELD_SECONDS,
+                    )
+                self._changed.wait(_CHECK_SECONDS)
