@@ -62,7 +62,7 @@ def test_a_worker_waits_for_a_lease_and_continues_at_its_first_step():
     while one.waits_at is None:
         pass
     assert one.waits_at == 0
-    one.extend([lease(5, 0, 2, 4)])
+    one.extend([lease(5, 0, 2, 4)], 5)
     thread.join(60)
     assert answers == [True] and (one.position, one.waits_at, one.epoch_of(5)) == (5, None, (0, 2))
     one.take(9)
@@ -92,7 +92,7 @@ def test_random_numbers_depend_on_the_block_only():
     for ahead, leases in ((False, [lease(0, 0, 0, 3)]), (True, [lease(0, 0, 0, 3)]), (False, [lease(9, 0, 1, 3)])):
         one = stream(rayps.data.dataset(Noisy(), batch_size=SIZE))
         one.ahead = (lambda batch: None) if ahead else None
-        one.extend(leases)
+        one.extend(leases, leases[0].first)
         assert one.await_lease(lambda: False)
         torch.manual_seed(len(found))
         found.append(

@@ -126,7 +126,7 @@ def carried_out(run: Run, operations) -> None:
 @settings(max_examples=120)
 @given(st.integers(1, 5), st.integers(1, 2), st.lists(OPERATIONS, max_size=60), st.integers(0, 2))
 def test_each_block_is_applied_once_on_each_segment(blocks, epochs, operations, last):
-    run = Run(Leases(blocks, epochs), Servers(2, 3))
+    run = Run(Leases(blocks, (epochs, 0)), Servers(2, 3))
     carried_out(run, operations)
     run.complete(last)
     run.check(epochs)
@@ -136,7 +136,7 @@ def test_each_block_is_applied_once_on_each_segment(blocks, epochs, operations, 
 @given(st.integers(1, 5), st.lists(OPERATIONS, max_size=40), st.lists(OPERATIONS, max_size=30), st.integers(0, 2))
 def test_a_run_resumes_from_states_that_segments_took_at_different_moments(blocks, before, after, last):
     """Segment 0 takes its state between `before` and `after`, segment 1 after both; the leases are read at the end."""
-    run, servers = Run(Leases(blocks, 2), Servers(2, 3)), None
+    run, servers = Run(Leases(blocks, (2, 0)), Servers(2, 3)), None
     carried_out(run, before)
     servers = run.servers
     early = servers.ledgers[0].copy(), Counter(servers.applied[0])
@@ -145,7 +145,7 @@ def test_a_run_resumes_from_states_that_segments_took_at_different_moments(block
     resumed = Servers(2, 3)
     resumed.ledgers, resumed.applied = [early[0], late[0]], [early[1], late[1]]
     marks = {rank: resumed.marks(rank) for rank in range(3)}
-    leases = Leases.from_json(run.leases.to_json(marks), 2)
+    leases = Leases.from_json(run.leases.to_json(marks), (2, 0))
     for ledger in resumed.ledgers:
         ledger.active = ActiveRanks()
     again = Run(leases, resumed)
@@ -156,7 +156,7 @@ def test_a_run_resumes_from_states_that_segments_took_at_different_moments(block
 def test_every_order_of_two_deaths_of_a_step_that_one_segment_has():
     """Rank 0 dies between two segments; rank 1 gets its block and dies likewise, at each place; rank 2 completes it."""
     for first, second in itertools.product((0, 1), (None, 0, 1)):
-        run = Run(Leases(2, 1), Servers(2, 3))
+        run = Run(Leases(2, (1, 0)), Servers(2, 3))
         run.join(0)
         run.lease(0, 2)
         run.push(0, first)
@@ -173,7 +173,7 @@ def test_every_order_of_two_deaths_of_a_step_that_one_segment_has():
 
 
 def test_a_leaver_gives_back_the_blocks_that_it_has_not_pushed():
-    leases = Leases(10, 1)
+    leases = Leases(10, (1, 0))
     leases.join(0, 5)
     assert [(each.first, each.end, each.blocks) for each in leases.lease(0, 4)] == [(5, 9, BlockRange(0, 0, 4))]
     assert leases.held(0, 6) == 3
@@ -185,7 +185,7 @@ def test_a_leaver_gives_back_the_blocks_that_it_has_not_pushed():
 
 
 def test_the_epoch_is_that_of_the_oldest_block_that_is_not_done():
-    leases = Leases(2, 3)
+    leases = Leases(2, (3, 0))
     for rank in (0, 1):
         leases.join(rank, 0)
     leases.lease(0, 1)
@@ -200,15 +200,17 @@ def test_the_epoch_is_that_of_the_oldest_block_that_is_not_done():
     assert leases.finished and leases.epoch == 3
 
 
-def test_without_a_last_epoch_there_is_always_a_block():
-    leases = Leases(3, None)
+def test_the_last_epoch_may_be_incomplete():
+    leases = Leases(4, (1, 2))
     leases.join(0, 0)
-    assert sum(len(each.blocks) for each in leases.lease(0, 100)) == 100
-    assert leases.unleased is None and not leases.finished
+    assert leases.unleased == 6
+    assert [each.blocks for each in leases.lease(0, 9)] == [BlockRange(0, 0, 4), BlockRange(1, 0, 2)]
+    leases.advance(0, 6)
+    assert leases.finished and leases.epoch == 1
 
 
 def test_history_that_a_snapshot_has_is_dropped():
-    leases = Leases(6, 1)
+    leases = Leases(6, (1, 0))
     leases.join(0, 0)
     for _ in range(3):
         leases.lease(0, 2)
@@ -229,13 +231,13 @@ def test_ranges_that_follow_each_other_are_joined():
 )
 def test_damaged_data_is_refused(data):
     with pytest.raises(CheckpointError, match="leases are damaged"):
-        Leases.from_json(data, 1)
+        Leases.from_json(data, (1, 0))
 
 
 def test_the_size_of_a_lease():
     assert lease_size(None, 1000, 2) == 1  # the pace is not known
-    assert lease_size(0.01, None, 2) == round(LEASE_SECONDS / 0.01)
-    assert lease_size(1e-9, None, 1) == MOST_BLOCKS
+    assert lease_size(0.01, 1000, 2) == round(LEASE_SECONDS / 0.01)
+    assert lease_size(1e-9, 10_000, 1) == MOST_BLOCKS
     assert lease_size(30.0, 1000, 2) == 1
     assert lease_size(0.01, 100, 2) == 25  # half an equal share of what is left
     assert lease_size(0.01, 4, 2) == round(LEAST_SECONDS / 0.01)

@@ -83,10 +83,10 @@ class Marks(NamedTuple):
 
 
 class Leases:
-    """The blocks of epochs `epoch` to `end` - 1, and who has them. `end` None: there is always another epoch."""
+    """The blocks from `begin` to `end`, which are pairs (epoch, block), and who has them."""
 
-    def __init__(self, blocks: int, end: int | None, epoch: int = 0) -> None:
-        """Begin with epoch `epoch`, of which no block is done. Each epoch has `blocks` blocks.
+    def __init__(self, blocks: int, end: tuple[int, int], begin: tuple[int, int] = (0, 0)) -> None:
+        """Begin with the block `begin`, and end before the block `end`. Each epoch has `blocks` blocks.
 
         Raises:
             ValueError: an epoch has no blocks.
@@ -94,7 +94,7 @@ class Leases:
         if blocks < 1:
             raise ValueError(f"an epoch has {blocks} blocks: at least 1 is needed")
         self.blocks, self.end = blocks, end
-        self._next = (epoch, 0)  # the first block that was never leased
+        self._next = begin  # the first block that was never leased
         self._returned: list[BlockRange] = []  # in order
         # for each rank that has had leases: those since the last saved snapshot, in the order of their steps
         self._held: dict[int, list[Lease]] = {}
@@ -145,9 +145,9 @@ class Leases:
                 insort(self._returned, rest)
             return taken
         epoch, block = self._next
-        if self.end is not None and epoch >= self.end:
+        if self._next >= self.end:
             return None
-        hi = min(self.blocks, block + count)
+        hi = min(self.blocks if epoch < self.end[0] else self.end[1], block + count)
         self._next = (epoch + 1, 0) if hi == self.blocks else (epoch, hi)
         return BlockRange(epoch, block, hi)
 
@@ -162,17 +162,19 @@ class Leases:
         """Return how many blocks a rank has at or after its step `step`."""
         return max(0, self._step[rank] - max(step, self._done[rank]))
 
+    def end_of(self, rank: int) -> int:
+        """Return the step after the last lease of a rank that takes part."""
+        return self._step[rank]
+
     def of(self, rank: int, step: int) -> list[Lease]:
         """Return the leases of a rank with a step at or after `step`, for a process that continues as this rank."""
         return [lease for lease in self._held.get(rank, []) if lease.end > step]
 
     @property
-    def unleased(self) -> int | None:
-        """The number of blocks that no rank has; None if there is always another epoch."""
-        if self.end is None:
-            return None
-        epoch, block = self._next
-        return max(0, (self.end - epoch) * self.blocks - block) + sum(map(len, self._returned))
+    def unleased(self) -> int:
+        """The number of blocks that no rank has."""
+        (epoch, block), (end, last) = self._next, self.end
+        return max(0, (end - epoch) * self.blocks + last - block) + sum(map(len, self._returned))
 
     @property
     def finished(self) -> bool:
@@ -181,7 +183,7 @@ class Leases:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the oldest block that is not done; `end` if all are done."""
+        """The epoch of the oldest block that is not done; that of `end` if all are done."""
         open_epochs = [each.epoch for each in self._returned]
         open_epochs += [
             lease.blocks.epoch for rank in self._step for lease in self._held[rank] if lease.end > self._done[rank]
@@ -218,8 +220,11 @@ class Leases:
         }
 
     @classmethod
-    def from_json(cls, data: JsonObject, end: int | None) -> Self:
-        """Return the leases of a run that continues from `to_json`'s data until epoch `end`. No rank has a block.
+    def from_json(cls, data: JsonObject, end: tuple[int, int], *, ranks: int | None = None) -> Self:
+        """Return the leases of a run that continues from `to_json`'s data until block `end`. No rank has a block.
+
+        `ranks`: how many ranks there are now. A block whose push by another rank only some servers have counts as done,
+        because the ledgers do not have this rank any more.
 
         Raises:
             CheckpointError: `data` is damaged.
@@ -227,11 +232,11 @@ class Leases:
         try:
             saved: Any = data
             epoch, block = map(int, saved["next"])
-            found = cls(int(saved["blocks"]), end, epoch)
-            found._next = epoch, block
+            found = cls(int(saved["blocks"]), end, (epoch, block))
             for number, lo, hi, pushes in saved["undone"]:
                 earlier = tuple(PushId(int(rank), int(step)) for rank, step in pushes)
-                found._returned.append(BlockRange(int(number), int(lo), int(hi), earlier))
+                if ranks is None or all(push.rank < ranks for push in earlier):
+                    found._returned.append(BlockRange(int(number), int(lo), int(hi), earlier))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the checkpoint's leases are damaged: {str(data)[:100]!r}") from error
         found._returned.sort()
@@ -264,11 +269,11 @@ def joined(ranges: Sequence[BlockRange]) -> list[BlockRange]:
     return found
 
 
-def lease_size(seconds: float | None, left: int | None, workers: int) -> int:
+def lease_size(seconds: float | None, left: int, workers: int) -> int:
     """Return how many blocks the next lease of a worker should have.
 
     `seconds`: how long one of its rounds takes, or None if this is not known yet. `left`: how many blocks no worker
-    has, or None if there is always another epoch. `workers`: the number of workers.
+    has. `workers`: the number of workers.
 
     A lease lasts about `LEASE_SECONDS`. Near the end, leases are half an equal share of what is left, but not shorter
     than `LEAST_SECONDS`, so that all workers end at about the same time (Polychronopoulos and Kuck, "Guided
@@ -276,10 +281,8 @@ def lease_size(seconds: float | None, left: int | None, workers: int) -> int:
     """
     if seconds is None:
         return 1
-    most = _blocks(LEASE_SECONDS, seconds)
-    if left is not None:
-        most = min(most, max(_blocks(LEAST_SECONDS, seconds), math.ceil(left / (2 * max(1, workers)))))
-    return most
+    share = math.ceil(left / (2 * max(1, workers)))
+    return min(_blocks(LEASE_SECONDS, seconds), max(_blocks(LEAST_SECONDS, seconds), share))
 
 
 def _blocks(duration: float, seconds: float) -> int:

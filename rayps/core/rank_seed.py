@@ -20,6 +20,6 @@ def rank_seed(seed: int, rank: int) -> int:
 
 
 def block_seed(seed: int, epoch: int, block: int, *, read: bool) -> int:
-    """Return the seed of a block of rows, whichever worker has it: to read its rows if `read`, else to learn from it."""
+    """Return the seed with which a block's rows are read or, if not `read`, learned from, by whichever worker."""
     words = [seed % 2**64, epoch, block, int(read)]
     return int.from_bytes(hashlib.blake2b(struct.pack("<QQQQ", *words), digest_size=8).digest(), "little") >> 1

@@ -130,6 +130,16 @@ class Ledger:
         active.ranks.add(rank)
         return first
 
+    def readmit(self, rank: int, first: int) -> None:
+        """Let a worker take part that had joined as `rank`, with the step `first`, before this state was restored.
+
+        Its pushes from `first` on that this state lacks can be repeated. Raises ValueError as `admit`.
+        """
+        active = self._members(rank)
+        if self.marks[rank] < first:
+            self._pass_over(rank, first)
+        active.ranks.add(rank)
+
     def remove(self, rank: int) -> None:
         """Let the worker `rank` leave. Its recorded steps stay recorded. Raises ValueError as `admit`."""
         active = self._members(rank)
@@ -138,9 +148,10 @@ class Ledger:
         active.ranks.discard(rank)
 
     def end_members(self, step: int) -> None:
-        """Let all workers leave, and raise all marks to `step`, which no push has reached."""
+        """Let all workers leave, and raise all marks to `step`, which is above them."""
         for rank in self.marks:
             self._pass_over(rank, step)
+            self.marks[rank], self._above[rank] = step, set()
         self.active = ActiveRanks(floor=step)
 
     def repeats(self, rank: int, step: int, earlier: Iterable[tuple[int, int]]) -> bool:
@@ -174,6 +185,15 @@ class Ledger:
         self.skip(rank, first)
 
     # ---- copies
+
+    def with_ranks(self, count: int, mark: int) -> Ledger:
+        """Return a copy with the ranks 0 to `count` - 1. The marks of new ranks are `mark`."""
+        marks = [self.marks.get(rank, mark) for rank in range(count)]
+        above = {rank: steps for rank, steps in self._above.items() if rank < count}
+        skipped = self.skipped and {rank: self.skipped.get(rank, 0) for rank in range(count)}
+        found = Ledger(marks, above, skipped)
+        found.missed = {rank: list(ranges) for rank, ranges in self.missed.items() if rank < count}
+        return found
 
     def copy(self) -> Ledger:
         """Return a copy."""

@@ -389,7 +389,7 @@ def assemble(base: Snapshot, workers: dict[int, WorkerPart | None], shards: list
     `workers` is a dict from each rank to that worker's part, which is None if the worker has no part yet. If workers
     run in step, every worker has a part.
     """
-    from_shards, lead = bool(shards), next(iter(workers.values()))
+    from_shards, lead = bool(shards), next(iter(workers.values()), None)
     there = [part for part in workers.values() if part is not None]
     if from_shards:
         params = torch.cat([part.params for part in shards])
@@ -426,6 +426,7 @@ def assemble(base: Snapshot, workers: dict[int, WorkerPart | None], shards: list
         frozen_hash=base.frozen_hash,
         cursors=cursors,
         row_shares=base.row_shares,
+        leases=base.leases,
     )
     found.thaw(changed)
     return found

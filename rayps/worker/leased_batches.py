@@ -54,14 +54,16 @@ class LeasedBatches(BatchStream):
         self._over: int | None = None  # the step before which the plan ends; None if it has not ended
         self._heard = time.monotonic()
         self._waiting = False
+        self._begin: int | None = None  # the step from which to continue
         self._rows: tuple[int, NDArray[np.int64]] | None = None  # an epoch, and its row numbers in order
         self._reads: tuple[tuple[int, int], Iterator[Batch]] | None = None  # (epoch, block) of the loader's next batch
 
     # ---- called by other threads
 
-    def extend(self, leases: Sequence[Lease]) -> None:
-        """Add leases, whose steps follow those that the worker has."""
+    def extend(self, leases: Sequence[Lease], begin: int | None = None) -> None:
+        """Add leases. `begin`: the step from which the worker continues if it waits, after the servers admitted it."""
         with self._changed:
+            self._begin = begin if begin is not None else self._begin
             self._leases += leases
             while len(self._leases) > _KEPT and self._leases[0].end <= self.position - 1:
                 self._leases.popleft()
@@ -92,7 +94,7 @@ class LeasedBatches(BatchStream):
             return self._over is not None or self._has(self.position)
 
     def await_lease(self, stopped: Callable[[], bool]) -> bool:
-        """Wait for a block. If the next lease begins at a later step, continue at that step.
+        """Wait for a block.
 
         Return False if the plan has ended. All pushes of this worker must be applied before the call.
 
@@ -104,9 +106,8 @@ class LeasedBatches(BatchStream):
                 if self._has(self.position):
                     self._waiting = False
                     return True
-                later = [lease.first for lease in self._leases if lease.first > self.position]
-                if later:
-                    self.position = later[0]
+                if self._begin is not None:
+                    self.position, self._begin = self._begin, None
                     continue
                 self._waiting = True
                 if time.monotonic() - self._heard > self._timeout:

@@ -48,6 +48,7 @@ class Orders:
     each_epoch: bool = False  # the same at the end of every evaluated epoch, whose round is not known before
     parts: PartsPlan | None = None  # where workers write their parts of checkpoints; None if the driver writes
     elastic: ElasticPlan | None = None  # None if the number of workers is fixed
+    leased: bool = False  # whether workers get their rows by leases: see `rayps.worker.leased_batches`
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ class WorkerPlan:
     each_epoch: bool = False  # the same at the end of every evaluated epoch, whose round is not known before
     parts: PartsPlan | None = None  # where this worker writes its part of a checkpoint; None if the driver writes
     elastic: ElasticPlan | None = None  # None if the number of workers is fixed
+    leased: bool = False  # whether this worker gets its rows by leases
 
     @property
     def last_epoch(self) -> int | None:
@@ -149,6 +151,7 @@ class WorkerFacts:
     call: Call | None = None  # the call of the user's code that has not returned; None if there is none
     ends: list[str] = field(default_factory=list)  # the exceptions that ended threads of its process
     trace: bytes | None = None  # a trace of some rounds, once: see `rayps.worker.profile`
+    waits_at: int | None = None  # the step at which it waits for a lease: all earlier pushes are applied
 
 
 @dataclass(slots=True)

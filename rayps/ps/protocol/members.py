@@ -7,6 +7,7 @@ applied already has no further effect, so a request can be repeated.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ class MemberChangeKind(enum.IntEnum):
     ADMIT = 2  # the worker `rank` joins, with a first step of at least `step`
     REMOVE = 3  # the worker `rank` has left: its later pushes are refused, and its clock does not count
     REPEAT = 4  # the push (`rank`, `step`) repeats the pushes `earlier`
+    RESUME = 6  # a restored state lacks that the worker `rank` has joined with the first step `step`
     END = 5  # all workers have left: the state after round `step` is retained, and is the last
 
 
@@ -60,6 +62,8 @@ class MemberChange:
                     ledger.skipped[self.rank] = min(first, ledger.skipped[slowest])
             case MemberChangeKind.REMOVE:
                 ledger.remove(self.rank)
+            case MemberChangeKind.RESUME:
+                ledger.readmit(self.rank, self.step)
             case MemberChangeKind.REPEAT:
                 ledger.repeats(self.rank, self.step, self.earlier)
             case MemberChangeKind.END:
@@ -71,3 +75,15 @@ def left(rank: int) -> StaleGeneration:
     return StaleGeneration(
         f"worker-{rank} has left the job, or has not joined it: its pushes are not applied", peer=f"worker-{rank}"
     )
+
+
+def with_members(ledger: Ledger, changes: Sequence[MemberChange]) -> Ledger:
+    """Return a ledger of a saved state as its segment begins with it: `changes` say which ranks take part now.
+
+    Without changes, all ranks take part, and none joins or leaves.
+    """
+    found = ledger.copy()
+    found.active = None
+    for change in changes:
+        change.apply_to(found)
+    return found
