@@ -57,6 +57,20 @@ class Stage(enum.StrEnum):
     ENDED = "ended"  # no row is left, and it was told to end its plan
 
 
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """Why the servers remove a worker. `waits`: it has no block to train on, and stays.
+
+    `counted`: whether it had joined. `since`: when the change was decided, or the loss was seen.
+    """
+
+    reason: str
+    lost: bool = False
+    waits: bool = False
+    counted: bool = True
+    since: float = field(default_factory=time.monotonic)
+
+
 @dataclass(slots=True)
 class LeasedWorker:
     """A worker as `LeasedRun` knows it."""
@@ -71,12 +85,23 @@ class LeasedWorker:
     seconds: float | None = None  # of one of its rounds
     seen: tuple[float, int] = (0.0, -1)  # a time and the position then, from which its pace is measured
     joins_because: str = ""  # why it joined; "" for one of the first workers
+    counted: bool = False  # whether it has joined, and is one of the workers that events count
     dismissed: str = ""  # why it leaves; "" if it stays
+    since: float = field(default_factory=time.monotonic)  # when its last change was decided: that it joins or leaves
 
     @property
     def incarnation(self) -> int:
         """With which it joins the servers."""
         return self.member.incarnation
+
+    @property
+    def dismissal(self) -> Departure:
+        """Its departure, when it leaves."""
+        return Departure(self.dismissed, counted=self.counted, since=self.since)
+
+    def dismiss(self, reason: str) -> None:
+        """Let it leave after its present round."""
+        self.dismissed, self.since = reason, time.monotonic()
 
     def begin(self, first: int) -> None:
         """Train from step `first` on."""
@@ -111,27 +136,23 @@ class LeasedWorker:
 
 @dataclass(frozen=True, slots=True)
 class LeaseTerms:
-    """The blocks of an epoch, and the block (epoch, number) before which the job ends."""
+    """The blocks of an epoch, and the block (epoch, number) before which the job ends.
+
+    `compresses`: whether pushes are compressed, so that a worker holds a rest of its gradients.
+    """
 
     blocks: int
     end: tuple[int, int]
+    compresses: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Departure:
-    """Why the servers remove a worker. `waits`: it has no block to train on, and stays."""
+@dataclass(slots=True)
+class _Size:
+    """The number of workers that have joined, the time of its last change, and how often it had been allowed then."""
 
-    reason: str
-    lost: bool = False
-    waits: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """The time of the last change of the workers, and how often the allowed number had been set then."""
-
-    at: float
-    allowed_at: int
+    workers: int
+    changed: float
+    allowed_at: int = 0
 
 
 class LeasedRun:
@@ -159,7 +180,7 @@ class LeasedRun:
         self._removals: dict[int, tuple[Future[Marks], Departure]] = {}  # of ranks that the servers remove
         self._admissions: dict[int, Future[int]] = {}
         self._end: Future[int] | None = None
-        self._change = _Change(time.monotonic() - elastic.cooldown, 0)
+        self._size = _Size(0, time.monotonic() - elastic.cooldown)
         self._repeats: list[MemberChange] = []  # since the newest snapshot
 
     def begin(self, newcomers: Newcomers, room: RoomWatch) -> None:
@@ -212,6 +233,7 @@ class LeasedRun:
         if self._requests is not None:
             self._requests.close()
         self._workers, self._removals, self._admissions = {}, {}, {}
+        self._size.workers = 0
         self._requests = self._end = None
         self._repeats = []
         saved = snapshot.leases
@@ -289,7 +311,7 @@ class LeasedRun:
         for rank in ranks:
             worker = self._workers.pop(rank, None)
             if worker is not None:
-                self._depart(rank, worker, Departure(reason, lost=True))
+                self._depart(rank, worker, Departure(reason, lost=True, counted=worker.counted))
                 group.drop(worker.member)
 
     def restored(self) -> None:
@@ -306,7 +328,7 @@ class LeasedRun:
         leases, requests = self._leases, self._requests
         assert requests is not None, "a generation has begun"
         if worker.stage is Stage.WAITS and worker.dismissed:
-            self._depart(rank, worker, Departure(worker.dismissed))
+            self._depart(rank, worker, worker.dismissal)
             del self._workers[rank]
             group.drop(worker.member)
         elif worker.stage is Stage.WAITS and facts.waits_at is not None:
@@ -322,7 +344,7 @@ class LeasedRun:
         elif worker.stage is Stage.TRAINS:
             self._supply(rank, worker, facts)
         elif worker.stage is Stage.LEAVES and facts.status == "finished":
-            self._depart(rank, worker, Departure(worker.dismissed))
+            self._depart(rank, worker, worker.dismissal)
 
     def _supply(self, rank: int, worker: LeasedWorker, facts: WorkerFacts) -> None:
         """Give a worker its next lease. If there is no block for it, remove it, so that no clock waits for it."""
@@ -361,7 +383,7 @@ class LeasedRun:
         assert self._requests is not None, "a generation has begun"
         worker.outbox.clear()
         if worker.stage is Stage.WAITS:
-            self._report(departure)
+            self._report_leaver(departure)
         else:
             worker.stage = Stage.ENDS
             self._removals[rank] = self._requests.remove(rank), departure
@@ -385,8 +407,9 @@ class LeasedRun:
         if worker is not None and worker.stage is Stage.JOINS and self._leases is not None:
             self._leases.join(rank, first)
             worker.begin(first)
-            if worker.joins_because:
-                self._report(Departure(worker.joins_because), joins=True)
+            if not worker.counted:
+                worker.counted = True
+                self._resized(1, worker.joins_because, worker.since)
 
     def _removed(self, group: WorkerGroup, rank: int, marks: Marks, departure: Departure) -> None:
         worker, leases = self._workers.get(rank), self._leases
@@ -398,7 +421,7 @@ class LeasedRun:
         if worker is not None:
             del self._workers[rank]
             group.drop(worker.member)
-        self._report(departure)
+        self._report_leaver(departure)
 
     def _end_phase(self) -> None:
         """End the phase at the servers when all blocks are done and no worker trains."""
@@ -423,8 +446,8 @@ class LeasedRun:
         taken = {*self._workers, *self._removals, *self._admissions}
         free = [rank for rank in range(self.slots) if rank not in taken]
         allowed, why, number = self._allowance.now
-        if number != self._change.allowed_at:  # a word from outside is also a new attempt to grow, at once
-            self._change = _Change(time.monotonic() - self._elastic.cooldown, number)
+        if number != self._size.allowed_at:  # a word from outside is also a new attempt to grow, at once
+            self._size.changed, self._size.allowed_at = time.monotonic() - self._elastic.cooldown, number
         facts = SizeFacts(
             len(staying),
             self._least,
@@ -435,7 +458,7 @@ class LeasedRun:
             newcomers.starting,
             newcomers.ready,
             {at: self.noticed[rank] for at, rank in enumerate(staying) if rank in self.noticed},
-            time.monotonic() - self._change.at,
+            time.monotonic() - self._size.changed,
             self._elastic.cooldown,
         )
         decision = decide_size(facts)
@@ -447,21 +470,37 @@ class LeasedRun:
             self._journal.event("growing", text)
             newcomers.start(decision.start, self.slots)
         for at in decision.leavers:
-            self._workers[staying[at]].dismissed = decision.reason
+            self._workers[staying[at]].dismiss(decision.reason)
         for newcomer, rank in zip(newcomers.take(min(decision.joiners, len(free))), free, strict=False):
             group.join(newcomer, rank, snapshot)
             self._workers[rank] = LeasedWorker(newcomer, joins_because=decision.reason)
 
-    def _report(self, departure: Departure, *, joins: bool = False) -> None:
-        """Report that a worker has left or, if `joins`, that one has joined."""
-        if not departure.reason:
+    def _report_leaver(self, departure: Departure) -> None:
+        """Report that a worker has left, if it had joined."""
+        if not departure.counted or departure.waits:
             return
-        self._change = _Change(time.monotonic(), self._change.allowed_at)
-        size = len([each for each in self._workers.values() if not each.dismissed])
-        before = size - 1 if joins else size + 1
-        first = min(self.joined.values(), default=0)
-        event: JsonObject = {"from": before, "to": size, "round": first, "seconds": 0.0, "reason": departure.reason}
-        text = f"{departure.reason}: the job has {size} workers instead of {before}; the others did not wait"
+        rest = ""
+        if self._terms.compresses:
+            fate = "is lost" if departure.lost else "was pushed"
+            rest = f"; what the compression of its gradients had left out {fate}"
+        self._resized(-1, departure.reason, departure.since, rest)
+
+    def _resized(self, by: int, reason: str, since: float, rest: str = "") -> None:
+        """Report that the number of workers has changed, unless `reason` is "", as for the first workers."""
+        size, now = self._size, time.monotonic()
+        before, size.workers = size.workers, size.workers + by
+        if not reason:
+            return
+        size.changed = now
+        positions = [w.member.facts.position for w in self._workers.values() if isinstance(w.member.facts, WorkerFacts)]
+        event: JsonObject = {
+            "from": before,
+            "to": size.workers,
+            "round": min(filter(None, positions), default=0),
+            "seconds": now - since,
+            "reason": reason,
+        }
+        text = f"{reason}: the job has {size.workers} workers instead of {before}, and no other worker has waited{rest}"
         self._journal.event("resized", text, **event)
 
 

@@ -52,7 +52,7 @@ from rayps.ps.tables.embedding import tables_of, try_out
 from rayps.ps.tables.row_optimizers import Scheduled
 from rayps.ps.tables.row_optimizers import rule_of as table_rule
 from rayps.runtime.check_average import check_average_under
-from rayps.runtime.elastic_support import check_elastic
+from rayps.runtime.elastic_support import check_elastic, check_leased, takes_leases
 from rayps.runtime.journal import Journal
 from rayps.runtime.membership import Membership
 from rayps.runtime.model_memory import limited
@@ -87,6 +87,7 @@ class PreflightFindings(NamedTuple):
     sizes: tuple[int, int]  # bytes of the model's parameters and buffers, bytes of the data's tensors
     # of an elastic job: the rows of an epoch, and those of one worker in a round; None if the workers do not change
     rows: tuple[int, int] | None = None
+    blocks: int | None = None  # of an elastic job whose rows are leased: the blocks of an epoch
 
 
 def preflight(
@@ -151,15 +152,21 @@ def preflight(
                 "workers, or leave out shard and slice_backup"
             )
     steps = [_steps(data, strategy, grid, workload.accumulate) for strategy, grid in both]
-    rows = None
-    if spec.elastic is not None:
+    rows = blocks = None
+    if spec.elastic is not None and takes_leases(phases):
+        recipe = recipe_of(workload)
+        by_epoch = isinstance(recipe, Recipe) and recipe.every == "epoch"
+        check_leased(phases, spec.elastic, tables=bool(tables), by_epoch=by_epoch)
+        must_have_row_numbers(data)
+        blocks, steps = _steps(data, both[0][0], Grid(1), workload.accumulate), [OPEN]
+    elif spec.elastic is not None:
         for phase in phases:
             check_elastic(phase.name, phase.strategy, tables=bool(tables))
         must_have_row_numbers(data)
         rows = data.rows(), data.batch_size * workload.accumulate
         first = Membership(spec.elastic, *rows, spec.workers).current
         steps = [first.rounds(rows[0])] * len(phases)
-    if max(steps) >= OPEN:
+    if max(steps) >= OPEN and blocks is None:
         recipe = recipe_of(workload)
         if isinstance(recipe, Recipe) and recipe.every == "epoch":
             raise ConfigError(
@@ -175,7 +182,7 @@ def preflight(
             )
         for phase in phases:
             check_open_data(phase.name, phase.strategy, by_rounds=spec.steps is not None, tables=bool(tables))
-    return PreflightFindings(steps, warnings, tables, divisions, start, (bytes_of(model), bytes_of(data)), rows)
+    return PreflightFindings(steps, warnings, tables, divisions, start, (bytes_of(model), bytes_of(data)), rows, blocks)
 
 
 def _steps(data: Data, strategy: StrategyView, grid: Grid, accumulate: int) -> int:

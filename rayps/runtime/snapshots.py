@@ -170,6 +170,8 @@ class Checkpointer:
         before = len(saved.positions)
         if plan.elastic is not None:
             plan.elastic.resume(saved)
+        elif plan.leased is not None:
+            plan.leased.resume(saved)
         else:
             saved.resume(plan.calendar)
         phase = plan.phases[plan.calendar.spans.index(plan.calendar.at(saved.round))]
@@ -206,6 +208,8 @@ class Checkpointer:
             return
         if newer is None:
             return
+        if plan.leased is not None:
+            plan.leased.collected(newer)
         ticks = Ticks(newer.origin, newer.steps_per_epoch)
         schedule = plan.schedule.facts(newer.layout, newer.round, ticks, newer.skipped)
         maker = {"workload": self._spec.workload, "strategy": str(self._spec.strategy), "seed": self._spec.seed}
@@ -220,6 +224,8 @@ class Checkpointer:
             if self._place is not None:
                 self._save(self._place, newer, state, group, last=last)
         group.saved(newer)
+        if plan.leased is not None:
+            plan.leased.saved(newer, group)
 
     def _save(self, place: CheckpointPlace, newer: Snapshot, state: SavedState, group: WorkerGroup, last: bool) -> None:
         """Write a checkpoint. If a remote place does not take it, the run goes on, at most `MISSED` times in a row.

@@ -64,7 +64,7 @@ class LeasedBatches(BatchStream):
         """Add leases. `begin`: the step from which the worker continues if it waits, after the servers admitted it."""
         with self._changed:
             self._begin = begin if begin is not None else self._begin
-            self._leases += leases
+            self._leases = deque(sorted([*self._leases, *leases], key=lambda lease: lease.first))
             while len(self._leases) > _KEPT and self._leases[0].end <= self.position - 1:
                 self._leases.popleft()
             self._changed.notify_all()

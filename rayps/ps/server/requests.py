@@ -613,6 +613,8 @@ class RequestHandler(PendingReplies):
             changed.append((assigned, segment_of(assigned).change_members(change)))
         self._replication.forward(changed)
         self.wake(assigned_space)
+        if assigned_space.number in self._readers:  # a consistent pull may have waited for the rank
+            self._readers[assigned_space.number].check()
         self._marks(assigned_space, request)
 
     def _reply_values(
