@@ -21,7 +21,7 @@ from rayps.runtime.journal import Journal
 from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec
 
-SECONDS = 60.0
+SECONDS = 240.0
 LOG = []  # (tag, worker, row) of the first row of each batch, in the order of computation
 HOOKS = {}  # by tag: what is called with a worker's rank and number of rounds before each loss
 

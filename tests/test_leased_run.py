@@ -1,16 +1,12 @@
 """Elastic jobs whose workers are not in step: workers join, leave and die, and the servers apply each row once."""
 
-import itertools
 import threading
 import time
 
 import pytest
-import torch
-from leased_work import HOOKS, LOG, SECONDS, Counted, Counting, Job, rounds_of, worker_rank
+from leased_work import HOOKS, LOG, SECONDS, Counted, Counting, Job, rounds_of
 
-import rayps
 from rayps.cluster.local import until
-from rayps.core.errors import ConfigError
 from rayps.core.job_status import Status
 
 SSP, ASP = Counting(shards=2, staleness=2), Counting(shards=2, staleness=None)
@@ -54,3 +50,93 @@ class Slow(Counted):
             before = work.rounds_of(self.tag)
             assert until(lambda: work.rounds_of(self.tag) >= before + 10, SECONDS)
         return super().model()
+
+
+def killed(job, rank):
+    [member] = [each for each in job.group.workers if each.rank == rank]
+    job.cluster.kill(member.handle)
+
+
+@pytest.mark.parametrize("strategy", [SSP, ASP], ids=["ssp", "asp"])
+@pytest.mark.parametrize("seed", range(2))
+def test_the_rows_of_dead_workers_come_back(tag, strategy, seed):
+    """Workers die at any moment; newcomers take their places, in the same slots."""
+    job = Job(Counted(n=500, tag=tag), strategy, workers=(2, 3), epochs=2, start=3, max_failures=9)
+    for victim in ((0, 1, 2), (2, 1, 0))[seed]:
+        seen = rounds_of(tag, victim)
+        job.wait(lambda seen=seen, victim=victim: rounds_of(tag, victim) > seen + 5)
+        killed(job, victim)
+    assert job.counts() == [2] * 500
+    assert job.outcome.status is Status.SUCCEEDED
+    assert sum(1 for before, after in job.resized() if after < before) == 3
+
+
+def test_the_death_of_the_slowest_releases_the_others(tag):
+    """The slowest worker hangs in its round, and the others wait for its clock, until it dies."""
+    job, hung = Job(Counted(n=600, tag=tag), SSP, workers=(1, 3), start=3), threading.Event()
+    over = threading.Event()
+
+    def hook(rank):
+        if rank == 2 and rounds_of(tag, 2) > 3:
+            hung.set()
+            over.wait(SECONDS)
+
+    HOOKS[tag] = hook
+    job.wait(hung.is_set)
+    job.driver.allow(2, "the test")  # no newcomer replaces it
+    seen = [-1]
+    job.wait(lambda: rounds_of(tag, 0, 1) == seen[0] or seen.__setitem__(0, rounds_of(tag, 0, 1)) or time.sleep(0.3))
+    killed(job, 2)
+    job.wait(lambda: rounds_of(tag, 0, 1) > seen[0] + 10)
+    over.set()
+    assert job.counts() == [1] * 600
+    assert job.resized()[-1] == (3, 2)
+
+
+def test_the_last_worker_may_die_before_the_end(tag):
+    job = Job(Counted(n=200, tag=tag), ASP, workers=(1, 2), start=1)
+    job.wait(lambda: rounds_of(tag) > 5)
+    killed(job, 0)
+    assert job.counts() == [1] * 200
+
+
+def test_a_run_resumes_in_the_middle_of_an_epoch_with_other_workers(tag, tmp_path):
+    work = Counted(n=900, tag=tag)
+    job = Job(work, SSP, workers=(2, 3), epochs=2, folder=tmp_path, start=3)
+    job.wait(lambda: rounds_of(tag) > 600)
+    killed(job, 1)
+    job.wait(lambda: rounds_of(tag) > 650)
+    job.driver.stop()
+    outcome = job.end()
+    assert outcome.status is Status.STOPPED and outcome.checkpoint is not None
+    again = Job(work, ASP, workers=(1, 3), epochs=2, folder=tmp_path, options={"resume": outcome.checkpoint})
+    assert again.counts() == [2] * 900
+    done = Job(work, ASP, workers=(1, 3), epochs=2, folder=tmp_path, options={"resume": again.outcome.checkpoint})
+    assert done.counts() == [2] * 900  # nothing is left to learn from
+
+
+def test_steps_are_those_of_the_least_number_of_workers(tag):
+    job = Job(Counted(n=40, tag=tag), ASP, workers=(2, 3), epochs=None, steps=25)
+    assert sum(job.counts()) == 25 * 2 * 2 and set(job.counts()) <= {2, 3}
+
+
+def test_rows_are_applied_once_with_backups_when_a_server_dies(tag):
+    strategy = Counting(shards=2, staleness=2, replicas=1)
+    job = Job(Counted(n=900, tag=tag), strategy, workers=(1, 3), epochs=2, start=3)
+    job.wait(lambda: rounds_of(tag, 2) > 10)
+    job.cluster.kill(next(handle for (kind, _), handle in job.cluster.actors.items() if kind == "ServerActor"))
+    job.wait(lambda: rounds_of(tag) > 500)
+    killed(job, 1)
+    job.driver.allow(1, "the test")
+    assert job.counts() == [2] * 900
+
+
+def test_a_fixed_server_that_dies_knows_the_members(tag):
+    """The workers repeat the pushes that the restored server lacks, also those of a newcomer."""
+    job = Job(Counted(n=900, tag=tag), SSP, workers=(1, 3), epochs=2)
+    job.wait(lambda: rounds_of(tag) > 100)
+    job.driver.allow(3, "the test")
+    job.wait(lambda: rounds_of(tag, 1) > 10 and rounds_of(tag, 2) > 10)
+    job.cluster.kill(job.group.shards[1].handle)
+    assert job.counts() == [2] * 900
+    assert "replaced" in [event["kind"] for event in job.journal.events]

@@ -72,7 +72,7 @@ class Run:
             for lease in self.leases.lease(rank, count):
                 for i in range(lease.first, lease.end):
                     for ledger in self.servers.ledgers:
-                        ledger.repeats(rank, i, lease.blocks.earlier)
+                        ledger.expect_repeat(rank, i, lease.blocks.earlier)
                 self.left[rank].append(lease)
 
     def push(self, rank: int, segment: int) -> None:

@@ -109,8 +109,13 @@ def test_a_push_that_is_repeated_by_another_worker_counts_once():
     segment.change_members(admit(0, 5))  # the slot is used again
     for push in ((0, 0), (0, 3)):
         segment.change_members(repeat(1, push[1], push))
-    before = bytes(segment.read())
-    assert segment.push(1, 0, 1.0, gradient(1, 0)) == [] and bytes(segment.read()) == before
+    before, closed = bytes(segment.read()), segment.closed
+    backup = dense(None)
+    backup.load(segment.dump())
+    [change] = segment.push(1, 0, 1.0, gradient(1, 0))  # recorded, without an effect on the parameters
+    assert bytes(segment.read()) == before and segment.marks()[1] == 1 and segment.closed == closed + 1
+    backup.replay(memoryview(change))
+    assert backup.dump() == segment.dump()
     for step in (1, 2, 3):  # the push (0, 3) was passed over, and never applied
         segment.push(1, step, 1.0, gradient(1, step))
         assert bytes(segment.read()) != before

@@ -31,6 +31,7 @@ class LedgerJson(TypedDict):
     active: NotRequired[list[int]]  # the active ranks; missing if the ranks do not change
     floor: NotRequired[int]  # see `ActiveRanks`
     missed: NotRequired[dict[str, list[list[int]]]]  # from rank to ranges of steps, see `Ledger`
+    repeats: NotRequired[dict[str, list[int]]]  # from rank to steps, see `Ledger`
 
 
 class Ledger:
@@ -41,6 +42,8 @@ class Ledger:
     have overflowed in fp16. It is None if these steps are not counted. `active` has the ranks of workers that take part
     now. It is None if all ranks do, and no rank joins or leaves. `missed[rank]` has the ranges [low, high) of steps
     that a joining worker has passed over: they are below the mark, and no push of them was applied here.
+    `repeats[rank]` has steps whose pushes are still to come, and will repeat an applied push of another rank: they are
+    recorded, and have no effect.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Ledger:
         self.skipped = None if skipped is None else dict(skipped)
         self.active = None if active is None else active.copy()
         self.missed: dict[int, list[tuple[int, int]]] = {}
+        self.repeats: dict[int, set[int]] = {}
         self._above: dict[int, set[int]] = {rank: set() for rank in self.marks}
         for rank, steps in (above or {}).items():
             for step in steps:
@@ -64,13 +68,15 @@ class Ledger:
         return step < self._mark(rank) or step in self._above[rank]
 
     def add(self, rank: int, step: int) -> bool:
-        """Record a push; return False, without a change, if it is recorded already.
+        """Record a push; return whether it must be applied.
+
+        Return False, without a change, if it is recorded already, and False if it repeats a push of another rank.
 
         Raises:
             ValueError: `rank` is not one of the ledger's ranks, or `step` is `WINDOW` or more above the first gap.
         """
         mark = self._mark(rank)
-        if step == mark and not self._above[rank]:  # in order: the usual case
+        if step == mark and not self._above[rank] and not self.repeats:  # in order: the usual case
             self.marks[rank] = mark + 1
             return True
         if self.seen(rank, step):
@@ -81,7 +87,7 @@ class Ledger:
             )
         self._above[rank].add(step)
         self._prune(rank)
-        return True
+        return not self._take_repeat(rank, step)
 
     def fill(self, rank: int, step: int) -> bool:
         """Record a push that contains every step up to `step`. Return False, without a change, if it is recorded."""
@@ -113,7 +119,7 @@ class Ledger:
 
     def begin_members(self, floor: int) -> None:
         """Let ranks join and leave from now on. No rank takes part yet, and the slowest clock is `floor`."""
-        self.active = ActiveRanks(floor=floor)
+        self.active, self.repeats = ActiveRanks(floor=floor), {}
 
     def admit(self, rank: int, first: int) -> int:
         """Let a worker join as `rank`; return its first step.
@@ -126,6 +132,7 @@ class Ledger:
         again = rank in active.ranks  # with a later first step
         low = self.marks[rank] if again else Clock(self.marks, None, active).slowest
         first = max(first, self.reach(rank), low)
+        self.repeats.pop(rank, None)
         self._pass_over(rank, first)
         active.ranks.add(rank)
         return first
@@ -146,6 +153,7 @@ class Ledger:
         if active.ranks == {rank}:
             active.floor = max(active.floor, self.marks[rank])
         active.ranks.discard(rank)
+        self.repeats.pop(rank, None)
 
     def end_members(self, step: int) -> None:
         """Let all workers leave, and raise all marks to `step`, which is above them."""
@@ -154,19 +162,29 @@ class Ledger:
             self.marks[rank], self._above[rank] = step, set()
         self.active = ActiveRanks(floor=step)
 
-    def repeats(self, rank: int, step: int, earlier: Iterable[tuple[int, int]]) -> bool:
-        """Record the push (`rank`, `step`) before it arrives, if one of the `earlier` pushes (rank, step) is recorded.
+    def expect_repeat(self, rank: int, step: int, earlier: Iterable[tuple[int, int]]) -> None:
+        """Let the push (`rank`, `step`) have no effect when it arrives, if one of the `earlier` pushes was applied.
 
-        These are pushes of the same batch by workers that left before all servers had the push. Return whether the push
-        is recorded now.
+        These are pushes (rank, step) of the same batch by workers that left before all servers had the push.
         """
-        if any(self.applied(*each) for each in earlier):
-            self.add(rank, step)
-        return self.seen(rank, step)
+        if any(self.applied(*each) for each in earlier) and not self.seen(rank, step):
+            self.repeats.setdefault(rank, set()).add(step)
+
+    def is_repeat(self, rank: int, step: int) -> bool:
+        """Return whether this push, which is still to come, will have no effect."""
+        return step in self.repeats.get(rank, ())
 
     def applied(self, rank: int, step: int) -> bool:
         """Return whether this push is recorded, and not passed over by a worker that joined later."""
         return self.seen(rank, step) and not any(low <= step < high for low, high in self.missed.get(rank, ()))
+
+    def _take_repeat(self, rank: int, step: int) -> bool:
+        found = self.is_repeat(rank, step)
+        if found:
+            self.repeats[rank].discard(step)
+            if not self.repeats[rank]:
+                del self.repeats[rank]
+        return found
 
     def _members(self, rank: int) -> ActiveRanks:
         self._mark(rank)
@@ -199,6 +217,7 @@ class Ledger:
         """Return a copy."""
         found = Ledger(self.marks.values(), self._above, self.skipped, self.active)
         found.missed = {rank: list(ranges) for rank, ranges in self.missed.items()}
+        found.repeats = {rank: set(steps) for rank, steps in self.repeats.items()}
         return found
 
     def to_json(self) -> LedgerJson:
@@ -213,6 +232,8 @@ class Ledger:
             found["missed"] = {
                 str(rank): list(map(list, ranges)) for rank, ranges in sorted(self.missed.items()) if ranges
             }
+        if self.repeats:
+            found["repeats"] = {str(rank): sorted(steps) for rank, steps in sorted(self.repeats.items())}
         return found
 
     @classmethod
@@ -226,6 +247,7 @@ class Ledger:
             found = cls(map(int, data["marks"]), above, skipped, active)
             for rank, ranges in data.get("missed", {}).items():
                 found.missed[int(rank)] = [(int(low), int(high)) for low, high in ranges]
+            found.repeats = {int(rank): set(map(int, steps)) for rank, steps in data.get("repeats", {}).items()}
             return found
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"the checkpoint's ledger of pushes is damaged: {str(data)[:100]!r}") from error

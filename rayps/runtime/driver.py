@@ -286,7 +286,10 @@ class Driver:
         self.trial.check()
         plan, spec = self._plan, self.spec
         strategies = [phase.strategy for phase in self._phases]
-        space = space_of(cluster, spec, strategies, self._name, lambda: recipe_of(self.workload), plan.tables)
+        slots = None if plan.leased is None else plan.leased.slots
+        space = space_of(
+            cluster, spec, strategies, self._name, lambda: recipe_of(self.workload), plan.tables, ranks=slots
+        )
         if space is not None and self._again and not space.own:
             space.take_over()
         resources = {"cpu": 1.0} | spec.resources
@@ -300,7 +303,7 @@ class Driver:
             capture=self._process.capture,
             space=space,
             elastic=spec.elastic is not None,
-            slots=None if plan.leased is None else plan.leased.slots,
+            slots=slots,
         )
         self._started = group
         placed = group.start(

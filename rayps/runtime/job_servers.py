@@ -244,8 +244,12 @@ def space_of(
     name: str,
     factory: Callable[[], Factory],
     tables: tuple[SparseTable, ...],
+    *,
+    ranks: int | None = None,
 ) -> JobSpace | None:
     """Return the job's space on the group that the job names, or on a new group for the job, or None if it needs none.
+
+    `ranks`: how many ranks of workers there may be, if workers join and leave.
 
     Raises:
         ConfigError: there is no group of the given name.
@@ -266,7 +270,7 @@ def space_of(
     return JobSpace(
         group,
         name,
-        spec.workers,
+        ranks or spec.workers,
         pack(recipe),
         tables=tables,
         quota=quota,

@@ -65,7 +65,7 @@ class MemberChange:
             case MemberChangeKind.RESUME:
                 ledger.readmit(self.rank, self.step)
             case MemberChangeKind.REPEAT:
-                ledger.repeats(self.rank, self.step, self.earlier)
+                ledger.expect_repeat(self.rank, self.step, self.earlier)
             case MemberChangeKind.END:
                 ledger.end_members(self.step)
 

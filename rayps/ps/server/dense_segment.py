@@ -490,7 +490,11 @@ class Shard:
         area = optimizer.whole if count == size and not offset and rows is None else _area(count, offset, rows, size)
         if self.spans:
             self.rounds = step + 1 - self.ledger.marks.get(rank, 0)
+        repeats = self.ledger.is_repeat(rank, step)
         if not (self.ledger.fill(rank, step) if self.spans else self.ledger.add(rank, step)):
+            if repeats:  # the push is recorded, although it has no effect
+                self.changes.seq += 1
+                self.finish()
             return False
         self._counts.pushed(rank, self.version)
         if rows is None and count < size:

@@ -336,10 +336,10 @@ class TableSegment:
 
     def _apply(self, rank: int, step: int, weight: float, push: TablePush) -> None:
         """Apply a push on arrival, for a strategy with `PerPush`."""
-        self.ledger.add(rank, step)
+        applies = self.ledger.add(rank, step)
         self.version += 1
         with self.store.lock:
-            if len(push.ids) and weight:
+            if len(push.ids) and weight and applies:
                 self._select_rows(push.ids, push.counts)
                 self._update.begin_round(step)
                 self.strategy.on_push(self, push.rows, weight)
