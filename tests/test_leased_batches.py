@@ -70,6 +70,15 @@ def test_a_worker_waits_for_a_lease_and_continues_at_its_first_step():
     assert one.in_hand and not one.await_lease(lambda: False)
 
 
+def test_a_worker_that_waits_again_does_not_go_back():
+    one = stream()
+    one.extend([lease(0, 0, 0, 1)], 0)
+    assert one.await_lease(lambda: False)
+    one.take(9)
+    one.extend([lease(1, 0, 1, 2)])
+    assert one.await_lease(lambda: False) and one.position == 1
+
+
 def test_a_driver_that_does_not_poll_is_named():
     one = stream(timeout=0.0)
     with pytest.raises(PeerTimeout, match="the driver has not polled it") as found:

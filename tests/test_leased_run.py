@@ -22,7 +22,7 @@ def tag(request):
 @pytest.mark.parametrize("strategy", [SSP, ASP], ids=["ssp", "asp"])
 def test_a_job_grows_and_shrinks_while_its_workers_train(tag, strategy):
     """A newcomer's model is complete only after the old workers have trained on: nobody waits for it."""
-    job = Job(Slow(n=1200, tag=tag), strategy, epochs=1)
+    job = Job(Slow(n=700, tag=tag), strategy, epochs=1)
     job.wait(lambda: rounds_of(tag, 0, 1) > 10)
     before = rounds_of(tag)
     job.driver.allow(4, "the test")
@@ -35,7 +35,7 @@ def test_a_job_grows_and_shrinks_while_its_workers_train(tag, strategy):
     left = len(LOG)
     job.wait(lambda: rounds_of(tag) > left + 10)
     assert {rank for each, rank, _ in LOG[left:] if each == tag} == {0, 1}
-    assert job.counts() == [1] * 1200
+    assert job.counts() == [1] * 700
     assert job.outcome.status is Status.SUCCEEDED and job.journal.events[-1]["kind"] == "finished"
 
 
@@ -101,18 +101,18 @@ def test_the_last_worker_may_die_before_the_end(tag):
 
 
 def test_a_run_resumes_in_the_middle_of_an_epoch_with_other_workers(tag, tmp_path):
-    work = Counted(n=900, tag=tag)
+    work = Counted(n=500, tag=tag)
     job = Job(work, SSP, workers=(2, 3), epochs=2, folder=tmp_path, start=3)
-    job.wait(lambda: rounds_of(tag) > 600)
+    job.wait(lambda: rounds_of(tag) > 280)
     killed(job, 1)
-    job.wait(lambda: rounds_of(tag) > 650)
+    job.wait(lambda: rounds_of(tag) > 310)
     job.driver.stop()
     outcome = job.end()
     assert outcome.status is Status.STOPPED and outcome.checkpoint is not None
     again = Job(work, ASP, workers=(1, 3), epochs=2, folder=tmp_path, options={"resume": outcome.checkpoint})
-    assert again.counts() == [2] * 900
+    assert again.counts() == [2] * 500
     done = Job(work, ASP, workers=(1, 3), epochs=2, folder=tmp_path, options={"resume": again.outcome.checkpoint})
-    assert done.counts() == [2] * 900  # nothing is left to learn from
+    assert done.counts() == [2] * 500  # nothing is left to learn from
 
 
 def test_steps_are_those_of_the_least_number_of_workers(tag):
@@ -122,21 +122,21 @@ def test_steps_are_those_of_the_least_number_of_workers(tag):
 
 def test_rows_are_applied_once_with_backups_when_a_server_dies(tag):
     strategy = Counting(shards=2, staleness=2, replicas=1)
-    job = Job(Counted(n=900, tag=tag), strategy, workers=(1, 3), epochs=2, start=3)
+    job = Job(Counted(n=500, tag=tag), strategy, workers=(1, 3), epochs=2, start=3)
     job.wait(lambda: rounds_of(tag, 2) > 10)
     job.cluster.kill(next(handle for (kind, _), handle in job.cluster.actors.items() if kind == "ServerActor"))
-    job.wait(lambda: rounds_of(tag) > 500)
+    job.wait(lambda: rounds_of(tag) > 250)
     killed(job, 1)
     job.driver.allow(1, "the test")
-    assert job.counts() == [2] * 900
+    assert job.counts() == [2] * 500
 
 
 def test_a_fixed_server_that_dies_knows_the_members(tag):
     """The workers repeat the pushes that the restored server lacks, also those of a newcomer."""
-    job = Job(Counted(n=900, tag=tag), SSP, workers=(1, 3), epochs=2)
+    job = Job(Counted(n=500, tag=tag), SSP, workers=(1, 3), epochs=2)
     job.wait(lambda: rounds_of(tag) > 100)
     job.driver.allow(3, "the test")
     job.wait(lambda: rounds_of(tag, 1) > 10 and rounds_of(tag, 2) > 10)
     job.cluster.kill(job.group.shards[1].handle)
-    assert job.counts() == [2] * 900
+    assert job.counts() == [2] * 500
     assert "replaced" in [event["kind"] for event in job.journal.events]

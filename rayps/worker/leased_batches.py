@@ -103,12 +103,11 @@ class LeasedBatches(BatchStream):
         """
         with self._changed:
             while self._over is None and not stopped():
+                if self._begin is not None:
+                    self.position, self._begin = self._begin, None
                 if self._has(self.position):
                     self._waiting = False
                     return True
-                if self._begin is not None:
-                    self.position, self._begin = self._begin, None
-                    continue
                 self._waiting = True
                 if time.monotonic() - self._heard > self._timeout:
                     raise PeerTimeout(
