@@ -64,6 +64,9 @@ class Hurt:
 
     total = free
 
+    def notices(self) -> tuple[Any, ...]:
+        return ()
+
     def hosts(self, free: bool = True) -> dict[str, dict[str, float]]:
         return {"here": self.free()}
 

@@ -69,6 +69,11 @@ class ProcessCluster:
     def hosts(self, free=True):
         return {"here": self.total()}
 
+    node = ""
+
+    def notices(self):
+        return ()
+
     def kill(self, handle):
         handle.kill()
 

@@ -68,6 +68,9 @@ class ProcessPlace:
 
     total = free
 
+    def notices(self) -> tuple[Any, ...]:
+        return ()
+
     def spawn(self, target: str, *args: Any, name: str, **options: Any) -> Handle:
         from rayps.core.errors import ClusterError
 

@@ -66,6 +66,7 @@ def test_a_job_is_filed_shown_listed_and_stopped(site: Site) -> None:
         "stop_requested",
         "params",
         "sweep",
+        "elastic",
     }
     assert (job["name"], job["status"], job["spec"]["workers"]) == ("first", "QUEUED", 4)
     for _ in range(100):

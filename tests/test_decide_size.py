@@ -62,6 +62,15 @@ def test_replacements_start_first_if_too_few_would_remain() -> None:
     assert decide_size(replace(facts, starting=1, noticed={0: None})) == SizeDecision()
 
 
+def test_if_all_are_under_notice_replacements_join_before_they_leave() -> None:
+    facts = replace(FACTS, size=2, noticed={0: 30.0, 1: 20.0})
+    assert decide_size(facts).start == 2
+    found = decide_size(replace(facts, ready=2))
+    assert (found.regroup, found.leavers, found.joiners) == (True, (), 2)
+    found = decide_size(replace(facts, size=4))
+    assert (found.regroup, found.leavers, found.joiners) == (True, (0, 1), 0)
+
+
 def test_after_deaths_replacements_do_not_wait() -> None:
     assert decide_size(replace(FACTS, size=1, since_change=0)).start == 1
 
@@ -79,10 +88,10 @@ def test_what_holds_for_all_facts() -> None:
             assert found.drop <= starting + ready
             assert set(found.leavers) <= set(range(size))
             if found.regroup:
-                assert after <= max(5, size)
+                assert after <= max(5, size + ready if len(known) == size else size)
                 assert after >= min(2, size) or min((s for s in noticed.values() if s), default=99) <= 5
                 assert after > 0
-                assert set(known) <= set(found.leavers)
+                assert set(known) <= set(found.leavers) or len(known) == size
             if found.start:
                 assert not found.regroup
                 assert known or size + found.start <= max(2, min(5, allowed))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rayps
-from rayps.core.elastic import ElasticWorkers, range_of
+from rayps.core.elastic import ElasticWorkers, range_of, workers_of_text
 from rayps.core.errors import ConfigError
 from rayps.core.grid import Grid
 from rayps.core.phase_rounds import Calendar
@@ -101,6 +101,16 @@ def test_a_global_batch_takes_the_same_rows_with_any_number_of_workers() -> None
             assert sorted(found) == sorted(data.order(3, 0)[index * 10 : (index + 1) * 10].tolist())
 
 
+def test_micro_batches_are_as_equal_as_possible() -> None:
+    data = rayps.data.tensors(torch.arange(40), batch_size=4)
+    shared = DealtRows(data, RowShares(0, 0, 0, (5, 9, 4, 0)))
+    sizes = [
+        [batch.size for batch in itertools.islice(shared.batches(rank=rank, size=4, seed=0, epoch=0), 3)]
+        for rank in range(4)
+    ]
+    assert sizes == [[3, 2, 0], [3, 3, 3], [4, 0, 0], [0, 0, 0]]
+
+
 def test_rows_in_the_wire_form() -> None:
     rows = RowShares(4, 1, 12, (3, 2))
     assert RowShares.from_json(rows.to_json()) == rows
@@ -121,6 +131,14 @@ def test_a_range_of_workers() -> None:
     for wrong in (True, "4", (3, 2), (0, 2), (1, 2, 3), (1.5, 2)):
         with pytest.raises(ConfigError, match="least and the most"):
             range_of(wrong)
+
+
+def test_workers_as_text() -> None:
+    assert workers_of_text("4") == 4
+    assert workers_of_text("2..8") == (2, 8)
+    for wrong in ("two", "2..", "8..2", "0..3", ""):
+        with pytest.raises(ConfigError, match="workers is"):
+            workers_of_text(wrong)
 
 
 def test_an_elastic_job_in_the_wire_form() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rayps.cluster.notices import Notice
 from rayps.cluster.warm import WarmState
 from rayps.core.errors import ClusterError, ConfigError
 from rayps.core.job_status import Status, may_move
@@ -416,9 +417,12 @@ class FakeHandle:
         self.name = name
         self.args = args
         self.calls: list[str] = []
+        self.allowed: list[Any] = []
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         self.calls.append(method)
+        if method == "allow":
+            self.allowed.append(args[0])
         return Future()
 
 
@@ -428,6 +432,7 @@ class FakeCluster:
         self.spawned: list[FakeHandle] = []
         self.warm: list[bool | None] = []
         self.room = {"cpu": 8.0, "gpu": 0.0}
+        self.announced: dict[str, Notice] = {}
 
     def keep_warm(self, wanted: int) -> WarmState:
         return WarmState(wanted, 1, 0, 1000)
@@ -452,6 +457,18 @@ class FakeCluster:
         return self.room
 
     total = free
+
+    def hosts(self, free: bool = True) -> dict[str, dict[str, float]]:
+        return {"n1": {"cpu": 6.0, "gpu": 0.0, "memory": 1e9}, "n2": {"cpu": 2.0, "gpu": 0.0, "memory": 1e9}}
+
+    def notices(self) -> tuple[Notice, ...]:
+        return tuple(self.announced.values())
+
+    def announce(self, notice: Notice) -> None:
+        self.announced[notice.key] = notice
+
+    def withdraw(self, notice: Notice) -> None:
+        self.announced.pop(notice.key, None)
 
 
 class FakePlace:

@@ -58,7 +58,8 @@ class World:
             self.others = self.random.choice([0.0, 0.0, 3.0])
         for job_id, job in self.running.items():
             if job.status is S.STARTING and self.random.random() < 0.5:
-                self.running[job_id] = OpenJob(job_id, job.name, S.RUNNING, needs=job.needs, attempt=1)
+                coming = {"cpu": self.random.choice([0.0, 0.0, job.needs["cpu"]])}  # of an elastic job that grows
+                self.running[job_id] = OpenJob(job_id, job.name, S.RUNNING, needs=job.needs, coming=coming, attempt=1)
 
     def submit(self, fast: JobQueue) -> None:
         self.made += 1
@@ -71,7 +72,8 @@ class World:
     @property
     def free(self) -> dict[str, float]:
         total = self.total or {}
-        held = sum(job.needs["cpu"] for job in self.running.values() if job.status is S.RUNNING)
+        taken = (job.needs["cpu"] - job.coming["cpu"] for job in self.running.values() if job.status is S.RUNNING)
+        held = sum(taken)
         return {"cpu": max(0.0, total.get("cpu", 0.0) - held - self.others), "gpu": total.get("gpu", 0.0)}
 
     def naive(self) -> list[Action]:
@@ -96,8 +98,7 @@ class World:
         )
 
     def fast(self, jobs: JobQueue) -> list[Action]:
-        running = {job.id: (job.status, job.needs) for job in self.running.values()}
-        room = None if self.total is None else room_for_new_jobs(running, self.free, self.total)
+        room = None if self.total is None else room_for_new_jobs(self.running.values(), self.free, self.total)
         groups = GroupReasons(lambda name: self.wait_reason[name], lambda name: self.ended[name])
         return [*jobs.stopped(), *jobs.decide(room, self.total, groups, WHY)]
 

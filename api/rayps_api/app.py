@@ -28,6 +28,7 @@ from rayps_api import (
     routes_code,
     routes_files,
     routes_jobs,
+    routes_notices,
     routes_root,
     routes_servers,
     routes_sweeps,
@@ -35,7 +36,7 @@ from rayps_api import (
     stream,
 )
 from rayps_api.guard import Guard
-from rayps_api.schemas import FIELDS, GROUP_FIELDS, SWEEP_FIELDS
+from rayps_api.schemas import FIELDS, GROUP_FIELDS, NOTICE_FIELDS, SWEEP_FIELDS
 from rayps_api.schemas_clients import CLIENT_FIELDS
 from rayps_api.schemas_tokens import TOKEN_FIELDS
 from rayps_api.service import Service
@@ -109,6 +110,7 @@ def create_app(
             "/api/v1/server-groups": GROUP_FIELDS,
             "/api/v1/client": CLIENT_FIELDS,
             "/api/v1/tokens": TOKEN_FIELDS,
+            "/api/v1/notices": NOTICE_FIELDS,
         },
     )
     for router in (
@@ -119,6 +121,7 @@ def create_app(
         routes_servers.router,
         routes_clients.router,
         routes_tokens.router,
+        routes_notices.router,
         routes_root.router,
         stream.router,
     ):

@@ -28,6 +28,8 @@ _STATUS: dict[type[RaypsError], tuple[int, str]] = {
     ConfigError: (422, "invalid"),
     UserError: (422, "invalid"),
 }
+# the forms that a value of `workers` may have; pydantic adds the form's name to the place of an error
+ONE_NUMBER, A_RANGE = "one number", "a range"
 _CODES = {
     400: "bad_request",
     401: "unauthorized",
@@ -131,7 +133,8 @@ def _not_json(error: Any) -> bool:
 
 
 def _explain(error: Any, fields: Sequence[str]) -> dict[str, str]:
-    where = [str(part) for part in error["loc"] if part not in ("body", "query", "path", "header")]
+    skipped = ("body", "query", "path", "header", ONE_NUMBER, A_RANGE)
+    where = [str(part) for part in error["loc"] if part not in skipped]
     name = where[-1] if where else "the body"
     kind = error["type"]
     if kind == "extra_forbidden":

@@ -29,7 +29,7 @@ from rayps.strategies.catalogue import own_names, parse
 from rayps.strategies.job import JobSpec
 from rayps_api import folder
 from rayps_api.job_code import JobCodes
-from rayps_api.schemas import Events, JobIn, JobOut, JobsOut, Lines, OriginIn, Points, Series, problems
+from rayps_api.schemas import Events, JobIn, JobOut, JobsOut, Lines, OriginIn, Points, ScaleIn, Series, problems
 from rayps_api.service import RunningService, Service
 
 log = logging.getLogger(__name__)
@@ -123,6 +123,19 @@ async def page(
 async def show(job_id: str, running: RunningService) -> Any:
     """Show one job."""
     return JSONResponse(running.show(await running.record(job_id)))
+
+
+@router.patch("/{job_id}", status_code=202, response_model=JobOut)
+async def scale(job_id: str, body: ScaleIn, running: RunningService) -> Any:
+    """Set the most workers that an elastic job should have now; it grows as resources are free.
+
+    A repeated request changes nothing. 422 if the number of the job's workers is fixed, or the number is outside of the
+    job's range; 409 if the job has ended or is stopping.
+    """
+    record = await running.store.scale((await running.record(job_id)).id, body.workers)
+    await write_row(record.id, running)
+    running.scheduler.wake()
+    return JSONResponse(running.show(record), 202)
 
 
 @router.post("/{job_id}/stop", status_code=202, response_model=JobOut)
@@ -320,7 +333,9 @@ async def _start(given: Any, working_dir: str | None, running: Service) -> Any:
 
 async def _spec(body: JobIn, codes: JobCodes) -> tuple[JobSpec, str, list[PhaseFacts]]:
     """Return the job in the request's body, its name, and the facts of its strategy's phases."""
-    data = body.model_dump(exclude={"origin"})
+    data = body.model_dump(exclude={"origin", "elastic"})
+    if body.elastic is not None:
+        data["elastic"] = body.elastic.model_dump(exclude_none=True)
     given = _finite_strategy(data["strategy"])
     own = own_names(given)
     found = None if own else checked(parse(given))

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import http
 import math
+from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 
+from rayps.cluster.notices import Notice
 from rayps.core.code_archive import HASH
+from rayps.core.elastic import LR_RULES
 from rayps.core.job_status import Status
 from rayps.core.metric_direction import lowest_is_best
+from rayps.core.records import ProgressRecord
 from rayps.core.requirements import LONGEST_LINE, MOST_LINES
 from rayps.service.code_origin import MOST_DIFF
+from rayps.service.elastic_jobs import worker_counts
 from rayps.service.groups import LEAST_SILENCE, MOST_REPLICAS, MOST_SERVERS, MOST_SILENCE, SILENCE
 from rayps.service.groups import NAME as GROUP_NAME
 from rayps.service.store import JobRecord
 from rayps.service.sweep import MOST_JOBS
 from rayps.service.sweep import NAME as SWEEP_NAME
 from rayps.strategies.job import MOST_PARAMS, JobSpec
+from rayps_api.problems import A_RANGE, ONE_NUMBER
 
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9 _.-]{0,62}[A-Za-z0-9])?$"
 
@@ -31,6 +37,7 @@ def _printable(text: str) -> str:
 
 
 Line = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_printable)]
+Count = Annotated[int, Field(ge=1, le=100_000)]
 Amount = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 
 
@@ -68,6 +75,25 @@ class OriginIn(BaseModel):
     diff_cut: bool | None = None
 
 
+Workers: TypeAlias = Annotated[
+    Annotated[Count, Tag(ONE_NUMBER)] | Annotated[list[Count], Field(min_length=2, max_length=2), Tag(A_RANGE)],
+    Discriminator(lambda given: A_RANGE if isinstance(given, list) else ONE_NUMBER),
+]
+
+
+class ElasticIn(BaseModel):
+    """What an elastic job states beside its range of workers: see `rayps.core.elastic.ElasticWorkers`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    most: Count | None = Field(None, description="The largest number of workers; may be left out with a range.")
+    global_batch: int | None = Field(None, ge=1, le=10**12)
+    lr_scaling: str | None = Field(None, max_length=20, examples=list(LR_RULES))
+    cooldown: float | None = Field(None, ge=0, le=86400.0, allow_inf_nan=False)
+    gain: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    replay: list[Annotated[list[int], Field(min_length=2, max_length=2)]] | None = Field(None, max_length=100_000)
+
+
 class JobIn(BaseModel):
     """A job to run: a `workload`, or `run`, a function with a loop of its own.
 
@@ -81,7 +107,10 @@ class JobIn(BaseModel):
         None, examples=["examples/port_plain.py:train_fn"], description="A function, in place of a workload."
     )
     strategy: Any = Field(default="all_reduce", examples=[{"name": "parameter_server", "staleness": 3}])
-    workers: int = Field(1, ge=1, le=100_000)
+    workers: Workers = Field(
+        1, examples=[4, [2, 8]], description="A number, or the least and the most of an elastic job."
+    )
+    elastic: ElasticIn | None = None
     epochs: int | None = Field(None, ge=1, le=10**9)
     steps: int | None = Field(None, ge=1, le=10**12)
     seed: int = Field(0, ge=0, lt=2**63)
@@ -110,7 +139,57 @@ class JobIn(BaseModel):
     origin: OriginIn | None = None
 
 
+class ScaleIn(BaseModel):
+    """The most workers that an elastic job should have now."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    workers: Count
+
+
 FIELDS = sorted(JobIn.model_fields)
+
+
+class NoticeIn(BaseModel):
+    """A notice that a host will end: its Ray node id, or its name or IP address; one of the two is enough."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    node: str = Field("", pattern=r"^([0-9a-f]{20,100})?$", description="A Ray node id.")
+    host: str = Field("", pattern=r"^[A-Za-z0-9._:-]{0,253}$", description="A host's name or IP address.")
+    seconds: float | None = Field(
+        None, ge=0, le=86400.0, allow_inf_nan=False, examples=[30], description="Until the end; null: not known."
+    )
+    reason: str = Field("announced to the service", min_length=1, max_length=200)
+
+
+NOTICE_FIELDS = sorted(NoticeIn.model_fields)
+
+
+class NoticeOut(BaseModel):
+    """A notice that a host, or one process of it, will end."""
+
+    node: str
+    host: str
+    seconds: float | None = Field(description="Seconds until the end; null: no deadline is known.")
+    reason: str
+    pid: int | None = Field(description="The process that will end; null: the whole host.")
+
+
+class NoticesOut(BaseModel):
+    """All notices that the service knows: its own, those of Ray's draining nodes, and those of ending processes."""
+
+    notices: list[NoticeOut]
+
+
+class WorkersOut(BaseModel):
+    """The numbers of workers of an elastic job."""
+
+    least: int
+    most: int
+    now: int = Field(description="Its workers now, also those that start or leave.")
+    allowed: int = Field(description="The number that it may have now.")
+    requested: int | None = Field(description="The most workers that the user wants now; null: as many as it may have.")
 
 
 class StoredCode(BaseModel):
@@ -150,6 +229,7 @@ class JobOut(BaseModel):
         description="All parameters of the workload after the job has started; before, only those that were given."
     )
     sweep: str | None = Field(description="The name of the sweep to which the job belongs.")
+    elastic: WorkersOut | None = Field(description="null if the job has a fixed number of workers.")
 
 
 class SweepIn(BaseModel):
@@ -409,6 +489,7 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def job_out(record: JobRecord, progress: dict[str, Any] | None) -> dict[str, Any]:
     """Return a job as JSON data."""
     known = {**((progress or {}).get("metrics") or {}), **(record.metrics or {})}
+    counts = worker_counts(record, cast("ProgressRecord | None", progress))
     return {
         "id": record.id,
         "name": record.name,
@@ -426,6 +507,7 @@ def job_out(record: JobRecord, progress: dict[str, Any] | None) -> dict[str, Any
         "stop_requested": record.stop_requested_at is not None,
         "params": (progress or {}).get("params") or record.spec.params,
         "sweep": record.sweep,
+        "elastic": None if counts is None else asdict(counts),
     }
 
 
@@ -442,6 +524,11 @@ def group_out(group: dict[str, Any], live: list[JobRecord]) -> dict[str, Any]:
         if job.spec.server_group == group["name"]
     ]
     return {**group, "created_at": timestamp(group["created_at"]), "jobs": jobs}
+
+
+def notice_out(notice: Notice) -> dict[str, Any]:
+    """Return a notice as JSON data."""
+    return asdict(notice)
 
 
 def group_row(group: dict[str, Any]) -> dict[str, Any]:

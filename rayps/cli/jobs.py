@@ -14,6 +14,7 @@ import typer
 
 from rayps.cli import show
 from rayps.cli.show import Output
+from rayps.core.elastic import workers_of_text
 from rayps.core.errors import ConfigError
 from rayps.core.job_status import Status
 from rayps.core.records import Event, GroupFacts, ProgressRecord
@@ -49,7 +50,9 @@ def submit(
         Path | None, typer.Argument(metavar="SPEC.yaml", help="The job: workload or run, strategy, workers, ...")
     ] = None,
     run: Function = None,
-    workers: Annotated[int | None, typer.Option(help="The number of workers.")] = None,
+    workers: Annotated[
+        str | None, typer.Option(metavar="N|N..M", help="The number of workers, or the least and the most: 2..8.")
+    ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Show the job's progress until it has ended; Ctrl-C detaches.")
     ] = False,
@@ -89,7 +92,8 @@ def submit(
     """Submit a job to the service."""
     if sum(each is not None for each in (file, run, clone)) != 1:
         raise ConfigError("give one of a job file, --run FILE:FUNCTION, and --clone JOB", field="run")
-    given: Keywords = {"server_group": server_group, "branch": branch, "resume": resume, "workers": workers}
+    count = None if workers is None else workers_of_text(workers)
+    given: Keywords = {"server_group": server_group, "branch": branch, "resume": resume, "workers": count}
     given = {key: value for key, value in given.items() if value is not None}
     with Client() as client:
         if requirements is not None:
@@ -223,7 +227,7 @@ def ls(
             job.data["name"],
             show.status(job.data["status"]),
             show.age(job.data["created_at"]),
-            f"{job.data['spec']['workers']} x {show.strategy_of(job.data)}",
+            f"{show.workers_of(job.data)} x {show.strategy_of(job.data)}",
             ", ".join(filter(None, [show.result(job.data), _throttled_text(job.data)])) or _short(job.data["reason"]),
         ]
         for job in jobs
@@ -254,7 +258,8 @@ def get(job_id: Id, output: Format = Output.table) -> None:
             ("workload", spec["workload"]),
             ("run", spec.get("run")),
             ("strategy", show.strategy_of(data)),
-            ("workers", spec["workers"]),
+            ("workers", show.workers_of(data)),
+            ("allowed workers", _allowed(data)),
             ("sweep", data["sweep"]),
             ("params", show.params(data["params"])),
             ("resumed from", spec.get("resume")),
@@ -275,6 +280,15 @@ def get(job_id: Id, output: Format = Output.table) -> None:
             ("best checkpoint", progress.get("best")),
         ]
     )
+
+
+def _allowed(data: JobAnswer) -> str | None:
+    """Return how many workers an elastic job may have now, and the most that were requested, as text."""
+    counts = data["elastic"]
+    if counts is None or data["finished_at"] is not None:
+        return None
+    requested = counts["requested"]
+    return str(counts["allowed"]) + ("" if requested is None else f" (at most {requested} requested)")
 
 
 def code_text(code: CodeAnswer) -> str:
@@ -403,6 +417,20 @@ def stop(
         show.line(f"{job.id}: stop requested")
 
 
+def scale(
+    job_id: Id,
+    workers: Annotated[int, typer.Argument(min=1, help="The most workers that the job should have now.")],
+    output: Format = Output.table,
+) -> None:
+    """Change the number of workers of an elastic job while it runs. It grows as resources are free."""
+    with Client() as client:
+        job = client.job(job_id).scale(workers)
+    if output is Output.json:
+        show.dump(job.data)
+    else:
+        show.line(f"{job.id}: {show.workers_of(job.data)} workers; at most {workers} requested")
+
+
 def delete(
     job_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Ended jobs, by id or its beginning.")],
     output: Format = Output.table,
@@ -457,6 +485,7 @@ def add(app: typer.Typer) -> None:
         ("metrics", metrics),
         ("events", events),
         ("stop", stop),
+        ("scale", scale),
         ("delete", delete),
         ("open", open_page),
     ):

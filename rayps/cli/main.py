@@ -26,6 +26,7 @@ from rayps.cli import show
 from rayps.cli import strategies as cli_strategies
 from rayps.cli import sweeps as cli_sweeps
 from rayps.cli.show import Output
+from rayps.core.elastic import workers_of_text
 from rayps.core.errors import RaypsError
 from rayps.core.values import JsonObject
 from rayps.service.job_file import load
@@ -71,7 +72,9 @@ def train(
             "all_reduce:replica=pipeline(stages=4,micro_batches=8)."
         ),
     ] = "all_reduce",
-    workers: Annotated[int, typer.Option(help="The number of workers.")] = 1,
+    workers: Annotated[
+        str, typer.Option(metavar="N|N..M", help="The number of workers, or the least and the most: 2..8.")
+    ] = "1",
     epochs: Annotated[
         int | None, typer.Option(help="Passes through the data (default 1, if --steps is not given).")
     ] = None,
@@ -120,6 +123,9 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Try three rounds of everything, and show what the run would do.")
     ] = False,
+    global_batch: Annotated[
+        int | None, typer.Option(metavar="ROWS", help="Rows of a round over all workers, whatever their number.")
+    ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Set a parameter of the workload, e.g. --set lr=0.3."),
@@ -135,7 +141,8 @@ def train(
         result = rayps.train(
             target,
             strategy=strategy,
-            workers=workers,
+            workers=workers_of_text(workers),
+            global_batch=global_batch,
             epochs=epochs,
             steps=steps,
             seed=seed,

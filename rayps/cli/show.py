@@ -243,6 +243,14 @@ def strategy_of(job: JobAnswer) -> str:
     )
 
 
+def workers_of(job: JobAnswer) -> str:
+    """Return a job's number of workers as text, such as "4"; of an elastic job such as "4 of 2 to 8"."""
+    counts = job.get("elastic")
+    if counts is None:
+        return str(job["spec"]["workers"])
+    return f"{counts['now']} of {counts['least']} to {counts['most']}"
+
+
 def _without_servers(spec: Json) -> Json:
     if isinstance(spec, list):
         return [{**phase, "strategy": _without_servers(phase["strategy"])} for phase in spec]

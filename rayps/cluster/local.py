@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+from rayps.cluster.notices import Notice, StoredNotice
 from rayps.cluster.warm import WarmState
 from rayps.core.errors import ActorDied, ConfigError, NoResources
 
@@ -101,6 +102,18 @@ class Actors(Protocol):
         Return how many there are, and their memory.
         """
 
+    def notices(self) -> tuple[Notice, ...]:
+        """Return the notices that hosts or processes will end (see `rayps.cluster.notices`). Return at once.
+
+        A new notice may be returned up to a second late.
+        """
+
+    def announce(self, notice: Notice) -> None:
+        """Add a notice for every process of the cluster; it replaces an earlier one about the same host or process."""
+
+    def withdraw(self, notice: Notice) -> None:
+        """Remove an announced notice about the host or process of `notice`, if there is one."""
+
     def kill(self, handle: ActorHandle) -> None:
         """End an actor at once."""
 
@@ -110,6 +123,10 @@ class Actors(Protocol):
 
 class Cluster(Actors, Protocol):
     """A cluster on which actors run; it can also share values and reserve resources."""
+
+    @property
+    def node(self) -> str:
+        """The id of this process's host in the cluster, a Ray node id; "" in a cluster of threads."""
 
     def share(self, value: _Shared) -> _Shared:
         """Store a value once for several calls. Pass the returned reference to these calls instead of the value."""
@@ -254,7 +271,26 @@ class LocalCluster:
     def __init__(self, cpus: float = 64.0, gpus: float = 0.0) -> None:
         self._total = {"cpu": cpus, "gpu": gpus}
         self._handles: dict[str, _LocalHandle] = {}
+        self._notices: dict[str, StoredNotice] = {}  # by key
         self._count = 0
+
+    @property
+    def node(self) -> str:
+        """No id: all actors are in this process."""
+        return ""
+
+    def notices(self) -> tuple[Notice, ...]:
+        """Return the notices that were announced and are not over."""
+        now = time.time()
+        return tuple(one.at(now) for one in list(self._notices.values()) if not one.over(now))
+
+    def announce(self, notice: Notice) -> None:
+        """Add a notice; it replaces an earlier one about the same host or process."""
+        self._notices[notice.key] = StoredNotice.of(notice, time.time())
+
+    def withdraw(self, notice: Notice) -> None:
+        """Remove the notice about this host or process, if there is one."""
+        self._notices.pop(notice.key, None)
 
     def spawn(
         self,

@@ -6,12 +6,15 @@ its deadline counts as dead.
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rayps.cluster.local import ActorHandle, ActorReply, until
+from rayps.cluster.local import ActorHandle, ActorReply, surrounding, until
+from rayps.cluster.notices import Notice, earliest
 from rayps.cluster.reservation import WorkerResources
 from rayps.core.errors import ClusterError
 from rayps.core.user_code import START_SECONDS, overdue
@@ -26,6 +29,17 @@ class ActorHost:
     host: str
     pid: int
     address: str
+    node: str = ""  # the host's id in the cluster, a Ray node id; "" in a cluster of threads
+
+    @classmethod
+    def own(cls, address: str) -> ActorHost:
+        """Return the host and process of the caller, whose peers reach it at `address`."""
+        return cls(socket.gethostname(), os.getpid(), address, surrounding().node)
+
+    def notice(self, notices: tuple[Notice, ...]) -> Notice | None:
+        """Return the notice that this process will end, the earliest if there are several, or None."""
+        own = (one for one in notices if one.concerns(self.node, self.host, self.address, self.pid))
+        return earliest(tuple(own))
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import ray
 from ray._private import services
 from ray._private.state import available_resources_per_node as _available_resources_per_node
+from ray._private.state import state as _global_state
 from ray._private.worker import global_worker
 from ray.experimental import internal_kv
 from ray.util.placement_group import (
@@ -43,8 +44,10 @@ from rayps.cluster.local import (
     register_provider,
     resolve,
 )
+from rayps.cluster.notices import PREFIX, Notice, StoredNotice
 from rayps.cluster.placement import within
 from rayps.cluster.scratch import Scratch
+from rayps.cluster.termination import REASON, TermHandler, grace_seconds
 from rayps.cluster.warm import (
     IDLE_SECONDS,
     MODULES,
@@ -73,6 +76,7 @@ _ANSWER_SECONDS = 5.0  # seconds within which a head must accept a connection
 _MOVE_SECONDS = 180.0  # seconds to wait while another thread starts, joins or leaves a Ray
 _PING_SECONDS = 20.0  # seconds within which the owner of a process that was warm must answer
 _TAKE_SECONDS = 5.0  # seconds within which a warm process must answer
+_NOTICE_SECONDS = 0.5  # seconds between two readings of the cluster's notices
 _WARM, _ALIAS = "warm/", "warm-alias/"  # prefixes of keys: of warm processes by place, of actors that took one
 _QUIET: JsonObject = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
 
@@ -165,6 +169,7 @@ class _Shell:
     """The Ray actor that contains a rayps actor. It imports the actor's class in the actor's process only."""
 
     def __init__(self, target: str, *args: Any, **kwargs: Any) -> None:
+        TermHandler(_announce_own_end, grace_seconds()).install()  # Ray calls an actor's constructor in the main thread
         with without_collection(freeze=True):
             kind = resolve(target)
         self._actor = kind(*args, **kwargs)
@@ -193,6 +198,7 @@ class WarmProcess:
         self._made = threading.Event()
         self._actor: Any = None
         self._error: Exception | None = None
+        TermHandler(_announce_own_end, grace_seconds(), applies=self._used.is_set).install()
         _RayKeyValues().put(self._key, str(own_memory()).encode())
         threading.Thread(target=self._end_if_idle, args=(idle,), daemon=True, name="rayps-warm").start()
 
@@ -725,6 +731,30 @@ class RayCluster:
             raise not_free(bundles, self.free(), timeout)
         return RayReservation(group, self._gangs)
 
+    @property
+    def node(self) -> str:
+        """The Ray node id of this process's host."""
+        self._check()
+        return str(ray.get_runtime_context().get_node_id())
+
+    def notices(self) -> tuple[Notice, ...]:
+        """Return Ray's draining nodes, and the notices that a process of the cluster has announced. Return at once.
+
+        They are read in a thread, because Ray's gcs may be restarting; the first call may return none.
+        """
+        self._check()
+        return _notice_board.notices()
+
+    def announce(self, notice: Notice) -> None:
+        """Add a notice for every process of the cluster; it replaces an earlier one about the same host or process."""
+        self._check()
+        _RayKeyValues().put(notice.key, StoredNotice.of(notice, time.time()).pack())
+
+    def withdraw(self, notice: Notice) -> None:
+        """Remove an announced notice about the host or process of `notice`, if there is one."""
+        self._check()
+        _RayKeyValues().delete(notice.key)
+
     def kill(self, handle: ActorHandle) -> None:
         """Kill an actor's process; Ray does not restart it."""
         assert isinstance(handle, RayHandle)
@@ -887,6 +917,87 @@ class _RayKeyValues:
 
     def delete(self, key: str) -> None:
         internal_kv._internal_kv_del(key.encode(), namespace=NAMESPACE)
+
+
+class _NoticeBoard:
+    """The notices of the Ray in which this process is, as last read. A thread reads them, while somebody asks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reading = False
+        self._read_at = -_NOTICE_SECONDS  # the `time.monotonic` of the last reading
+        self._found: list[StoredNotice] = []
+        self._at: str | None = None  # the address of the Ray from which the notices were read
+        self._lists_draining = True
+
+    def notices(self) -> tuple[Notice, ...]:
+        """Return the notices of the last reading; if that is old, start another one."""
+        with self._lock:
+            due = not self._reading and time.monotonic() - self._read_at >= _NOTICE_SECONDS
+            self._reading = self._reading or due
+            found = self._found if self._at == _current() else []
+        if due:
+            threading.Thread(target=self._read, daemon=True, name="rayps-notices").start()
+        now = time.time()
+        return tuple(one.at(now) for one in found)
+
+    def _read(self) -> None:
+        found, at = None, None
+        try:
+            at = _current()
+            found = [*self._draining(), *_announced()]
+        except Exception as error:  # Ray is ending, or its gcs is restarting: the notices of the last reading stay
+            log.debug("the cluster's notices could not be read: %s", error)
+        with self._lock:
+            self._reading, self._read_at = False, time.monotonic()
+            if found is not None:
+                self._found, self._at = found, at
+
+    def _draining(self) -> list[StoredNotice]:
+        """Return Ray's draining nodes. Ray has no public call for them, and its next version may lack this one."""
+        if not self._lists_draining:
+            return []
+        try:
+            deadlines: dict[str, int] = _global_state.get_draining_nodes()  # ms since the epoch, 0: no deadline
+        except (AttributeError, TypeError) as error:
+            self._lists_draining = False
+            log.warning(
+                "this Ray (%s) does not list its draining nodes (%s): rayps learns of a preemption by SIGTERM and by "
+                "POST /api/v1/notices only",
+                ray.__version__,
+                error,
+            )
+            return []
+        hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()} if deadlines else {}
+        return [
+            StoredNotice(Notice(node, hosts.get(node, ""), None, "Ray drains the node"), at / 1000 if at else None)
+            for node, at in deadlines.items()
+        ]
+
+
+_notice_board = _NoticeBoard()
+
+
+def _announced() -> list[StoredNotice]:
+    """Return the notices that were announced. Those that are over, or whose node has ended, are removed."""
+    keys = internal_kv._internal_kv_list(PREFIX.encode(), namespace=NAMESPACE)
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} if keys else set()
+    found = []
+    for key in sorted(keys):
+        data = _RayKeyValues().get(key.decode())
+        if data is None:
+            continue
+        one = StoredNotice.unpack(data)
+        if one.over(time.time()) or (one.notice.node and one.notice.node not in alive):
+            _RayKeyValues().delete(key.decode())
+        else:
+            found.append(one)
+    return found
+
+
+def _announce_own_end(seconds: float) -> None:
+    notice = Notice(ray.get_runtime_context().get_node_id(), socket.gethostname(), seconds, REASON, os.getpid())
+    _RayKeyValues().put(notice.key, StoredNotice.of(notice, time.time()).pack())
 
 
 def _inside_ray() -> Surroundings | None:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 
-from rayps.cluster.local import Actors, Bundle
+from rayps.cluster.local import Bundle, Cluster
 from rayps.cluster.placement import slots
 
 log = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ STALE_SECONDS = 10.0  # a look that is older does not count: the cluster does no
 class RoomWatch:
     """Looks at the free resources in a thread. A cluster that does not answer has no room."""
 
-    def __init__(self, cluster: Actors, bundle: Bundle, every: float = LOOK_SECONDS) -> None:
+    def __init__(self, cluster: Cluster, bundle: Bundle, every: float = LOOK_SECONDS) -> None:
         """Prepare; `bundle` are the resources of one worker. `start` starts the thread."""
         self._cluster, self._bundle, self._every = cluster, bundle, every
         self._found, self._at = 0, -STALE_SECONDS
@@ -43,7 +43,9 @@ class RoomWatch:
     def _look(self) -> None:
         while not self._stop.is_set():
             try:
-                self._found = room_in(self._cluster.hosts(), self._bundle)
+                ending = {notice.node for notice in self._cluster.notices() if notice.pid is None}
+                hosts = {name: free for name, free in self._cluster.hosts().items() if name not in ending}
+                self._found = room_in(hosts, self._bundle)
                 self._at = time.monotonic()
             except Exception as error:  # a cluster that ends or does not answer; the next look may succeed
                 log.debug("the free resources are not known: %s", error)

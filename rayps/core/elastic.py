@@ -135,6 +135,24 @@ def range_of(workers: object) -> tuple[int, int] | None:
     )
 
 
+def workers_of_text(text: str) -> int | tuple[int, int]:
+    """Return the number of workers that a text such as "4" means, or the range of one such as "2..8".
+
+    Raises:
+        ConfigError: the text is neither.
+    """
+    least, dots, most = text.partition("..")
+    try:
+        found = (int(least), int(most)) if dots else int(least)
+    except ValueError:
+        raise ConfigError(
+            f"workers is {text!r}: give a number such as 4, or the least and the most of an elastic job: 2..8",
+            field="workers",
+        ) from None
+    range_of(found)
+    return found
+
+
 def _pairs(value: Json) -> tuple[tuple[int, int], ...]:
     if not isinstance(value, Sequence) or not all(isinstance(each, Sequence) and len(each) == 2 for each in value):
         raise ConfigError(f"replay is {value!r:.100}: give pairs (round, workers)", field="replay")

@@ -31,14 +31,20 @@ class Planned(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """The rounds after which a snapshot is taken: `end`, and `origin` plus each multiple of `every` if `every` > 0."""
+    """The rounds after which a snapshot is taken: `end`, and `origin` plus each multiple of `every` if `every` > 0.
+
+    The state after round `also` is retained too, if it is not None.
+    """
 
     every: int
     end: int
     origin: int = 0
+    also: int | None = None
 
     def __contains__(self, rounds: int) -> bool:
-        return rounds == self.end or (self.every > 0 and (rounds - self.origin) % self.every == 0)
+        if rounds in (self.end, self.also):
+            return True
+        return self.every > 0 and (rounds - self.origin) % self.every == 0
 
     def following(self, rounds: int) -> int:
         """Return the first round, from `rounds` on and at most `end`, after which a snapshot is taken."""

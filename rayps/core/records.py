@@ -71,6 +71,8 @@ class ProgressRecord(TypedDict, total=False):
     metrics: dict[str, float]  # metrics of the newest evaluation
     staleness: dict[str, int]
     workers: list[WorkerLine]
+    allowed: int  # of an elastic job: the number of workers that it was told that it may have
+    wanted: int  # of an elastic job: the most workers that it wants, because more would not pay
     shards: list[ShardLine]
     server_group: GroupFacts
     round: int
@@ -102,6 +104,7 @@ class AttemptRecord(TypedDict, total=False):
     pid: int
     started: int  # start time of the process, as the operating system counts it
     crash: str | None
+    moved: str  # why the process ends on purpose, if a notice announced it
 
 
 def read_json(path: Path) -> Any:

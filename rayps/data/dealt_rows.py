@@ -14,8 +14,8 @@ from rayps.data.base import Batch, Data, Place, Position, check_place
 class DealtRows(Data):
     """The rows of `data`, of which each rank takes its share of each round's block: see `rayps.core.row_shares`.
 
-    A rank's share is cut into micro-batches of at most `data.batch_size` rows. All ranks have `micro_batches` of them
-    in each round; some may be empty.
+    A rank's share is cut into micro-batches of at most `data.batch_size` rows, as equal as possible. All ranks have
+    `micro_batches` of them in each round; some may be empty.
     """
 
     def __init__(self, data: Data, rows: RowShares) -> None:
@@ -61,7 +61,8 @@ class DealtRows(Data):
         self, place: Place, start: int = 0, position: Position | None = None
     ) -> Iterator[tuple[Batch, Position | None]]:
         """Yield the micro-batches of one reader: see `Data.part`."""
-        total, most = self.rows(), self._data.batch_size
+        total, share = self.rows(), self._rows.shares[place.rank]
+        most = -(-share // max(1, -(-share // self._data.batch_size)))  # rows of a micro-batch
         order = self._data.order(place.seed, place.epoch)
         if place.rank not in self._places:
             self._places[place.rank] = np.array(dealt(self._rows.shares, place.rank), dtype=np.int64)

@@ -2,7 +2,8 @@
 
 Rules, in this order:
 
-1. Workers under notice leave before their deadline. If too few would remain, replacements start first.
+1. Workers under notice leave before their deadline. If too few would remain, replacements start first. If none would
+   remain, the replacements join before the others leave.
 2. If the job may have fewer workers than it has, the highest ranks leave at once, down to the least number.
 3. If newcomers are ready, they join.
 4. If the job may have more workers, resources are free, the last change is `cooldown` seconds ago, and the last growth
@@ -84,6 +85,8 @@ def _for_notices(facts: SizeFacts, leaving: Sequence[int], target: int) -> SizeD
     """Decide about workers under notice, which are `leaving`."""
     reason = f"notice for {', '.join(f'worker-{rank}' for rank in leaving)}"
     staying = facts.size - len(leaving)
+    if staying == 0 and facts.ready:  # newcomers get the state from the leavers, which leave after that
+        return SizeDecision(regroup=True, joiners=facts.ready, reason=reason)
     joiners = min(facts.ready, max(0, target - staying))
     if staying + joiners >= facts.least:
         return SizeDecision(regroup=True, leavers=tuple(leaving), joiners=joiners, reason=reason)

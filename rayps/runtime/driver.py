@@ -60,9 +60,11 @@ from rayps.runtime.decide_recovery import (
     next_state,
     recovery_now,
 )
+from rayps.runtime.driver_move import DriverMove
 from rayps.runtime.elastic_run import Allowance, ElasticRun
 from rayps.runtime.job_servers import space_of
 from rayps.runtime.journal import Journal
+from rayps.runtime.last_checkpoint import LastCheckpoint, repeated_rounds
 from rayps.runtime.leased_run import LeasedRun, LeaseTerms
 from rayps.runtime.membership import Membership
 from rayps.runtime.phases import PhaseRun, RunPlan
@@ -142,12 +144,29 @@ class Driver:
         self._allowance = Allowance(spec.workers if spec.elastic is None else spec.elastic.most)
         self._started: WorkerGroup | None = None
         self._generation = 0
-        # after a stop request: the round of the newest checkpoint then, and the deadline for a newer one
-        self._requested = (0, 0.0)
+        self._last: LastCheckpoint | None = None  # after a stop request
+        self._move = DriverMove(journal)
 
     def stop(self) -> None:
         """Request the end of the run. If there is a folder for checkpoints, a last one is saved first."""
         self._stop.set()
+
+    def move(self, reason: str, seconds: float) -> None:
+        """Leave this process within `seconds`: save a checkpoint, and end the run without an outcome.
+
+        Another driver then continues the job as its next attempt. Any thread may call this method.
+        """
+        self._move.request(reason, seconds)
+        self._stop.set()
+
+    def save_soon(self) -> None:
+        """Save a checkpoint as soon as possible, and continue. Any thread may call this method."""
+        self._move.saves = True
+
+    @property
+    def moved(self) -> bool:
+        """Whether the run has ended without an outcome, because another driver continues the job."""
+        return self._move.left
 
     def allow(self, workers: int, reason: str) -> None:
         """Set the number of workers that an elastic job may have from now on. Any thread may call it."""
@@ -312,9 +331,9 @@ class Driver:
         if placed:
             self.journal.event("placed", placed)
         if plan.elastic is not None:
-            plan.elastic.begin(group.newcomers(), RoomWatch(cluster, resources))
+            plan.elastic.begin(group.newcomers(), RoomWatch(cluster, resources), cluster.notices)
         if plan.leased is not None:
-            plan.leased.begin(group.newcomers(), RoomWatch(cluster, resources))
+            plan.leased.begin(group.newcomers(), RoomWatch(cluster, resources), cluster.notices)
         self.trial.end(self.journal)
         first = self._checkpoints.first(group, self.workload, plan, again=self._again)
         if self._checkpoints.resume is not None:
@@ -375,7 +394,8 @@ class Driver:
     def _begin_generation(self, state: states.BeginGeneration) -> Findings:
         elastic, group = self._plan.elastic, self._group
         if elastic is not None:
-            elastic.begin_generation(self._checkpoints.snapshot, group.size, state.handover)
+            strategy = self._plan.phase(state.phase).phase.strategy
+            elastic.begin_generation(strategy, self._checkpoints.snapshot, group.size, state.handover)
         leased = self._plan.leased
         if leased is not None:
             leased.begin_generation(self._checkpoints.snapshot, group)
@@ -390,16 +410,18 @@ class Driver:
         if (traces := self._record.traces) is not None:
             orders = replace(orders, profile=traces.ranks_to_trace(group.size))
         parts = self._checkpoints.parts_plan(phase.phase.strategy, group.hosts)
-        orders = replace(orders, parts=parts, elastic=None if elastic is None else elastic.plan(state.handover))
-        orders = replace(orders, leased=leased is not None)
+        orders = replace(orders, parts=parts, leased=leased is not None)
+        if elastic is not None:
+            boundary = replace(orders.boundary, also=elastic.stop_round)
+            orders = replace(orders, elastic=elastic.plan(state.handover), boundary=boundary)
         if parts is None:
             self._checkpoints.load_newest()
         group.begin(orders, self._checkpoints.snapshot, state.rebuild)
-        if elastic is not None:
-            elastic.begun(group)
         if leased is not None:
             leased.begun(group)
         self._record.set_status(Status.RUNNING, "")
+        if self._again and self._generation == 1:
+            self._move.report_arrival(self._checkpoints.round)
         return Findings()
 
     def _train(self, phase: PhaseRun) -> Findings:
@@ -409,6 +431,8 @@ class Driver:
             self._collect()
         if self._callbacks.is_stopping:
             self._group.snapshot_soon()
+        elif self._move.take_save():
+            self._group.snapshot_once()
         complete = False
         match decision:
             case Continue():
@@ -471,13 +495,13 @@ class Driver:
         if decision.lost:
             self._record.set_status(Status.RECOVERING, decision.reason)
         self._record.add_poll(group, group.last_points())
-        handover = elastic.regroup(group, decision)
+        at = self._checkpoints.round
+        handover = elastic.regroup(group, decision, at)
         self._record.change_workers(group.size)
-        if handover is None:
-            at = self._checkpoints.round
+        if handover is None and decision.lost:
             self._recoveries.report_restart(
                 states.Restart(decision.lost, decision.reason),
-                f"continue from round {at}, because no living worker has the state of a later round in its memory",
+                f"continue from round {at}, because no living worker has the state of a later round in memory",
                 at,
                 self._generation + 1,
             )
@@ -514,19 +538,19 @@ class Driver:
         if not self.saves or has_remote_clients(phase.phase.strategy):  # a round of real clients may take hours
             return Findings()
         self._record.set_status(Status.STOPPING, "saving a checkpoint")
-        self._group.snapshot_soon()
-        self._requested = self._checkpoints.round, time.monotonic() + LEAVE_SECONDS
+        seconds = LEAVE_SECONDS if self._move.reason is None else self._move.seconds
+        self._last = LastCheckpoint(self._group, self._checkpoints.round, phase.end, seconds)
         return Findings(saving=True)
 
     def _await_checkpoint(self, phase: PhaseRun) -> Findings:
         """Check once for the requested checkpoint. After the deadline the run ends with the previous checkpoint."""
-        before, deadline = self._requested
+        assert self._last is not None, "it was requested"
         self._poll()
         facts = self._facts(phase)
         if facts.dead or facts.errors:
             return Findings()
         self._collect()
-        if self._checkpoints.round != before or time.monotonic() > deadline:
+        if self._last.look(self._group, self._checkpoints.round):
             return Findings()
         time.sleep(POLL_SECONDS / 4)
         return Findings(saving=True)
@@ -565,8 +589,10 @@ class Driver:
         dead = tuple((m.name, m.dead) for m in group.members if m.dead)
         recoveries.record_failures(errors=bool(errors), dead=bool(dead))
         change, elastic = None, self._plan.elastic
-        if elastic is not None and not errors and not dead:
-            change = elastic.look(group, self._generation)
+        # workers that stop for a change of their number would not reach the round of a last checkpoint: it is completed
+        ends = self._stop.is_set() and not (elastic is not None and elastic.is_stopping)
+        if elastic is not None and not errors and not dead and not ends:
+            change = elastic.look(group, self._generation, self._checkpoints.round)
         return RunFacts(
             change=change,
             size=max(1, group.size),
@@ -577,7 +603,7 @@ class Driver:
             max_failures=self.spec.max_failures,
             error_age=recoveries.error_age,
             recovery=self._recovery(phase),
-            stop=self._stop.is_set(),
+            stop=ends,
             ends_early=self._callbacks.may_end(self._checkpoints.round),
             positions={name: f.position for name, f in current},
             unanswered=group.unanswered,
@@ -598,6 +624,11 @@ class Driver:
             "failures": self._recoveries.failures,
             "params": self._params,
         }
+        if self.spec.elastic is not None:
+            facts["allowed"] = self._allowance.now[0]
+        elastic = None if self._known is None else self._known.elastic
+        if elastic is not None and elastic.wanted is not None:
+            facts["wanted"] = elastic.wanted
         if self._callbacks.run.best is not None:
             facts["best"] = str(self._callbacks.run.best)
         return self._checkpoints.round, facts
@@ -642,6 +673,9 @@ class Driver:
                 outcome.message = (
                     f"ended early after round {self._checkpoints.round}: {self._callbacks.run.stop_reason}"
                 )
+        elif state.status is Status.STOPPED and self._move.reason is not None:
+            outcome.message = self._leave()
+            return outcome
         elif state.status is Status.STOPPED:
             outcome.message = self._stopped()
         else:
@@ -664,6 +698,17 @@ class Driver:
                 self.journal.event("warning", str(error))
             else:
                 outcome.status, outcome.message, outcome.error = Status.FAILED, str(error), error
+
+    def _leave(self) -> str:
+        """Write what the move of the driver costs, and no outcome; return it."""
+        facts = [] if self._started is None else [worker.facts for worker in self._started.workers]
+        checkpoints, saved = self._checkpoints, self._checkpoints.saved is not None
+        positions = checkpoints.newest.positions if saved and checkpoints.newest is not None else []
+        at = checkpoints.round if saved else 0
+        message = self._move.report_departure(at, repeated_rounds(facts, positions, at))
+        self._record.set_status(Status.RECOVERING, message)
+        self.journal.flush()
+        return message
 
     def _stopped(self) -> str:
         saved = self._checkpoints.saved

@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from rayps.cluster.code_folder import JobCode, OpenCode, enter_code, read_archive
-from rayps.cluster.local import PROTOCOL, LocalCluster, surrounding
+from rayps.cluster.local import PROTOCOL, Cluster, LocalCluster, surrounding
+from rayps.cluster.notices import Notice
 from rayps.core.code_archive import archive_path
 from rayps.core.errors import RaypsError
 from rayps.core.failpoint import passing
@@ -22,6 +23,7 @@ from rayps.core.job_status import Status
 from rayps.core.urls import Location, location_of
 from rayps.core.values import Keywords
 from rayps.runtime.driver import Driver
+from rayps.runtime.driver_move import NoticeWatch, can_leave, move_seconds, save_delay
 from rayps.runtime.journal import Journal
 from rayps.runtime.own_loop.driver import LoopDriver
 from rayps.runtime.own_loop.named import load as load_function
@@ -34,18 +36,21 @@ from rayps.workload.base import load
 log = logging.getLogger(__name__)
 
 # the file with {"attempt", "pid", "started" (clock ticks since boot), "protocol", "crash"}; "crash" is the error if the
-# driver wrote no outcome
+# driver wrote no outcome; "moved" says why the process ends on purpose, if a notice announced it
 DRIVER_FILE = "driver.json"
 
 
 class DriverActor:
     """A job's driver as an actor that continues after the service's death, and writes the job's folder."""
 
-    def __init__(self, spec: Keywords, folder: str, attempt: int, failures: int = 0) -> None:
+    def __init__(self, spec: Keywords, folder: str, attempt: int, failures: int = 0, *, anywhere: bool = False) -> None:
+        """Start the job. `anywhere`: the next driver of this job may start on another host."""
         self._spec, self._folder, self._attempt = JobSpec.from_dict(spec), Path(folder), attempt
         self._failures = failures  # number of failures in earlier attempts
+        self._anywhere = anywhere
         self._driver: Driver | LoopDriver | None = None
         self._stopped = threading.Event()
+        self._allowed = self._spec.workers, "the job starts with its least number of workers"
         self._status = Status.FAILED
         self._crash: BaseException | None = None
         self._thread = threading.Thread(target=self._run_and_end, name="rayps-driver", daemon=True)
@@ -60,6 +65,12 @@ class DriverActor:
         self._stopped.set()
         if self._driver is not None:
             self._driver.stop()
+
+    def allow(self, workers: int, reason: str) -> None:
+        """Set the number of workers that an elastic job may have now. Before the first call it is the least number."""
+        self._allowed = workers, reason
+        if isinstance(self._driver, Driver):
+            self._driver.allow(workers, reason)
 
     def run(self) -> str:
         """Wait until the run that the constructor started has ended, and return its status.
@@ -118,9 +129,15 @@ class DriverActor:
             cluster = surrounding()
             tries = not isinstance(cluster, LocalCluster)  # workers that are threads start at once
             self._driver = self._made(journal, checkpoints, resume, code, tries=tries)
+            watch = NoticeWatch(cluster, lambda notice: self._heard(notice, cluster, journal))
+            if spec.elastic is not None:
+                self.allow(*self._allowed)
             if self._stopped.is_set():
                 self._driver.stop()
-            return self._driver.run(cluster).status
+            try:
+                return self._driver.run(cluster).status
+            finally:
+                watch.close()
         except (RaypsError, OSError) as error:  # the job cannot start: its folder must have the reason
             journal.event("failed", str(error))
             journal.write_outcome(Outcome(Status.FAILED, str(error), error=error).to_dict())
@@ -129,6 +146,28 @@ class DriverActor:
             if opened is not None:
                 opened.close()
             journal.close()
+
+    def _heard(self, notice: Notice, cluster: Cluster, journal: Journal) -> None:
+        """Move, or save the newest state, because this process or its host will end."""
+        driver, what = self._driver, "this process" if notice.pid is not None else "the driver's host"
+        left = "" if notice.seconds is None else f" in {notice.seconds:.0f} s"
+        reason = f"{what} ends{left} ({notice.reason})"
+        self._write_driver_file(moved=reason)  # so that the end of the process is not a failure of the job
+        if not isinstance(driver, Driver):
+            journal.event("notice", f"{reason}: the loop continues from its newest saved state in another process")
+            return
+        hosts = frozenset(cluster.hosts(free=False))
+        if can_leave(notice, hosts, cluster.notices(), anywhere=self._anywhere):
+            driver.move(reason, move_seconds(notice))
+        else:
+            later = threading.Timer(save_delay(notice), driver.save_soon)
+            later.daemon = True
+            later.start()
+            journal.event(
+                "notice",
+                f"{reason}: the newest state is saved before that, and training continues; the driver stays, because "
+                + ("no other host is free of notices" if self._anywhere else "the state directory is on this host"),
+            )
 
     def _code(self, journal: Journal) -> JobCode:
         """Return the user's code as the job's processes get it. Raises ConfigError if it is missing or damaged."""

@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rayps.cluster.local import until
 from rayps.cluster.members import GroupMember
+from rayps.cluster.notices import Notice
 from rayps.cluster.room import RoomWatch
 from rayps.core.elastic import ElasticWorkers
 from rayps.core.errors import CheckpointError, ClusterError
 from rayps.core.handover import Handover
 from rayps.core.phase_rounds import Calendar
 from rayps.core.row_shares import RowShares
+from rayps.core.strategy import StrategyView
+from rayps.core.topology import servers_of
 from rayps.core.values import JsonObject
 from rayps.runtime.decide_recovery import Regroup
 from rayps.runtime.decide_size import SizeDecision, SizeFacts, decide_size, gain_of, new_ranks
+from rayps.runtime.elastic_support import hands_over
 from rayps.runtime.journal import Journal
 from rayps.runtime.membership import Membership
 from rayps.runtime.newcomers import Newcomers
+from rayps.runtime.noticed_workers import NoticedWorkers
 from rayps.worker.plan import ElasticPlan, WorkerFacts
 
 if TYPE_CHECKING:
@@ -122,12 +127,19 @@ class ElasticRun:
         self._ceiling: int | None = None
         self._speed: tuple[int, float] | None = None  # workers and samples per second before the last growth
         self._pace = _Pace()
+        self._hands_over, self._margin = True, 0  # of the strategy of the current phase
         self._allowed_at = 0
-        self.noticed: Mapping[int, float | None] = {}  # ranks under notice, and the seconds until they end
+        self._noticed = NoticedWorkers(journal)
 
-    def begin(self, newcomers: Newcomers, room: RoomWatch) -> None:
-        """Set what starts newcomers, and what knows the free resources."""
+    @property
+    def wanted(self) -> int | None:
+        """The most workers that the job wants, because more have not paid; None if this is not known."""
+        return self._ceiling
+
+    def begin(self, newcomers: Newcomers, room: RoomWatch, notices: Callable[[], tuple[Notice, ...]]) -> None:
+        """Set what starts newcomers, what knows the free resources, and what returns notices of ends."""
         self._newcomers, self._room = newcomers, room
+        self._noticed.begin(notices)
         if self._elastic.most > self._least:
             room.start()
 
@@ -140,24 +152,29 @@ class ElasticRun:
 
     # ---- a generation
 
-    def begin_generation(self, snapshot: Snapshot, workers: int, handover: Handover | None) -> None:
+    def begin_generation(
+        self, strategy: StrategyView, snapshot: Snapshot, workers: int, handover: Handover | None
+    ) -> None:
         """Count rounds and deal rows for the next generation, and adapt the newest `snapshot` to it."""
+        self._hands_over = hands_over(strategy)
+        # the next round is the earliest of which servers can still retain the state
+        self._margin = 0 if servers_of(strategy) is None else 1
         if handover is None:
             self.restart(snapshot, workers)
         else:
             self.continue_from(snapshot)
 
-    def begun(self, group: WorkerGroup) -> None:
-        """Tell the workers of a new generation after which round they pause, if a replay changes them there."""
-        following = self.membership.next_replay(self.membership.current.begin)
-        if following is not None:
-            for worker in group.workers:
-                if not worker.dead:
-                    worker.await_reply(worker.handle.call("stop_after", following[0]))
-
     def plan(self, handover: Handover | None) -> ElasticPlan:
         """Return what the workers of the next generation get."""
-        return ElasticPlan(self.membership.current, self.membership.lr_factor, handover)
+        return ElasticPlan(
+            self.membership.current, self.membership.lr_factor, self._hands_over, handover, self.stop_round
+        )
+
+    @property
+    def stop_round(self) -> int | None:
+        """The round after which the next generation pauses, because a replay changes the workers there."""
+        following = self.membership.next_replay(self.membership.current.begin)
+        return None if following is None else following[0]
 
     def count_from(self, at: int, workers: int) -> None:
         """Deal rows to so many workers from round `at` on, and count epochs accordingly."""
@@ -205,9 +222,12 @@ class ElasticRun:
     def _adapt(self, snapshot: Snapshot, workers: int) -> None:
         """Adapt a snapshot to the current calendar and workers."""
         span = self._calendar.at(snapshot.round)
+        snapshot.align()
         snapshot.rng, snapshot.ring = {}, None
         snapshot.enter_phase(span)
         snapshot.positions = [snapshot.round] * workers
+        if len(snapshot.own) != workers:
+            snapshot.own = {}
         snapshot.row_shares = self.membership.current
 
     def continue_from(self, snapshot: Snapshot) -> None:
@@ -218,10 +238,11 @@ class ElasticRun:
 
     # ---- after each poll
 
-    def look(self, group: WorkerGroup, generation: int) -> Regroup | None:
+    def look(self, group: WorkerGroup, generation: int, collected: int) -> Regroup | None:
         """Carry out what follows from the poll. Return a `Regroup` if all workers have stopped for a change.
 
-        Call it only if no member is dead and no worker has failed.
+        `collected` is the round of the newest state that the driver has. Call it only if no member is dead and no
+        worker has failed.
         """
         assert self._newcomers is not None, "begin comes first"
         facts = [w.facts for w in group.workers if isinstance(w.facts, WorkerFacts)]
@@ -231,13 +252,13 @@ class ElasticRun:
         self._check_formed(facts)
         self._pace.add(generation, min(each.position for each in facts), self.membership.current.block)
         if self._change is not None:
-            return self._stopped(group, facts)
+            return self._stopped(group, facts, collected)
         if any(each.status == "finished" for each in facts):
             return None
         for why in self._newcomers.failures():
             self._journal.event("warning", f"a worker that was to join did not start: {why}; another try follows")
         if self._elastic.replay is not None:
-            return self._replay(group, facts)
+            return self._replay(group, facts, collected)
         decision = decide_size(self._size_facts(group))
         self._start_or_drop(decision, group.size)
         if decision.regroup:
@@ -251,7 +272,9 @@ class ElasticRun:
         assert room is not None, "begin comes first"
         workers, reason, number = self.allowance.now
         if number != self._allowed_at:  # a word from outside is also a new attempt to grow, at once
-            self._allowed_at, self._ceiling, self._changed_at = number, None, -self._elastic.cooldown
+            self._allowed_at, self._changed_at = number, -self._elastic.cooldown
+            if self._ceiling is not None and workers > self._ceiling:  # the service offers no more than is wanted
+                self._ceiling = None
         self._measure(group)
         return SizeFacts(
             group.size,
@@ -262,7 +285,7 @@ class ElasticRun:
             room.room if newcomers.may_start else 0,
             newcomers.starting,
             newcomers.ready,
-            self.noticed,
+            self._noticed.ranks(group.workers),
             time.monotonic() - self._changed_at,
             self._elastic.cooldown,
             self._ceiling,
@@ -297,7 +320,7 @@ class ElasticRun:
             self._journal.event("growing", f"{decision.start} more {what} while {size} train: {decision.reason}")
             self._newcomers.start(decision.start, size)
 
-    def _replay(self, group: WorkerGroup, facts: Sequence[WorkerFacts]) -> Regroup | None:
+    def _replay(self, group: WorkerGroup, facts: Sequence[WorkerFacts], collected: int) -> Regroup | None:
         """Prepare the next change of a replay, and return it when all workers have reached its round."""
         assert self._newcomers is not None, "begin comes first"
         following = self.membership.next_replay(self.membership.current.begin)
@@ -311,18 +334,23 @@ class ElasticRun:
         if not paused or group.size + self._newcomers.ready < count:
             return None
         leavers = tuple(range(count, group.size))
-        self._change = _Change("replay", leavers, max(0, count - group.size))
-        return self._stopped(group, facts)
+        self._change = _Change("replay", leavers, max(0, count - group.size), round=at)
+        return self._stopped(group, facts, collected)
 
     def _stop(self, group: WorkerGroup) -> None:
         """Let all workers end after the same round."""
         replies = [(worker, worker.handle.call("hold")) for worker in group.workers]
         begun = [_answer(worker, reply) for worker, reply in replies]
         known = [each for each in begun if each is not None]
-        for worker in group.workers if len(known) == len(begun) else ():
-            worker.await_reply(worker.handle.call("stop_after", max(known)))
+        if self._change is None or len(known) < len(begun):
+            return  # the next poll reports the death
+        self._change.round = last = max(known) + self._margin
+        if not self._hands_over:
+            group.take_at(last)
+        for worker in group.workers:
+            worker.await_reply(worker.handle.call("stop_after", last))
 
-    def _stopped(self, group: WorkerGroup, facts: Sequence[WorkerFacts]) -> Regroup | None:
+    def _stopped(self, group: WorkerGroup, facts: Sequence[WorkerFacts], collected: int) -> Regroup | None:
         """Return the change if all workers have stopped for it. Give it up if the plan has ended first."""
         change = self._change
         assert change is not None, "a change is under way"
@@ -331,7 +359,7 @@ class ElasticRun:
             for worker in group.workers:
                 worker.await_reply(worker.handle.call("resume"))
             return None
-        if any(each.status != "paused" for each in facts):
+        if any(each.status != "paused" for each in facts) or not (self._hands_over or collected >= change.round):
             return None
         return Regroup((), change.leavers, change.joiners, change.reason)
 
@@ -342,10 +370,12 @@ class ElasticRun:
 
     # ---- the change
 
-    def regroup(self, group: WorkerGroup, decision: Regroup) -> Handover | None:
-        """Form the new group from the living workers and newcomers. Return how it continues, or None if no worker can.
+    def regroup(self, group: WorkerGroup, decision: Regroup, collected: int) -> Handover | None:
+        """Form the new group from the living workers and newcomers, and return how it continues.
 
-        Workers that are lost or leave are ended. If fewer than the least number remain, replacements are started now.
+        The result is None if the group continues from the newest snapshot, which is of round `collected`: because no
+        worker holds the whole state in memory, or because all are lost. Workers that are lost or leave are ended. If
+        fewer than the least number remain, replacements are started now.
         """
         assert self._newcomers is not None, "begin comes first"
         change = self._change or _Change(decision.reason)
@@ -353,19 +383,15 @@ class ElasticRun:
         change.lost = decision.lost
         gone = {rank for rank, worker in enumerate(group.workers) if worker.dead or worker.name in decision.lost}
         living = [rank for rank in range(group.size) if rank not in gone]
-        replies = [(rank, group.workers[rank].handle.call("kept_round")) for rank in living]
-        kept: dict[int, int] = {}
-        for rank, reply in replies:
-            found = _answer(group.workers[rank], reply, HALT_SECONDS)
-            if found is not None:
-                kept[rank] = found
+        kept = self._kept_rounds(group, living) if self._hands_over else {}
         gone |= {rank for rank in living if group.workers[rank].dead}
         leaving = gone | set(decision.leavers)
         stay = [rank for rank in range(group.size) if rank not in leaving]
-        holders = {rank for rank in kept if rank in stay and kept[rank] == max(kept[r] for r in kept if r in stay)}
-        if not holders:
+        newest = max((kept[rank] for rank in kept if rank in stay), default=None)
+        holders = {rank for rank in kept if rank in stay and kept[rank] == newest}
+        if not stay or (self._hands_over and newest is None):
             return None
-        change.round = max(kept[rank] for rank in holders)
+        change.round = collected if newest is None else newest
         joined = self._newcomers.take(max(decision.joiners, self._least - len(stay)))
         missing = self._least - len(stay) - len(joined)
         if missing > 0 and decision.lost:  # too few are left: the others wait for replacements
@@ -377,11 +403,17 @@ class ElasticRun:
         if len(order) > group.size and speed is not None and not decision.lost:
             self._speed = group.size, speed
         group.change_workers(order, joined)
+        self._formed, self._changed_at = change, time.monotonic()
+        if not self._hands_over:
+            return None
         self.count_from(change.round, len(order))
-        self._formed = change
-        self._changed_at = time.monotonic()
-        self.noticed = {}
         return Handover(change.round, tuple(rank for rank, old in enumerate(order) if old in holders))
+
+    def _kept_rounds(self, group: WorkerGroup, ranks: Sequence[int]) -> dict[int, int]:
+        """End the generation on these workers, and return the rounds of the states that they have in memory."""
+        replies = [(rank, group.workers[rank].handle.call("kept_round")) for rank in ranks]
+        found = {rank: _answer(group.workers[rank], reply, HALT_SECONDS) for rank, reply in replies}
+        return {rank: kept for rank, kept in found.items() if kept is not None}
 
     def _start_now(self, count: int) -> list[GroupMember]:
         """Start workers and wait for them, because too few are left to train. Return those that have started."""
@@ -414,8 +446,9 @@ class ElasticRun:
             f"{change.reason}: the job has {after} workers instead of {before}, from round {change.round} on; the "
             f"first round of the new group ended {seconds:.2f} s after the workers were told to stop"
             if not change.lost
-            else f"{change.reason}: {after} workers continued from round {change.round}, which they had in memory; "
-            f"their first round ended {seconds:.2f} s after the failure was detected",
+            else f"{change.reason}: {after} workers continued from round {change.round}"
+            f"{', which they had in memory' if self._hands_over else ', that of the newest snapshot'}; their first "
+            f"round ended {seconds:.2f} s after the failure was detected",
             **event,
         )
 

@@ -19,12 +19,13 @@ from __future__ import annotations
 import enum
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rayps.cluster.members import GroupMember
+from rayps.cluster.notices import Notice
 from rayps.cluster.room import RoomWatch
 from rayps.core.elastic import ElasticWorkers
 from rayps.core.errors import CheckpointError
@@ -37,6 +38,7 @@ from rayps.runtime.decide_size import SizeFacts, decide_size
 from rayps.runtime.elastic_run import Allowance
 from rayps.runtime.journal import Journal
 from rayps.runtime.newcomers import Newcomers
+from rayps.runtime.noticed_workers import NoticedWorkers
 from rayps.worker.plan import WorkerFacts
 
 if TYPE_CHECKING:
@@ -169,7 +171,7 @@ class LeasedRun:
     ) -> None:
         """Prepare. `begin` is called when the workers have started."""
         self.slots = elastic.most
-        self.noticed: Mapping[int, float | None] = {}  # ranks under notice, and the seconds until they end
+        self._noticed = NoticedWorkers(journal)
         self._elastic, self._least, self._terms, self._calendar = elastic, least, terms, calendar
         self._journal, self._allowance = journal, allowance
         self._newcomers: Newcomers | None = None
@@ -183,9 +185,10 @@ class LeasedRun:
         self._size = _Size(0, time.monotonic() - elastic.cooldown)
         self._repeats: list[MemberChange] = []  # since the newest snapshot
 
-    def begin(self, newcomers: Newcomers, room: RoomWatch) -> None:
-        """Set what starts newcomers, and what knows the free resources."""
+    def begin(self, newcomers: Newcomers, room: RoomWatch, notices: Callable[[], tuple[Notice, ...]]) -> None:
+        """Set what starts newcomers, what knows the free resources, and what returns notices of ends."""
         self._newcomers, self._room = newcomers, room
+        self._noticed.begin(notices)
         if self._elastic.most > self._least:
             room.start()
 
@@ -448,6 +451,7 @@ class LeasedRun:
         allowed, why, number = self._allowance.now
         if number != self._size.allowed_at:  # a word from outside is also a new attempt to grow, at once
             self._size.changed, self._size.allowed_at = time.monotonic() - self._elastic.cooldown, number
+        noticed = self._noticed.ranks([each.member for each in self._workers.values()])
         facts = SizeFacts(
             len(staying),
             self._least,
@@ -457,7 +461,7 @@ class LeasedRun:
             min(room.room, len(free)) if newcomers.may_start and useful else 0,
             newcomers.starting,
             newcomers.ready,
-            {at: self.noticed[rank] for at, rank in enumerate(staying) if rank in self.noticed},
+            {at: noticed[rank] for at, rank in enumerate(staying) if rank in noticed},
             time.monotonic() - self._size.changed,
             self._elastic.cooldown,
         )

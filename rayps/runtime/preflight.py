@@ -27,12 +27,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from rayps.core.elastic import ElasticWorkers
 from rayps.core.errors import ConfigError, RaypsError, WorkloadError
 from rayps.core.grid import Grid
 from rayps.core.phase_rounds import OPEN
 from rayps.core.replica import Pipeline, Replica
 from rayps.core.strategy import Phase, StrategyView
-from rayps.core.strategy_families import ends_together, has_remote_clients
+from rayps.core.strategy_families import ends_together, has_remote_clients, learns_by_client
 from rayps.core.topology import JobFacts, replica_of, servers_of, shard_of
 from rayps.core.user_code import user_code
 from rayps.core.user_module import unpack
@@ -161,9 +162,8 @@ def preflight(
         blocks, steps = _steps(data, both[0][0], Grid(1), workload.accumulate), [OPEN]
     elif spec.elastic is not None:
         for phase in phases:
-            check_elastic(phase.name, phase.strategy, tables=bool(tables))
-        must_have_row_numbers(data)
-        rows = data.rows(), data.batch_size * workload.accumulate
+            check_elastic(phase.name, phase.strategy, spec.elastic, tables=bool(tables))
+        rows = _rows_of_workers(data, phases, workload, spec.elastic, spec.workers)
         first = Membership(spec.elastic, *rows, spec.workers).current
         steps = [first.rounds(rows[0])] * len(phases)
     if max(steps) >= OPEN and blocks is None:
@@ -183,6 +183,35 @@ def preflight(
         for phase in phases:
             check_open_data(phase.name, phase.strategy, by_rounds=spec.steps is not None, tables=bool(tables))
     return PreflightFindings(steps, warnings, tables, divisions, start, (bytes_of(model), bytes_of(data)), rows, blocks)
+
+
+def _rows_of_workers(
+    data: Data, phases: list[Phase], workload: Workload, elastic: ElasticWorkers, least: int
+) -> tuple[int, int]:
+    """Return the rows of an epoch of an elastic job, and those of one worker in a round.
+
+    Both are 1 if rows belong to clients, because an epoch is one round.
+
+    Raises:
+        ConfigError: the rows cannot be taken by number, or some phases learn by client and others do not.
+    """
+    by_client = {learns_by_client(phase.strategy) for phase in phases}
+    if len(by_client) > 1:
+        raise ConfigError(
+            "workers is a range, and some phases learn by client: give a fixed number of workers", field="workers"
+        )
+    if by_client == {True}:
+        return 1, 1
+    must_have_row_numbers(data)
+    most = None if elastic.global_batch is None else -(-elastic.global_batch // least)
+    if workload.sync_batchnorm and most is not None and most > data.batch_size:
+        raise ConfigError(
+            f"sync_batchnorm is True, and with {least} workers each has {most} rows of global_batch in a round, in "
+            f"several micro-batches of batch_size={data.batch_size}: raise batch_size to {most}, or the least number "
+            "of workers",
+            field="global_batch",
+        )
+    return data.rows(), data.batch_size * workload.accumulate
 
 
 def _steps(data: Data, strategy: StrategyView, grid: Grid, accumulate: int) -> int:

@@ -358,11 +358,30 @@ class SnapshotSchedule:
         self._boundary = boundary
         self._lead = 1  # rounds between the fastest member and the chosen round
         self._soon = False
+        self._once: int | None = None  # the round of one further snapshot; 0: to be chosen; None: none is requested
 
-    def snapshot_soon(self) -> None:
-        """Take the next snapshot as soon as possible, also at a round that is not a boundary."""
-        if not self._soon:
+    def snapshot_soon(self, at: int | None = None) -> None:
+        """Take the next snapshot as soon as possible, also at a round that is not a boundary.
+
+        With `at`, take it after this round, or at the end of the generation if that comes first.
+        """
+        if at is not None or not self._soon:
             self._soon, self.each, self.in_order, self.round = True, False, False, 0
+        if at is not None:
+            self.round = min(at, self._boundary.end)
+
+    def snapshot_once(self) -> None:
+        """Take one further snapshot as soon as possible, at a round that is no boundary, too.
+
+        Nothing changes if workers wait for the states of some rounds, because these are taken in order.
+        """
+        if not (self._soon or self.each or self.in_order):
+            self._once, self.round = 0, 0
+
+    def take_at(self, round: int) -> None:
+        """Take the next snapshot after `round`."""
+        self.each = self.in_order = False
+        self.round = round
 
     def choose_round(self, members: list[tuple[int, list[int]]], collected: int) -> int:
         """Choose the round whose parts all members must retain, and return this round.
@@ -377,8 +396,13 @@ class SnapshotSchedule:
             if not any(reached > self.round and self.round not in held for reached, held in members):
                 return self.round
             self._lead *= 2  # a member had passed the round before it received the request
+        if self._once is not None and 0 < self._once <= collected:
+            self._once = None
         soonest = max(reached for reached, _ in members) + self._lead
-        self.round = min(soonest, self._boundary.end) if self._soon else self._boundary.following(soonest)
+        soon = self._soon or self._once is not None
+        self.round = min(soonest, self._boundary.end) if soon else self._boundary.following(soonest)
+        if self._once is not None:
+            self._once = self.round
         return self.round
 
 

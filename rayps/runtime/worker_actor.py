@@ -7,8 +7,6 @@ previous one.
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -104,7 +102,7 @@ class WorkerActor:
 
     def place(self) -> ActorHost:
         """Return this worker's host, its process id, and the address at which peers connect."""
-        return ActorHost(socket.gethostname(), os.getpid(), self._listener.address)
+        return ActorHost.own(self._listener.address)
 
     def backup_address(self) -> str:
         """Return the address at which other workers store and request states, or "" without shared memory."""
@@ -186,6 +184,11 @@ class WorkerActor:
         """End the plan after `rounds` rounds. Its state stays in memory."""
         assert self._current is not None, "the worker has a plan"
         self._current.stop_after(rounds)
+
+    def train_until(self, rounds: int, retained: int) -> None:
+        """Hold the plan after `rounds` rounds, and retain this worker's part of the checkpoint after `retained`."""
+        assert self._current is not None, "the worker has a plan"
+        self._current.train_until(rounds, retained)
 
     def resume(self) -> None:
         """Undo `hold`."""

@@ -588,10 +588,22 @@ class WorkerGroup:
             servers.poll(orders, wanted)
         return points
 
-    def snapshot_soon(self) -> None:
-        """Request a snapshot as soon as possible: of the next round that no member has passed."""
+    def take_at(self, round: int) -> None:
+        """Take the next snapshot after `round`, which no server has reached: its members retain their parts of it."""
         if self._schedule is not None:
-            self._schedule.snapshot_soon()
+            self._schedule.take_at(round)
+        for shard in self.shards:
+            shard.await_reply(shard.handle.call("poll", round))
+
+    def snapshot_soon(self, at: int | None = None) -> None:
+        """Request a snapshot as soon as possible: after the round `at`, or the next round that no member has passed."""
+        if self._schedule is not None:
+            self._schedule.snapshot_soon(at)
+
+    def snapshot_once(self) -> None:
+        """Request one further snapshot as soon as possible, while training continues."""
+        if self._schedule is not None:
+            self._schedule.snapshot_once()
 
     def _wanted(self) -> int:
         """Return the round whose part every member must retain, or 0 while the members' positions are not known."""

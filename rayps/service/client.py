@@ -472,6 +472,16 @@ class Job:
         self.data = self._client.call("POST", f"/api/v1/jobs/{self.id}/stop")
         return self
 
+    def scale(self, workers: int) -> Self:
+        """Set the most workers that an elastic job should have now. It grows as resources are free.
+
+        Raises:
+            ConfigError: the job has a fixed number of workers, or `workers` is outside of its range.
+            Conflict: the job has ended or is stopping.
+        """
+        self.data = self._client.call("PATCH", f"/api/v1/jobs/{self.id}", json={"workers": workers})
+        return self
+
     def delete(self) -> None:
         """Delete the job with its logs, metrics and checkpoints.
 

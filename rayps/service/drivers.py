@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Protocol
 
 from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, ActorHandle, Actors, Bundle
+from rayps.cluster.notices import Notice
 from rayps.cluster.warm import WarmState
 from rayps.core.errors import ClusterError
 from rayps.core.failpoint import passing
 from rayps.core.records import AttemptRecord
 from rayps.service import processes
 from rayps.service.job_folders import read_attempt
+from rayps.service.notice_store import NoticeChanges
 from rayps.service.plan import Start
 from rayps.service.settings import private_write
 from rayps.service.store import JobRecord
@@ -36,7 +38,7 @@ log = logging.getLogger(__name__)
 DRIVER = "rayps.runtime.driver_actor:DriverActor"
 BEGUN, LAUNCHED = "driver.json", "launch.json"
 _END_SECONDS = 10.0  # seconds in which a driver must end by itself after it wrote its outcome
-_STOP_PAUSE = 5.0  # seconds between two requests to stop
+_STOP_PAUSE = 5.0  # seconds between two equal requests to a driver
 
 
 class RayHome(Protocol):
@@ -67,13 +69,15 @@ class RayHome(Protocol):
 class DriverView:
     """The ids of the jobs whose driver is alive, and the cluster's free and total resources, as of one moment.
 
-    `warm`: the processes that wait for a job; None if the service keeps none.
+    `warm`: the processes that wait for a job; None if the service keeps none. Hosts that a notice concerns are not
+    counted in the resources: no new worker should start there.
     """
 
     drivers: frozenset[str]
     free: Bundle
     total: Bundle
     warm: WarmState | None = None
+    notices: tuple[Notice, ...] = ()
 
 
 class Drivers:
@@ -90,6 +94,8 @@ class Drivers:
         self._stop_requested_at: dict[str, float] = {}
         self._ended_at: dict[str, float] = {}
         self._killed: dict[str, tuple[int, str]] = {}
+        # from job to (attempt, number of workers) that its driver was told last, and when
+        self._allowed: dict[str, tuple[tuple[int, int], float]] = {}
 
     def view(self, watched: list[str]) -> DriverView:
         """Return which of the watched jobs have a living driver, and the cluster's resources.
@@ -111,7 +117,12 @@ class Drivers:
                 self._handles[job_id] = handle
                 living.add(job_id)
         warm = cluster.keep_warm(self._warm) if self._warm else None
-        return DriverView(frozenset(living), cluster.free(), cluster.total(), warm)
+        notices = cluster.notices()
+        if any(one.node and one.pid is None for one in notices):
+            free, total = (_without(cluster.hosts(free), notices) for free in (True, False))
+        else:
+            free, total = cluster.free(), cluster.total()
+        return DriverView(frozenset(living), free, total, warm, notices)
 
     def start(self, job: JobRecord, start: Start) -> None:
         """Start the driver of an attempt; first kill the previous attempt's process if it is still alive.
@@ -139,6 +150,23 @@ class Drivers:
         finally:
             private_write(folder / LAUNCHED, json.dumps({"attempt": start.attempt, "protocol": PROTOCOL}))
 
+    def allow(self, job: JobRecord, workers: int, reason: str) -> None:
+        """Tell a driver how many workers its elastic job may have. The same number within 5 s is told once."""
+        handle = self._handles.get(job.id)
+        told, at = self._allowed.get(job.id, ((0, 0), -1e9))
+        if handle is None or (told == (job.attempt, workers) and time.monotonic() - at < _STOP_PAUSE):
+            return
+        self._allowed[job.id] = (job.attempt, workers), time.monotonic()
+        handle.call("allow", workers, reason)
+
+    def pass_on(self, found: NoticeChanges) -> None:
+        """Announce and withdraw notices in the cluster."""
+        cluster = self._joined_cluster()
+        for one in found.announce:
+            cluster.announce(one)
+        for one in found.withdraw:
+            cluster.withdraw(one)
+
     def request_stop(self, job_id: str) -> None:
         """Request a driver to stop, and to write the job's outcome. A request within 5 s of the last one is omitted."""
         handle = self._handles.get(job_id)
@@ -163,6 +191,7 @@ class Drivers:
         """Record that a job has ended. If its driver is still alive after 10 s, a later `view` kills the driver."""
         self._stop_requested_at.pop(job_id, None)
         self._killed.pop(job_id, None)
+        self._allowed.pop(job_id, None)
         self._ended_at[job_id] = time.monotonic()
 
     def crash_reason(self, job: JobRecord, begun: AttemptRecord) -> str | None:
@@ -190,6 +219,13 @@ class Drivers:
                     cluster.kill(handle)
                 self._handles.pop(job_id, None)
                 self._ended_at.pop(job_id)
+
+
+def _without(hosts: dict[str, Bundle], notices: tuple[Notice, ...]) -> Bundle:
+    """Return the CPUs and GPUs of all hosts except those that a notice concerns."""
+    ending = {one.node for one in notices if one.pid is None}
+    left = [has for name, has in hosts.items() if name not in ending]
+    return {kind: sum(has.get(kind, 0.0) for has in left) for kind in ("cpu", "gpu")}
 
 
 def _actor_name(job_id: str) -> str:

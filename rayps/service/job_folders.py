@@ -48,6 +48,9 @@ class JobRow(TypedDict, total=False):
     checkpoint: str | None
     idempotency_key: str | None
     sweep: str | None
+    scale_to: int | None
+    allowed: int | None
+    allowed_at: float | None
 
 
 def write_row(folder: Path, row: JobRow, *, sync: bool = True) -> None:

@@ -37,7 +37,8 @@ class OpenJob:
     name: str = "job"
     status: Status = Status.QUEUED
     reason: str | None = None
-    needs: Bundle = field(default_factory=lambda: {"cpu": 1.0})
+    needs: Bundle = field(default_factory=lambda: {"cpu": 1.0})  # what it reserves, or may reserve once it has started
+    coming: Bundle = field(default_factory=dict)  # the part of it that a running job has not taken yet
     attempt: int = 0
     failures: int = 0  # losses of the job's driver or of an actor before this attempt
     max_failures: int = 3
@@ -46,6 +47,7 @@ class OpenJob:
     outcome: OutcomeRecord | None = None  # the content of outcome.json
     progress: ProgressRecord | None = None  # the content of progress.json, if this attempt wrote it
     crash: str | None = None  # why the driver ended without an outcome, or was killed
+    moved: str | None = None  # why the driver has left its process on purpose: this is no failure
     launched: bool = True  # the call that starts this attempt's driver has returned, or the driver has begun
     silent: float = 0.0  # seconds in which a STARTING or RECOVERING job's folder showed no progress
     deadline: float = STALL_SECONDS  # the driver is killed when `silent` is greater
@@ -113,7 +115,7 @@ Action = Start | RequestStop | Kill | SetStatus | SetReason | EndJob
 
 
 def needs(spec: JobSpec) -> Bundle:
-    """Return the resources that a running job reserves for all its workers, and for servers on GPUs.
+    """Return the resources that a running job reserves for its (least) workers, and for servers on GPUs.
 
     Its driver, and servers on CPUs, reserve none. Servers of a user's own strategy are not counted, because its file is
     not read here.
@@ -215,6 +217,8 @@ def _lost(job: OpenJob) -> Action:
     failures = max(job.failures, int((job.progress or {}).get("failures", 0)))
     if job.interrupted:
         return Start(job.id, job.attempt + 1, failures, "the service had stopped its own Ray: the driver is restarted")
+    if job.moved is not None:
+        return Start(job.id, job.attempt + 1, failures, f"the driver is started again: {job.moved}")
     if not job.launched:
         return Start(
             job.id,
@@ -289,12 +293,13 @@ def _wait(job: OpenJob, reason: str) -> list[Action]:
 
 
 def _room(jobs: Sequence[OpenJob], free: Bundle, total: Bundle) -> Bundle:
-    # subtract what starting jobs will reserve from the free resources; the result is at most the total less the needs
+    # subtract what jobs will reserve from the free resources; the result is at most the total less the needs
     # of all started jobs, because a recovering job reserves its resources again
     room = {}
     for kind, amount in total.items():
-        held = sum(job.needs.get(kind, 0.0) for job in jobs if job.status is not Status.QUEUED)
-        coming = sum(job.needs.get(kind, 0.0) for job in jobs if job.status is Status.STARTING)
+        started = [job for job in jobs if job.status is not Status.QUEUED]
+        held = sum(job.needs.get(kind, 0.0) for job in started)
+        coming = sum((job.needs if job.status is Status.STARTING else job.coming).get(kind, 0.0) for job in started)
         room[kind] = max(0.0, min(amount - held, free.get(kind, 0.0) - coming))
     return room
 

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, Actors, Bundle, resolve
+from rayps.cluster.notices import Notice
 from rayps.cluster.warm import WarmState
 from rayps.core.errors import ClusterError, RaypsError
 from rayps.core.values import Keywords
@@ -100,6 +101,18 @@ class Child:
     def do_hosts(self, free: bool) -> dict[str, Bundle]:
         """Return a dict from host to its resources: the free ones with `free`, else all."""
         return self._cluster.hosts(free)
+
+    def do_notices(self) -> tuple[Notice, ...]:
+        """Return the notices that hosts or processes will end."""
+        return self._cluster.notices()
+
+    def do_announce(self, notice: Notice) -> None:
+        """Add a notice for every process of the cluster."""
+        self._cluster.announce(notice)
+
+    def do_withdraw(self, notice: Notice) -> None:
+        """Remove an announced notice."""
+        self._cluster.withdraw(notice)
 
     def do_close(self) -> None:
         """Disconnect from the cluster."""

@@ -27,6 +27,7 @@ from typing import Any, TypeAlias
 
 import rayps
 from rayps.cluster.local import PROTOCOL, ActorHandle, Bundle, Reservation
+from rayps.cluster.notices import Notice
 from rayps.cluster.warm import WarmState
 from rayps.core.errors import ClusterError, RaypsError
 
@@ -185,6 +186,19 @@ class ClusterProcess:
         """Keep processes that wait for an actor, and return their state: see `rayps.cluster.warm`."""
         found: WarmState = self._do("keep_warm", wanted)
         return found
+
+    def notices(self) -> tuple[Notice, ...]:
+        """Return the notices that hosts or processes will end: see `rayps.cluster.notices`."""
+        found: tuple[Notice, ...] = self._do("notices")
+        return found
+
+    def announce(self, notice: Notice) -> None:
+        """Add a notice for every process of the cluster."""
+        self._do("announce", notice)
+
+    def withdraw(self, notice: Notice) -> None:
+        """Remove an announced notice."""
+        self._do("withdraw", notice)
 
     def kill(self, handle: ActorHandle) -> None:
         """End an actor at once."""

@@ -36,6 +36,21 @@ class SpecAnswer(TypedDict, total=False):
     code: str | None
     requirements: list[str] | None
     run: str | None
+    elastic: JsonObject | None
+
+
+class WorkersAnswer(TypedDict):
+    """The numbers of workers of an elastic job.
+
+    `now` also counts workers that start or leave. `allowed` is the number that the job may have now, `requested` the
+    most that the user wants; None means as many as the job may have.
+    """
+
+    least: int
+    most: int
+    now: int
+    allowed: int
+    requested: int | None
 
 
 class JobAnswer(TypedDict):
@@ -61,6 +76,7 @@ class JobAnswer(TypedDict):
     stop_requested: bool
     params: JsonObject
     sweep: str | None
+    elastic: WorkersAnswer | None  # None if the number of workers is fixed
 
 
 class SweepAnswer(TypedDict):

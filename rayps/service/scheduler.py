@@ -13,10 +13,11 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rayps.cluster.local import Actors, Bundle
+from rayps.cluster.notices import Notice
 from rayps.cluster.warm import WarmState
 from rayps.core.errors import ClusterError, ConfigError, Conflict, NotFound, RaypsError, first_line
 from rayps.core.failpoint import passing
@@ -24,8 +25,11 @@ from rayps.core.job_status import Status, may_move
 from rayps.core.records import AttemptRecord, ProgressRecord, read_json
 from rayps.federated.remote.mailbox import FOLDER, Mailbox
 from rayps.service.drivers import BEGUN, LAUNCHED, Drivers, DriverView, RayHome, version_conflict
+from rayps.service.elastic_jobs import elastic_job, job_needs, worker_counts
+from rayps.service.elastic_plan import ElasticJob, WaitingJob, allot, reserved
 from rayps.service.job_folders import read_attempt
 from rayps.service.liveness import QuietTimes
+from rayps.service.notice_store import NoticeStore
 from rayps.service.open_jobs import OpenJobs
 from rayps.service.plan import (
     STALL_SECONDS,
@@ -55,13 +59,14 @@ _TIMEOUT_FACTOR = 5.0  # a job may show no progress for 5 times its `timeout`, o
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The newest known state of the Ray cluster: whether it answers, why not, its resources, its warm processes."""
+    """The newest known state of the Ray cluster: whether it answers, why not, what it has, and what will end."""
 
     ready: bool = False
     reason: str | None = "Ray is starting"
     total: Bundle | None = None
     free: Bundle | None = None
     warm: WarmState | None = None
+    notices: tuple[Notice, ...] = ()  # that hosts or processes will end
 
 
 class Scheduler:
@@ -95,6 +100,8 @@ class Scheduler:
         self._stall = stall
         self._wake = asyncio.Event()
         self._open_jobs = OpenJobs(store)
+        self.notices = NoticeStore(store)
+        self._allow_reasons: dict[str, str] = {}  # from job to why it may have its number of workers
         self._active_at = time.monotonic()
 
     @property
@@ -167,7 +174,9 @@ class Scheduler:
         done = await self._act([*self._open_jobs.queue.stopped()], {})  # ends queued jobs, without an answer of Ray
         records = list(self._open_jobs.started.values())
         seen = await self._view_drivers([r.id for r in records])
-        facts = await asyncio.to_thread(lambda: [self._facts(r, seen) for r in records])
+        if seen is not None:
+            await self._pass_on_notices(seen.notices)
+        facts, elastic = await asyncio.to_thread(self._all_facts, records, seen)
         self._quiet_times.retain_only({key for r in records for key in (r.id, (r.id, "stop"))})
         now = time.monotonic()
         if seen is not None:
@@ -182,14 +191,56 @@ class Scheduler:
             unseen=0.0 if self._unseen_since is None else now - self._unseen_since,
             why=self.view.reason or "Ray is starting",
         )
-        running = {fact.id: (fact.status, fact.needs) for fact in facts if fact.outside.group_ended is None}
+        running = [fact for fact in facts if fact.outside.group_ended is None]
         room = None if seen is None else room_for_new_jobs(running, seen.free, seen.total)
         await self._open_jobs.refresh()  # a stop may have been requested during the view
         actions += self._open_jobs.queue.stopped()
         actions += self._open_jobs.queue.decide(
             room, None if seen is None else seen.total, self._groups(), self.view.reason or "Ray is starting"
         )
-        return done + await self._act(actions, {record.id: record for record in records})
+        known = {record.id: record for record in records}
+        if room is not None:
+            await self._allot([job for job, _ in elastic.values()], facts, known)
+            for job_id, (_, told) in elastic.items():
+                await self._allow(known[job_id], told)
+        return done + await self._act(actions, known)
+
+    async def _allot(self, jobs: list[ElasticJob], facts: list[OpenJob], records: dict[str, JobRecord]) -> None:
+        """Decide how many workers each elastic job may have now, and store it."""
+        queue = self._open_jobs.queue
+        head = None if queue.head is None else WaitingJob(queue.head.id, queue.head.name, queue.head.needs)
+        ending: Bundle = {}
+        for fact in facts:
+            if fact.stopping is not None:
+                ending = reserved(ending, fact.needs, 1)
+        found = allot(jobs, queue.left, head, ending)
+        queue.expect(found.givers)
+        for change in found.changes:
+            before = next(job.allowed for job in jobs if job.id == change.job)
+            message = f"the job may have {change.workers} workers, before {before}: {change.reason}"
+            try:
+                record = await self._store.set_allowed(change.job, change.workers, message=message)
+            except NotFound as error:
+                log.info("%s", error)  # the job was deleted since the view
+                continue
+            records[change.job] = record
+            self._allow_reasons[change.job] = change.reason
+
+    async def _allow(self, record: JobRecord, told: int | None) -> None:
+        """Tell a driver how many workers its job may have, unless its progress shows that it knows."""
+        counts = worker_counts(record, None)
+        if counts is not None and counts.allowed != (counts.least if told is None else told):
+            reason = self._allow_reasons.get(record.id, f"the job may have {counts.allowed} workers")
+            await self._in_thread(lambda: self._drivers.allow(record, counts.allowed, reason))
+
+    async def _pass_on_notices(self, known: tuple[Notice, ...]) -> None:
+        found = await self.notices.pending(known)
+        if not (found.announce or found.withdraw):
+            return
+        try:
+            await self._in_thread(lambda: self._drivers.pass_on(found))
+        except ClusterError as error:
+            log.warning("notices were not passed on to the cluster; the next tick tries again: %s", error)
 
     async def _act(self, actions: list[Action], jobs: dict[str, JobRecord]) -> list[Action]:
         for action in actions:
@@ -235,7 +286,7 @@ class Scheduler:
             self.view = View(False, reason, self.view.total, None)
             return None
         self._pending_view = None
-        self.view = View(True, None, seen.total, seen.free, seen.warm)
+        self.view = View(True, None, seen.total, seen.free, seen.warm, seen.notices)
         return seen
 
     async def _wait_for(self, view: asyncio.Future[DriverView]) -> None:
@@ -251,6 +302,21 @@ class Scheduler:
                 await self._act([*self._open_jobs.queue.stopped()], {})
             woken.cancel()
 
+    def _all_facts(
+        self, records: list[JobRecord], seen: DriverView | None
+    ) -> tuple[list[OpenJob], dict[str, tuple[ElasticJob, int | None]]]:
+        """Return the facts of all jobs; and of elastic ones the facts and the number that their driver was told."""
+        found, elastic, now = [], dict[str, tuple[ElasticJob, int | None]](), time.time()
+        for record in records:
+            fact = self._facts(record, seen)
+            reachable = seen is not None and record.id in seen.drivers and fact.version_conflict is None
+            job = elastic_job(record, fact.progress, now, reachable=reachable)
+            if job is not None:
+                elastic[record.id] = job, (fact.progress or {}).get("allowed")
+            held, coming = job_needs(record, job)
+            found.append(replace(fact, needs=held, coming=coming))
+        return found, elastic
+
     def _facts(self, record: JobRecord, seen: DriverView | None) -> OpenJob:
         lost = seen is not None and record.id not in seen.drivers
         folder = self._jobs_dir / record.id
@@ -261,15 +327,17 @@ class Scheduler:
             record.name,
             record.status,
             record.reason,
-            needs(record.spec),
-            record.attempt,
-            record.failures,
-            record.spec.max_failures,
-            record.interrupted,
-            None if record.stop_requested_at is None else self._quiet_times.observe((record.id, "stop"), "asked"),
-            read_json(folder / "outcome.json"),
-            progress,
-            self._drivers.crash_reason(record, begun),
+            attempt=record.attempt,
+            failures=record.failures,
+            max_failures=record.spec.max_failures,
+            interrupted=record.interrupted,
+            stopping=None
+            if record.stop_requested_at is None
+            else self._quiet_times.observe((record.id, "stop"), "asked"),
+            outcome=read_json(folder / "outcome.json"),
+            progress=progress,
+            crash=self._drivers.crash_reason(record, begun),
+            moved=begun.get("moved") if begun.get("attempt") == record.attempt else None,
             launched=record.attempt in (begun.get("attempt"), started.get("attempt")),
             version_conflict=version_conflict(record.attempt, begun, started),
             silent=self._silent(record),
@@ -317,6 +385,7 @@ class Scheduler:
                 await self._store.set_reason(job.id, action.reason)
             case EndJob():
                 await self._end_job(action, job)
+                self._allow_reasons.pop(job.id, None)
 
     async def _start(self, action: Start, job: JobRecord) -> None:
         now = time.time()

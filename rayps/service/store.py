@@ -29,7 +29,7 @@ from rayps.core.job_status import Status, may_move
 from rayps.core.values import Keywords
 from rayps.service.job_folders import JobRow
 from rayps.service.state_disk import StateDisk, is_full
-from rayps.strategies.job import JobSpec
+from rayps.strategies.job import JobSpec, elastic_fields
 
 ID_LETTERS = 26
 FEWEST_LETTERS = 4  # the least number of letters of an abbreviated id
@@ -64,6 +64,9 @@ _jobs = sa.Table(
             "idempotency_key": sa.String,
             "idempotency_hash": sa.String,
             "sweep": sa.String,
+            "scale_to": sa.Integer,
+            "allowed": sa.Integer,
+            "allowed_at": sa.Float,
         }.items()
     ],
 )
@@ -148,6 +151,9 @@ class JobRecord:
     metrics: dict[str, float] | None
     checkpoint: str | None
     sweep: str | None = None  # name of the sweep to which the job belongs
+    scale_to: int | None = None  # the most workers of an elastic job that the user wants now; None: as many as it may
+    allowed: int | None = None  # the workers that an elastic job may have now; None: its least number
+    allowed_at: float | None = None  # when `allowed` was set
 
 
 class Store:
@@ -458,6 +464,60 @@ class Store:
                 await _add_event(tx, job_id, "stop_requested", "stop requested", found.attempt, now)
             return await _get(tx, job_id)
 
+    async def scale(self, job_id: str, workers: int, now: float | None = None) -> JobRecord:
+        """Record the most workers that the user wants an elastic job to have. A repeated request changes nothing.
+
+        Raises:
+            Conflict: the job has ended, or a stop was requested.
+            ConfigError: the job has a fixed number of workers, or `workers` is outside of its range.
+            NotFound: there is no such job.
+        """
+        now = time.time() if now is None else now
+        async with self.writing(job_id) as tx:
+            found = await _get(tx, job_id)
+            if found.status.terminal or found.stop_requested_at is not None:
+                why = f"has ended: {found.status}" if found.status.terminal else "is stopping"
+                raise Conflict(
+                    f"job {job_id} {why}; its number of workers cannot change",
+                    job=job_id,
+                    status=409,
+                    current=found.status.value,
+                )
+            least, elastic = found.spec.workers, found.spec.elastic
+            if elastic is None:
+                raise ConfigError(
+                    f"job {job_id} has a fixed number of workers, {least}: submit it with a range, such as workers: "
+                    f"[{least}, {2 * least}], to change the number while it runs",
+                    field="workers",
+                    code="not_elastic",
+                )
+            if not least <= workers <= elastic.most:
+                raise ConfigError(
+                    f"workers is {workers}, and job {job_id} was submitted with {least} to {elastic.most} workers: "
+                    "give a number in this range",
+                    field="workers",
+                    code="out_of_range",
+                )
+            if found.scale_to != workers:
+                await tx.execute(_jobs.update().where(_jobs.c.id == job_id).values(scale_to=workers))
+                text = f"at most {workers} of {least} to {elastic.most} workers were requested"
+                await _add_event(tx, job_id, "scale_requested", text, found.attempt, now)
+            return await _get(tx, job_id)
+
+    async def set_allowed(self, job_id: str, workers: int, *, message: str, now: float | None = None) -> JobRecord:
+        """Record how many workers an elastic job may have, with an event. If the job has ended, change nothing.
+
+        Raises NotFound if there is no such job.
+        """
+        now = time.time() if now is None else now
+        async with self.writing(job_id) as tx:
+            found = await _get(tx, job_id)
+            if not found.status.terminal and found.allowed != workers:
+                changed = _jobs.update().where(_jobs.c.id == job_id).values(allowed=workers, allowed_at=now)
+                await tx.execute(changed)
+                await _add_event(tx, job_id, "allowed", message, found.attempt, now)
+            return await _get(tx, job_id)
+
     async def delete(self, job_id: str) -> None:
         """Remove an ended job with its events and its clients' tokens.
 
@@ -640,7 +700,8 @@ async def _add_event(tx: AsyncConnection, job_id: str, kind: str, message: str, 
 def _record(row: sa.Row[Any]) -> JobRecord:
     facts = {name: getattr(row, name) for name in JobRecord.__dataclass_fields__}
     facts["status"] = Status(row.status)
-    facts["spec"] = JobSpec(**json.loads(row.spec))
+    spec = json.loads(row.spec)
+    facts["spec"] = JobSpec(**spec | elastic_fields(spec["workers"], spec.get("elastic")))
     facts["metrics"] = None if row.metrics is None else json.loads(row.metrics)
     return JobRecord(**facts)
 

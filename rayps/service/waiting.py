@@ -9,12 +9,12 @@ job waits is computed on request.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rayps.cluster.local import Bundle
 from rayps.core.job_status import Status
-from rayps.service.plan import EndJob, Start
+from rayps.service.plan import EndJob, OpenJob, Start
 
 Shape = tuple[tuple[tuple[str, float], ...], str | None]  # a job's resources and its server group
 
@@ -56,6 +56,7 @@ class JobQueue:
         self._blocked: dict[Shape, str] = {}
         self._head: QueuedJob | None = None
         self._shortage: str | None = None  # the resources for which the head waits, as text
+        self._left: Bundle = {}  # what was free after the starts of the last decision
         self._none_reason: str | None = "Ray is starting"  # why no job can start
 
     def __len__(self) -> int:
@@ -86,6 +87,22 @@ class JobQueue:
         if not self._counts[job.shape]:
             del self._counts[job.shape], self._oldest[job.shape]
 
+    @property
+    def head(self) -> QueuedJob | None:
+        """The oldest job that waited for resources at the last decision, or None if no job did."""
+        return self._head
+
+    @property
+    def left(self) -> Bundle:
+        """What was free after the starts of the last decision."""
+        return dict(self._left)
+
+    def expect(self, givers: Sequence[str]) -> None:
+        """Add to the head's reason the names of the elastic jobs whose workers leave so that the head can start."""
+        if givers and self._shortage is not None:
+            more = f" and {len(givers) - 2} more" if len(givers) > 2 else ""
+            self._shortage += f"; waits until workers of {', '.join(givers[:2])}{more} have left"
+
     def clear(self) -> None:
         """Remove all jobs."""
         for job_id in list(self._jobs):
@@ -110,7 +127,7 @@ class JobQueue:
             for job_id in self._jobs_of(shape)
         ]
         self.examined += len(names) + len(ends)
-        self._head, self._shortage, self._blocked = None, None, {}
+        self._head, self._shortage, self._blocked, self._left = None, None, {}, {}
         self._none_reason = why if room is None or total is None else None
         if room is None or total is None:
             return [*ends]
@@ -159,6 +176,7 @@ class JobQueue:
             heapq.heappop(self._oldest[shape])
             if (following := self._first(shape)) is not None:
                 heapq.heappush(queue, (following, shape))
+        self._left = left
         for job in taken:  # these jobs stay in the queue until the store says that they have started
             heapq.heappush(self._oldest[job.shape], job.id)
         return starts
@@ -183,16 +201,16 @@ class JobQueue:
         )
 
 
-def room_for_new_jobs(running: Mapping[str, tuple[Status, Bundle]], free: Bundle, total: Bundle) -> Bundle:
+def room_for_new_jobs(running: Iterable[OpenJob], free: Bundle, total: Bundle) -> Bundle:
     """Return the resources that new jobs may reserve.
 
-    These are the free resources less those that starting jobs will reserve. They are at most the total less the needs
-    of all started jobs, because a recovering job reserves its resources again.
+    These are the free resources less those that started jobs will still reserve. They are at most the total less the
+    needs of all started jobs, because a recovering job reserves its resources again.
     """
-    room = {}
+    room, jobs = {}, list(running)
     for kind, amount in total.items():
-        held = sum(needs.get(kind, 0.0) for _, needs in running.values())
-        coming = sum(needs.get(kind, 0.0) for status, needs in running.values() if status is Status.STARTING)
+        held = sum(job.needs.get(kind, 0.0) for job in jobs)
+        coming = sum((job.needs if job.status is Status.STARTING else job.coming).get(kind, 0.0) for job in jobs)
         room[kind] = max(0.0, min(amount - held, free.get(kind, 0.0) - coming))
     return room
 

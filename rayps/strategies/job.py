@@ -29,6 +29,7 @@ _NOT_IN_LOOPS = {
     "evaluate_every": "the loop decides when it evaluates: give an argument of the function in params",
     "profile": "use torch.profiler in the loop",
     "start_from": "load the parameters in the loop: model.load_state_dict(rayps.load_state(path)) before rayps.wrap",
+    "elastic": "the loop's workers are a fixed number: give workers as one number",
     "server_group": "rayps.wrap starts servers of its own; to use a running group, open rayps.ServerGroup(parameters, "
     "group=NAME, workers=...) in the function, and pull and push there",
 }

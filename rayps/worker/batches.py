@@ -62,7 +62,7 @@ class BatchStream:
         Epochs have `steps` steps of at most `accumulate` batches, and are counted from `origin` = (round, epoch). If
         `steps` is `OPEN`, they end when the data ends.
         """
-        self._accumulate = accumulate
+        self.accumulate = accumulate
         self.data, self.seed, self.origin, self.steps_per_epoch = data, seed, origin, steps
         self.rank, self.size = place
         self.position = 0
@@ -119,8 +119,8 @@ class BatchStream:
 
     def _read(self, epoch: int, step: int, position: Position | None) -> Read:
         """Return the batches of an epoch from step number `step` on, each with the position after it, or None."""
-        found = self._read_micro(epoch, step * self._accumulate, position)
-        return found if self._accumulate == 1 else _grouped(found, self._accumulate)
+        found = self._read_micro(epoch, step * self.accumulate, position)
+        return found if self.accumulate == 1 else _grouped(found, self.accumulate)
 
     def _read_micro(self, epoch: int, start: int, position: Position | None) -> Read:
         place = Place(self.rank, self.size, self.seed, epoch)

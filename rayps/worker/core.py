@@ -352,7 +352,7 @@ class Worker:
             if plan.leased:
                 steps = rows.rounds(data, 1, accumulate)
                 return LeasedBatches(data, place, plan.seed, steps, accumulate=accumulate, timeout=plan.timeout)
-            if plan.elastic is not None:
+            if plan.elastic is not None and not rows.by_client:
                 data = DealtRows(data, plan.elastic.rows)
                 accumulate = data.micro_batches
             steps = rows.rounds(data, plan.grid.data, accumulate)
@@ -679,7 +679,7 @@ def evaluation_facts(w: Worker, data: Data, *, whole: bool) -> EvaluationFacts:
         is_default=evaluates_training_data(w.workload),
         by_rounds=w.plan.last_epoch is None,
         ended=passes is not None and passes.ended,
-        trained=w.position * w.workload.accumulate * (w.size if whole else 1),
+        trained=w.position * w.batches.accumulate * (w.size if whole else 1),
     )
 
 

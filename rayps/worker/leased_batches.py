@@ -157,7 +157,7 @@ class LeasedBatches(BatchStream):
         """Take the rows of a block by their numbers."""
         if self._rows is None or self._rows[0] != epoch:
             self._rows = epoch, self.data.order(self.seed, epoch)
-        most, each = self.data.batch_size, self._accumulate
+        most, each = self.data.batch_size, self.accumulate
         rows = self._rows[1][block * most * each : (block + 1) * most * each]
         parts = [rows[at : at + most] for at in range(0, len(rows), most)]
         return self.data.take(parts[0]) if each == 1 else step_of(tuple(self.data.take(part) for part in parts))
@@ -167,8 +167,8 @@ class LeasedBatches(BatchStream):
         assert self.loader is not None, "the data is read ahead"
         if self._reads is None or self._reads[0] != (epoch, block):
             place = Place(0, 1, self.seed, epoch)
-            self._reads = (epoch, block), (each for each, _ in self.loader.read(place, block * self._accumulate))
+            self._reads = (epoch, block), (each for each, _ in self.loader.read(place, block * self.accumulate))
         reads = self._reads[1]
-        parts = tuple(islice(reads, self._accumulate))
+        parts = tuple(islice(reads, self.accumulate))
         self._reads = (epoch, block + 1), reads
-        return parts[0] if self._accumulate == 1 else step_of(parts)
+        return parts[0] if self.accumulate == 1 else step_of(parts)

@@ -105,6 +105,9 @@ class Loop:
         if agreed is not None:
             self.w.params = agreed
 
+    def settle(self) -> None:
+        """Wait until other processes have what this worker has sent. Raises LinkError if a connection fails."""
+
     def retain(self, round: int) -> None:
         """Retain what a checkpoint after `round` contains in addition to the result of `state_dict`."""
 

@@ -55,13 +55,17 @@ class Orders:
 class ElasticPlan:
     """What the workers of an elastic job get for one generation.
 
-    `lr_factor`: the learning rate of the job's optimizer is multiplied by it. `handover`: how the generation continues
-    from the workers' memory; None if it starts from a snapshot.
+    `lr_factor`: the learning rate of the job's optimizer is multiplied by it. `hands_over`: whether workers
+    that pause keep the whole state in memory; if not, the driver takes it. `handover`: how the generation continues
+    from the workers' memory; None if it starts from a snapshot. `stop`: the round after which the workers pause; None
+    if that is not known before.
     """
 
     rows: RowShares
     lr_factor: float = 1.0
+    hands_over: bool = True
     handover: Handover | None = None
+    stop: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

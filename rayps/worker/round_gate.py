@@ -20,12 +20,14 @@ _CHECK_SECONDS = 0.05  # seconds between two looks at whether the run was ended 
 class RoundGate:
     """Decides whether the next round of a run may begin. Any thread may call its methods."""
 
-    def __init__(self, begun: int) -> None:
-        """Start a run of which `begun` rounds were begun before."""
+    def __init__(self, begun: int, last: int | None = None) -> None:
+        """Start a run of which `begun` rounds were begun before; it ends after `last` rounds, if that is known."""
         self._changed = threading.Condition()
         self._begun = begun
         self._held = False  # whether no round may begin until the driver says more
-        self._last: int | None = None  # the run ends after so many rounds; None if no end was set
+        self._last = last  # the run ends after so many rounds; None if no end was set
+        self._limit: int | None = None  # the run is held after so many rounds; None if it is not
+        self.retained = 0  # the round after which the run retains its part of a checkpoint, whoever asks for it
 
     def hold(self) -> int:
         """Let no further round begin, and return the number of rounds that were begun."""
@@ -39,10 +41,24 @@ class RoundGate:
             self._held, self._last = False, rounds
             self._changed.notify_all()
 
-    def resume(self) -> None:
-        """Undo `hold` and `stop_after`. A run that has ended stays ended."""
+    def train_until(self, rounds: int, retained: int) -> None:
+        """Let rounds begin until `rounds` were begun, and hold the run then until the driver says more.
+
+        `retained` is the round after which the run retains its part of a checkpoint.
+        """
         with self._changed:
-            self._held, self._last = False, None
+            self._held, self._limit, self.retained = False, rounds, retained
+            self._changed.notify_all()
+
+    def holds(self, done: int) -> bool:
+        """Return whether the run is held after `done` rounds because of `train_until`."""
+        with self._changed:
+            return self._limit is not None and done >= self._limit
+
+    def resume(self) -> None:
+        """Undo `hold`, `stop_after` and `train_until`. A run that has ended stays ended."""
+        with self._changed:
+            self._held, self._last, self._limit = False, None, None
             self._changed.notify_all()
 
     def begin(self, done: int, stopped: Callable[[], bool]) -> bool:
@@ -55,7 +71,7 @@ class RoundGate:
             while True:
                 if stopped() or (self._last is not None and done >= self._last):
                     return False
-                if not self._held:
+                if not self._held and (self._limit is None or done < self._limit):
                     self._begun = done + 1
                     return True
                 deadline = deadline or time.monotonic() + HELD_SECONDS

@@ -55,7 +55,7 @@ class GenerationRun:
         self._connections = WorkerConnections(plan.peers.seat)
         self._thread: threading.Thread | None = None
         self._run: PlanRun | None = None
-        self._gate = RoundGate(max(plan.start, 0))
+        self._gate = RoundGate(max(plan.start, 0), None if plan.elastic is None else plan.elastic.stop)
 
     def start(
         self,
@@ -177,6 +177,10 @@ class GenerationRun:
     def stop_after(self, rounds: int) -> None:
         """End the run after `rounds` rounds: its status is then `paused`, and its state stays in memory."""
         self._gate.stop_after(rounds)
+
+    def train_until(self, rounds: int, retained: int) -> None:
+        """Hold the run after `rounds` rounds, and retain its part of the checkpoint after the round `retained`."""
+        self._gate.train_until(rounds, retained)
 
     def resume(self) -> None:
         """Undo `hold`."""
@@ -374,7 +378,8 @@ class PlanRun:
         for choice in w.log.choices:
             self._report(choice)
         loop.begin(self._stopped)
-        if plan.elastic is not None:
+        keeps = plan.elastic is not None and plan.elastic.hands_over
+        if keeps:
             loop.keep_round()
         self._commit()
         self._evaluate()  # repeat an evaluation that a failure before this generation interrupted
@@ -382,6 +387,8 @@ class PlanRun:
         while self._continues():
             if not loop.await_batch(self._stopped):
                 break
+            if self._gate.holds(w.position):
+                loop.settle()  # the servers' state of this round has this worker's push
             if not self._gate.begin(w.position, self._stopped):
                 self.paused = not self._stopped()
                 break
@@ -392,7 +399,7 @@ class PlanRun:
             if self._trace is not None:
                 self._trace.round_over()
             loop.average_weights()
-            if plan.elastic is not None:
+            if keeps:
                 loop.keep_round()
             for event in w.log.take_events():
                 self._report({"kind": "event", "event": event})
@@ -404,13 +411,19 @@ class PlanRun:
                 self._await_epoch()
                 self._due = at
             together = due or (at in plan.boundary and (loop.retains_unasked or plan.each_boundary))
-            if together or at == self.wanted:
+            if together or at in (self.wanted, self._gate.retained):
                 loop.retain(at)
                 if not (w.done or at >= plan.end):  # at the end, the part is taken after `finish`
                     self._retain(loop.state_dict(together=together), due)
             self._evaluate()
             self._await_boundaries()
-        if not self._stopped() and not self.paused:
+        if self.paused:
+            elastic = plan.elastic
+            if elastic is not None and not elastic.hands_over:
+                loop.settle()
+                loop.retain(w.position)
+                self._retain(loop.state_dict(together=True), True)
+        elif not self._stopped():
             loop.finish()
             self._retain(loop.state_dict(together=True), False)
 

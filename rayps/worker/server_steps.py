@@ -156,6 +156,10 @@ class ServerSteps(Loop):
     def finish(self) -> None:
         """Wait until the servers have applied this worker's pushes. Raises LinkError if a connection fails."""
         super().finish()  # the workers need not agree on parameters, because the servers hold them
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until the servers have acknowledged this worker's pushes. See `Loop`."""
         self.w.server.settle()
         if self.push_rest_at is not None and isinstance(self.w.server, GroupServer):
             self.w.server.push_rest(self.push_rest_at)

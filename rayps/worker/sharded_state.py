@@ -158,7 +158,7 @@ class ShardedWorker(SyncWorker):
         self._scattered: ScatteredGradients | None = None
         if self._scatters:
             self._scattered = ScatteredGradients(
-                self.flat, ring, self.slices, self._cuts.members, self.flags, several=workload.accumulate > 1
+                self.flat, ring, self.slices, self._cuts.members, self.flags, several=self.batches.accumulate > 1
             )
         if plan.rank == 0 and plan.size > 1:
             self.log.choices.append(self._choice())
@@ -281,7 +281,7 @@ class ShardedWorker(SyncWorker):
 
     def _most_micro_batches(self, own: int) -> int:
         """Return the most micro-batches of a worker in this step. Raises LinkError if a connection fails."""
-        if self.workload.accumulate == 1:
+        if self.batches.accumulate == 1:
             return 1
         return int(self.means.exact_ring.max(torch.tensor([own], dtype=torch.int64)))
 

@@ -7,8 +7,6 @@ generation of the segment (`begin`), and gives workers the address of the segmen
 from __future__ import annotations
 
 import functools
-import os
-import socket
 from dataclasses import dataclass, field
 
 import torch
@@ -83,7 +81,7 @@ class ShardActor:
 
     def place(self) -> ActorHost:
         """Return the machine on which this shard runs, and the address for workers."""
-        return ActorHost(socket.gethostname(), os.getpid(), self._listener.address)
+        return ActorHost.own(self._listener.address)
 
     def begin(self, plan: ShardPlan, snapshot: Snapshot) -> None:
         """Serve the plan's segment from now on, beginning with the snapshot's values.

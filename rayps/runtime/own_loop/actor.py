@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 import time
 from dataclasses import dataclass, field
@@ -90,7 +88,7 @@ class LoopActor:
 
     def place(self) -> ActorHost:
         """Return where this worker runs."""
-        return ActorHost(socket.gethostname(), os.getpid(), host_address())
+        return ActorHost.own(host_address())
 
     def run(self, own: SavedPart | None = None, first: SavedPart | None = None) -> Any:
         """Call the user's function in its `World`. `own` and `first` are this rank's and rank 0's saved state."""
