@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 import rayps
 from rayps.core.errors import ConfigError, PeerTimeout
-from rayps.core.leases import BlockRange, Lease
+from rayps.core.leases import BlockRange, RowLease
 from rayps.worker.leased_batches import LeasedBatches
 
 ROWS, SIZE = 22, 4
@@ -24,7 +24,7 @@ def stream(source=None, accumulate=1, timeout=60.0):
 
 
 def lease(first, epoch, lo, hi):
-    return Lease(first, BlockRange(epoch, lo, hi))
+    return RowLease(first, BlockRange(epoch, lo, hi))
 
 
 def rows(batch):

@@ -59,7 +59,7 @@ class BlockRange:
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class RowLease:
     """Blocks for one worker: block `blocks.lo` + i is that of its step `first` + i."""
 
     first: int
@@ -97,7 +97,7 @@ class Leases:
         self._next = begin  # the first block that was never leased
         self._returned: list[BlockRange] = []  # in order
         # for each rank that has had leases: those since the last saved snapshot, in the order of their steps
-        self._held: dict[int, list[Lease]] = {}
+        self._held: dict[int, list[RowLease]] = {}
         self._step: dict[int, int] = {}  # for each rank that takes part: the step after its last lease
         self._done: dict[int, int] = {}  # for each rank that takes part: all its steps below this one are done
 
@@ -116,7 +116,7 @@ class Leases:
     def leave(self, rank: int, marks: Marks) -> list[BlockRange]:
         """End the part of a rank, no later push of which will be applied. Return the blocks that come back."""
         del self._step[rank], self._done[rank]
-        kept: list[Lease] = []
+        kept: list[RowLease] = []
         back: list[BlockRange] = []
         for lease in self._held[rank]:
             done = max(0, min(marks.low - lease.first, len(lease.blocks)))
@@ -128,11 +128,11 @@ class Leases:
             insort(self._returned, each)
         return back
 
-    def lease(self, rank: int, count: int) -> list[Lease]:
+    def lease(self, rank: int, count: int) -> list[RowLease]:
         """Give a rank up to `count` more blocks, those that came back first. Return [] if there is no block to give."""
-        found: list[Lease] = []
+        found: list[RowLease] = []
         while count > 0 and (blocks := self._take(count)) is not None:
-            found.append(Lease(self._step[rank], blocks))
+            found.append(RowLease(self._step[rank], blocks))
             self._step[rank] += len(blocks)
             count -= len(blocks)
         self._held[rank] += found
@@ -166,7 +166,7 @@ class Leases:
         """Return the step after the last lease of a rank that takes part."""
         return self._step[rank]
 
-    def of(self, rank: int, step: int) -> list[Lease]:
+    def of(self, rank: int, step: int) -> list[RowLease]:
         """Return the leases of a rank with a step at or after `step`, for a process that continues as this rank."""
         return [lease for lease in self._held.get(rank, []) if lease.end > step]
 
@@ -243,7 +243,7 @@ class Leases:
         return found
 
 
-def _undone(rank: int, lease: Lease, marks: Marks) -> Iterator[BlockRange]:
+def _undone(rank: int, lease: RowLease, marks: Marks) -> Iterator[BlockRange]:
     """Yield the blocks of a lease that are not done with these marks.
 
     A block whose push only some servers have is yielded alone, with the identity of this push.

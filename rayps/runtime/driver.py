@@ -546,6 +546,9 @@ class Driver:
         """Check once for the requested checkpoint. After the deadline the run ends with the previous checkpoint."""
         assert self._last is not None, "it was requested"
         self._poll()
+        if self._plan.leased is not None:  # the others go on
+            dead = [worker.rank for worker in self._group.workers if worker.dead]
+            self._plan.leased.lose(self._group, dead, "a worker died")
         facts = self._facts(phase)
         if facts.dead or facts.errors:
             return Findings()

@@ -29,7 +29,7 @@ from rayps.cluster.notices import Notice
 from rayps.cluster.room import RoomWatch
 from rayps.core.elastic import ElasticWorkers
 from rayps.core.errors import CheckpointError
-from rayps.core.leases import Lease, Leases, Marks, lease_size
+from rayps.core.leases import Leases, Marks, RowLease, lease_size
 from rayps.core.phase_rounds import Calendar
 from rayps.core.values import JsonObject
 from rayps.ps.client.member_requests import MemberRequests
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 PACE_SECONDS = 0.2  # the least time over which the pace of a worker is measured
 
 
-class Stage(enum.StrEnum):
+class WorkerStage(enum.StrEnum):
     """What a worker does now."""
 
     WAITS = "waits"
@@ -78,10 +78,10 @@ class LeasedWorker:
     """A worker as `LeasedRun` knows it."""
 
     member: GroupMember
-    stage: Stage = Stage.WAITS
+    stage: WorkerStage = WorkerStage.WAITS
     first: int = 0  # its first step, since it trains
     # leases that are not sent yet, each with the servers' answer that must come before it
-    outbox: deque[tuple[Lease, Future[bool] | None]] = field(default_factory=deque)
+    outbox: deque[tuple[RowLease, Future[bool] | None]] = field(default_factory=deque)
     begins_at: int | None = None  # the step that it must be told with its next lease
     size: int = 1  # blocks of its last lease
     seconds: float | None = None  # of one of its rounds
@@ -107,12 +107,12 @@ class LeasedWorker:
 
     def begin(self, first: int) -> None:
         """Train from step `first` on."""
-        self.stage, self.first, self.begins_at = Stage.TRAINS, first, first
+        self.stage, self.first, self.begins_at = WorkerStage.TRAINS, first, first
         self.seen, self.size = (0.0, -1), 1
 
     def send(self) -> None:
         """Send the leases whose servers' answers have arrived, in order."""
-        ready: list[Lease] = []
+        ready: list[RowLease] = []
         while self.outbox and (self.outbox[0][1] is None or self.outbox[0][1].done()):
             ready.append(self.outbox.popleft()[0])
         if ready:
@@ -122,8 +122,8 @@ class LeasedWorker:
     def end_plan(self, push_at: int | None) -> None:
         """Let its plan end after its present round: see `GenerationRun.end_leases`."""
         self.outbox.clear()
-        if self.stage is Stage.WAITS:
-            self.stage = Stage.ENDED
+        if self.stage is WorkerStage.WAITS:
+            self.stage = WorkerStage.ENDED
         self.member.handle.call("end_leases", push_at)
 
     def measure(self, position: int, now: float) -> None:
@@ -236,7 +236,6 @@ class LeasedRun:
         if self._requests is not None:
             self._requests.close()
         self._workers, self._removals, self._admissions = {}, {}, {}
-        self._size.workers = 0
         self._requests = self._end = None
         self._repeats = []
         saved = snapshot.leases
@@ -252,14 +251,15 @@ class LeasedRun:
         """Take over the workers of a generation that has begun."""
         self._requests = MemberRequests(group.opener)
         for member in group.workers:
-            self._workers[member.rank] = LeasedWorker(member)
+            self._workers[member.rank] = LeasedWorker(member, counted=True)
+        self._size.workers = len(self._workers)
 
     def _tell_servers(self, group: WorkerGroup, floor: int) -> None:
         """Set which ranks take part in a state, of round `floor`, that is loaded into a server from now on."""
         joined = [
             MemberChange(MemberChangeKind.RESUME, rank, each.first)
             for rank, each in sorted(self._workers.items())
-            if each.stage in (Stage.TRAINS, Stage.LEAVES)
+            if each.stage in (WorkerStage.TRAINS, WorkerStage.LEAVES)
         ]
         group.set_members([MemberChange(MemberChangeKind.BEGIN, step=floor), *joined, *self._repeats])
 
@@ -289,7 +289,7 @@ class LeasedRun:
     @property
     def joined(self) -> dict[int, int]:
         """From each rank that takes part to its first round."""
-        return {rank: each.first for rank, each in self._workers.items() if each.stage is Stage.TRAINS}
+        return {rank: each.first for rank, each in self._workers.items() if each.stage is WorkerStage.TRAINS}
 
     # ---- after each poll
 
@@ -306,6 +306,8 @@ class LeasedRun:
             if isinstance(facts, WorkerFacts) and facts.generation == generation and not worker.member.dead:
                 self._advance(group, rank, worker, facts)
         self._end_phase()
+        if self.end_round is not None:
+            group.snapshot_soon(self.end_round)
         if self._end is None or not self._workers:
             self._change_size(group, snapshot)
 
@@ -330,23 +332,23 @@ class LeasedRun:
         """Take the next step on the way of one worker."""
         leases, requests = self._leases, self._requests
         assert requests is not None, "a generation has begun"
-        if worker.stage is Stage.WAITS and worker.dismissed:
+        if worker.stage is WorkerStage.WAITS and worker.dismissed:
             self._depart(rank, worker, worker.dismissal)
             del self._workers[rank]
             group.drop(worker.member)
-        elif worker.stage is Stage.WAITS and facts.waits_at is not None:
+        elif worker.stage is WorkerStage.WAITS and facts.waits_at is not None:
             if leases is None or self._end is not None:
                 worker.end_plan(None)
             elif leases.unleased:
-                worker.stage = Stage.JOINS
+                worker.stage = WorkerStage.JOINS
                 self._admissions[rank] = requests.admit(rank, worker.incarnation)
-        elif worker.stage is Stage.TRAINS and worker.dismissed:
+        elif worker.stage is WorkerStage.TRAINS and worker.dismissed:
             assert leases is not None, "it has joined"
-            worker.stage = Stage.LEAVES
+            worker.stage = WorkerStage.LEAVES
             worker.end_plan(leases.end_of(rank))
-        elif worker.stage is Stage.TRAINS:
+        elif worker.stage is WorkerStage.TRAINS:
             self._supply(rank, worker, facts)
-        elif worker.stage is Stage.LEAVES and facts.status == "finished":
+        elif worker.stage is WorkerStage.LEAVES and facts.status == "finished":
             self._depart(rank, worker, worker.dismissal)
 
     def _supply(self, rank: int, worker: LeasedWorker, facts: WorkerFacts) -> None:
@@ -372,7 +374,7 @@ class LeasedRun:
                 worker.outbox.append((lease, self._repeated(rank, lease)))
         worker.send()
 
-    def _repeated(self, rank: int, lease: Lease) -> Future[bool] | None:
+    def _repeated(self, rank: int, lease: RowLease) -> Future[bool] | None:
         """Tell the servers which pushes the lease's push repeats. Return their answer, or None if there are none."""
         assert self._requests is not None, "a generation has begun"
         pushes = lease.blocks.earlier
@@ -385,10 +387,10 @@ class LeasedRun:
         """Let the servers remove a worker, if they have been asked to admit it."""
         assert self._requests is not None, "a generation has begun"
         worker.outbox.clear()
-        if worker.stage is Stage.WAITS:
+        if worker.stage is WorkerStage.WAITS:
             self._report_leaver(departure)
         else:
-            worker.stage = Stage.ENDS
+            worker.stage = WorkerStage.ENDS
             self._removals[rank] = self._requests.remove(rank), departure
 
     def _take_answers(self, group: WorkerGroup, snapshot: Snapshot) -> None:
@@ -407,7 +409,7 @@ class LeasedRun:
 
     def _admitted(self, rank: int, first: int) -> None:
         worker = self._workers.get(rank)
-        if worker is not None and worker.stage is Stage.JOINS and self._leases is not None:
+        if worker is not None and worker.stage is WorkerStage.JOINS and self._leases is not None:
             self._leases.join(rank, first)
             worker.begin(first)
             if not worker.counted:
@@ -419,7 +421,7 @@ class LeasedRun:
         if leases is not None and rank in leases.ranks:
             leases.leave(rank, marks)
         if worker is not None and departure.waits:
-            worker.stage = Stage.WAITS
+            worker.stage = WorkerStage.WAITS
             return
         if worker is not None:
             del self._workers[rank]
@@ -432,7 +434,7 @@ class LeasedRun:
         assert requests is not None, "a generation has begun"
         if leases is None or self._end is not None or not leases.finished or self._removals or self._admissions:
             return
-        if all(each.stage is Stage.WAITS for each in self._workers.values()):
+        if all(each.stage is WorkerStage.WAITS for each in self._workers.values()):
             self._end = requests.end()
 
     # ---- the number of workers

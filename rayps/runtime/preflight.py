@@ -76,6 +76,11 @@ from rayps.workload.compile_model import options_of
 from rayps.workload.model import apart, has_tables, model_of
 from rayps.workload.model_part import Whole
 
+EVALUATED_WHILE_READ = (
+    "the data has no length and is also evaluated: until a worker has read it to its end once, an evaluation reads as "
+    f"many batches as were trained, at least {FEWEST}; set evaluation_batches, or define evaluation_data()"
+)
+
 
 class PreflightFindings(NamedTuple):
     """The result of `preflight`."""
@@ -155,9 +160,7 @@ def preflight(
     steps = [_steps(data, strategy, grid, workload.accumulate) for strategy, grid in both]
     rows = blocks = None
     if spec.elastic is not None and takes_leases(phases):
-        recipe = recipe_of(workload)
-        by_epoch = isinstance(recipe, Recipe) and recipe.every == "epoch"
-        check_leased(phases, spec.elastic, tables=bool(tables), by_epoch=by_epoch)
+        check_leased(phases, spec.elastic, tables=bool(tables), by_epoch=_counts_epochs(workload))
         must_have_row_numbers(data)
         blocks, steps = _steps(data, both[0][0], Grid(1), workload.accumulate), [OPEN]
     elif spec.elastic is not None:
@@ -167,19 +170,14 @@ def preflight(
         first = Membership(spec.elastic, *rows, spec.workers).current
         steps = [first.rounds(rows[0])] * len(phases)
     if max(steps) >= OPEN and blocks is None:
-        recipe = recipe_of(workload)
-        if isinstance(recipe, Recipe) and recipe.every == "epoch":
+        if _counts_epochs(workload):
             raise ConfigError(
                 "schedule_every is 'epoch', and the data has no length, so that the rounds of an epoch are not known: "
                 "give a schedule by step",
                 field="schedule_every",
             )
         if spec.steps is not None and workload.evaluation_batches is None and evaluates_training_data(workload):
-            warnings.append(
-                "the data has no length and is also evaluated: until a worker has read it to its end once, an "
-                f"evaluation reads as many batches as were trained, at least {FEWEST}; set evaluation_batches, or "
-                "define evaluation_data()"
-            )
+            warnings.append(EVALUATED_WHILE_READ)
         for phase in phases:
             check_open_data(phase.name, phase.strategy, by_rounds=spec.steps is not None, tables=bool(tables))
     return PreflightFindings(steps, warnings, tables, divisions, start, (bytes_of(model), bytes_of(data)), rows, blocks)
@@ -212,6 +210,12 @@ def _rows_of_workers(
             field="global_batch",
         )
     return data.rows(), data.batch_size * workload.accumulate
+
+
+def _counts_epochs(workload: Workload) -> bool:
+    """Return whether the learning rate has a schedule by epoch."""
+    recipe = recipe_of(workload)
+    return isinstance(recipe, Recipe) and recipe.every == "epoch"
 
 
 def _steps(data: Data, strategy: StrategyView, grid: Grid, accumulate: int) -> int:

@@ -21,7 +21,7 @@ from rayps.cluster.members import ActorHost
 from rayps.cluster.scratch import close_shared
 from rayps.comm.link import Listener
 from rayps.core.errors import PeerLost
-from rayps.core.leases import Lease
+from rayps.core.leases import RowLease
 from rayps.core.logs import LogBuffer
 from rayps.core.metrics import Totals
 from rayps.core.records import Point
@@ -237,7 +237,7 @@ class WorkerActor:
         if self._current is not None:
             self._current.rewire(found)
 
-    def extend(self, leases: Sequence[Lease], begin: int | None = None) -> None:
+    def extend(self, leases: Sequence[RowLease], begin: int | None = None) -> None:
         """Add leases of rows, after the worker has waited for one: see `LeasedBatches.extend`."""
         if self._current is not None:
             self._current.extend(leases, begin)

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from rayps.core.errors import PeerTimeout
-from rayps.core.leases import Lease
+from rayps.core.leases import RowLease
 from rayps.core.rank_seed import block_seed
 from rayps.core.user_code import user_code
 from rayps.data.base import Batch, Data, Place
@@ -50,7 +50,7 @@ class LeasedBatches(BatchStream):
         must_have_row_numbers(data)
         self._timeout = timeout
         self._changed = threading.Condition()
-        self._leases: deque[Lease] = deque()
+        self._leases: deque[RowLease] = deque()
         self._over: int | None = None  # the step before which the plan ends; None if it has not ended
         self._heard = time.monotonic()
         self._waiting = False
@@ -60,7 +60,7 @@ class LeasedBatches(BatchStream):
 
     # ---- called by other threads
 
-    def extend(self, leases: Sequence[Lease], begin: int | None = None) -> None:
+    def extend(self, leases: Sequence[RowLease], begin: int | None = None) -> None:
         """Add leases. `begin`: the step from which the worker continues if it waits, after the servers admitted it."""
         with self._changed:
             self._begin = begin if begin is not None else self._begin

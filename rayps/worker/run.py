@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rayps.comm.link import Listener
 from rayps.core.errors import PeerTimeout, RaypsError, StaleGeneration, UserError
-from rayps.core.leases import Lease
+from rayps.core.leases import RowLease
 from rayps.core.metrics import Totals
 from rayps.core.records import Point
 from rayps.core.user_code import Call, lacks_memory, placed, too_large, under_way
@@ -152,7 +152,7 @@ class GenerationRun:
         batches = None if self._run is None else self._run.loop.w.batches
         return batches if isinstance(batches, LeasedBatches) else None
 
-    def extend(self, leases: Sequence[Lease], begin: int | None) -> None:
+    def extend(self, leases: Sequence[RowLease], begin: int | None) -> None:
         """Add leases of rows, for which the worker waits: see `LeasedBatches.extend`."""
         if self._leased is not None:
             self._leased.extend(leases, begin)
