@@ -82,7 +82,9 @@ def rounds_of(tag, *ranks):
 class Job:
     """A driver of an elastic job on threads, in a thread of its own."""
 
-    def __init__(self, work, strategy, workers=(2, 4), epochs=1, folder=None, cluster=None, start=None, **more):
+    def __init__(
+        self, work, strategy, workers=(2, 4), epochs=1, folder=None, cluster=None, start=None, close=True, **more
+    ):
         elastic = ElasticWorkers.of({"most": workers[1], "cooldown": 0.0})
         options = {"phases": parse(strategy)} | more.pop("options", {})
         self.spec = JobSpec(
@@ -92,7 +94,7 @@ class Job:
         checkpoints = None if folder is None else folder / "checkpoints"
         self.driver = Driver(work, self.spec, self.journal, checkpoints=checkpoints, capture=False, **options)
         self.driver.allow(start or workers[0], "the test begins")
-        self.outcome = None
+        self.outcome, self._close = None, close
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
@@ -114,7 +116,7 @@ class Job:
         self.thread.join(SECONDS)
         assert self.outcome is not None, self.journal.events
         self.journal.close()
-        if isinstance(self.cluster, LocalCluster):
+        if self._close and isinstance(self.cluster, LocalCluster):
             self.cluster.close()
         return self.outcome
 

@@ -6,8 +6,12 @@ import time
 
 import pytest
 from leased_work import HOOKS, LOG, SECONDS, Counted, Counting, Job, rounds_of
+from process_cluster import ProcessCluster
+from small_work import SEEN, Paced, Small, plain, train
 
+import rayps
 from rayps.cluster.local import until
+from rayps.core.errors import ConfigError
 from rayps.core.job_status import Status
 
 SSP, ASP = Counting(shards=2, staleness=2), Counting(shards=2, staleness=None)
@@ -137,3 +141,75 @@ def test_a_fixed_server_that_dies_knows_the_members(tag):
     job.cluster.kill(job.group.shards[1].handle)
     assert job.counts() == [2] * 500
     assert "replaced" in [event["kind"] for event in job.journal.events]
+
+
+PLACES = ["session: between servers", "session: sent, not answered"]
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("place", PLACES)
+def test_a_push_that_only_some_servers_have_counts_once(tag, place):
+    """A worker's process is killed between two servers; another worker repeats its block."""
+    cluster = ProcessCluster({("WorkerActor", 1): f"{place}=31", ("WorkerActor", 2): f"{place}=32"})
+    job = Job(Counted(n=240, pause=0.001, tag=tag), SSP, workers=(2, 3), epochs=2, cluster=cluster, start=3)
+    try:
+        assert job.counts() == [2] * 240
+    finally:
+        cluster.close()
+    assert any(after < before for before, after in job.resized())
+
+
+def test_a_leaver_pushes_what_the_compression_has_left_out(tag):
+    strategy = Counting(shards=2, staleness=None, compression="top_k:0.01")
+    job = Job(Counted(n=300, batch=4, tag=tag), strategy, workers=(1, 2), epochs=2, start=2)
+    job.wait(lambda: rounds_of(tag, 1) > 8)
+    job.driver.allow(1, "the test")
+    job.wait(lambda: len(job.resized()) == 2)
+    events = [event["message"] for event in job.journal.events if event["kind"] == "resized"]
+    assert "had left out was pushed" in events[-1]
+    assert job.end().status is Status.SUCCEEDED
+
+
+REFUSED = [
+    ({"strategy": "downpour"}, "has a copy of the parameters"),
+    ({"strategy": rayps.ParameterServer(staleness=1), "global_batch": 64}, "leave out global_batch"),
+    ({"strategy": rayps.ParameterServer(staleness=1), "elastic": {"lr_scaling": "linear"}}, "leave out global_batch"),
+    ({"strategy": [(1, "all_reduce"), "parameter_server:staleness=2"]}, "not in step"),
+    ({"strategy": [(1, "parameter_server:staleness=2"), "all_reduce"], "epochs": 2}, "several phases"),
+    ({"strategy": "parameter_server:staleness=2,replica=pipeline(stages=2)"}, "a replica is several workers"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_change_its_workers_is_refused(options, text):
+    with pytest.raises(ConfigError, match=text):
+        train(Counted(), workers=(2, 4), **options)
+
+
+def test_a_schedule_by_epoch_is_refused():
+    with pytest.raises(ConfigError, match="give a schedule by step"):
+        train(Paced(every="epoch"), rayps.ParameterServer(staleness=1), workers=(2, 4))
+
+
+def test_a_model_learns_beside_the_unbroken_run(tag):
+    """The loss of an elastic run is near that of the plain loop, although workers come and go."""
+    work = Small(n=240, batch=6, pause=0.002, tag=tag)
+    job = Job(work, rayps.ParameterServer(shards=2, staleness=2), workers=(1, 3), epochs=8)
+    job.wait(lambda: SEEN[tag] > 40)
+    job.driver.allow(3, "the test")
+    job.wait(lambda: len(job.resized()) == 2)
+    job.driver.allow(1, "the test")
+    outcome = job.end()
+    _, _, evaluations = plain(work, 1, epochs=8)
+    assert outcome.metrics["loss"] < 2 * evaluations[-1] + 0.05
+
+
+def test_a_job_on_ray_grows_and_shrinks(ray_cluster, tag):
+    job = Job(Counted(n=3000, batch=4, pause=0.005, tag=tag), SSP, workers=(1, 2), cluster=ray_cluster, close=False)
+    job.wait(lambda: job.driver.status is Status.RUNNING)
+    job.driver.allow(2, "the test")
+    job.wait(lambda: job.resized() == [(1, 2)])
+    job.driver.allow(1, "the test")
+    job.wait(lambda: len(job.resized()) == 2)
+    assert job.resized() == [(1, 2), (2, 1)]
+    assert job.counts() == [1] * 3000

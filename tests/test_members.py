@@ -8,6 +8,7 @@ import torch
 from torch.optim import SGD
 
 from rayps.core.errors import ConfigError, StaleGeneration
+from rayps.ps.client.client import compress
 from rayps.ps.protocol.members import MemberChange, MemberChangeKind
 from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, read_numbers, unpack
 from rayps.ps.protocol.space import SparseTable
@@ -15,7 +16,9 @@ from rayps.ps.server.dense_segment import DenseSegment, state_of
 from rayps.ps.tables.table_segment import TableSegment
 from rayps.ps.tables.wire_format import encode_push
 from rayps.strategies.parameter_server import ParameterServer
+from rayps.tensors.flat import Layout
 from tests.ps_site import Site, error, space
+from tests.static_servers import House
 
 SIZE, SLOTS = 12, 4
 KINDS = MemberChangeKind
@@ -243,3 +246,42 @@ def test_an_admission_refuses_the_rank_s_earlier_worker():
         worker = site.guest("s0", rank=1)
         refused = worker.ask(GroupMessage.MEMBERS, [SegmentPayload(0, 1, remove(0).encode())])
         assert "only a reader" in error(refused)["message"]
+
+
+def test_a_leaver_pushes_what_its_compression_has_left_out():
+    """After it, the servers have the sum of all gradients; the step of this push leaves a gap above the mark."""
+    layout = Layout.of([("a", torch.zeros(64))])
+    house = House(layout, torch.zeros(64), 2, 1, ParameterServer(staleness=None), lambda p: SGD(p, lr=1.0))
+    try:
+        server, law = house.join(0), torch.zeros(64)
+        compress(server, "top_k:0.05")
+        for step in range(5):
+            grad = torch.randn(64, generator=torch.Generator().manual_seed(step))
+            law -= grad
+            server.push(grad)
+        server.settle()
+        assert not torch.allclose(server.read(), law, atol=1e-5)
+        assert server.push_rest(300)
+        assert torch.allclose(server.read(), law, atol=1e-5)
+        assert {each.shard.ledger.marks[0] for each in house.loops} == {5}
+        assert {each.shard.ledger.reach(0) for each in house.loops} == {301}
+        assert not server.push_rest(301)  # nothing is compressed any more
+    finally:
+        house.close()
+
+
+def test_a_consistent_pull_that_waits_for_a_rank_is_served_when_the_rank_leaves():
+    with Site("s0") as site:
+        one = space(SIZE, 3, SLOTS, staleness=1)
+        site.open(one, ["s0"] * 3)
+        site.load(one, ["s0"] * 3, torch.arange(float(SIZE)))
+        opener = site.guest("s0", rank=-1)
+        for change in (begin(), admit(0), admit(1)):
+            asked(opener, change, range(3))
+        fast = site.guest("s0", rank=0)
+        for step in range(2):
+            fast.ask(GroupMessage.PUSH, pushed(0, step), a=step, weight=1.0)
+        waiting = fast.say(GroupMessage.HOLD, nothing(), a=3)
+        assert fast.silent()
+        asked(opener, remove(1), range(3))
+        assert fast.hear(waiting).kind == GroupMessage.VALUE
