@@ -47,8 +47,10 @@ class FakeDriver:
 class FakeManager:
     """Remembers its size in its folder, as the real one remembers all."""
 
-    def __init__(self, name: str, servers: int, replicas: int, folder: str, options: Any = None) -> None:
+    def __init__(self, name: str, servers: Any, replicas: int, folder: str, options: Any = None) -> None:
         self.name, self.replicas, self.record = name, replicas, Path(folder) / "fake_record.json"
+        self.range, self.pinned = (list(servers), False) if isinstance(servers, tuple) else (None, False)
+        servers = servers if self.range is None else self.range[0]
         self.servers = json.loads(self.record.read_text()) if self.record.exists() else servers
         self.resizing, self.options = False, options
         self.spaces: list[dict[str, Any]] = []
@@ -84,6 +86,8 @@ class FakeManager:
             "status": "resizing" if self.resizing else "ready",
             "wanted": self.servers,
             "replicas": self.replicas,
+            "range": self.range,
+            "pinned": self.pinned,
             "since": time.time(),
             "servers": servers,
             "spaces": self.spaces,
@@ -123,8 +127,13 @@ class FakeManager:
             }
         )
 
-    def resize(self, servers: int) -> None:
+    def resize(self, servers: Any) -> None:
         time.sleep(self.pause)
+        if isinstance(servers, tuple):
+            self.range, self.pinned = list(servers), False
+            servers = max(servers[0], min(servers[1], self.servers))
+        else:
+            self.pinned = self.range is not None
         if self.resizing:
             raise Conflict("the group is resizing already: wait until it is ready")
         if servers < self.replicas + 1:

@@ -24,6 +24,8 @@ CONTEXT.set_forkserver_preload(["rayps.runtime.driver", "small_work"])
 class ProcessCluster:
     """Actors as processes; see rayps.cluster.local.Cluster."""
 
+    node = ""
+
     def __init__(self, arm=None, gpus=0.0):
         self.arm = dict(arm or {})
         self.gpus = gpus
@@ -43,6 +45,7 @@ class ProcessCluster:
         index=None,
         restarts=0,
         warm=False,
+        node=None,
         **more,
     ):
         kind = target.partition(":")[2]

@@ -480,6 +480,44 @@ def test_points_logs_and_events_by_cursor(site: Site) -> None:
     assert [e for e in later if e["kind"] != "unknown"] == []
 
 
+def test_where_the_time_of_a_job_went(site: Site) -> None:
+    job = site.add()
+    home = site.start(job)
+    url = f"/api/v1/jobs/{job}/report"
+    missing = site.http.get(url)
+    assert missing.status_code == 404 and "has not started" in missing.json()["detail"]
+    slow = {"parts": {"compute": 9.0, "waiting": 1.0}, "machine": {"cpu": 9.0}, "rounds": 10}
+    fast = {
+        "parts": {"compute": 3.0, "waiting": 7.0},
+        "waits": {"worker-1": 7.0},
+        "machine": {"cpu": 3.0},
+        "rounds": 10,
+    }
+    append(
+        home / "time.jsonl",
+        {"name": "worker-0", "began": 0.0, "wall": 10.0, **fast},
+        {"name": "worker-1", "began": 0.0, "wall": 10.0, **slow},
+        {"event": "restarted", "time": 5.0, "message": "again"},
+    )
+    with (home / "time.jsonl").open("a") as file:
+        file.write('{"name": "worker-0", "be')  # torn
+    found = site.http.get(url).json()
+    assert found["goodput"] == 0.6 and found["seconds"] == 10.0
+    assert [member["name"] for member in found["members"]] == ["worker-0", "worker-1"]
+    assert found["verdict"]["guilty"] == ["worker-1"] and found["verdict"]["cause"] == "code"
+    assert [event["event"] for event in found["events"]] == ["restarted"]
+
+
+def test_the_goodput_of_running_jobs_is_a_metric(site: Site) -> None:
+    job = site.add()
+    home = site.start(job)
+    account = {"goodput": 0.75, "seconds": {"compute": 6.0, "idle": 2.0}, "members": {}}
+    (home / "progress.json").write_text(json.dumps({"account": account}))
+    lines = site.http.get("/metrics").text.splitlines()
+    assert f'rayps_job_goodput{{job="{job}"}} 0.75' in lines
+    assert f'rayps_job_seconds{{job="{job}",part="compute"}} 6.0' in lines
+
+
 def test_events_by_small_pages_are_all_there_once(tmp_path: Path) -> None:
     noted = [{"kind": f"s{i}", "time": float(i * 3)} for i in range(5)]
     append(tmp_path / "e", *({"kind": f"d{i}", "time": float(i)} for i in range(12)))

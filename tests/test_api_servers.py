@@ -15,6 +15,7 @@ from fake_manager import DRIVER, MANAGER, ThreadPlace
 from service_site import Site
 
 from rayps.cli import main as cli
+from rayps.cli.servers import server_count
 from rayps.cluster.local import surrounding
 from rayps.core.errors import ClusterError, ConfigError, Conflict, NotFound
 from rayps.core.job_status import Status
@@ -95,9 +96,41 @@ def test_a_group_is_started_shown_resized_drained_and_stopped(site: Site, client
         client.servers("shared")
 
 
+def test_a_group_with_a_range_and_with_a_number_that_stays(site: Site, client: Client, place: ThreadPlace) -> None:
+    group = client.start_servers("shared", servers=(2, 6), cpus=0.5).wait(10)
+    assert (group.data["wanted"], group.data["range"], group.data["pinned"]) == (2, [2, 6], False)
+    assert summary(group.data) == "ready, 2 of 2 servers (2 to 6 by load)"
+    manager = place.threads.find(manager_name("shared")).actor  # type: ignore[union-attr]
+    assert manager.options == {"silence": 10.0, "cpus": 0.5}
+    group.resize(4).wait(10)
+    assert (group.data["wanted"], group.data["range"], group.data["pinned"]) == (4, [2, 6], True)
+    assert "(fixed by a call)" in summary(group.data) and client.server_groups()[0]["pinned"]
+    assert json.loads((site.settings.servers_dir / "shared" / "wanted.json").read_text())["most"] == 6
+    group.resize((3, 5)).wait(10)
+    assert (group.data["wanted"], group.data["range"], group.data["pinned"]) == (4, [3, 5], False)
+    with pytest.raises(ConfigError, match="from servers to 1000"):
+        group.resize((5, 3))
+    with pytest.raises(ConfigError, match="the least and the most, such as"):
+        group.resize((1, 2, 3))  # type: ignore[arg-type]
+    client.start_servers("usual").wait(10)
+    manager = place.threads.find(manager_name("usual")).actor  # type: ignore[union-attr]
+    assert manager.options == {"silence": 10.0, "cpus": 0.0}  # jobs may need all CPUs of the service's own Ray
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("3", 3), ("2..8", (2, 8)), ("2..2", (2, 2)), ("", None), ("2..", None), ("0", None)]
+)
+def test_servers_on_the_command_line(text: str, expected: Any) -> None:
+    if expected is not None:
+        assert server_count(text) == expected
+        return
+    with pytest.raises(ConfigError, match=r"write a number such as 3, or a range such as 2\.\.8"):
+        server_count(text)
+
+
 BAD = [
     ({}, "/name", "name is missing"),
-    ({"name": "a", "x": 1}, "/x", "the fields are bytes, name, operations, replicas, server, servers"),
+    ({"name": "a", "x": 1}, "/x", "the fields are bytes, cpus, most, name, operations, replicas, server, servers"),
     ({"name": "a", "replica": 1}, "/replica", "did you mean 'replicas'?"),
     ({"name": "../x"}, "/name", "pattern"),
     ({"name": "x" * 41}, "/name", "pattern"),
@@ -105,6 +138,8 @@ BAD = [
     ({"name": "a", "servers": 2.5}, "/servers", "integer"),
     ({"name": "a", "servers": 1, "replicas": 1}, "/servers", "give at least 2 servers"),
     ({"name": "a", "servers": 3, "replicas": -1}, "/replicas", "greater"),
+    ({"name": "a", "servers": 3, "most": 2}, "/most", "from servers to 1000"),
+    ({"name": "a", "servers": 3, "cpus": -1}, "/cpus", "greater"),
 ]
 
 
@@ -365,7 +400,7 @@ def test_the_command_line(run: Callable[..., tuple[int, str, str]], place: Threa
     assert run("servers", "ls")[2].startswith("there is no server group yet")
     code, out, err = run("servers", "start", "shared", "--servers", "3", "--replicas", "1", "--silence", "30", "--wait")
     assert (code, out, err) == (0, "shared is ready, 3 of 3 servers\n", "")
-    assert place.threads.find(manager_name("shared")).actor.options == {"silence": 30.0}  # type: ignore[union-attr]
+    assert place.threads.find(manager_name("shared")).actor.options == {"silence": 30.0, "cpus": 0.0}  # type: ignore[union-attr]
     place.threads.find(manager_name("shared")).actor.open_space("mine")  # type: ignore[union-attr]
     until(lambda: "mine" in run("servers", "show", "shared")[1], "the space")
     out = run("servers", "show", "shared")[1]
@@ -388,7 +423,7 @@ def test_the_command_line(run: Callable[..., tuple[int, str, str]], place: Threa
         (("show", "nobody"), 3, "give one of shared"),
         (("start", "shared"), 5, "already"),
         (("resize", "shared", "1"), 2, "at least 2 servers"),
-        (("resize", "shared", "x"), 2, "integer"),
+        (("resize", "shared", "x"), 2, "write a number such as 3"),
         (("start", "a b"), 2, "pattern"),
         (("drain", "shared", "server-77"), 3, "no server 'server-77'"),
     ]:

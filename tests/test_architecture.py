@@ -58,6 +58,7 @@ FAMILY = "a job imports the loop of its own family only"
 NAMED = {  # (module, what it names as "module:Name"): why
     ("federated.client_states", "federated.client_states:WorkerStates"): "what a worker keeps for one family",
     ("ps.group", "ps.manager.manager:ManagerActor"): ACTOR,
+    ("ps.manager.host_starter", "ps.server.server_host:ServerHost"): ACTOR,
     ("ps.manager.launcher", "ps.server.server_actor:ServerActor"): ACTOR,
     ("ps.server_group", "ps.server.shard_actor:ShardActor"): ACTOR,
     ("runtime.job_servers", "ps.server.shard_actor:ShardActor"): ACTOR,
@@ -70,6 +71,8 @@ NAMED = {  # (module, what it names as "module:Name"): why
     ("worker.loop_of_family", "ps.tables.embedding:bind"): "only models with sparse tables need it",
     ("worker.loop_of_family", "worker.federated_rounds:FederatedRounds"): FAMILY,
     ("worker.loop_of_family", "worker.local_updates:LocalUpdates"): FAMILY,
+    ("worker.loop_of_family", "worker.member_gradients:MemberGradients"): FAMILY,
+    ("worker.loop_of_family", "worker.member_pushes:MemberPushes"): FAMILY,
     ("worker.loop_of_family", "worker.server_steps:ServerSteps"): FAMILY,
     ("worker.loop_of_family", "worker.sharded_parameters:ShardedParameters"): FAMILY,
     ("worker.loop_of_family", "worker.sharded_state:ShardedState"): FAMILY,

@@ -1,5 +1,10 @@
+import itertools
+import random
+
 import pytest
 
+from rayps.bench.backup_workers import bench_backup_workers, step_seconds
+from rayps.bench.backup_workers import factors as slow_gradients
 from rayps.bench.stragglers import SCENES, bench_stragglers, factors
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ConfigError
@@ -34,3 +39,39 @@ def test_what_cannot_run_is_refused(tmp_path):
         bench_stragglers(LocalCluster(), 2, ["rush"])
     with pytest.raises(ConfigError, match=r"no digits\.parquet .* --data"):
         bench_stragglers(LocalCluster(), 2, folder=tmp_path)
+
+
+# ---- backup workers
+
+
+def test_the_formula_is_that_of_the_paper_and_of_a_simulation():
+    assert step_seconds(4, 0) / step_seconds(4, 1) == pytest.approx(1.79, abs=0.005)
+    assert step_seconds(2, 0) / step_seconds(2, 1) == pytest.approx(1.58, abs=0.005)
+    assert step_seconds(3, 1, chance=0) == 1 and step_seconds(3, 1, chance=1, factor=7) == 7
+    for members, backup, chance in ((4, 1, 0.1), (2, 1, 0.1), (3, 2, 0.4), (5, 0, 0.2)):
+        ways = itertools.product((1, 5), repeat=members + backup)  # every way in which workers can be slow
+        expected = sum(sorted(way)[members - 1] * chance ** way.count(5) * (1 - chance) ** way.count(1) for way in ways)
+        assert step_seconds(members, backup, chance=chance) == pytest.approx(expected)
+
+
+def test_a_tenth_of_the_gradients_is_slow():
+    blocks = [sorted(itertools.islice(slow_gradients("a"), 20)) for _ in range(2)]
+    assert blocks == [[1.0] * 18 + [5.0] * 2] * 2
+    assert len({tuple(itertools.islice(slow_gradients(str(random.random())), 20)) for _ in range(9)}) > 5
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "parameter_server"])
+def test_rows_without_with_and_of_all_workers(strategy):
+    cluster = LocalCluster()
+    try:
+        rows = bench_backup_workers(cluster, 2, 1, strategy=strategy, pace=0.002, steps=10)
+    finally:
+        cluster.close()
+    assert [(row.workers, row.backup) for row in rows] == [(2, 0), (3, 1), (3, 0)]
+    assert rows[1].times_none == rows[0].seconds / rows[1].seconds and rows[1].dropped == 1
+    assert rows[1].times_formula == pytest.approx(1.58, abs=0.005)
+
+
+def test_a_strategy_without_backup_workers_is_refused():
+    with pytest.raises(ConfigError, match="give all_reduce or parameter_server"):
+        bench_backup_workers(LocalCluster(), 2, 1, strategy="hogwild", pace=0.002, steps=10)

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayps.core.repeated_pushes import Ledger
-from rayps.core.staleness_bound import ActiveRanks, Clock
+from rayps.core.staleness_bound import ActiveRanks, Clock, MovedBound
 
 
 def test_a_barrier_lets_nobody_lead():
@@ -92,3 +92,74 @@ def test_ranks_that_join_and_leave_keep_the_bound_and_block_nobody(staleness, mo
     assert all(ledger.applied(*push) for push in pushed)
     steps = {rank: {step for r, step in pushed if r == rank} for rank in range(4)}
     assert all(ledger.applied(r, s) == (s in steps[r]) for r in range(4) for s in range(ledger.marks[r]))
+
+
+def test_a_moved_bound_counts_leads_from_the_clocks_that_it_was_given():
+    clock = Clock({0: 50, 1: 10}, None)
+    assert clock.may_pull(0)
+    clock.move(MovedBound(2, (50, 10)))
+    assert clock.may_pull(0) and clock.lead(0) == 40  # the lead itself is reported as it is
+    clock.done[0] = 52
+    assert clock.may_pull(0)
+    clock.done[0] = 53
+    assert not clock.may_pull(0) and clock.may_pull(0, 52)
+    clock.done[1] = 11
+    assert clock.may_pull(0)
+    clock.move(MovedBound(None, (53, 11)))
+    assert clock.may_pull(0)
+    clock.move(None)
+    assert clock.staleness is None
+
+
+def test_a_rank_without_a_clock_in_the_bound_counts_from_zero():
+    clock = Clock({0: 5, 1: 4, 2: 0}, 0)
+    clock.move(MovedBound(1, (4, 4)))
+    assert [clock.may_pull(rank) for rank in range(3)] == [True, True, True]
+    clock.done[0] = 6
+    assert not clock.may_pull(0)
+
+
+def test_a_rank_that_is_behind_does_not_wait_for_one_that_has_ended():
+    clock = Clock({0: 60, 1: 75}, None)
+    clock.move(MovedBound(2, (60, 75)))
+    clock.done[1] = 80  # its last round
+    for clock.done[0] in range(60, 81):
+        assert clock.may_pull(0)
+
+
+@given(st.integers(1, 4), st.data())
+def test_all_ranks_reach_their_last_round(size, data):
+    """Whatever bounds follow each other, and whoever is faster: no rank waits for good."""
+    clock = Clock(dict.fromkeys(range(size), 0), 1)
+    last = data.draw(st.integers(1, 12))
+    while any(done < last for done in clock.done.values()):
+        if data.draw(st.integers(0, 3)) == 0:
+            bound = data.draw(st.sampled_from([0, 1, 4, None]))
+            clock.move(MovedBound(bound, tuple(clock.done.values())))
+        able = [rank for rank, done in clock.done.items() if done < last and clock.may_pull(rank)]
+        assert able
+        clock.done[data.draw(st.sampled_from(able))] += 1
+
+
+@given(st.integers(1, 4), st.data())
+def test_whoever_obeys_moved_bounds_never_stops_for_good(size, data):
+    clock = Clock(dict.fromkeys(range(size), 0), 1)
+    for _ in range(data.draw(st.integers(0, 60))):
+        if data.draw(st.integers(0, 9)) == 0:
+            bound = data.draw(st.sampled_from([0, 1, 4, None]))
+            clock.move(MovedBound(bound, tuple(clock.done.values())))
+        rank = data.draw(st.integers(0, size - 1))
+        if clock.may_pull(rank):
+            clock.done[rank] += 1
+        assert any(clock.may_pull(each) for each in range(size))
+
+
+@given(st.integers(1, 4), st.integers(0, 3), st.data())
+def test_a_bound_from_zero_is_the_same_bound(size, staleness, data):
+    done = {rank: data.draw(st.integers(0, 6)) for rank in range(size)}
+    moved = Clock(done, None)
+    moved.move(MovedBound(staleness, (0,) * size))
+    plain = Clock(done, staleness)
+    for rank in range(size):
+        step = data.draw(st.one_of(st.none(), st.integers(0, 6)))
+        assert moved.may_pull(rank, step) == plain.may_pull(rank, step)

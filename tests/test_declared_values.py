@@ -33,6 +33,8 @@ FAMILIES = {  # by strategy: topology, rows, recovery, loop
     "parameter_server": (Servers, Reshuffled, RestartAll, "server_steps"),
     "parameter_server:staleness=2": (Servers, Reshuffled, ReplaceOne, "server_steps"),
     "parameter_server:replica=pipeline": (Servers, Reshuffled, Rebuild, "server_steps"),
+    "all_reduce:backup=1": (Peers, Reshuffled, RestartAll, "member_gradients"),
+    "parameter_server:backup=1": (Servers, Reshuffled, RestartAll, "member_pushes"),
     "hybrid": (Peers, Reshuffled, RestartAll, "sync_gradients"),
     "downpour": (Servers, Reshuffled, ReplaceOne, "server_steps"),
     "hogwild": (SharedVector, Reshuffled, RestartAll, "shared_vector"),
@@ -80,6 +82,9 @@ REFUSED = [
     ("parameter_server:replica=pipeline", JobFacts(tables=("t",)), "the model has sparse tables"),
     ("all_reduce", JobFacts(branch="b"), "branch is 'b'"),
     ("hogwild", JobFacts(branch="b"), "branch is 'b'"),
+    ("parameter_server:backup=1", JobFacts(tables=("t",)), "cannot be combined with sparse tables"),
+    ("parameter_server:backup=1", JobFacts(group="g"), "cannot be combined with server group 'g'"),
+    ("parameter_server:backup=1", JobFacts(branch="b"), "cannot be combined with branch 'b'"),
 ]
 
 

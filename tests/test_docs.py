@@ -333,18 +333,21 @@ def check_make(words):
 
 
 def check_curl(words):
-    """The address is a route of the service, and the body a job."""
+    """The address is a route of the service, and the body a job or a notice."""
     from rayps_api.app import create_app
+    from rayps_api.schemas import NoticeIn
     from service_site import NoPlace
 
     from rayps.service.settings import Settings
 
     address = next(word for word in words if word.startswith("http"))
-    path = re.sub(r"^https?://[^/]+", "", address)
+    path = re.sub(r"^https?://[^/]+", "", address).partition("?")[0]
     routes = create_app(Settings(), place=NoPlace()).openapi()["paths"]
     shapes = [re.sub(r"\{\w+\}", r"[^/]+", route) for route in routes]
     assert any(re.fullmatch(shape, path) for shape in shapes), path
-    if "-d" in words:
+    if "-d" in words and path == "/api/v1/notices":
+        NoticeIn.model_validate_json(words[words.index("-d") + 1])
+    elif "-d" in words:
         spec = json.loads(words[words.index("-d") + 1])
         parse(JobSpec.from_dict(spec).check().strategy)
 

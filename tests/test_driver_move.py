@@ -63,13 +63,15 @@ def tag(request):
 def begin(work, strategy, folder, *, again=False, start=True):
     """A driver in a thread; return it with its thread, its outcome when the thread has ended, and its journal."""
     spec = JobSpec("x:Small", wire(parse(strategy)), 3, epochs=1)
-    journal = Journal(folder)
+    statuses = []
+    journal = Journal(folder, on_progress=lambda progress: statuses.append(progress["status"]))
     newest, _ = checkpoint.usable(folder / "checkpoints") if again else (None, [])
     driver = Driver(work, spec, journal, checkpoints=folder / "checkpoints", resume=newest, capture=False, again=again)
     outcomes = []
     thread = threading.Thread(target=lambda: outcomes.append(driver.run(LocalCluster())))
     if start:
         thread.start()
+    journal.statuses = statuses
     return driver, thread, outcomes, journal
 
 
@@ -94,6 +96,7 @@ def test_no_round_is_computed_twice(tag, tmp_path, strategy):
     left = journal.events[-1]
     assert (left["kind"], left["repeated"]) == (DEPARTURE, 0) and 0 < left["round"] < 200, left
     assert last_departure(tmp_path) == left
+    assert "STOPPING" not in journal.statuses  # a job that is stopping never runs again
     journal.close()
     computed = SEEN[tag]
     second, thread, outcomes, journal = begin(work, strategy, tmp_path, again=True)
@@ -117,7 +120,8 @@ def test_a_driver_that_has_not_trained_yet_moves_at_once(tag, tmp_path):
     thread.start()
     thread.join(60)
     assert driver.moved and outcomes[0].status is Status.STOPPED and not (tmp_path / "outcome.json").exists()
-    assert (journal.events[-1]["round"], journal.events[-1]["repeated"]) == (0, 0)
+    left = journal.events[-1]  # after no round, or the first one
+    assert left["round"] <= 1 and left["repeated"] == 0
     journal.close()
 
 
@@ -173,7 +177,7 @@ def test_one_further_snapshot_and_then_boundaries_again():
     assert schedule.choose_round([(3, [])], 0) == 4
     assert schedule.choose_round([(4, [4])], 0) == 4
     assert schedule.choose_round([(9, [4])], 4) == 50
-    schedule.snapshot_soon(12)
+    schedule.take_at(12)
     assert schedule.choose_round([(11, [])], 4) == 12
 
 

@@ -301,8 +301,9 @@ def test_the_learning_rate_follows_the_batch():
     ("strategy", "text"),
     [
         ("all_reduce:replica=pipeline(stages=2,micro_batches=2)", "a replica is several workers"),
-        ("all_reduce:shard=optimizer", "owns a part of the state"),
         ("admm", "use all_reduce"),
+        ("hogwild", "share one vector"),
+        ("parameter_server:shards=2,replicas=1", "a group of servers"),
     ],
 )
 def test_strategies_whose_workers_cannot_change_are_refused(strategy, text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 from service_site import Site
-from test_scheduler import END, FakeCluster, FakePlace, serve, write
+from test_scheduler import END, Body, FakeCluster, FakeHandle, FakePlace, write
 
 from rayps.cli.main import main
 from rayps.cluster.notices import LINGER_SECONDS, Notice, StoredNotice
@@ -26,6 +27,21 @@ from rayps.service.store import Store
 from rayps.strategies.job import JobSpec
 
 S = Status
+
+
+def serve(path: Path, body: Body) -> None:
+    """Run `body` with a scheduler whose view of the cluster is never late."""
+
+    async def inside() -> None:
+        store = await Store.open(path / "s.db")
+        cluster = FakeCluster()
+        place = FakePlace(cluster)
+        try:
+            await body(store, Scheduler(store, place, path / "jobs", view_seconds=60.0), cluster, place)
+        finally:
+            await store.close()
+
+    asyncio.run(inside())
 
 
 async def add(store: Store, least: int, most: int | None = None, name: str = "w", **fields: Any) -> str:
@@ -326,3 +342,57 @@ def test_the_command_scales_and_shows_the_workers(
     assert "workers          0 of 2 to 8" in lines and "allowed workers  2 (at most 6 requested)" in lines
     assert main(["ls"]) == 0
     assert "0 of 2 to 8 x all_reduce" in capsys.readouterr().out
+
+
+class Placing(FakeCluster):
+    """Notes where drivers are started."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[dict[str, Any]] = []
+
+    def spawn(self, target: str, *args: Any, name: str, **kwargs: Any) -> FakeHandle:
+        self.places.append({key: kwargs.get(key) for key in ("here", "avoid", "anywhere")})
+        return super().spawn(target, *args, name=name, **kwargs)
+
+
+@pytest.mark.parametrize("anywhere", [False, True])
+def test_a_driver_starts_away_from_a_host_that_ends_if_it_may(tmp_path: Path, anywhere: bool) -> None:
+    async def inside() -> list[dict[str, Any]]:
+        store, cluster = await Store.open(tmp_path / "s.db"), Placing()
+        scheduler = Scheduler(store, FakePlace(cluster), tmp_path / "jobs", view_seconds=60.0, anywhere=anywhere)
+        try:
+            await add(store, 1, name="first")
+            await scheduler.tick()
+            cluster.announce(Notice("n2", "", 30.0, "spot"))
+            cluster.announce(Notice("n1", "", 30.0, "one process", pid=3))
+            await add(store, 1, name="second")
+            await scheduler.tick()
+        finally:
+            await store.close()
+
+        return cluster.places
+
+    first, second = asyncio.run(inside())
+    assert first["here"] and second["here"]
+    assert first["avoid"] in (None, ()) and second["avoid"] == (("n2",) if anywhere else None)
+    assert second["anywhere"] is (True if anywhere else None)
+
+
+def test_a_driver_that_moved_is_started_again_without_a_failure(tmp_path: Path) -> None:
+    async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
+        job = await add(store, 2, max_failures=0)
+        await scheduler.tick()
+        trains(tmp_path, job, 2)
+        await scheduler.tick()
+        write(tmp_path, job, "driver.json", {"attempt": 1, "moved": "this process ends in 9 s (SIGTERM)"})
+        cluster.actors.clear()
+        await scheduler.tick()
+        found = await store.get(job)
+        assert (found.status, found.attempt, found.failures) == (S.RECOVERING, 2, 0)
+        assert found.reason == "the driver is started again: this process ends in 9 s (SIGTERM)"
+        cluster.actors.clear()  # the second driver dies without a notice: what the file says is of the first
+        await scheduler.tick()
+        assert (await store.get(job)).status is S.FAILED
+
+    serve(tmp_path, body)

@@ -134,6 +134,11 @@ ON_RAY = """
         def notice(place):
             return place.notice(cluster.notices())
 
+        elsewhere = cluster.spawn("test_notices:Placed", here=True, avoid=(cluster.node,))
+        stays = cluster.spawn("test_notices:Placed", here=True, avoid=(other.node,))
+        places_of = [actor.call("place").result(60).node for actor in (elsewhere, stays)]
+        found["avoids"] = places_of == [other.node, cluster.node]
+
         os.kill(here.pid, signal.SIGTERM)
         assert until(lambda: notice(here), 30), cluster.notices()
         found["term"] = [notice(here).reason, notice(here).seconds <= 20, notice(other) is None]
@@ -188,6 +193,7 @@ def test_ray_announces_drains_terminations_and_what_others_announced():
     assert json.loads(done.stdout.splitlines()[-1]) == {
         "nodes": 2,
         "before": 0,
+        "avoids": True,
         "term": [termination.REASON, True, True],
         "lives": True,
         "announced": ["spot", True],

@@ -20,11 +20,11 @@ FACTORIES = {
 }
 
 
-def shard(staleness=0, workers=2, factory="sgd", boundary=None, lo=0, hi=N, start=None):
+def shard(staleness=0, workers=2, factory="sgd", boundary=None, lo=0, hi=N, start=None, backup=None):
     params = torch.arange(float(N), dtype=torch.float64)[lo:hi]
     return Shard(
         Extent(LAYOUT, lo, hi),
-        ParameterServer(staleness=staleness),
+        ParameterServer(staleness=staleness, backup=backup),
         FACTORIES[factory],
         params,
         start or [0] * workers,
@@ -57,6 +57,22 @@ def test_in_step_the_order_of_arrival_changes_no_bit():
         results.append(one.params)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("members", [(0, 1), (0, 2), (1, 2)], ids=str)
+def test_with_backup_workers_a_round_closes_with_the_pushes_of_its_members(members):
+    one, law = shard(workers=3, backup=1, boundary=Boundary(1, 0)), shard(workers=2)
+    for step in range(3):
+        for at, rank in enumerate(members):
+            assert one.closed == step
+            one.push(rank, step, grad(10 * step + rank), rank + 1.0)
+            law.push(at, step, grad(10 * step + rank), rank + 1.0)
+        assert torch.equal(one.params, law.params) and one.version == step + 1
+        assert one.ledger.marks == dict.fromkeys(range(3), step + 1)  # the round is over for the late rank too
+        late = ({0, 1, 2} - set(members)).pop()
+        assert one.push(late, step, grad(99), 9.0) is False and torch.equal(one.params, law.params)
+        assert one.clock.may_pull(late, step + 1)
+    assert part_of(one.retained[3], 3, 0).done == dict.fromkeys(range(3), 3)
 
 
 @pytest.mark.parametrize("staleness", [2, None])

@@ -163,15 +163,21 @@ def test_the_catalogue_tells_everything():
     assert set(REPLICAS) == {"pipeline", "tensor_parallel"}
     assert list(told) == [*CATALOGUE, *REPLICAS]
     replica = {"name": "replica", "type": "Replica | None", "default": None, "of": ["pipeline", "tensor_parallel"]}
+    late = [
+        {"name": "backup", "type": "int | None", "default": None},
+        {"name": "late_limit", "type": "int | None", "default": None},
+        {"name": "replace_late", "type": "bool | None", "default": None},
+    ]
     assert told["all_reduce"]["options"] == [
         {"name": "compression", "type": "str | None", "default": None},
         {"name": "bucket_mb", "type": "float | None", "default": None},
         replica,
         {"name": "shard", "type": "str | None", "default": None},
         {"name": "slice_backup", "type": "bool | None", "default": None},
+        *late,
     ]
     resources = {"name": "shard_resources", "type": "dict[str, float] | None", "default": None}
-    assert told["parameter_server"]["options"][-2:] == [replica, resources]
+    assert told["parameter_server"]["options"][-5:] == [replica, resources, *late]
     assert [o["of"] for o in told["pipeline"]["options"] if "of" in o] == [["tensor_parallel"]]
     of_any_type = {o["name"] for o in told["fedavg"]["options"] if o["type"] == "Any"}
     assert of_any_type == {"rule", "attack", "speed", "available", "clients"}
@@ -184,6 +190,9 @@ def test_the_catalogue_tells_everything():
         "replicas": None,
         "replica": None,
         "shard_resources": None,
+        "backup": None,
+        "late_limit": None,
+        "replace_late": None,
     }
     assert all(item["summary"] for item in told.values())
     json.dumps(catalogue())

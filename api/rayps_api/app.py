@@ -65,7 +65,12 @@ def create_app(
         store = await Store.open(settings.database)
         await adoption.adopt(store, settings.jobs_dir)
         scheduler = Scheduler(
-            store, place or choose(settings), settings.jobs_dir, stall=settings.stall, warm=settings.warm
+            store,
+            place or choose(settings),
+            settings.jobs_dir,
+            stall=settings.stall,
+            warm=settings.warm,
+            anywhere=settings.shared_state,
         )
         groups = Groups(scheduler, settings.servers_dir)
         scheduler.group_wait_reason, scheduler.group_end_reason = groups.wait_reason, groups.end_reason

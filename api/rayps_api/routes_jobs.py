@@ -17,7 +17,10 @@ from fastapi.responses import JSONResponse
 
 from rayps.core.errors import ConfigError, Conflict, NotFound
 from rayps.core.failpoint import passing
+from rayps.core.goodput import FILE as TIME_FILE
+from rayps.core.goodput import read_job_time
 from rayps.core.job_status import Status
+from rayps.core.time_report import report_of
 from rayps.core.urls import is_url
 from rayps.core.warm_start import StartFrom
 from rayps.core.workload_name import misnamed
@@ -29,7 +32,20 @@ from rayps.strategies.catalogue import own_names, parse
 from rayps.strategies.job import JobSpec
 from rayps_api import folder
 from rayps_api.job_code import JobCodes
-from rayps_api.schemas import Events, JobIn, JobOut, JobsOut, Lines, OriginIn, Points, ScaleIn, Series, problems
+from rayps_api.schemas import (
+    Events,
+    JobIn,
+    JobOut,
+    JobsOut,
+    Lines,
+    OriginIn,
+    Points,
+    ScaleIn,
+    Series,
+    TimeReport,
+    finite,
+    problems,
+)
 from rayps_api.service import RunningService, Service
 
 log = logging.getLogger(__name__)
@@ -209,6 +225,17 @@ async def logs(
         cursor, limit = await asyncio.to_thread(folder.tail, path, tail), tail
     found, after = await asyncio.to_thread(folder.log_lines, path, cursor, limit)
     return JSONResponse({"lines": found, "cursor": after})
+
+
+@router.get("/{job_id}/report", response_model=TimeReport)
+async def report(job_id: str, running: RunningService) -> Any:
+    """Show where the time of a job's workers and servers went, what costs most of it, and what to change."""
+    record = await running.record(job_id)
+    try:
+        time = await asyncio.to_thread(read_job_time, running.folder(record.id) / TIME_FILE)
+    except FileNotFoundError:
+        raise NotFound(f"job {record.id} has no record of its time: it has not started", status=404) from None
+    return JSONResponse(finite(report_of(time, record.name)))
 
 
 @router.get("/{job_id}/events", response_model=Events)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 import rayps.strategies.catalogue
 from rayps.core.errors import ConfigError
 from rayps.core.job_status import Status
+from rayps.service.store import JobRecord
 from rayps_api.guard import Guard
 from rayps_api.openapi import interface
 from rayps_api.schemas import ClusterOut, Login, Ready, StrategyOut, problems
@@ -142,6 +144,7 @@ async def prometheus(running: RunningService) -> Response:
             processes.labels(state).set(number)
         Gauge("rayps_warm_bytes", "Memory of the warm processes", registry=registry).set(view.warm.memory)
     _of_groups(running, registry)
+    _of_times(running, await running.store.unfinished(), registry)
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -162,6 +165,17 @@ def _of_groups(running: Service, registry: CollectorRegistry) -> None:
         for space in group["spaces"]:
             for key, gauge in gauges.items():
                 gauge.labels(group["name"], str(space.get("name"))).set(space.get(key) or 0)
+
+
+def _of_times(running: Service, records: Sequence[JobRecord], registry: CollectorRegistry) -> None:
+    goodput = Gauge("rayps_job_goodput", "Useful share of the time of a job's workers", ["job"], registry=registry)
+    seconds = Gauge("rayps_job_seconds", "Seconds of a job's workers by part", ["job", "part"], registry=registry)
+    for record in records:
+        account = (running.progress(record.id) or {}).get("account") or {}
+        if account.get("goodput") is not None:
+            goodput.labels(record.id).set(account["goodput"])
+        for part, amount in (account.get("seconds") or {}).items():
+            seconds.labels(record.id, part).set(amount)
 
 
 @router.get("/openapi.json", include_in_schema=False)

@@ -43,7 +43,7 @@ Space = Annotated[
 @router.post("", status_code=201, response_model=GroupOut)
 async def start(body: GroupIn, running: RunningService) -> Any:
     """Start a server group, which runs until it is stopped or the cluster ends."""
-    await running.groups.start(body.name, body.servers, body.replicas, body.silence)
+    await running.groups.start(body.name, body.servers, body.replicas, body.silence, most=body.most, cpus=body.cpus)
     place = {"Location": f"/api/v1/server-groups/{body.name}"}
     return JSONResponse(await show_group(running, body.name), 201, place)
 
@@ -62,8 +62,11 @@ async def show(name: Name, running: RunningService) -> Any:
 
 @router.patch("/{name}", status_code=202, response_model=GroupOut)
 async def resize(name: Name, body: ResizeIn, running: RunningService) -> Any:
-    """Grow or shrink a group. Jobs continue while segments move. 409 if the group is resizing already."""
-    await running.groups.resize(name, body.servers)
+    """Grow or shrink a group, or let its load choose the number of servers from a range.
+
+    Jobs continue while segments move. 409 if the group is resizing already.
+    """
+    await running.groups.resize(name, body.servers, body.most)
     return JSONResponse(await show_group(running, name), 202)
 
 

@@ -91,6 +91,7 @@ class ElasticIn(BaseModel):
     lr_scaling: str | None = Field(None, max_length=20, examples=list(LR_RULES))
     cooldown: float | None = Field(None, ge=0, le=86400.0, allow_inf_nan=False)
     gain: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    balance: bool | None = Field(None, description="Whether faster workers take more of a round's rows.")
     replay: list[Annotated[list[int], Field(min_length=2, max_length=2)]] | None = Field(None, max_length=100_000)
 
 
@@ -303,6 +304,20 @@ class Events(BaseModel):
     cursor: int
 
 
+class TimeReport(BaseModel):
+    """Where the time of a job's workers and servers went: see `rayps.core.time_report`."""
+
+    name: str
+    parts: list[str]  # all parts of an account, in the order in which pictures show them
+    goodput: float | None  # the useful share of the workers' time
+    seconds: float  # from the start of the first process until the last report
+    shares: dict[str, float]  # of each part in the time of all workers
+    members: list[dict[str, Any]]
+    timeline: dict[str, list[dict[str, Any]]]
+    events: list[dict[str, Any]]
+    verdict: dict[str, Any]
+
+
 class FileOut(BaseModel):
     """A file of a job: its path in the job's folder, and its bytes."""
 
@@ -340,6 +355,9 @@ class ClusterOut(BaseModel):
     warm: WarmOut | None = Field(description="None if the service keeps no warm processes.")
 
 
+_MOST = "If given, the load chooses the number of servers, from `servers` to `most`. Without it, the number stays."
+
+
 class GroupIn(BaseModel):
     """A server group to start: `servers` processes; each segment has a primary and `replicas` backups."""
 
@@ -347,7 +365,15 @@ class GroupIn(BaseModel):
 
     name: str = Field(pattern=GROUP_NAME, examples=["shared"])
     servers: int = Field(2, ge=1, le=MOST_SERVERS)
+    most: int | None = Field(None, ge=1, le=MOST_SERVERS, description=_MOST)
     replicas: int = Field(1, ge=0, le=MOST_REPLICAS)
+    cpus: float | None = Field(
+        None,
+        ge=0,
+        le=1024,
+        allow_inf_nan=False,
+        description="CPUs that each server reserves. null: 1 in a joined cluster, 0 in the service's own Ray.",
+    )
     silence: float = Field(
         SILENCE,
         ge=LEAST_SILENCE,
@@ -358,11 +384,12 @@ class GroupIn(BaseModel):
 
 
 class ResizeIn(BaseModel):
-    """The new number of servers of a group."""
+    """The new number of servers of a group, or with `most` the range from which load chooses it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     servers: int = Field(ge=1, le=MOST_SERVERS)
+    most: int | None = Field(None, ge=1, le=MOST_SERVERS, description=_MOST)
 
 
 class DrainIn(BaseModel):
@@ -404,6 +431,8 @@ class GroupHead(BaseModel):
     replicas: int
     created_at: datetime
     settled: bool
+    range: list[int] | None = Field(description="The least and the most servers, if load chooses the number.")
+    pinned: bool = Field(description="Whether a call has set the number, so that load does not change it.")
 
 
 class GroupOut(GroupHead):
@@ -535,6 +564,7 @@ def group_row(group: dict[str, Any]) -> dict[str, Any]:
     """Return the summary of a group from `group_out`, for the list of all groups."""
     servers = group["servers"]
     short = {key: group[key] for key in ("name", "status", "reason", "wanted", "replicas", "created_at", "settled")}
+    short |= {"range": group["range"], "pinned": group["pinned"]}
     return short | {
         "alive": sum(each.get("state") == "alive" for each in servers),
         "bytes": sum(each.get("bytes") or 0 for each in servers),

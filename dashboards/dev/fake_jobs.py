@@ -139,6 +139,26 @@ class FakeJob:
         """The epoch of the present round, from 0."""
         return min(2, (self.round - 1) * 3 // self.rounds)
 
+    def account(self) -> dict[str, Any]:
+        """Where the time of the workers went, as progress shows it."""
+        members = {}
+        for rank in range(self.spec["workers"]):
+            slow = rank == self.straggler
+            parts = {"compute": 0.8 if slow else 0.5, "waiting": 0.02 if slow else 0.3, "data": 0.03, "evaluation": 0.05}
+            seconds = self.round / self.speed
+            members[f"worker-{rank}"] = {"start": 4.0, "idle": 0.1 * seconds} | {
+                part: share * seconds for part, share in parts.items()
+            }
+        whole = sum(sum(parts.values()) for parts in members.values())
+        guilty = [] if self.straggler is None else [f"worker-{self.straggler}"]
+        return {
+            "goodput": sum(parts["compute"] for parts in members.values()) / whole,
+            "members": members,
+            "guilty": guilty,
+            "verdict": f"{guilty[0]} holds up the others: it computes longer, on a CPU" if guilty else
+            "56% of the workers' time was useful, and no cause costs more than 5%",
+        }
+
     def worker_rows(self) -> list[dict[str, Any]]:
         """The workers as progress shows them."""
         rows = []
@@ -179,7 +199,7 @@ class FakeJob:
                 "epoch": self.epoch(), "epochs": 3, "loss": last["loss"], "samples_per_second": 256 / last["seconds"],
                 "eta_seconds": (self.rounds - self.round) / self.speed, "generation": self.generation,
                 "failures": self.generation - 1, "strategy": self.strategy_at(self.round), "staleness": self.staleness,
-                "workers": self.worker_rows(), "shards": self.shard_rows(),
+                "workers": self.worker_rows(), "shards": self.shard_rows(), "account": self.account(),
             }
             if self.spec.get("server_group"):
                 rows = [{"name": f"server-{i}", "host": "node-a", "state": "alive", "bytes": 31_000_000 + i * 900_000,

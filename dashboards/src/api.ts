@@ -79,6 +79,11 @@ export async function stop(id: string): Promise<Job> {
   return (await call("POST", address(`jobs/${encodeURIComponent(id)}/stop`))) as Job;
 }
 
+/** Set the most workers that an elastic job should have. */
+export async function scaleJob(id: string, workers: number): Promise<Job> {
+  return (await call("PATCH", address(`jobs/${encodeURIComponent(id)}`), { workers })) as Job;
+}
+
 export async function logTail(id: string, tail: number): Promise<{ lines: LogLine[]; cursor: number }> {
   return (await call("GET", address(`jobs/${encodeURIComponent(id)}/logs`, { tail }))) as { lines: LogLine[]; cursor: number };
 }

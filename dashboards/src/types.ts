@@ -76,6 +76,16 @@ export interface Progress {
   workers?: WorkerRow[];
   shards?: ShardRow[];
   server_group?: JobServers | null;
+  account?: Account | null;
+}
+
+/** Where the time of a job's workers and servers went, in seconds by part. */
+export interface Account {
+  goodput: number | null; // the useful share of the workers' time
+  seconds?: Record<string, number>; // of all workers
+  members: Record<string, Record<string, number>>;
+  verdict?: string; // what costs most of the time
+  guilty?: string[]; // the members that cause it
 }
 
 /** The elastic servers of a job, as its driver sees them. */
@@ -96,6 +106,15 @@ export interface JobServers {
   quota?: { bytes?: number | null; operations?: number | null } | null;
 }
 
+/** The workers of an elastic job; `requested` is the most that the user wants now, null for as many as it may have. */
+export interface WorkerCounts {
+  least: number;
+  most: number;
+  now: number;
+  allowed: number;
+  requested: number | null;
+}
+
 export interface Job {
   id: string;
   name: string;
@@ -113,6 +132,7 @@ export interface Job {
   stop_requested: boolean;
   params?: Record<string, unknown>; // of the workload: all after the start, before only those that were given
   sweep?: string | null;
+  elastic?: WorkerCounts | null; // null if the number of workers is fixed
 }
 
 /** A job's packed code: the SHA-256 of its archive, and where it comes from. */

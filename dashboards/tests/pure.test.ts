@@ -10,6 +10,7 @@ import { dataShare, mean, rate, Series } from "../src/lib/series";
 import { matches, share } from "../src/lib/status";
 import { brief, current, describe as inWords, shardWords, staleBound, target, words } from "../src/lib/strategy";
 import { cost, judge } from "../src/lib/worker";
+import { scaleText, workersText } from "../src/lib/workers";
 import type { Job, MetricPoint, RoundPoint } from "../src/types";
 
 const round = (n: number, loss: number | null, more: Partial<RoundPoint> = {}): RoundPoint =>
@@ -214,6 +215,21 @@ describe("commands", () => {
     const line = asCurl(spec, "http://127.0.0.1:8420");
     expect(line).toContain(`it'\\''s: on`);
     expect(line).not.toContain("steps");
+  });
+});
+
+describe("the number of workers", () => {
+  const counts = { least: 2, most: 8, now: 4, allowed: 4, requested: null };
+  const job = (elastic: typeof counts | null) => ({ spec: { workers: 2 }, elastic }) as unknown as Job;
+  it("is a range for an elastic job", () => {
+    expect(workersText(job(counts))).toBe("4 of 2 to 8 workers");
+    expect(workersText(job(null))).toBe("2 workers");
+  });
+  it("says what follows from a request", () => {
+    expect(scaleText(counts, 3)).toBe("1 worker leaves; the others continue from memory. It was submitted with 2 to 8 workers.");
+    expect(scaleText(counts, 2)).toContain("2 workers leave;");
+    expect(scaleText(counts, 6)).toContain("grows to 6 workers");
+    expect(scaleText(counts, 4)).toContain("keeps its 4 workers");
   });
 });
 

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rayps.bench.calls import WAIT_SECONDS, a_space
-from rayps.cluster.local import ActorHandle, Cluster
+from rayps.cluster.local import Cluster
 from rayps.core.errors import ConfigError
 from rayps.ps import group as elastic
 from rayps.ps.group import ManagerClient
 from rayps.ps.manager.assign_segments import Balance, skew
-from rayps.ps.manager.launcher import actor_name
 
 WARM_SECONDS = 3.0
+HEARTBEATS_SECONDS = 0.5
 SETTLE_SECONDS = 40.0  # seconds that the policy has to finish its migrations
 FIRST_SECONDS = 10.0  # further seconds to wait for the first migration, which the policy delays
 CALM_SECONDS = 6.0  # seconds without a migration, after which the policy has finished
@@ -99,9 +99,9 @@ def bench_hot(
             return sum(reply.result(WAIT_SECONDS) for reply in replies)
 
         work(WARM_SECONDS)
-        before = _measure_load(cluster, running, work, seconds)
+        before = _measure_load(running, work, seconds)
         moves = _moved(running, work)
-        after = _measure_load(cluster, running, work, seconds)
+        after = _measure_load(running, work, seconds)
         for reply in [actor.call("close") for actor in actors]:
             reply.result(WAIT_SECONDS)
     finally:
@@ -130,25 +130,21 @@ def bench_hot(
     )
 
 
-def _measure_load(cluster: Cluster, running: ManagerClient, work: Callable[[float], int], seconds: float) -> _Load:
-    hosts = {
-        server["name"]: cluster.find(actor_name(running.name, server["name"])) for server in running.facts()["servers"]
-    }
-    old, began = _served(hosts), time.monotonic()
+def _measure_load(running: ManagerClient, work: Callable[[float], int], seconds: float) -> _Load:
+    old, began = _served(running), time.monotonic()
     turns = work(seconds)
-    took, now = time.monotonic() - began, _served(hosts)
-    loads = [1000 * (now[name][0] - old[name][0]) / max(turns, 1) for name in hosts]
-    ids = [
-        float(sum(count - old[name][1].get(index, count) for index, count in now[name][1].items())) for name in hosts
-    ]
+    took = time.monotonic() - began
+    time.sleep(HEARTBEATS_SECONDS)  # so that the heartbeats have the last turns
+    now = _served(running)
+    loads = [1000 * (now[name][0] - old[name][0]) / max(turns, 1) for name in now]
+    ids = [float(sum(count - old[name][1].get(index, count) for index, count in now[name][1].items())) for name in now]
     return _Load(turns / took, loads, ids)
 
 
-def _served(hosts: dict[str, ActorHandle | None]) -> dict[str, tuple[float, dict[str, int]]]:
+def _served(running: ManagerClient) -> dict[str, tuple[float, dict[str, int]]]:
     """Return for each server its total seconds of service, and for each of its segments the ids pulled and pushed."""
     found = {}
-    for name, host in hosts.items():
-        spaces = {} if host is None else host.call("facts").result(WAIT_SECONDS)["spaces"]
+    for name, spaces in running.loads().items():
         ids = {index: int(values[2]) for space in spaces.values() for index, values in space["segments"].items()}
         found[name] = sum(float(space["seconds"]) for space in spaces.values()), ids
     return found

@@ -154,6 +154,11 @@ class NamespaceActor:
         self._pipe = ours
         self.started = self.call(target, *args)
 
+    @property
+    def pid(self) -> int:
+        """The id of the process, which `nsenter` has become."""
+        return self._process.pid
+
     def call(self, method: str, *args: Any) -> HostReply:
         """Call a method; return its reply. Replies arrive in the order of calls."""
         try:

@@ -7,11 +7,15 @@ from typing import Annotated
 
 import typer
 
+from rayps.cli.bench_balance import balance
+from rayps.cli.bench_causes import causes
+from rayps.cli.bench_changes import elastic
 from rayps.cli.bench_device import device
 from rayps.cli.bench_elastic import faults, jobs, resize
 from rayps.cli.bench_overlap import show_overlap
 from rayps.cli.bench_service import service
 from rayps.cli.bench_sharded import sharded
+from rayps.cli.bench_staleness import staleness
 from rayps.cli.bench_start import start
 from rayps.cli.bench_tables import tables
 from rayps.cli.measure import Address, Format, Json, run, show_rows, sizes_of, whole_numbers
@@ -19,7 +23,7 @@ from rayps.cli.show import Output
 
 app = typer.Typer(no_args_is_help=True, help="Measure how fast rayps is on your machines.")
 app.command()(tables)
-for command in (faults, resize, jobs, device, service, sharded, start):
+for command in (faults, resize, jobs, device, service, sharded, start, causes, staleness, balance, elastic):
     app.command()(command)
 
 Sizes = Annotated[str, typer.Option(help="Sizes of the vector, e.g. 10KB,1MB (1 KB = 1000 bytes).")]
@@ -293,14 +297,25 @@ def stragglers(
     pace: Annotated[float, typer.Option(help="Seconds of an ordinary round, in which the worker sleeps.")] = 0.1,
     repeats: Annotated[int, typer.Option(help="Number of runs of each scene and staleness, with different seeds.")] = 3,
     data: Annotated[Path | None, typer.Option(help="Folder with digits.parquet; default: examples/data.")] = None,
+    backup: Annotated[
+        int, typer.Option(help="Backup workers: if above 0, measure a step with and without them instead.")
+    ] = 0,
+    strategy: Annotated[
+        str, typer.Option(help="The strategy with backup workers: all_reduce or parameter_server.")
+    ] = "all_reduce",
+    steps: Annotated[int, typer.Option(help="Steps of each run with backup workers.")] = 300,
     address: Address = None,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Measure the time to equal accuracy with slow workers.
+    """Measure the time to equal accuracy with slow workers, or what backup workers save.
 
-    The workers train under staleness 0, 8 and none (asynchronous).
+    The workers train under staleness 0, 8 and none (asynchronous). With --backup b, the time of a step is measured for
+    N workers, for N of N + b, and for N + b workers, if each gradient takes 5 times as long with probability 0.1.
     """
+    if backup:
+        _backup_workers(address, workers, backup, strategy, pace, steps, Output.json if as_json else output)
+        return
     from rayps.bench.stragglers import bench_stragglers
 
     rows = run(
@@ -318,6 +333,33 @@ def stragglers(
             "rounds": "rounds",
             "idle": "idle share",
             "times_synchronous": "x synchronous",
+        },
+    )
+
+
+def _backup_workers(
+    address: str | None, workers: int, backup: int, strategy: str, pace: float, steps: int, output: Output
+) -> None:
+    from rayps.bench.backup_workers import bench_backup_workers
+
+    rows = run(
+        address,
+        workers + backup,
+        lambda cluster: bench_backup_workers(cluster, workers, backup, strategy=strategy, pace=pace, steps=steps),
+    )
+    show_rows(
+        output,
+        rows,
+        {
+            "strategy": "strategy",
+            "workers": "workers",
+            "backup": "backup",
+            "seconds": "seconds a step",
+            "formula": "formula",
+            "dropped": "late a step",
+            "times_none": "x members alone",
+            "times_formula": "formula",
+            "times_all": "x all workers",
         },
     )
 

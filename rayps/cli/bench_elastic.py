@@ -81,6 +81,7 @@ def resize(
     workers: Workers = 2,
     replicas: Annotated[int, typer.Option(help="Backups of each segment on other servers.")] = 1,
     megabytes: Megabytes = 4.0,
+    seconds: Annotated[float, typer.Option(min=5.0, help="Length of the run, in seconds.")] = 20.0,
     address: Address = None,
     output: Format = Output.table,
     as_json: Json = False,
@@ -99,7 +100,7 @@ def resize(
         address,
         workers,
         lambda cluster: bench_resize(
-            cluster, sizes=counts, workers=workers, replicas=replicas, size=int(megabytes * 1e6)
+            cluster, sizes=counts, workers=workers, replicas=replicas, size=int(megabytes * 1e6), seconds=seconds
         ),
     )
     show_rows(

@@ -20,6 +20,7 @@ from rayps.cli import clients as cli_clients
 from rayps.cli import export as cli_export
 from rayps.cli import jobs as cli_jobs
 from rayps.cli import plan as cli_plan
+from rayps.cli import report as cli_report
 from rayps.cli import run as cli_run
 from rayps.cli import servers as cli_servers
 from rayps.cli import show
@@ -226,6 +227,14 @@ def serve(
             "takes about 350 MB of memory.",
         ),
     ] = None,
+    shared_state: Annotated[
+        bool | None,
+        typer.Option(
+            "--shared-state",
+            help="Every host of the cluster has the state directory at the same path: a driver may then move to "
+            "another host when its host ends.",
+        ),
+    ] = None,
     allow_host: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="A name to accept in a request's Host header, besides the loopback names."),
@@ -246,6 +255,7 @@ def serve(
             state_dir=state_dir,
             idle=idle,
             warm=warm,
+            shared_state=shared_state,
             allowed_hosts=allowed,
         ),
         keep=keep,
@@ -287,6 +297,7 @@ cli_sweeps.add(app)
 cli_client.add(app)
 app.command()(cli_backup.backup)
 app.command()(cli_plan.plan)
+app.command()(cli_report.report)
 app.command()(cli_run.run)
 app.command()(cli_strategies.strategies)
 app.command()(cli_clients.clients)

@@ -10,10 +10,10 @@ from rich.text import Text
 
 from rayps.cli import show
 from rayps.cli.show import Output
-from rayps.core.errors import ServiceError
+from rayps.core.errors import ConfigError, ServiceError
 from rayps.service.client import Client
 from rayps.service.remote_group import RemoteGroup, summary
-from rayps.service.rest_answers import GroupAnswer, SegmentLine, SpaceAnswer
+from rayps.service.rest_answers import GroupAnswer, SegmentLine, ServerLine, SpaceAnswer
 
 app = typer.Typer(
     name="servers",
@@ -36,7 +36,9 @@ _Line = TypeVar("_Line")
 @app.command()
 def start(
     name: Name,
-    servers: Annotated[int, typer.Option(min=1, help="How many servers.")] = 2,
+    servers: Annotated[
+        str, typer.Option(metavar="N|N..M", help="How many servers, or a range such as 2..8: the load chooses.")
+    ] = "2",
     replicas: Annotated[
         int,
         typer.Option(
@@ -52,6 +54,14 @@ def start(
             "detected at once.",
         ),
     ] = None,
+    cpus: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="CPUs that each server reserves (default: 1 in a joined cluster; 0 in the Ray that `rayps serve` "
+            "has started).",
+        ),
+    ] = None,
     wait: Wait = False,
     timeout: Timeout = 300.0,
     output: Format = Output.table,
@@ -59,7 +69,7 @@ def start(
 ) -> None:
     """Start a server group. A job uses it with `rayps submit job.yaml --server-group NAME`."""
     with Client() as client:
-        group = client.start_servers(name, servers=servers, replicas=replicas, silence=silence)
+        group = client.start_servers(name, servers=server_count(servers), replicas=replicas, silence=silence, cpus=cpus)
         _show_result(group, wait, timeout, _format(output, as_json))
 
 
@@ -107,7 +117,12 @@ def show_one(name: Name, output: Format = Output.table, as_json: Json = False) -
 @app.command()
 def resize(
     name: Name,
-    servers: Annotated[int, typer.Argument(metavar="N", min=1, help="The new number of servers of the group.")],
+    servers: Annotated[
+        str,
+        typer.Argument(
+            metavar="N|N..M", help="The new number of servers, which stays; or a range from which the load chooses it."
+        ),
+    ],
     wait: Wait = False,
     timeout: Timeout = 300.0,
     output: Format = Output.table,
@@ -115,7 +130,7 @@ def resize(
 ) -> None:
     """Grow or shrink a group while its jobs continue."""
     with Client() as client:
-        _show_result(client.servers(name).resize(servers), wait, timeout, _format(output, as_json))
+        _show_result(client.servers(name).resize(server_count(servers)), wait, timeout, _format(output, as_json))
 
 
 @app.command()
@@ -201,6 +216,20 @@ def stop(
         _show_result(client.servers(name).stop(force=force), wait, timeout, _format(output, as_json))
 
 
+def server_count(text: str) -> int | tuple[int, int]:
+    """Return the number of servers, or for N..M the pair of both. Raises ConfigError if the text is neither."""
+    least, dots, most = text.partition("..")
+    try:
+        found = int(least), int(most) if dots else 1
+    except ValueError:
+        found = 0, 0
+    if min(found) < 1:
+        raise ConfigError(
+            f"servers {text!r} cannot be read: write a number such as 3, or a range such as 2..8", field="servers"
+        )
+    return found if dots else found[0]
+
+
 def size(value: float | None) -> str:
     """Return a number of bytes as text, in B, KiB, MiB, GiB or TiB."""
     rest, units = float(value or 0), ["B", "KiB", "MiB", "GiB", "TiB"]
@@ -248,7 +277,7 @@ def _tables(data: GroupAnswer) -> None:
             ("jobs", ", ".join(f"{job['id']} ({job['name']})" for job in data["jobs"])),
         ]
     )
-    columns = ["server", "state", "host", "pid", "primaries", "copies", "bytes", "operations/s", "cpu"]
+    columns = ["server", "state", "host", "pid", "primaries", "copies", "bytes", "operations/s", "busy", "cpu"]
     _section(
         "servers",
         columns,
@@ -260,11 +289,7 @@ def _tables(data: GroupAnswer) -> None:
             s.get("pid"),
             s.get("primaries"),
             s.get("copies"),
-            *(
-                ["-"] * 3
-                if s["state"] == "dead"
-                else [size(s.get("bytes")), show.number(s.get("operations_s")), _percent(s.get("cpu"))]
-            ),
+            *_server_load(s),
         ],
     )
     columns = [
@@ -313,6 +338,13 @@ def _tables(data: GroupAnswer) -> None:
     rest = len(data["events"]) - len(newest)
     title = f"events (the last {_EVENTS} of {rest + _EVENTS}; --json has all)" if rest else "events"
     _section(title, ["when", "what", ""], newest, lambda e: [show.clock(e["time"]), e["kind"], e["message"]])
+
+
+def _server_load(server: ServerLine) -> list[show.Cell]:
+    if server["state"] == "dead":
+        return ["-"] * 4
+    rate, busy, cpu = server.get("operations_s"), server.get("busy"), server.get("cpu")
+    return [size(server.get("bytes")), show.number(rate), _percent(busy), _percent(cpu)]
 
 
 def _section(

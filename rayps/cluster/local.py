@@ -10,7 +10,7 @@ import importlib
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -70,18 +70,23 @@ class Actors(Protocol):
         gpus: float = 0.0,
         detached: bool = False,
         here: bool = False,
+        avoid: Sequence[str] = (),
         gang: Reservation | None = None,
         index: int | None = None,
         restarts: int = 0,
         warm: bool = False,
+        node: str | None = None,
         **kwargs: Any,
     ) -> ActorHandle:
         """Start an actor, an instance of `target` ("module:Class"), and return its handle.
 
-        `detached`: the actor outlives this process. `here`: the actor runs on this host. `gang` and `index`: the actor
-        runs in the bundle `index` of the reservation `gang`. `restarts`: how often the cluster starts the actor again,
-        with the same arguments, after its process died (-1: always). A cluster of threads ignores `restarts`.
+        `detached`: the actor outlives this process. `here`: the actor runs on this host. `avoid`: nodes on which it
+        does not run; with `here`, it runs elsewhere if this host is one of them. A cluster of threads ignores both.
+        `gang` and `index`: the actor runs in the bundle `index` of the reservation `gang`. `restarts`: how often the
+        cluster starts the actor again, with the same arguments, after its process died (-1: always). A cluster of
+        threads ignores `restarts`.
         `warm`: the actor may take a process that `keep_warm` has started, if it has the environment of a new process.
+        `node`: the actor runs on the host of this id, one of those that `hosts` returns.
         """
 
     def find(self, name: str) -> ActorHandle | None:
@@ -136,6 +141,16 @@ class Cluster(Actors, Protocol):
 
         Raises NoResources if the cluster is too small, or too few resources are free within `timeout` seconds.
         """
+
+    def reserve_named(self, name: str, bundle: Bundle, node: str, timeout: float, *, detached: bool) -> Reservation:
+        """Reserve one bundle on a host, under a name by which `reservation` finds it in any process.
+
+        `detached`: the reservation outlives this process. Raises NoResources if the host has too few free resources
+        within `timeout` seconds.
+        """
+
+    def reservation(self, name: str) -> Reservation | None:
+        """Return the reservation that `reserve_named` made under this name, or None if it was released."""
 
 
 class KeyValues(Protocol):
@@ -272,6 +287,7 @@ class LocalCluster:
         self._total = {"cpu": cpus, "gpu": gpus}
         self._handles: dict[str, _LocalHandle] = {}
         self._notices: dict[str, StoredNotice] = {}  # by key
+        self._reservations: dict[str, Reservation] = {}  # by name
         self._count = 0
 
     @property
@@ -301,10 +317,12 @@ class LocalCluster:
         gpus: float = 0.0,
         detached: bool = False,
         here: bool = False,
+        avoid: Sequence[str] = (),
         gang: Reservation | None = None,
         index: int | None = None,
         restarts: int = 0,
         warm: bool = False,
+        node: str | None = None,
         **kwargs: Any,
     ) -> _LocalHandle:
         """Make the object `target(*args, **kwargs)`; the resources and the placement are ignored."""
@@ -344,6 +362,16 @@ class LocalCluster:
         refuse_if_too_large(bundles, self._total)
         return _LocalReservation(len(bundles))
 
+    def reserve_named(self, name: str, bundle: Bundle, node: str, timeout: float, *, detached: bool) -> Reservation:
+        """Return a reservation that uses no resources. Raises NoResources if the cluster is too small."""
+        refuse_if_too_large([bundle], self._total)
+        found = self._reservations[name] = _LocalReservation(1, lambda: self._reservations.pop(name, None))
+        return found
+
+    def reservation(self, name: str) -> Reservation | None:
+        """Return the reservation of this name, or None if it was released."""
+        return self._reservations.get(name)
+
     def kill(self, handle: ActorHandle) -> None:
         """End an actor at once. Its calls that have not returned fail with ActorDied."""
         assert isinstance(handle, _LocalHandle)
@@ -357,15 +385,16 @@ class LocalCluster:
 
 
 class _LocalReservation:
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, release: Callable[[], object] = lambda: None) -> None:
+        self._count, self._release = count, release
 
     def hosts(self) -> list[str]:
         """Return the same host for each bundle."""
         return ["here"] * self._count
 
     def release(self) -> None:
-        """Do nothing: nothing was reserved."""
+        """Forget the reservation; it used no resources."""
+        self._release()
 
 
 def _local_cluster(cluster: list[LocalCluster] = []) -> LocalCluster:  # noqa: B006  one per process, made at first use
@@ -399,6 +428,16 @@ def not_free(bundles: list[Bundle], free: Bundle, timeout: float) -> NoResources
         f"after {timeout:g} s:\nwait for other jobs, use fewer workers, or raise timeout",
         needed=bundles,
         free=free,
+    )
+
+
+def not_free_there(bundle: Bundle, node: str, timeout: float) -> NoResources:
+    """Return the error for a bundle that was not free on a host within `timeout` seconds."""
+    needed = ", ".join(f"{amount:g} {kind.upper()}" for kind, amount in bundle.items())
+    return NoResources(
+        f"{needed} were not free on host {node} within {timeout:g} s: wait for other jobs, or ask for less",
+        needed=[bundle],
+        node=node,
     )
 
 

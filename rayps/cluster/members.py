@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rayps.cluster.local import ActorHandle, ActorReply, surrounding, until
@@ -56,6 +56,7 @@ class GroupMember:
     called_at: float = 0.0  # the `time.monotonic` at which the pending call began
     incarnation: int = 0  # of its rank, with which it joins the servers of this generation
     resources: WorkerResources | None = None  # what is reserved for this member alone; None if it shares a reservation
+    spawned: float = field(default_factory=time.monotonic)  # the `time.monotonic` at which its process was started
 
     @property
     def rank(self) -> int:

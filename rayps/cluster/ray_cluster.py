@@ -27,6 +27,7 @@ from ray.experimental import internal_kv
 from ray.util.placement_group import (
     PlacementGroup,
     get_current_placement_group,
+    get_placement_group,
     placement_group,
     placement_group_table,
     remove_placement_group,
@@ -40,6 +41,7 @@ from rayps.cluster.local import (
     Reservation,
     Surroundings,
     not_free,
+    not_free_there,
     refuse_if_too_large,
     register_provider,
     resolve,
@@ -573,15 +575,17 @@ class RayCluster:
         gpus: float = 0.0,
         detached: bool = False,
         here: bool = False,
+        avoid: Sequence[str] = (),
         gang: Reservation | None = None,
         index: int | None = None,
         restarts: int = 0,
         warm: bool = False,
+        node: str | None = None,
         **kwargs: Any,
     ) -> RayHandle:
         """Start an actor in its own process. See `Actors.spawn`."""
         self._check()
-        if warm and not gpus and not restarts:
+        if warm and not gpus and not restarts and node is None and self.node not in avoid:
             taken = self._take_warm(name, detached, _host_of(gang, index))
             if taken is not None:
                 owner = None if detached else ray.get_runtime_context().current_actor
@@ -607,9 +611,11 @@ class RayCluster:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 gang.group, placement_group_bundle_index=-1 if index is None else index
             )
-        elif here:
+        elif avoid and node is None and (not here or self.node in avoid):
+            options["label_selector"] = {"ray.io/node-id": f"!in({','.join(avoid)})"}
+        elif here or node is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
-                ray.get_runtime_context().get_node_id(), soft=False
+                node or ray.get_runtime_context().get_node_id(), soft=False
             )
         try:
             actor = ray.remote(_shell(target)).options(**options).remote(target, *args, **kwargs)
@@ -730,6 +736,28 @@ class RayCluster:
             remove_placement_group(group)
             raise not_free(bundles, self.free(), timeout)
         return RayReservation(group, self._gangs)
+
+    def reserve_named(self, name: str, bundle: Bundle, node: str, timeout: float, *, detached: bool) -> RayReservation:
+        """Reserve one bundle on a host, under a name. See `Cluster.reserve_named`."""
+        self._check()
+        found = placement_group(
+            [_ray_bundle(bundle)],
+            name=f"{NAMESPACE}/{name}",
+            lifetime="detached" if detached else None,
+            bundle_label_selector=[{"ray.io/node-id": node}],
+        )
+        if not found.wait(timeout):
+            remove_placement_group(found)
+            raise not_free_there(bundle, node, timeout)
+        return RayReservation(found, set())  # not in `_gangs`, which end with this process's session
+
+    def reservation(self, name: str) -> RayReservation | None:
+        """Return the reservation of this name, or None if it was released. See `Cluster.reservation`."""
+        self._check()
+        try:
+            return RayReservation(get_placement_group(f"{NAMESPACE}/{name}"), set())
+        except ValueError:
+            return None
 
     @property
     def node(self) -> str:

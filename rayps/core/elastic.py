@@ -36,6 +36,7 @@ class ElasticWorkers:
     cooldown: float = 30.0  # seconds between two changes of the number of workers that are not forced
     gain: float = 0.5  # the least part of its own speed that an added worker must add, so that the job grows further
     replay: tuple[tuple[int, int], ...] | None = None
+    balance: bool = False  # whether faster workers take more of a round's rows
 
     def check(self, least: int) -> Self:
         """Return these values. `least` is the job's least number of workers.
@@ -69,6 +70,14 @@ class ElasticWorkers:
                 raise ConfigError(f"{name} is {value!r}: give a finite number of at least 0", field=name)
             if value > below:
                 raise ConfigError(f"{name} is {value!r}: give at most {below:g}", field=name)
+        if not isinstance(self.balance, bool):
+            raise ConfigError(f"balance is {self.balance!r}: give True or False", field="balance")
+        if self.balance and self.replay is not None:
+            raise ConfigError(
+                "balance is True with replay: the shares of rows follow measured speeds, which no log repeats; leave "
+                "out one of the two",
+                field="balance",
+            )
         last = -1
         for at, count in self.replay or ():
             if not _whole(at) or at <= last or not _whole(count) or count < 1:
@@ -89,7 +98,7 @@ class ElasticWorkers:
         """Return the values as JSON data, without those that have their defaults."""
         found: JsonObject = {"most": self.most}
         defaults = ElasticWorkers(self.most)
-        for name in ("global_batch", "lr_scaling", "cooldown", "gain"):
+        for name in ("global_batch", "lr_scaling", "cooldown", "gain", "balance"):
             if getattr(self, name) != getattr(defaults, name):
                 found[name] = getattr(self, name)
         if self.replay is not None:

@@ -6,6 +6,7 @@ Each check reads the option `field` of the object `owner`, and raises ConfigErro
 
 from __future__ import annotations
 
+from rayps.core.dropped_steps import LATE_LIMIT, LateWorkers
 from rayps.core.errors import ConfigError
 from rayps.core.values import Json
 
@@ -57,6 +58,23 @@ def flag(owner: object, field: str) -> None:
     given = getattr(owner, field)
     if not isinstance(given, bool):
         raise _wrong(field, given, "true or false")
+
+
+def late_workers(owner: object) -> LateWorkers:
+    """Check the options `backup`, `late_limit` and `replace_late` of `owner`, and return what the last two say."""
+    whole(owner, "backup", least=0, none=True)
+    whole(owner, "late_limit", none=True)
+    limit, replaces = getattr(owner, "late_limit"), getattr(owner, "replace_late")  # noqa: B009
+    if replaces is not None:
+        flag(owner, "replace_late")
+    if not getattr(owner, "backup") and (limit is not None or replaces is not None):  # noqa: B009
+        given = "late_limit" if limit is not None else "replace_late"
+        raise ConfigError(
+            f"{given} is {getattr(owner, given)!r} without backup workers, where no worker is late: give backup "
+            f"too, or leave out {given}",
+            field=given,
+        )
+    return LateWorkers(LATE_LIMIT if limit is None else limit, bool(replaces))
 
 
 def _wrong(field: str, given: Json, expected: str, none: bool = False, hint: str = "") -> ConfigError:

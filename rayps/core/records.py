@@ -70,6 +70,7 @@ class ProgressRecord(TypedDict, total=False):
     loss: float | None
     metrics: dict[str, float]  # metrics of the newest evaluation
     staleness: dict[str, int]
+    bound: int | None  # the staleness bound now, if it moves; None is no bound
     workers: list[WorkerLine]
     allowed: int  # of an elastic job: the number of workers that it was told that it may have
     wanted: int  # of an elastic job: the most workers that it wants, because more would not pay
@@ -82,6 +83,17 @@ class ProgressRecord(TypedDict, total=False):
     samples_per_second: float | None
     eta_seconds: float | None
     best: str  # the checkpoint of the best evaluation, if a callback keeps one
+    account: AccountRecord
+
+
+class AccountRecord(TypedDict):
+    """Where the time of a job's workers and servers went so far: see `rayps.core.time_account`."""
+
+    goodput: float | None  # the useful share of the workers' time; None before their first report
+    seconds: dict[str, float]  # of all workers, by part
+    members: dict[str, dict[str, float]]  # seconds by part of each worker and server
+    verdict: str  # what costs most of the time, in one sentence: see `rayps.core.time_verdict`
+    guilty: list[str]  # the members that cause it
 
 
 class OutcomeRecord(TypedDict, total=False):

@@ -15,36 +15,43 @@ from types import SimpleNamespace
 
 from rayps.core import options
 from rayps.core.compression import compression_of
+from rayps.core.dropped_steps import LateWorkers
 from rayps.core.errors import ConfigError
 from rayps.core.replica import Replica, check_replica
 from rayps.core.strategy import ShardView, Vector
-from rayps.core.topology import ASP, REPLAY, PerPush, PerRound, Servers, Update, consistency_of
+from rayps.core.topology import ASP, AUTO, REPLAY, PerPush, PerRound, Servers, Update, consistency_of
 from rayps.core.values import Json, JsonObject, Keywords
 
 
 def plain_servers(
     shards: int = 1,
-    staleness: int | None = 0,
+    staleness: int | str | None = 0,
     compression: str | None = None,
     replicas: int | None = None,
     replay_mb: float | None = None,
     replica: Replica | None = None,
     *,
     shard_resources: Mapping[str, float] | None = None,
+    backup: int | None = None,
+    late: LateWorkers | None = None,
 ) -> Servers:
     """Return the topology of a plain parameter server with these options.
 
-    The bound `staleness` also applies to pulls of the rows of sparse tables. `shard_resources` is {"gpu": a part of a
-    GPU}, or None for servers on the CPU.
+    The bound `staleness` also applies to pulls of the rows of sparse tables; "auto" is a bound that moves.
+    `shard_resources` is {"gpu": a part of a GPU}, or None for servers on the CPU. `backup` is the number of backup
+    workers; None and 0 mean that there are none. `late`: what follows if one is late in a row.
 
     Raises:
         ConfigError: an option is invalid, or two options cannot be combined.
     """
-    given = SimpleNamespace(shards=shards, replay_mb=replay_mb)
+    given = SimpleNamespace(shards=shards, replay_mb=replay_mb, backup=backup)
     options.whole(given, "shards")
-    if staleness is not None and (isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0):
+    options.whole(given, "backup", least=0, none=True)
+    whole = isinstance(staleness, int) and not isinstance(staleness, bool) and staleness >= 0
+    if not whole and staleness not in (None, AUTO):
         raise ConfigError(
-            f"staleness is {staleness!r}: give 0 (synchronous), a whole number of rounds, or none (asynchronous)",
+            f"staleness is {staleness!r}: give 0 (synchronous), a whole number of rounds, none (asynchronous), or auto "
+            "(a bound that moves)",
             field="staleness",
         )
     options.number(given, "replay_mb", least=0, none=True, expected=REPLAY)
@@ -66,7 +73,19 @@ def plain_servers(
             field="shard_resources",
         )
     consistency, update = consistency_of(staleness), update_of(staleness)
-    return Servers(shards, replicas, consistency, update, replica, compression, replay_mb, tables=True, gpus=gpus)
+    return Servers(
+        shards,
+        replicas,
+        consistency,
+        update,
+        replica,
+        compression,
+        replay_mb,
+        tables=True,
+        gpus=gpus,
+        backup=backup or 0,
+        late=late or LateWorkers(),
+    )
 
 
 def _gpus_of(given: Mapping[str, float] | None) -> float:
@@ -100,7 +119,7 @@ def summing_servers(
     return Servers(shards, None, ASP(), update, replica, replay_mb=replay_mb, adagrad=adagrad)
 
 
-def update_of(staleness: int | None) -> Update:
+def update_of(staleness: int | str | None) -> Update:
     """Return how a plain parameter server applies pushes: with staleness 0 a round's mean, else each on arrival."""
     return PerRound(means=True, borrows=True) if staleness == 0 else PerPush(borrows=True)
 
@@ -172,9 +191,10 @@ class PlainServers:
         if servers.update.spans:
             found |= {"adagrad": servers.adagrad}
         else:
-            found |= {"replicas": servers.replicas, "compression": servers.compression}
+            backup = servers.backup or None
+            found |= {"replicas": servers.replicas, "compression": servers.compression, "backup": backup}
         found = {name: value for name, value in found.items() if value is not None}
-        return found if servers.update.spans else found | {"staleness": servers.staleness}
+        return found if servers.update.spans else found | {"staleness": AUTO if servers.adaptive else servers.staleness}
 
     @classmethod
     def from_wire(cls, found: Mapping[str, Json]) -> PlainServers:

@@ -28,6 +28,20 @@ class ActiveRanks:
         return ActiveRanks(set(self.ranks), self.floor)
 
 
+@dataclass(frozen=True, slots=True)
+class MovedBound:
+    """A bound that replaces the strategy's while a job trains.
+
+    `since`: for each rank, the clock from which leads count too. A pull is served if its rank's lead is within the
+    bound either from there on or in all. If only the lead in all counted, a bound that follows a greater one, or none,
+    would stop the fast workers until the slow ones have made up for the rounds that they were behind before. If only
+    the lead from there on counted, slow workers could wait for workers that have ended.
+    """
+
+    staleness: int | None
+    since: tuple[int, ...]
+
+
 class Clock:
     """Rounds pushed by each rank, and the bound on their difference."""
 
@@ -39,6 +53,12 @@ class Clock:
         self.staleness = staleness
         self.done = done
         self.active = active
+        self._since: tuple[int, ...] = ()
+
+    def move(self, bound: MovedBound | None) -> None:
+        """Replace the bound from now on; None leaves it unchanged."""
+        if bound is not None:
+            self.staleness, self._since = bound.staleness, bound.since
 
     @property
     def slowest(self) -> int:
@@ -60,8 +80,18 @@ class Clock:
         """
         if self.staleness is None:
             return True
-        lead = self.lead(rank)
-        return (lead if step is None else min(lead, step - self.slowest)) <= self.staleness
+        own = self.done[rank] if step is None else min(self.done[rank], step)
+        if own - self.slowest <= self.staleness:
+            return True
+        if not self._since:
+            return False
+        counted = self.done if self.active is None else self.active.ranks
+        slowest = min((self.done[each] - self._from(each) for each in counted), default=0)
+        return own - self._from(rank) - slowest <= self.staleness
+
+    def _from(self, rank: int) -> int:
+        """Return the clock of a rank from which its lead counts."""
+        return self._since[rank] if rank < len(self._since) else 0
 
     def laggards(self) -> list[int]:
         """Return the active ranks with the smallest clock: the other ranks wait for them."""

@@ -16,6 +16,8 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from rayps.core import traffic
+from rayps.core.adaptive_staleness import FIRST
+from rayps.core.dropped_steps import LateWorkers
 from rayps.core.errors import ConfigError
 from rayps.core.grid import Grid
 from rayps.core.replica import Replica
@@ -59,11 +61,24 @@ class ASP:
         return None
 
 
-Consistency = BSP | SSP | ASP
+@dataclass(frozen=True, slots=True)
+class Adaptive:
+    """Bounded staleness whose bound moves while the job trains: see `rayps.core.adaptive_staleness`."""
+
+    @property
+    def staleness(self) -> int | None:
+        """The bound with which a job begins."""
+        return FIRST
 
 
-def consistency_of(staleness: int | None) -> Consistency:
-    """Return BSP for a `staleness` of 0, SSP for another number of rounds, and ASP for None."""
+Consistency = BSP | SSP | ASP | Adaptive
+AUTO = "auto"  # the `staleness` of an adaptive bound
+
+
+def consistency_of(staleness: int | str | None) -> Consistency:
+    """Return BSP for a `staleness` of 0, SSP for another number of rounds, ASP for None, and Adaptive for "auto"."""
+    if isinstance(staleness, str):
+        return Adaptive()
     return ASP() if staleness is None else SSP(staleness) if staleness else BSP()
 
 
@@ -141,9 +156,12 @@ class Peers:
     prefetch: bool = True  # pull the next batch's rows of tables while the current batch is computed
     shard: str | None = None  # which state each worker holds only a slice of; None: each worker holds all of it
     slice_backup: bool = False  # whether another worker holds a copy of each worker's slice
+    backup: int = 0  # backup workers: in each step so many of the workers need not be waited for
+    late: LateWorkers = field(default_factory=LateWorkers)  # with backup workers: workers that are late in a row
 
     def __post_init__(self) -> None:
         _check_shard(self)
+        _check_peers_with_backup(self)
 
     @property
     def in_step(self) -> bool:
@@ -156,7 +174,11 @@ class Peers:
         return 0 if self.tables is None else self.tables.count
 
     def grid(self, workers: int) -> Grid:
-        """Return the layout of `workers`. Raises ConfigError if they are not a whole number of replicas."""
+        """Return the layout of `workers`.
+
+        Raises ConfigError if they are not a whole number of replicas, or too few beside the backup workers.
+        """
+        _check_backup(self.backup, workers)
         return _grid(self.replica, workers)
 
     def check(self, name: str, job: JobFacts) -> None:
@@ -194,6 +216,11 @@ class Servers:
     push_every: int = 1  # steps between two pushes of a worker
     pull_every: int = 1  # steps between two pulls
     gpus: float = 0.0  # the part of a GPU on which each server steps its slice; 0 means on the CPU
+    backup: int = 0  # backup workers: in each round so many of the workers need not be waited for
+    late: LateWorkers = field(default_factory=LateWorkers)  # with backup workers: workers that are late in a row
+
+    def __post_init__(self) -> None:
+        _check_servers_with_backup(self)
 
     @property
     def staleness(self) -> int | None:
@@ -201,9 +228,19 @@ class Servers:
         return self.consistency.staleness
 
     @property
+    def adaptive(self) -> bool:
+        """Whether the bound moves while the job trains."""
+        return isinstance(self.consistency, Adaptive)
+
+    @property
     def in_step(self) -> bool:
         """Whether all workers are at the same round."""
         return self.staleness == 0
+
+    @property
+    def pulls_one_moment(self) -> bool:
+        """Whether a pull from several servers has the values of one moment by default: if there is a fixed bound."""
+        return self.staleness is not None and not self.adaptive
 
     @property
     def group_size(self) -> int:
@@ -224,7 +261,11 @@ class Servers:
         return 0 if self.in_step else self.group_replay_bytes
 
     def grid(self, workers: int) -> Grid:
-        """Return the layout of `workers`. Raises ConfigError if they are not a whole number of replicas."""
+        """Return the layout of `workers`.
+
+        Raises ConfigError if they are not a whole number of replicas, or too few beside the backup workers.
+        """
+        _check_backup(self.backup, workers)
         return _grid(self.replica, workers)
 
     def shards(self, columns: int) -> int:
@@ -246,6 +287,7 @@ class Servers:
         if job.tables and not self.tables:
             raise _no_tables(name, job)
         _refuse_replica(self.replica, job)
+        _refuse_group_with_backup(self.backup, job)
         if self.gpus and (job.tables or job.group is not None):
             why = f"on server group {job.group!r}" if job.group is not None else "on a server group, with its tables"
             raise ConfigError(
@@ -289,6 +331,16 @@ class SharedVector:
     def compression(self) -> str | None:
         """None: nothing is sent, so nothing is compressed."""
         return None
+
+    @property
+    def backup(self) -> int:
+        """0: no worker waits for another, so that none need be spared."""
+        return 0
+
+    @property
+    def late(self) -> LateWorkers:
+        """The default: no worker is late."""
+        return LateWorkers()
 
     @property
     def group_size(self) -> int:
@@ -355,6 +407,20 @@ def compression_in(strategy: ServerHalf) -> str | None:
     return topology.compression
 
 
+def backup_in(strategy: ServerHalf) -> int:
+    """Return how many of the workers need not be waited for in a step under a strategy: its backup workers."""
+    topology = strategy.topology
+    return topology.backup
+
+
+def shares_in(strategy: ServerHalf, workers: int) -> int:
+    """Return in how many shares the rows of an epoch are divided: one for each replica without the backup workers.
+
+    Raises ConfigError if the number of replicas is not whole.
+    """
+    return replicas_in(strategy, workers) - backup_in(strategy)
+
+
 def runs_in_step(strategy: ServerHalf) -> bool:
     """Return whether all workers are at the same round under a strategy."""
     topology = strategy.topology
@@ -413,6 +479,64 @@ def _check_shard(peers: Peers) -> None:
         )
 
 
+def _check_backup(backup: int, workers: int) -> None:
+    """Raise ConfigError unless more than half of the workers count in each step."""
+    if backup and 2 * backup >= workers:
+        raise ConfigError(
+            f"backup is {backup} and there are {workers} workers: give fewer than half of the workers as backup "
+            f"workers, or at least {2 * backup + 1} workers",
+            field="backup",
+        )
+
+
+def _check_peers_with_backup(peers: Peers) -> None:
+    """Raise ConfigError if backup workers cannot be combined with another option of `peers`."""
+    others = (
+        ("replica", peers.replica and peers.replica.name, "the workers of a replica wait for each other"),
+        ("compression", peers.compression, "a late worker has no error to feed back"),
+        ("shard", peers.shard, "each worker is needed for its slice of the state"),
+        ("bucket_mb", peers.bucket_mb or None, "nothing is sent before the members of a step are known"),
+    )
+    _refuse_with_backup(peers.backup, others)
+    if peers.backup and peers.tables is not None:
+        raise _backup_with("sparse tables", "a late worker's rows are on servers", "use all_reduce without tables")
+
+
+def _check_servers_with_backup(servers: Servers) -> None:
+    """Raise ConfigError if backup workers cannot be combined with another option of `servers`."""
+    if servers.backup and not servers.in_step:
+        staleness = "none" if servers.staleness is None else servers.staleness
+        raise _backup_with(
+            f"staleness {staleness}", "no worker waits for all others", "give staleness=0, or leave out backup"
+        )
+    others = (
+        ("replica", servers.replica and servers.replica.name, "the workers of a replica wait for each other"),
+        ("replicas", servers.replicas, "the members of a round are known to fixed servers only"),
+    )
+    _refuse_with_backup(servers.backup, others)
+
+
+def _refuse_with_backup(backup: int, others: Iterable[tuple[str, object, str]]) -> None:
+    for name, given, why in others if backup else ():
+        if given is not None:
+            raise _backup_with(f"{name} {given}", why, f"leave out {name}, or backup")
+
+
+def _refuse_group_with_backup(backup: int, job: JobFacts) -> None:
+    """Refuse backup workers with servers that outlive a failure, or with tables, which need such servers."""
+    if backup and job.tables:
+        raise _backup_with("sparse tables", "a late worker's rows are on servers", "leave out backup")
+    if backup and (job.group is not None or job.branch is not None):
+        where = f"server group {job.group!r}" if job.group is not None else f"branch {job.branch!r}"
+        raise _backup_with(
+            where, "the members of a round are known to fixed servers only", "leave out the group, or backup"
+        )
+
+
+def _backup_with(what: str, why: str, way_out: str) -> ConfigError:
+    return ConfigError(f"backup workers cannot be combined with {what}: {why}; {way_out}", field="backup")
+
+
 def _no_tables(name: str, job: JobFacts) -> ConfigError:
     known = ", ".join(map(repr, job.tables))
     return ConfigError(
@@ -450,4 +574,20 @@ def _refuse_clipping(name: str, job: JobFacts) -> None:
             "their rows, so the norm of the whole gradient is not known; use parameter_server, which clips each "
             "worker's push (dense part and rows together), or set clip_norm to None",
             field="clip_norm",
+        )
+
+
+def is_adaptive(strategy: ServerHalf) -> bool:
+    """Return whether the staleness bound of a strategy moves while the job trains."""
+    servers = servers_of(strategy)
+    return servers is not None and servers.adaptive
+
+
+def refuse_adaptive(servers: Servers, where: str) -> None:
+    """Raise ConfigError if the bound must move while training. `where` is what cannot move it."""
+    if servers.adaptive:
+        raise ConfigError(
+            f"staleness is 'auto', and {where} cannot move the bound: give 0 (synchronous), a whole number of rounds, "
+            "or none (asynchronous); rayps.train with parameter_server takes 'auto'",
+            field="staleness",
         )

@@ -31,6 +31,10 @@ class DealtRows(Data):
         self.micro_batches = -(-max(rows.shares) // data.batch_size)
         self._places: dict[int, np.ndarray] = {}
 
+    def dealt_by(self, rows: RowShares) -> DealtRows:
+        """Return the same data, dealt by other shares."""
+        return DealtRows(self._data, rows)
+
     def check(self) -> None:
         """Check the data: see `Data.check`."""
         self._data.check()

@@ -15,10 +15,12 @@ import numpy as np
 
 from rayps.cluster.local import ActorHandle, Cluster, LocalCluster, rendezvous, surrounding
 from rayps.core.errors import ActorDied, ConfigError, Conflict, PeerTimeout
+from rayps.core.staleness_bound import MovedBound
 from rayps.ps.client.connections import MapSource
 from rayps.ps.client.session import Session
 from rayps.ps.manager.assign_segments import Balance
-from rayps.ps.manager.manager import BALANCE, SILENCE, check_size
+from rayps.ps.manager.decide_scale import ScaleRule
+from rayps.ps.manager.manager import BALANCE, SILENCE, ServerCount, check_size
 from rayps.ps.protocol.messages import GroupMessage, numbers
 from rayps.ps.protocol.segment_map import SpaceMap, group_names, manager_actor
 from rayps.ps.protocol.space import Quota, Space
@@ -29,7 +31,20 @@ CALL_SECONDS = 90.0  # seconds for a manager to answer a call; the longest call 
 PAUSE_SECONDS = 0.1  # seconds between two checks of a group, and before a call of a manager that died is repeated
 # calls that are repeated if the manager dies before it answers; executing one of them twice does no harm
 _REPEATABLE = frozenset(
-    {"contact", "space", "map", "facts", "settled", "set_quota", "restored", "join", "resize", "drain"}
+    {
+        "contact",
+        "space",
+        "map",
+        "facts",
+        "loads",
+        "settled",
+        "set_quota",
+        "move_bound",
+        "restored",
+        "join",
+        "resize",
+        "drain",
+    }
 )
 
 
@@ -89,6 +104,13 @@ class ManagerClient:
         """
         self._call("set_quota", name, quota)
 
+    def move_bound(self, number: int, bound: MovedBound) -> None:
+        """Replace the staleness bound of the space with this number from now on.
+
+        Raises NotFound if no open space has this number.
+        """
+        self._call("move_bound", number, bound)
+
     def map(self, number: int) -> SpaceMap:
         """Return the map of the space with this number: the servers that hold its segments.
 
@@ -117,8 +139,11 @@ class ManagerClient:
         """Report to the manager that lost segments of the space with this number have been loaded again."""
         self._call("restored", number, segments)
 
-    def resize(self, servers: int) -> None:
+    def resize(self, servers: ServerCount) -> None:
         """Set the number of servers. Segments move in the background, while pushes and pulls continue.
+
+        With a pair (least, most), load chooses the number from this range. A number stays: load does not change it
+        until `resize` is called with a pair.
 
         Raises ConfigError if `servers` is 0 or below replicas + 1, and Conflict if a resize is in progress.
         """
@@ -135,6 +160,11 @@ class ManagerClient:
     def facts(self) -> dict[str, Any]:
         """Return the facts about the group as plain data: servers, spaces, segments, moves, counts, events."""
         found: dict[str, Any] = self._call("facts")
+        return found
+
+    def loads(self) -> dict[str, dict[str, Any]]:
+        """Return the spaces in each server's last heartbeat: counters of operations, seconds of service, segments."""
+        found: dict[str, dict[str, Any]] = self._call("loads")
         return found
 
     def settled(self) -> bool:
@@ -206,7 +236,7 @@ class ManagerClient:
 def start(
     cluster: Cluster,
     name: str,
-    servers: int = 2,
+    servers: ServerCount = 2,
     replicas: int = 1,
     *,
     folder: str | Path | None = None,
@@ -216,8 +246,12 @@ def start(
     hosts: Cluster | None = None,
     silence: float = SILENCE,
     balance: Balance | None = BALANCE,
+    scale: ScaleRule | None = None,
 ) -> ManagerClient:
     """Start a group of `servers` servers with `replicas` backups of each segment; return when all servers are alive.
+
+    If `servers` is a pair, the least and the most, the group begins with the least, and load changes the number by the
+    rule `scale` (see `rayps.ps.manager.decide_scale`).
 
     `folder`: where the manager writes the group's record. A manager on Ray that has a folder is restarted when its
     process dies. If the folder has the record of a group of this name, the group continues with those of its servers
@@ -252,7 +286,7 @@ def start(
         restarts=0 if folder is None else -1,
         cpus=0.0,
         **more,
-        **_manager_options(detached, cpus, silence, balance),
+        options={"detached": detached, "cpus": cpus, "silence": silence, "balance": balance, "scale": scale},
     )
     group = ManagerClient(name, handle, home)
     try:
@@ -295,10 +329,6 @@ def _home(cluster: Cluster, hosts: Cluster | None) -> tuple[Cluster, Cluster | N
     if isinstance(cluster, type(surrounding())):
         return cluster, None
     return surrounding(), hosts or cluster
-
-
-def _manager_options(detached: bool, cpus: float, silence: float, balance: Balance | None) -> dict[str, Any]:
-    return {"options": {"detached": detached, "cpus": cpus, "silence": silence, "balance": balance}}
 
 
 def _await_servers(group: ManagerClient, timeout: float) -> None:

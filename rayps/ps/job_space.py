@@ -22,6 +22,7 @@ import torch
 
 from rayps.core.errors import ActorDied, CheckpointError, ConfigError, NotFound, RaypsError
 from rayps.core.grid import Grid
+from rayps.core.staleness_bound import MovedBound
 from rayps.core.strategy import StrategyView
 from rayps.core.topology import servers_of
 from rayps.core.user_module import pack, unpack
@@ -157,6 +158,7 @@ class JobSpace:
         self._division: ModelColumns | None = None
         self._base: Snapshot | None = None  # the snapshot from which lost segments are loaded
         self._saved_tables: tuple[Path, bool] | None = None
+        self._bound: MovedBound | None = None  # a staleness bound that the manager does not have yet
         self._branched = False  # the open space is a branch, which has its values already
         self._members: tuple[MemberChange, ...] = ()
         self._watch = GroupWatch(group, name, lambda: self.spaces, self._restore)
@@ -252,6 +254,7 @@ class JobSpace:
         positions = list(parts[0].positions)
         tables = self._first_tables(fresh[0], positions)
         with self._watch.lock:
+            self._bound = None
             while self._columns:
                 self._drop(self._columns.pop().space.name)
             for space in fresh:
@@ -330,6 +333,12 @@ class JobSpace:
             for column in self._columns:
                 column.saved(snapshot.round)
 
+    def move_bound(self, bound: MovedBound) -> None:
+        """Replace the staleness bound of all spaces soon; while the manager does not answer, this is tried again."""
+        with self._watch.lock:
+            self._bound = bound
+        self._watch.check_soon()
+
     def write_tables(self, rounds: int) -> Callable[[Path], list[Path]] | None:
         """Return a function that writes the tables to a folder and returns the files, or None if there are no tables.
 
@@ -391,6 +400,10 @@ class JobSpace:
         self._watch.check()
 
     def _restore(self, facts: Facts) -> None:
+        if self._bound is not None:
+            for column in self._columns:
+                self.group.move_bound(column.space.number, self._bound)
+            self._bound = None
         for number, (column, mine) in enumerate(zip(self._columns, spaces_of(facts, self.spaces), strict=True)):
             lost = [segment["index"] for segment in mine.get("segments", []) if segment["state"] == "lost"]
             if lost and self._base is not None:
@@ -519,7 +532,7 @@ class GroupWatch:
         self._events: deque[Facts] = deque()
         self._since = time.time()
         self._throttled = Throttled()
-        self._over = threading.Event()
+        self._over, self._soon = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -531,6 +544,11 @@ class GroupWatch:
     def close(self) -> None:
         """End the checks. `join` waits for the thread."""
         self._over.set()
+        self._soon.set()
+
+    def check_soon(self) -> None:
+        """Let the thread check the group now."""
+        self._soon.set()
 
     def join(self) -> None:
         """Wait for the thread to end, after `close`."""
@@ -538,10 +556,10 @@ class GroupWatch:
             self._thread.join(10.0)
 
     def _run(self) -> None:
-        while True:
+        while not self._over.is_set():
+            self._soon.clear()
             self.check()
-            if self._over.wait(LOOK_SECONDS):
-                return
+            self._soon.wait(LOOK_SECONDS)
 
     def check(self) -> None:
         """Read the group's facts, and call `react` with them. Any thread may call this; a failure is logged."""

@@ -24,7 +24,7 @@ from rayps.cluster.members import ActorHost
 from rayps.comm.link import connect
 from rayps.core.errors import ConfigError, LinkError, PeerLost, RaypsError
 from rayps.core.server_updates import PlainServers, plain_servers
-from rayps.core.topology import Servers
+from rayps.core.topology import Servers, refuse_adaptive
 from rayps.core.user_module import pack
 from rayps.ps import group as elastic
 from rayps.ps.client.client import GroupServer, compress
@@ -32,6 +32,7 @@ from rayps.ps.client.connections import take_rank
 from rayps.ps.client.session import KEEP_BYTES, Session
 from rayps.ps.column_space import segment_states
 from rayps.ps.group import ManagerClient
+from rayps.ps.manager.manager import ServerCount
 from rayps.ps.manager.status import COUNTS
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.rows import cut, cuts
@@ -108,6 +109,7 @@ class ServerGroup:
         _refuse_mixtures(is_elastic, replicas, group, name, segments, quota)
         own = replicas if group is None else None
         servers = plain_servers(shards, staleness, compression, own) if topology is None else topology
+        refuse_adaptive(servers, "a server group without a job")
         strategy = PlainServers(servers)
         if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
             raise ConfigError(
@@ -236,10 +238,11 @@ class ServerGroup:
 
     # ---- elastic
 
-    def resize(self, servers: int) -> None:
+    def resize(self, servers: ServerCount) -> None:
         """Set the number of servers. Segments move in the background, while pushes and pulls continue.
 
-        `wait_settled` waits until all segments have moved.
+        `wait_settled` waits until all segments have moved. With a pair (least, most), load chooses the number from this
+        range, until `resize` is called with a number.
 
         Raises:
             ConfigError: `servers` is 0, or below replicas + 1; or the servers are fixed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rayps.core.errors import ConfigError
 from rayps.core.strategy import StrategyView
-from rayps.core.strategy_families import SHARED_VECTOR
+from rayps.core.strategy_families import MEMBER_PUSHES, SHARED_VECTOR
 from rayps.core.topology import replica_of, servers_of, shard_of
 from rayps.strategies.admm import ADMM
 from rayps.tensors.weight_average import Average
@@ -27,6 +27,8 @@ def check_average_under(strategy: StrategyView, average: Average | None) -> None
         why = "each worker holds a slice of its state"
     elif strategy.loop == SHARED_VECTOR:
         why = "its workers change the parameters while one of them would read them"
+    elif strategy.loop == MEMBER_PUSHES:
+        why = "with backup workers a late worker does not pull the parameters of every step"
     elif isinstance(strategy, ADMM):
         why = "its workers' parameters agree only at the end"
     elif servers is not None and servers.own_copies:

@@ -24,10 +24,11 @@ from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import Cluster
 from rayps.cluster.room import RoomWatch
 from rayps.core.errors import RaypsError
+from rayps.core.goodput import JobTime
 from rayps.core.job_status import Status
 from rayps.core.metrics import evaluation_point
 from rayps.core.phase_rounds import Calendar
-from rayps.core.records import ProgressRecord
+from rayps.core.records import Point, ProgressRecord
 from rayps.core.strategy import Phase
 from rayps.core.strategy_families import (
     Rebuild,
@@ -44,6 +45,7 @@ from rayps.core.user_module import pack
 from rayps.core.warm_start import StartFrom
 from rayps.federated.remote_replies import create_mailbox
 from rayps.runtime import decide_recovery as states
+from rayps.runtime.bound_mover import BoundMover
 from rayps.runtime.callbacks import CallbackRunner, RunHandle, runner_of
 from rayps.runtime.decide_recovery import (
     Continue,
@@ -70,6 +72,7 @@ from rayps.runtime.membership import Membership
 from rayps.runtime.phases import PhaseRun, RunPlan
 from rayps.runtime.preflight import PreflightFindings, Trial, TrialFacts, TrialRequest, preflight
 from rayps.runtime.recover import RecoveryExecutor
+from rayps.runtime.share_balancer import ShareBalancer
 from rayps.runtime.snapshots import Checkpointer
 from rayps.runtime.status import Outcome, RunRecord
 from rayps.runtime.trace_folder import TraceFolder
@@ -140,6 +143,8 @@ class Driver:
         self._recoveries = RecoveryExecutor(journal, failures)
         self._record = RunRecord(journal, spec.workers, self._round_and_facts, self._callbacks.deliver)
         self._record.traces = None if profile is None else TraceFolder(profile, journal)
+        self._bound = BoundMover(journal)
+        self._shares = ShareBalancer(journal, balances=spec.elastic is not None and spec.elastic.balance)
         self._known: RunPlan | None = None  # set by the preflight
         self._allowance = Allowance(spec.workers if spec.elastic is None else spec.elastic.most)
         self._started: WorkerGroup | None = None
@@ -176,6 +181,10 @@ class Driver:
     def saves(self) -> bool:
         """Whether there is a folder for checkpoints."""
         return self._checkpoints.folder is not None
+
+    def job_time(self) -> JobTime:
+        """Return where the time of the job's workers and servers went so far."""
+        return self._record.times.job_time()
 
     @property
     def status(self) -> Status:
@@ -225,8 +234,8 @@ class Driver:
         calendar = Calendar(self._phases, found.steps, elastic.most, epochs=epochs, rounds=None)
         servers = servers_of(self._phases[0].strategy)
         compresses = servers is not None and servers.compression is not None
-        terms = LeaseTerms(blocks, last or (calendar.epochs, 0), compresses)
-        return calendar, LeasedRun(elastic, spec.workers, terms, calendar, self.journal, self._allowance)
+        terms = LeaseTerms(blocks, last or (calendar.epochs, 0), spec.workers, compresses)
+        return calendar, LeasedRun(elastic, terms, calendar, self.journal, self._allowance)
 
     def _elastic_run(self, found: PreflightFindings, calendar: Calendar) -> ElasticRun | None:
         elastic = self.spec.elastic
@@ -341,7 +350,9 @@ class Driver:
             known = self.journal.evaluated
             self._record.evaluated = self._callbacks.known(first.round) if known is None else known
         self._callbacks.start(first.round, plan.calendar.epoch_of(first.round))
-        self._callbacks.deliver_earlier(self.journal.earlier_points(), first.round)
+        earlier = self.journal.earlier_points()
+        self._callbacks.deliver_earlier(earlier, first.round)
+        self._record.times.continues(earlier)
         if self._callbacks.may_end(first.round):  # an earlier driver has died between the stop and the end
             self._end_early()
         return Findings()
@@ -410,7 +421,8 @@ class Driver:
         if (traces := self._record.traces) is not None:
             orders = replace(orders, profile=traces.ranks_to_trace(group.size))
         parts = self._checkpoints.parts_plan(phase.phase.strategy, group.hosts)
-        orders = replace(orders, parts=parts, leased=leased is not None)
+        recovers, reached = self._record.times.begin_generation(group.slots or group.size)
+        orders = replace(orders, parts=parts, recovers=recovers, reached=reached, leased=leased is not None)
         if elastic is not None:
             boundary = replace(orders.boundary, also=elastic.stop_round)
             orders = replace(orders, elastic=elastic.plan(state.handover), boundary=boundary)
@@ -419,13 +431,17 @@ class Driver:
         group.begin(orders, self._checkpoints.snapshot, state.rebuild)
         if leased is not None:
             leased.begun(group)
+        self._bound.begin(orders.strategy)
+        self._shares.begin(group.size)
         self._record.set_status(Status.RUNNING, "")
         if self._again and self._generation == 1:
             self._move.report_arrival(self._checkpoints.round)
         return Findings()
 
     def _train(self, phase: PhaseRun) -> Findings:
-        self._poll()
+        points, recoveries = self._poll(), self._recoveries
+        allowed = recoveries.failures < self.spec.max_failures
+        recoveries.late.look(self._group, points, self._checkpoints.round, allowed=allowed)
         decision = self._decided(self._facts(phase))
         if not isinstance(decision, (Fail, Replace, EndEarly, Regroup)):
             self._collect()
@@ -438,6 +454,8 @@ class Driver:
             case Continue():
                 elastic = self._plan.elastic
                 stopping = elastic is not None and elastic.is_stopping
+                if elastic is not None and not stopping:
+                    self._shares.balance(self._group.workers, elastic.membership)
                 self._stop.wait(STOPPING_SECONDS if stopping else POLL_SECONDS)
             case EndEarly():
                 self._end_early()
@@ -476,6 +494,7 @@ class Driver:
     def _recover(self, state: states.Recover) -> Findings:
         decision, generation = state.decision, self._generation + 1
         self._record.end_generation()
+        self._record.times.recovering = True
         self._record.set_status(Status.RECOVERING, decision.reason)
         rebuild = self._recoveries.end_generation(self._group, decision, generation)
         if rebuild is not None:
@@ -537,8 +556,9 @@ class Driver:
     def _request_checkpoint(self, phase: PhaseRun) -> Findings:
         if not self.saves or has_remote_clients(phase.phase.strategy):  # a round of real clients may take hours
             return Findings()
-        self._record.set_status(Status.STOPPING, "saving a checkpoint")
-        seconds = LEAVE_SECONDS if self._move.reason is None else self._move.seconds
+        moves = self._move.reason is not None  # the job then goes on: a job that is STOPPING never runs again
+        self._record.set_status(Status.RECOVERING if moves else Status.STOPPING, "saving a checkpoint")
+        seconds = self._move.seconds if moves else LEAVE_SECONDS
         self._last = LastCheckpoint(self._group, self._checkpoints.round, phase.end, seconds)
         return Findings(saving=True)
 
@@ -560,7 +580,8 @@ class Driver:
 
     # ---- shared by the effects
 
-    def _poll(self) -> None:
+    def _poll(self) -> list[Point]:
+        """Take the results of a poll into the record, and return the points of single workers."""
         group = self._group
         points = group.poll()
         leased = self._plan.leased
@@ -571,8 +592,11 @@ class Driver:
             # for later generations, and for runs that resume from this state
             self._checkpoints.snapshot.record_ring_choices(point)
         self._record.add_poll(group, points)
+        self._bound.follow(group, points)
+        self._shares.add(points)
         self._recoveries.check_progress(group, self._generation)
         self._record.show_progress()
+        return points
 
     def _collect(self) -> None:
         self._checkpoints.collect(self._group, self._plan, self._generation)
@@ -632,6 +656,8 @@ class Driver:
         elastic = None if self._known is None else self._known.elastic
         if elastic is not None and elastic.wanted is not None:
             facts["wanted"] = elastic.wanted
+        if self._bound.moves:
+            facts["bound"] = self._bound.bound
         if self._callbacks.run.best is not None:
             facts["best"] = str(self._callbacks.run.best)
         return self._checkpoints.round, facts
@@ -663,6 +689,7 @@ class Driver:
         if self._started is not None:
             self.journal.lines(self._started.lines())
             self._record.add_server_events(self._started, over=True)
+            self._record.times.end(self._started.members)
             self._started.close()
             self._checkpoints.discard_unfinished()
 
@@ -690,6 +717,7 @@ class Driver:
         self.journal.event(kind, outcome.message, metrics=outcome.metrics)
         self._record.set_status(outcome.status, outcome.message)
         self.journal.write_outcome(outcome.to_dict())
+        self._record.times.close()
         return outcome
 
     def _end_callbacks(self, outcome: Outcome) -> None:

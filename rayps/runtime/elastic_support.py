@@ -24,7 +24,7 @@ from rayps.core.strategy_families import (
     has_remote_clients,
     learns_by_client,
 )
-from rayps.core.topology import Peers, Servers, replica_of, runs_in_step, servers_of
+from rayps.core.topology import Adaptive, Peers, Servers, backup_in, replica_of, runs_in_step, servers_of
 
 _IN_STEP = (SYNC_GRADIENTS, SERVER_STEPS, LOCAL_UPDATES, SHARDED_STATE, SHARDED_PARAMETERS, FEDERATED_ROUNDS)
 
@@ -43,6 +43,8 @@ def check_elastic(name: str, strategy: StrategyView, elastic: ElasticWorkers, *,
     why, servers, by_client = None, servers_of(strategy), learns_by_client(strategy)
     if replica_of(strategy) is not None:
         why = "a replica is several workers"
+    elif backup_in(strategy):
+        why = "a worker that is late has rows and means of its own"
     elif tables:
         why = "the model has sparse tables"
     elif by_client and has_remote_clients(strategy):
@@ -103,6 +105,8 @@ def check_leased(phases: Sequence[Phase], elastic: ElasticWorkers, *, tables: bo
         why = "each worker has a copy of the parameters that it has changed itself"
     elif tables:
         why = "the model has sparse tables"
+    elif isinstance(servers.consistency, Adaptive):
+        why = "the staleness bound moves"
     if why is not None:
         raise ConfigError(
             f"workers is a range, and under {name} {why}: use parameter_server in one phase, or give a fixed number of "

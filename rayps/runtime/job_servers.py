@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import ActorReply, Cluster
 from rayps.cluster.members import GroupMember, place, settle
+from rayps.cluster.notices import Notice
 from rayps.cluster.reservation import WorkerResources
+from rayps.core.errors import ClusterError
+from rayps.core.staleness_bound import MovedBound
 from rayps.core.strategy import StrategyView
 from rayps.core.topology import group_of, runs_in_step, servers_of
 from rayps.core.user_module import pack
@@ -66,6 +71,9 @@ class JobServers(Protocol):
     def opener(self) -> Session:
         """Open a session of rank -1, which the caller closes. The model must fit on one worker."""
 
+    def move_bound(self, bound: MovedBound) -> None:
+        """Replace the staleness bound of the generation from now on. `bound` counts leads of data ranks."""
+
     def close(self) -> None:
         """End the servers if they belong to the job."""
 
@@ -87,6 +95,7 @@ class FixedServers:
         # from a worker's (column, data rank) to the number of its starts
         self._incarnations: Counter[tuple[int, int]] = Counter()
         self._members: tuple[MemberChange, ...] = ()
+        self._tried: set[tuple[int, str]] = set()  # (shard, key of a notice) of moves
 
     def prepare(self, wanted: int, gpus: float = 0.0) -> list[GroupMember]:
         """Start shards until `wanted` shards are alive, each with the part `gpus` of a GPU, and end all others.
@@ -174,6 +183,44 @@ class FixedServers:
         source.publish(found)
         return found
 
+    def noticed(self, notices: tuple[Notice, ...]) -> list[int]:
+        """Return the living shards whose process or host will end, and that `move` has not tried to move from there."""
+        found = []
+        for index, member in enumerate(self.members):
+            notice = None if member.dead or member.place is None else member.place.notice(notices)
+            if notice is not None and (index, notice.key) not in self._tried:
+                found.append(index)
+        return found
+
+    def move(self, index: int, notices: tuple[Notice, ...], seconds: float) -> tuple[SpaceMap, GroupMember] | None:
+        """Move a shard that will end: its segment, with its whole state, goes to a new process, and no push is lost.
+
+        The new process starts while the old one serves. Then the old one refuses requests, so that workers wait for the
+        map. Return the map, and the old shard, which the caller ends when the workers have the map. Return None if the
+        new process could not start, or will end too, and the shard stays as it is; or if the old one did not answer,
+        and counts as dead. `seconds`: for each of them to answer.
+        """
+        old, shard = self.members[index], self._spawn(index)
+        self._tried.update((index, one.key) for one in notices)
+        place([shard], seconds=seconds)
+        if shard.dead or shard.place is None or shard.place.notice(notices) is not None:
+            self._cluster.kill(shard.handle)
+            return None
+        column, number = self.column(index)
+        source = self._maps[column]
+        found = source.moved(number, shard.address)
+        try:
+            state = old.handle.call("hand_over").result(seconds)
+        except (ClusterError, TimeoutError) as error:
+            old.dead = f"it did not hand its segment over: {error}"
+            self._cluster.kill(shard.handle)
+            return None
+        self.members[index] = shard
+        plan = self._plan(index, found.holders[number].generation)
+        settle([shard.handle.call("resume", plan, state)], [shard])
+        source.publish(found)
+        return found, old
+
     def poll(self, orders: Orders, wanted: int) -> None:
         """Poll all shards without waiting for answers. Each shard will retain its part of round `wanted`."""
         for member in self.members:
@@ -203,6 +250,13 @@ class FixedServers:
         for member in [member for member in self.members if not member.dead]:
             member.handle.call("saved", snapshot.round)  # if this call is lost, workers retain their pushes longer
 
+    def move_bound(self, bound: MovedBound) -> None:
+        """Replace the staleness bound on all shards, and on those that will replace a shard."""
+        self._spaces = [replace(space, bound=bound) for space in self._spaces]
+        for index, member in enumerate(self.members):
+            if not member.dead:  # a shard that dies now is replaced by one that begins with the new bound
+                member.handle.call("move_bound", self._spaces[self.column(index)[0]])
+
     def close(self) -> None:
         """End all shards."""
         for member in self.members:
@@ -214,6 +268,7 @@ class FixedServers:
         if self._gpus:
             gang = self.reserved.gang
             where = {"gpus": self._gpus, "gang": gang, "index": self.reserved.others + index, "device": "cuda"}
+        began = time.monotonic()
         handle = self._cluster.spawn(
             "rayps.ps.server.shard_actor:ShardActor",
             index,
@@ -223,7 +278,7 @@ class FixedServers:
             threads=1,
             **where,
         )
-        return GroupMember(f"shard-{index}", handle)
+        return GroupMember(f"shard-{index}", handle, spawned=began)
 
     def _plan(self, index: int, generation: int = 1) -> ShardPlan:
         orders = self._orders

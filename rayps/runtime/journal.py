@@ -38,9 +38,12 @@ class Journal:
     ) -> None:
         self._on_lines = on_lines
         self.folder = folder
+        # where `time.jsonl` is written once the folder exists; `train` has no other journal on disk
+        self.time_folder, self.time_anew = folder, False
         self.points: list[Point] = []
         self.events: list[Event] = []
         self.cost_report: CostReport | None = None  # collects the costs of the current phase
+        self.on_any_event: Callable[[Event], None] = lambda event: None  # receives every event, for the job's time
         self._on_progress, self._on_event = on_progress, on_event
         self._files: dict[str, IO[str]] = {}
         self._progress_at = 0.0
@@ -69,6 +72,7 @@ class Journal:
         self._seq += 1
         self.events.append(event)
         self._append("events.jsonl", [_text(event)])
+        self.on_any_event(event)
         if self._on_event is not None:
             self._on_event(event)
 

@@ -85,7 +85,7 @@ class LastCheckpoint:
     def _ask(self, group: WorkerGroup, at: int, limits: dict[int, int]) -> None:
         """Request the state after round `at`. The workers go on when the servers have had time to get the request."""
         self._round, self._limits = min(at, self._end), limits
-        group.snapshot_soon(self._round)
+        group.take_at(self._round)
         self._asked_at, self._released = time.monotonic(), False
 
 

@@ -138,13 +138,14 @@ class LeasedWorker:
 
 @dataclass(frozen=True, slots=True)
 class LeaseTerms:
-    """The blocks of an epoch, and the block (epoch, number) before which the job ends.
+    """The blocks of an epoch, and the block (epoch, number) before which the job ends. `least`: workers of the job.
 
     `compresses`: whether pushes are compressed, so that a worker holds a rest of its gradients.
     """
 
     blocks: int
     end: tuple[int, int]
+    least: int
     compresses: bool = False
 
 
@@ -161,18 +162,12 @@ class LeasedRun:
     """The driver's part of an elastic job whose workers are not in step."""
 
     def __init__(
-        self,
-        elastic: ElasticWorkers,
-        least: int,
-        terms: LeaseTerms,
-        calendar: Calendar,
-        journal: Journal,
-        allowance: Allowance,
+        self, elastic: ElasticWorkers, terms: LeaseTerms, calendar: Calendar, journal: Journal, allowance: Allowance
     ) -> None:
         """Prepare. `begin` is called when the workers have started."""
         self.slots = elastic.most
         self._noticed = NoticedWorkers(journal)
-        self._elastic, self._least, self._terms, self._calendar = elastic, least, terms, calendar
+        self._elastic, self._terms, self._calendar = elastic, terms, calendar
         self._journal, self._allowance = journal, allowance
         self._newcomers: Newcomers | None = None
         self._room: RoomWatch | None = None
@@ -182,6 +177,7 @@ class LeasedRun:
         self._removals: dict[int, tuple[Future[Marks], Departure]] = {}  # of ranks that the servers remove
         self._admissions: dict[int, Future[int]] = {}
         self._end: Future[int] | None = None
+        self._took_last = False  # whether the state after the end was requested
         self._size = _Size(0, time.monotonic() - elastic.cooldown)
         self._repeats: list[MemberChange] = []  # since the newest snapshot
 
@@ -189,7 +185,7 @@ class LeasedRun:
         """Set what starts newcomers, what knows the free resources, and what returns notices of ends."""
         self._newcomers, self._room = newcomers, room
         self._noticed.begin(notices)
-        if self._elastic.most > self._least:
+        if self._elastic.most > self._terms.least:
             room.start()
 
     def close(self) -> None:
@@ -236,7 +232,7 @@ class LeasedRun:
         if self._requests is not None:
             self._requests.close()
         self._workers, self._removals, self._admissions = {}, {}, {}
-        self._requests = self._end = None
+        self._requests, self._end, self._took_last = None, None, False
         self._repeats = []
         saved = snapshot.leases
         if saved is None:
@@ -306,8 +302,9 @@ class LeasedRun:
             if isinstance(facts, WorkerFacts) and facts.generation == generation and not worker.member.dead:
                 self._advance(group, rank, worker, facts)
         self._end_phase()
-        if self.end_round is not None:
-            group.snapshot_soon(self.end_round)
+        if self.end_round is not None and not self._took_last:
+            self._took_last = True
+            group.take_at(self.end_round)
         if self._end is None or not self._workers:
             self._change_size(group, snapshot)
 
@@ -456,7 +453,7 @@ class LeasedRun:
         noticed = self._noticed.ranks([each.member for each in self._workers.values()])
         facts = SizeFacts(
             len(staying),
-            self._least,
+            self._terms.least,
             self._elastic.most,
             allowed,
             why,

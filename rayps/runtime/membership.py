@@ -43,6 +43,13 @@ class Membership:
         self._history = [*(each for each in self._history if each.begin < at), following]
         return self.current
 
+    def deal(self, at: int, shares: Sequence[int]) -> RowShares:
+        """Continue after round `at` with the same workers and blocks, which are dealt by `shares`."""
+        assert sum(shares) == self.current.block, "the blocks of rows stay the same"
+        following = self.at(at).followed_by(at, shares, self.rows)
+        self._history = [*(each for each in self._history if each.begin < at), following]
+        return self.current
+
     def enter_phase(self, at: int, epoch: int) -> None:
         """Begin a phase after round `at` with the first round of `epoch`: a stop rule may have moved its begin."""
         self._history = [

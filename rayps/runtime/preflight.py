@@ -34,7 +34,7 @@ from rayps.core.phase_rounds import OPEN
 from rayps.core.replica import Pipeline, Replica
 from rayps.core.strategy import Phase, StrategyView
 from rayps.core.strategy_families import ends_together, has_remote_clients, learns_by_client
-from rayps.core.topology import JobFacts, replica_of, servers_of, shard_of
+from rayps.core.topology import JobFacts, backup_in, replica_of, servers_of, shard_of
 from rayps.core.user_code import user_code
 from rayps.core.user_module import unpack
 from rayps.core.warm_start import StartFrom
@@ -53,6 +53,7 @@ from rayps.ps.tables.embedding import tables_of, try_out
 from rayps.ps.tables.row_optimizers import Scheduled
 from rayps.ps.tables.row_optimizers import rule_of as table_rule
 from rayps.runtime.check_average import check_average_under
+from rayps.runtime.check_backup_workers import check_backup_workers
 from rayps.runtime.elastic_support import check_elastic, check_leased, takes_leases
 from rayps.runtime.journal import Journal
 from rayps.runtime.membership import Membership
@@ -112,6 +113,8 @@ def preflight(
         check_average_under(phase.strategy, workload.average)
     data = _data(workload, all(has_remote_clients(phase.strategy) for phase in phases))
     grids = [phase.grid(spec.workers) for phase in phases]
+    for phase in phases:
+        check_backup_workers(phase.strategy, data, sync_batchnorm=workload.sync_batchnorm)
     sharded = all(shard_of(phase.strategy) is not None for phase in phases)
     with apart(), limited(workload):  # restores the user's random state
         # a model whose state workers divide may be larger than the memory of this process
@@ -221,7 +224,7 @@ def _counts_epochs(workload: Workload) -> bool:
 def _steps(data: Data, strategy: StrategyView, grid: Grid, accumulate: int) -> int:
     """Return the rounds of an epoch. Raises DataError or ConfigError if workers cannot be given their rows."""
     rows = strategy.rows
-    return rows.rounds(data, grid.data, accumulate)
+    return rows.rounds(data, grid.data - backup_in(strategy), accumulate)
 
 
 def check_open_data(name: str, strategy: StrategyView, *, by_rounds: bool, tables: bool) -> None:

@@ -23,6 +23,7 @@ from rayps.recovery.backup_assignment import BackupAssignment, HeldRounds, Rebui
 from rayps.recovery.worker_backup import CommitCost
 from rayps.runtime.decide_recovery import RebuildLost, Replace, Restart
 from rayps.runtime.journal import Journal
+from rayps.runtime.late_workers import LateReplacements
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import WorkerFacts
 
@@ -102,6 +103,7 @@ class RecoveryExecutor:
     journal: Journal
     failures: int = 0  # the number of failures of the whole job, under all its drivers
     cost: CommitCost | None = None  # the cost of the backups of workers' states in this generation
+    late: LateReplacements = field(default_factory=LateReplacements)  # with backup workers
     _first_sign: float | None = None  # the first sign of a failure, as time.monotonic
     _first_error: float | None = None  # the first error of a worker in this generation
     _failure: _Failure | None = None

@@ -360,15 +360,10 @@ class SnapshotSchedule:
         self._soon = False
         self._once: int | None = None  # the round of one further snapshot; 0: to be chosen; None: none is requested
 
-    def snapshot_soon(self, at: int | None = None) -> None:
-        """Take the next snapshot as soon as possible, also at a round that is not a boundary.
-
-        With `at`, take it after this round, or at the end of the generation if that comes first.
-        """
-        if at is not None or not self._soon:
+    def snapshot_soon(self) -> None:
+        """Take the next snapshot as soon as possible, also at a round that is not a boundary."""
+        if not self._soon:
             self._soon, self.each, self.in_order, self.round = True, False, False, 0
-        if at is not None:
-            self.round = min(at, self._boundary.end)
 
     def snapshot_once(self) -> None:
         """Take one further snapshot as soon as possible, at a round that is no boundary, too.

@@ -18,6 +18,7 @@ from rayps.core.urls import Location
 from rayps.ps.server.dense_segment import ShardFacts
 from rayps.runtime.journal import Journal
 from rayps.runtime.state_folder import StateFolder
+from rayps.runtime.time_record import TimeRecord
 from rayps.runtime.trace_folder import TraceFolder
 from rayps.runtime.worker_group import WorkerGroup
 from rayps.tensors.snapshot import Snapshot
@@ -78,6 +79,8 @@ class RunRecord:
         self._message = ""
         self._journal, self._round_and_facts, self._workers = journal, round_and_facts, workers
         self.traces: TraceFolder | None = None  # set if workers trace some of their rounds
+        self.times = TimeRecord(journal.time_folder, anew=journal.time_anew)
+        journal.on_any_event = self.times.add_event
         self._rounds = Rounds(workers, 0, "")
         self._report, self._server_events = ProgressReport(), ServerEvents()
         self._data_wait = DataWait()
@@ -103,7 +106,9 @@ class RunRecord:
     def show_progress(self, *, now: bool = False) -> None:
         """Write the progress to the journal: at most twice a second, or at once if `now`."""
         done, more = self._round_and_facts()
-        progress = self._report.progress(done, {"status": self.status, "message": self._message, **more})
+        account = self.times.account()
+        facts: ProgressRecord = {"status": self.status, "message": self._message, "account": account, **more}
+        progress = self._report.progress(done, facts)
         self._journal.progress(progress, now=now)
 
     def begin_generation(self, number: int, strategy: str, *, continues: bool) -> None:
@@ -135,6 +140,7 @@ class RunRecord:
         self._server_events.add_rounds(points)
         self.add_server_events(group)
         self.add_points(self._rounds.add(points))
+        self.times.add(group.members)
         self._journal.lines(group.lines())
         if self.traces is not None:
             self.traces.collect(group)

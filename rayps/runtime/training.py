@@ -20,11 +20,13 @@ from torch import nn
 from rayps.cluster.local import LOCAL_CPUS, Cluster
 from rayps.core import metrics
 from rayps.core.errors import CheckpointError, ConfigError, RaypsError, TrainingError
+from rayps.core.goodput import JobTime
 from rayps.core.job_status import Status
 from rayps.core.loading import without_collection
 from rayps.core.records import Event, ProgressRecord
 from rayps.core.strategy import Phase
-from rayps.core.urls import Location, location_of
+from rayps.core.time_report import report_of
+from rayps.core.urls import Location, is_url, location_of
 from rayps.core.values import Json, JsonObject
 from rayps.ps.tables.embedding import load, load_states
 from rayps.runtime.callbacks import CallbackRunner, RunHandle, runner_of
@@ -74,11 +76,17 @@ class Result:
     best: Location | None = None
     # the folder with the state that `snapshot` stands for, if the run had no folder for checkpoints; removed with it
     scratch: StateFolder | None = None
+    time: JobTime = field(default_factory=JobTime)  # where the time of workers and servers went
 
     def __repr__(self) -> str:
         found = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
         saved = f", checkpoint={str(self.checkpoint)!r}" if self.checkpoint else ""
         return f"Result({found or 'no metrics'}, {self.history.num_rows} rounds, {len(self.events)} events{saved})"
+
+    @property
+    def report(self) -> JsonObject:
+        """Where the time went, what costs most of it, and what to change: see `rayps.core.time_report.report_of`."""
+        return report_of(self.time)
 
     @property
     def costs(self) -> list[Event]:
@@ -161,6 +169,7 @@ def train(
     keep_checkpoints: int = 2,
     global_batch: int | None = None,
     elastic: Mapping[str, Json] | None = None,
+    balance: bool = False,
 ) -> Result:
     """Train a workload with `workers` Ray actors and return the result.
 
@@ -205,7 +214,9 @@ def train(
     `workers=(2, 8)` is an elastic job: it starts with 2 workers, takes up to 8 where resources are free, and continues
     with fewer if some are lost, without a return to a checkpoint. `global_batch` is the number of rows of a round over
     all workers; without it each worker takes a batch, and the rows of a round grow with the workers. `elastic` has
-    further options: {"lr_scaling": "linear", "cooldown": 30, "gain": 0.5} (`rayps.core.elastic`).
+    further options: {"lr_scaling": "linear", "cooldown": 30, "gain": 0.5} (`rayps.core.elastic`). With `balance=True`,
+    workers that compute faster take more of a round's rows, by the speeds that are measured; the number of workers may
+    be fixed.
 
     The model is evaluated after each epoch, or after every `evaluate_every` rounds, and at the end. The newest
     `keep_checkpoints` checkpoints are kept.
@@ -232,7 +243,7 @@ def train(
     """
     phases = parse(strategy, Path.cwd())
     kind = workload if isinstance(workload, str) else f"{type(workload).__module__}:{type(workload).__qualname__}"
-    size = elastic_fields(workers, elastic_options(workers, elastic, global_batch))
+    size = elastic_fields(workers, elastic_options(workers, elastic, global_batch, balance=balance))
     spec = JobSpec(
         kind,
         wire(phases),
@@ -271,6 +282,8 @@ def train(
     on_progress = display.progress if display else progress if callable(progress) else None
     handlers = (display.event, display.lines) if display else (None, None)
     journal = Journal(on_progress=on_progress, on_event=handlers[0], on_lines=handlers[1])
+    if folder is not None and not dry_run and not is_url(folder):
+        journal.time_folder, journal.time_anew = Path(folder), True
     for warning in passed:
         journal.event("warning", warning)
     own = cluster is None
@@ -299,23 +312,29 @@ def train(
     finally:
         if display:
             display.close()
-    return _result(outcome, journal, workload)
+    return _result(outcome, journal, workload, driver.job_time())
 
 
 def elastic_options(
-    workers: int | tuple[int, int], elastic: Mapping[str, Json] | None, global_batch: int | None
+    workers: int | tuple[int, int],
+    elastic: Mapping[str, Json] | None,
+    global_batch: int | None,
+    *,
+    balance: bool = False,
 ) -> JsonObject | None:
-    """Return the options of an elastic job, with `global_batch` among them; None if there are none.
+    """Return the options of an elastic job, with `global_batch` and `balance` among them; None if there are none.
 
-    With a fixed number of workers and a `global_batch`, the most workers are the least ones.
+    With a fixed number of workers and one of these two, the most workers are the least ones.
     """
-    if global_batch is None:
+    own: JsonObject = {} if global_batch is None else {"global_batch": global_batch}
+    own |= {"balance": True} if balance else {}
+    if not own:
         return None if elastic is None else dict(elastic)
     most: JsonObject = {"most": workers} if isinstance(workers, int) else {}
-    return most | dict(elastic or {}) | {"global_batch": global_batch}
+    return most | dict(elastic or {}) | own
 
 
-def _result(outcome: Outcome, journal: Journal, workload: Workload) -> Result:
+def _result(outcome: Outcome, journal: Journal, workload: Workload, time: JobTime) -> Result:
     """Return the result of a run that has succeeded. Raise the error of a run that has failed."""
     if outcome.status is not Status.SUCCEEDED or outcome.snapshot is None:
         raise outcome.error if isinstance(outcome.error, RaypsError) else TrainingError(outcome.message)
@@ -330,6 +349,7 @@ def _result(outcome: Outcome, journal: Journal, workload: Workload) -> Result:
         used,
         outcome.best,
         outcome.scratch,
+        time,
     )
 
 

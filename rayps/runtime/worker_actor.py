@@ -23,8 +23,10 @@ from rayps.comm.link import Listener
 from rayps.core.errors import PeerLost
 from rayps.core.leases import RowLease
 from rayps.core.logs import LogBuffer
+from rayps.core.member_times import MemberTimes
 from rayps.core.metrics import Totals
 from rayps.core.records import Point
+from rayps.core.row_shares import RowShares
 from rayps.core.user_code import Call, ended_threads, lacks_memory, record_thread_ends, too_large, under_way
 from rayps.core.user_module import unpack
 from rayps.parallel.division.build import blank
@@ -38,6 +40,7 @@ from rayps.worker.loop import Companions
 from rayps.worker.loop_of_family import load
 from rayps.worker.plan import WorkerFacts, WorkerPart, WorkerPlan
 from rayps.worker.run import GenerationRun
+from rayps.worker.times import WorkerTimes
 from rayps.workload.base import Workload
 from rayps.workload.model import drawn
 
@@ -80,6 +83,7 @@ class WorkerActor:
         self._listener = Listener(f"worker-{rank}", secret, host=host_address())
         self._ending, self._closed = threading.RLock(), False
         self._lock = threading.RLock()  # guards the fields that the driver reads
+        self._times = WorkerTimes()
         self._current: GenerationRun | None = None
         self._companions: Companions = {}
         self._backup: WorkerBackup | None = None  # set if workers hold backups of each other's states
@@ -164,7 +168,7 @@ class WorkerActor:
                     )
                 continues = plan.elastic is not None and plan.elastic.handover is not None
                 state = self._current.held_state() if continues and self._current is not None else None
-                self._current = GenerationRun(plan, self._backup, points, self._lock)
+                self._current = GenerationRun(plan, self._backup, points, self._lock, self._times)
             self._listener.generation = plan.generation
             self._current.start(self._load, snapshot, state, self._listener, self._device, self._companions)
             return True
@@ -190,6 +194,11 @@ class WorkerActor:
         assert self._current is not None, "the worker has a plan"
         self._current.train_until(rounds, retained)
 
+    def deal(self, after: int, rows: RowShares) -> None:
+        """Undo `hold`, and deal rows in this way from the round after `after` rounds on."""
+        assert self._current is not None, "the worker has a plan"
+        self._current.deal(after, rows)
+
     def resume(self) -> None:
         """Undo `hold`."""
         if self._current is not None:
@@ -209,7 +218,7 @@ class WorkerActor:
         with self._lock:
             run = self._current
             answer = WorkerFacts(self._rank, 0, "idle") if run is None else run.poll(wanted, taken)
-        answer.lines, answer.ends = self.logs.drain(), ends
+        answer.lines, answer.ends, answer.times = self.logs.drain(), ends, self._times.look()
         answer.points += self._ended_threads(ends)
         return answer
 
@@ -219,6 +228,10 @@ class WorkerActor:
         new, self._ends_reported = ends[reported : reported + MOST_ENDS], self._ends + len(ends)
         words = f"in worker-{self._rank}"
         return [{"kind": "event", "event": {"kind": "warning", "message": f"{words}: {text}"}} for text in new]
+
+    def times(self) -> MemberTimes:
+        """Return where the time of this process went until now."""
+        return self._times.report()
 
     def calls(self) -> OpenCalls:
         """Return the calls of the user's code that run in this worker: in its plan, and in the driver's evaluation."""

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import ActorReply, Bundle, Cluster, LocalCluster, refuse_if_too_large, until
 from rayps.cluster.members import GroupMember, leave, place, settle
+from rayps.cluster.notices import Notice
 from rayps.cluster.reservation import WorkerResources, reserve, torch_threads
 from rayps.cluster.user_packages import install_seconds
 from rayps.core.errors import ActorDied, ClusterError, LinkError, RaypsError
 from rayps.core.grid import Grid
 from rayps.core.metrics import Totals, total_over
 from rayps.core.records import Point
+from rayps.core.staleness_bound import MovedBound
 from rayps.core.strategy_families import learns_by_client, rebuilds
 from rayps.core.topology import runs_in_step, servers_of, shard_of
 from rayps.core.user_code import START_SECONDS, overdue
@@ -28,6 +30,7 @@ from rayps.federated.client_states_backup import ClientStatesBackup
 from rayps.federated.strategy_interface import state_owner
 from rayps.ps.client.session import Session
 from rayps.ps.protocol.members import MemberChange
+from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.protocol.space import SpaceRank
 from rayps.ps.server.dense_segment import ShardPart
 from rayps.recovery.backup_assignment import RebuildPlan
@@ -103,6 +106,7 @@ class WorkerLauncher:
         """Start one worker's process, with `resources` of its own or in those of all workers."""
         reserved = self._reserved if resources is None else resources
         cpus, gpus = self.resources.get("cpu", 1.0), self.resources.get("gpu", 0.0)
+        began = time.monotonic()
         handle = self.cluster.spawn(
             "rayps.runtime.worker_actor:WorkerActor",
             rank,
@@ -118,7 +122,7 @@ class WorkerLauncher:
             index=reserved.index[rank if resources is None else 0],
             warm=self.warm,
         )
-        return GroupMember(f"worker-{rank}", handle, resources=resources)
+        return GroupMember(f"worker-{rank}", handle, resources=resources, spawned=began)
 
     def end(self, members: Iterable[GroupMember]) -> None:
         """End the processes of `members`, and release the resources that a member has alone."""
@@ -480,6 +484,7 @@ class WorkerGroup:
         Dead workers get new processes, and living ones keep theirs. The servers tell the workers their next step.
         """
         dead = [rank for rank in ranks if self.workers[rank].dead]
+        reached = [self._position(rank) for rank in ranks]
         for rank in dead:
             self._launcher.end([self.workers[rank]])
             self.workers[rank] = self._launcher.start(rank)
@@ -489,20 +494,45 @@ class WorkerGroup:
         self._attempts += 1
         parts = columns_of(snapshot, self._current_orders().division)
         replies = []
-        for rank in ranks:
+        for rank, position in zip(ranks, reached, strict=True):
             part = self.cluster.share(parts[self._column(rank)])
             self._has_frozen(self.workers[rank], parts[self._column(rank)])
-            replies.append(self.workers[rank].handle.call("begin", self._worker_plan(rank, -1), part))
+            plan = replace(self._worker_plan(rank, -1), recovers=True, reached=position)
+            replies.append(self.workers[rank].handle.call("begin", plan, part))
         settle(replies, [self.workers[rank] for rank in ranks])
 
     def replace_shard(self, index: int, snapshot: Snapshot) -> None:
         """Restore a shard from a snapshot. The workers then repeat the pushes that the shard lacks."""
         found = self._fixed.replace(index, snapshot)
         if found is not None:
-            column, _ = self._fixed.column(index)
-            for worker in self.workers:
-                if not worker.dead and self._column(worker.rank) == column:
-                    worker.await_reply(worker.handle.call("rewire", found))
+            self._rewire(index, found)
+
+    def move_shards(self, notices: tuple[Notice, ...], seconds: float) -> list[str]:
+        """Move the segments of shards that will end to new processes, while the workers train; return their names.
+
+        `seconds`: for a shard's process to start, and to answer. A shard that could not be moved stays, or counts as
+        dead if it has stopped serving.
+        """
+        moved = []
+        for index in self._fixed.noticed(notices):
+            found = self._fixed.move(index, notices, seconds)
+            if found is not None:
+                self._rewire(index, found[0])
+                self.cluster.kill(found[1].handle)
+                moved.append(found[1].name)
+        return moved
+
+    def _rewire(self, index: int, found: SpaceMap) -> None:
+        """Send the workers of a shard's column the map in which the shard is replaced."""
+        column, _ = self._fixed.column(index)
+        for worker in self.workers:
+            if not worker.dead and self._column(worker.rank) == column:
+                worker.await_reply(worker.handle.call("rewire", found))
+
+    def _position(self, rank: int) -> int:
+        """Return the rounds that a worker, or its predecessor that died, has reported."""
+        facts = self.workers[rank].facts
+        return facts.position if isinstance(facts, WorkerFacts) else 0
 
     def _addresses(self, axis: str, rank: int) -> list[str]:
         return [self.workers[other].address for other in self.grid.along(axis, rank)]
@@ -540,6 +570,8 @@ class WorkerGroup:
             orders.evaluation_batches,
             orders.each_epoch,
             orders.parts,
+            orders.recovers,
+            orders.reached[rank] if orders.reached else 0,
             orders.elastic,
             orders.leased,
         )
@@ -588,6 +620,15 @@ class WorkerGroup:
             servers.poll(orders, wanted)
         return points
 
+    def move_bound(self, staleness: int | None) -> None:
+        """Replace the staleness bound on all servers from now on. Leads count from the workers' positions now."""
+        positions = [0] * self.grid.data
+        for worker in self.workers:
+            if isinstance(worker.facts, WorkerFacts):
+                positions[self.grid.at(worker.rank).data] = worker.facts.position
+        for servers in self._servers():
+            servers.move_bound(MovedBound(staleness, tuple(positions)))
+
     def take_at(self, round: int) -> None:
         """Take the next snapshot after `round`, which no server has reached: its members retain their parts of it."""
         if self._schedule is not None:
@@ -595,10 +636,10 @@ class WorkerGroup:
         for shard in self.shards:
             shard.await_reply(shard.handle.call("poll", round))
 
-    def snapshot_soon(self, at: int | None = None) -> None:
-        """Request a snapshot as soon as possible: after the round `at`, or the next round that no member has passed."""
+    def snapshot_soon(self) -> None:
+        """Request a snapshot as soon as possible: of the next round that no member has passed."""
         if self._schedule is not None:
-            self._schedule.snapshot_soon(at)
+            self._schedule.snapshot_soon()
 
     def snapshot_once(self) -> None:
         """Request one further snapshot as soon as possible, while training continues."""

@@ -28,10 +28,10 @@ from rayps.core.errors import ConfigError, Conflict, NotFound, RaypsError, Servi
 from rayps.core.job_status import Status
 from rayps.core.records import Event, Point
 from rayps.core.requirements import read_requirements
-from rayps.core.values import Json, is_json
+from rayps.core.values import Json, JsonObject, is_json
 from rayps.service.code_files import PackedCode
 from rayps.service.code_upload import prepare_upload, sent_value, write_code
-from rayps.service.remote_group import RemoteGroup
+from rayps.service.remote_group import RemoteGroup, size_fields
 from rayps.service.rest_answers import ClusterAnswer, GroupRow, JobAnswer, SweepAnswer
 from rayps.service.settings import Settings
 from rayps.service.sweep_client import Sweep, listed
@@ -262,12 +262,19 @@ class Client:
         return found
 
     def start_servers(
-        self, name: str, *, servers: int = 2, replicas: int = 1, silence: float | None = None
+        self,
+        name: str,
+        *,
+        servers: int | tuple[int, int] = 2,
+        replicas: int = 1,
+        silence: float | None = None,
+        cpus: float | None = None,
     ) -> RemoteGroup:
         """Start a server group and return at once; `.wait()` waits until its servers are ready.
 
-        A server that sends nothing for `silence` seconds (default 10) is replaced. A server whose process has ended is
-        replaced at once.
+        If `servers` is a pair, the least and the most, the load chooses the number. Each server reserves `cpus` CPUs
+        (default: 1 in a joined cluster, 0 in the Ray that the service has started). A server that sends nothing for
+        `silence` seconds (default 10) is replaced. A server whose process has ended is replaced at once.
 
         Raises:
             ConfigError: the group is larger than the service allows.
@@ -275,9 +282,8 @@ class Client:
             Unreachable: no service answers.
             Unauthorized: the token is missing, wrong or revoked.
         """
-        body = {"name": name, "servers": servers, "replicas": replicas}
-        if silence is not None:
-            body["silence"] = silence
+        body = {"name": name, **size_fields(servers), "replicas": replicas}
+        body |= {key: value for key, value in (("silence", silence), ("cpus", cpus)) if value is not None}
         return RemoteGroup(self.call, self.call("POST", "/api/v1/server-groups", json=body))
 
     def servers(self, name: str) -> RemoteGroup:
@@ -525,6 +531,15 @@ class Job:
     def events(self, *, follow: bool = False) -> Iterator[Event]:
         """Yield the job's events, as {"time", "kind", "message", ...}."""
         return self._entries("events", "events", follow)
+
+    def report(self) -> JsonObject:
+        """Return where the time of the job went, what costs most of it, and what to change.
+
+        The result is that of `rayps.core.time_report.report_of`: `goodput`, `shares`, `members`, `timeline`, `verdict`.
+        Raises NotFound if the job has not started.
+        """
+        found: JsonObject = self._client.call("GET", f"/api/v1/jobs/{self.id}/report")
+        return found
 
     def files(self) -> dict[str, int]:
         """Return the job's files that can be downloaded, from path to size: checkpoints, and traces of `profile`."""

@@ -26,6 +26,7 @@ from rayps.cluster.warm import WarmState
 from rayps.core.errors import ClusterError
 from rayps.core.failpoint import passing
 from rayps.core.records import AttemptRecord
+from rayps.core.values import Keywords
 from rayps.service import processes
 from rayps.service.job_folders import read_attempt
 from rayps.service.notice_store import NoticeChanges
@@ -83,9 +84,13 @@ class DriverView:
 class Drivers:
     """Find, start, stop and kill the drivers of the jobs in `jobs_dir`, in the Ray cluster `place`."""
 
-    def __init__(self, place: RayHome, jobs_dir: Path, warm: int = 0) -> None:
-        """Prepare. `warm` is the number of processes to keep warm: see `rayps.cluster.warm`."""
-        self._warm = warm
+    def __init__(self, place: RayHome, jobs_dir: Path, warm: int = 0, *, anywhere: bool = False) -> None:
+        """Prepare. `warm` is the number of processes to keep warm: see `rayps.cluster.warm`.
+
+        `anywhere`: every host of the cluster has `jobs_dir`, so that a driver may run on each of them.
+        """
+        self._warm, self._anywhere = warm, anywhere
+        self._notices: tuple[Notice, ...] = ()  # of the last view
         self.cluster: Actors | None = None  # the cluster that the last `view` joined
         self.join_count = 0  # number of times that a cluster was joined
         self._place = place
@@ -117,7 +122,7 @@ class Drivers:
                 self._handles[job_id] = handle
                 living.add(job_id)
         warm = cluster.keep_warm(self._warm) if self._warm else None
-        notices = cluster.notices()
+        notices = self._notices = cluster.notices()
         if any(one.node and one.pid is None for one in notices):
             free, total = (_without(cluster.hosts(free), notices) for free in (True, False))
         else:
@@ -133,6 +138,10 @@ class Drivers:
         folder = self._jobs_dir / job.id
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         end_process(folder)
+        elsewhere: Keywords = {}
+        if self._anywhere:
+            ending = {one.node for one in self._notices if one.node and one.pid is None}
+            elsewhere = {"anywhere": True, "avoid": tuple(sorted(ending))}
         try:
             self._handles[job.id] = self._joined_cluster().spawn(
                 DRIVER,
@@ -145,6 +154,7 @@ class Drivers:
                 here=True,
                 cpus=0.0,
                 warm=not job.spec.requirements,  # an imported package keeps its version
+                **elsewhere,
             )
             passing("launch: started, not noted")
         finally:

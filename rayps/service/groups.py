@@ -59,6 +59,13 @@ class Wanted:
     launched: bool = False  # the group's manager was started at least once
     silence: float = SILENCE  # seconds after which a silent server is replaced
     protocol: int = FIRST_PROTOCOL  # protocol number of the group's manager, valid once `launched`
+    most: int | None = None  # the most servers, if load chooses the number; `servers` is the least one at the start
+    cpus: float = 0.0  # CPUs that each server reserves
+
+    @property
+    def size(self) -> int | tuple[int, int]:
+        """The argument `servers` of a new manager: the number, or the least and the most."""
+        return self.servers if self.most is None else (min(self.servers, self.most), self.most)
 
     @property
     def version_conflict(self) -> str | None:
@@ -154,6 +161,8 @@ class Groups:
             "reason": reason,
             "wanted": facts.get("wanted", wanted.servers) if fresh else wanted.servers,
             "replicas": wanted.replicas,
+            "range": facts.get("range", None if wanted.most is None else list(wanted.size)),  # type: ignore[arg-type]
+            "pinned": bool(facts.get("pinned", False)),
             "created_at": wanted.created_at,
             "settled": fresh and not wanted.stopping and _settled(facts),
             **{key: facts.get(key, []) for key in ("servers", "spaces", "moves", "events")},
@@ -225,9 +234,20 @@ class Groups:
             return None
         return f"waits for server group {name!r}: {group['reason'] or 'none of its servers is ready yet'}"
 
-    async def start(self, name: str, servers: int, replicas: int, silence: float = SILENCE) -> None:
+    async def start(
+        self,
+        name: str,
+        servers: int,
+        replicas: int,
+        silence: float = SILENCE,
+        *,
+        most: int | None = None,
+        cpus: float | None = None,
+    ) -> None:
         """Request a new group, which the next tick starts. A server that is silent for `silence` seconds is replaced.
 
+        With `most`, the load chooses the number of servers, from `servers` to `most`. `cpus`: CPUs that each server
+        reserves; None means 1 in a joined cluster, and 0 in the Ray of this service, where jobs may need all of them.
         A group that is larger than a joined cluster waits until the cluster has grown.
 
         Raises:
@@ -237,6 +257,7 @@ class Groups:
         if not re.fullmatch(NAME, name):
             raise ConfigError(f"name {name[:100]!r} should be letters, digits, - and _, at most 40", field="name")
         _check_size(servers, replicas)
+        _check_most(servers, most)
         if name in self._entries:
             raise Conflict(
                 f"there is a server group {name!r} already: give another name, resize this group with `rayps servers "
@@ -245,7 +266,8 @@ class Groups:
             )
         if self._scheduler.place.owned:
             self._refuse_too_large(name, servers)
-        wanted = Wanted(name, servers, replicas, time.time(), silence=silence)
+        reserved = cpus if cpus is not None else 0.0 if self._scheduler.place.owned else 1.0
+        wanted = Wanted(name, servers, replicas, time.time(), silence=silence, most=most, cpus=reserved)
         self._entries[name] = entry = _Entry(wanted, written=False)
         try:
             await asyncio.to_thread(wanted.write, self._folder / name)
@@ -256,8 +278,11 @@ class Groups:
         log.info("server group %s was requested: %d servers, %d replicas", name, servers, replicas)
         self.wake()
 
-    async def resize(self, name: str, servers: int) -> None:
+    async def resize(self, name: str, servers: int, most: int | None = None) -> None:
         """Grow or shrink a group. This method returns before the segments have migrated.
+
+        With `most`, the load chooses the number of servers from now on, from `servers` to `most`. Without it, the
+        number stays as given.
 
         Raises:
             NotFound: there is no such group.
@@ -266,9 +291,10 @@ class Groups:
         """
         entry = self._entry(name)
         _check_size(servers, entry.wanted.replicas)
+        _check_most(servers, most)
         if servers > entry.wanted.servers:
             self._refuse_too_large(name, servers)
-        await self._call_manager(entry, "resize", servers)
+        await self._call_manager(entry, "resize", servers if most is None else (servers, most))
 
     async def drain(self, name: str, server: str) -> None:
         """Migrate all segments from a server to the other servers, then stop the server.
@@ -412,10 +438,10 @@ class Groups:
             view.handle = cluster.spawn(
                 self._manager,
                 wanted.name,
-                wanted.servers,
+                wanted.size,
                 wanted.replicas,
                 str(self._folder / wanted.name),
-                options={"silence": wanted.silence},
+                options={"silence": wanted.silence, "cpus": wanted.cpus},
                 name=manager_name(wanted.name),
                 detached=True,
                 here=True,
@@ -429,6 +455,8 @@ class Groups:
             raise
         if changes == view.changes:
             view.facts, view.at = facts, time.monotonic()
+            if facts["wanted"] != entry.wanted.servers:  # the load has changed the number
+                entry.wanted = replace(entry.wanted, servers=facts["wanted"])
         view.reason, view.failures = None, 0
 
     def _stop_group(self, name: str, entry: _Entry, cluster: Actors | None) -> None:
@@ -468,7 +496,7 @@ class Groups:
             handle.call(method, *args).result(timeout=_ANSWER_SECONDS)
             entry.view.changes += 1
             entry.view.facts = handle.call("facts").result(timeout=_ANSWER_SECONDS)
-            entry.wanted = replace(entry.wanted, servers=entry.view.facts["wanted"])
+            entry.wanted = replace(entry.wanted, servers=entry.view.facts["wanted"], most=_most(entry.view.facts))
             entry.wanted.write(self._folder / name)
 
         try:
@@ -510,6 +538,18 @@ def _check_size(servers: int, replicas: int) -> None:
             "servers, or fewer --replicas",
             field="servers",
         )
+
+
+def _check_most(servers: int, most: int | None) -> None:
+    if most is not None and not servers <= most <= MOST_SERVERS:
+        raise ConfigError(
+            f"most is {most} and servers is {servers}: give a number from servers to {MOST_SERVERS}", field="most"
+        )
+
+
+def _most(facts: GroupFacts) -> int | None:
+    found = facts.get("range")
+    return None if found is None else int(found[1])
 
 
 def _settled(facts: GroupFacts) -> bool:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -139,10 +139,12 @@ class ClusterProcess:
         gpus: float = 0.0,
         detached: bool = False,
         here: bool = False,
+        avoid: Sequence[str] = (),
         gang: Reservation | None = None,
         index: int | None = None,
         restarts: int = 0,
         warm: bool = False,
+        node: str | None = None,
         **kwargs: Any,
     ) -> NamedActor:
         """Start an actor, as `Actors.spawn` does. The actor must have a name, be detached, and use no reservation."""
@@ -156,8 +158,10 @@ class ClusterProcess:
             gpus=gpus,
             detached=True,
             here=here,
+            avoid=tuple(avoid),
             restarts=restarts,
             warm=warm,
+            node=node,
             **kwargs,
         )
         return NamedActor(name, self)

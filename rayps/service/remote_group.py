@@ -7,7 +7,7 @@ import urllib.parse
 from collections.abc import Callable
 from typing import Any, Self
 
-from rayps.core.errors import Conflict, NotFound, Unreachable
+from rayps.core.errors import ConfigError, Conflict, NotFound, Unreachable
 from rayps.service.rest_answers import GroupAnswer
 
 
@@ -38,14 +38,17 @@ class RemoteGroup:
         self.data = self._call("GET", self._path)
         return self
 
-    def resize(self, servers: int) -> Self:
+    def resize(self, servers: int | tuple[int, int]) -> Self:
         """Grow or shrink the group. Jobs continue while segments move.
+
+        If `servers` is a pair, the least and the most, the load chooses the number from now on. A number stays until
+        `resize` is called with a pair.
 
         Raises:
             ConfigError: too few servers for the replicas.
             Conflict: the group is resizing already, or is not ready.
         """
-        self.data = self._call("PATCH", self._path, json={"servers": servers})
+        self.data = self._call("PATCH", self._path, json=size_fields(servers))
         return self
 
     def drain(self, server: str) -> Self:
@@ -117,12 +120,25 @@ class RemoteGroup:
             time.sleep(pause)
 
 
+def size_fields(servers: int | tuple[int, int]) -> dict[str, Any]:
+    """Return the fields of a request for a number of servers, or for the range of a pair."""
+    if isinstance(servers, (tuple, list)):
+        if len(servers) != 2:
+            raise ConfigError(
+                f"servers is {servers!r}: give a number, or the least and the most, such as (2, 8)", field="servers"
+            )
+        return {"servers": servers[0], "most": servers[1]}
+    return {"servers": servers}
+
+
 def summary(data: GroupAnswer) -> str:
     """Describe a group's status in one line."""
     alive = sum(each.get("state") == "alive" for each in data["servers"])
     moves = len(data["moves"])
     unseen = data["status"] == "unreachable" and not alive  # the number of living servers is unknown
     text = f"{data['status']}, {'' if unseen else f'{alive} of '}{data['wanted']} servers"
+    if (found := data.get("range")) is not None:
+        text += f" ({'fixed by a call' if data.get('pinned') else f'{found[0]} to {found[1]} by load'})"
     if moves:
         text += f", {moves} {'move' if moves == 1 else 'moves'}"
     return f"{text}: {data['reason']}" if data.get("reason") else text

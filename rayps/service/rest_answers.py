@@ -125,6 +125,8 @@ class GroupRow(TypedDict):
     replicas: int
     created_at: str
     settled: bool
+    range: list[int] | None
+    pinned: bool
     alive: int
     bytes: float
     operations_s: float
@@ -154,6 +156,7 @@ class ServerLine(TypedDict, total=False):
     bytes: int | None
     operations_s: float | None
     cpu: float | None
+    busy: float | None
 
 
 class SegmentLine(TypedDict, total=False):
@@ -196,6 +199,8 @@ class GroupAnswer(TypedDict, total=False):
     replicas: int
     created_at: str
     settled: bool
+    range: list[int] | None
+    pinned: bool
     servers: list[ServerLine]
     spaces: list[SpaceAnswer]
     moves: list[MoveLine]

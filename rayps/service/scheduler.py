@@ -82,6 +82,7 @@ class Scheduler:
         view_seconds: float = 10.0,
         stall: float = STALL_SECONDS,
         warm: int = 0,
+        anywhere: bool = False,
     ) -> None:
         self.place = place
         self.view = View()
@@ -95,7 +96,7 @@ class Scheduler:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rayps-view")
         self._pending_view: asyncio.Future[DriverView] | None = None
         self._unseen_since: float | None = None
-        self._drivers = Drivers(place, jobs_dir, warm)
+        self._drivers = Drivers(place, jobs_dir, warm, anywhere=anywhere)
         self._quiet_times = QuietTimes()
         self._stall = stall
         self._wake = asyncio.Event()

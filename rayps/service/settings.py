@@ -26,7 +26,7 @@ _RAYPS_NAMES = re.compile(
 
 _MOST_CODE_MB = 2000  # an archive is held in memory
 
-Value = str | int | float | Path | tuple[str, ...] | None  # the value of a setting
+Value = str | int | float | bool | Path | tuple[str, ...] | None  # the value of a setting
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -41,6 +41,7 @@ class Settings:
     cpus: int = field(default_factory=lambda: max(LOCAL_CPUS, os.cpu_count() or 1))  # logical CPUs of rayps's own Ray
     idle: float = 600.0  # rayps's own Ray stops after this many seconds without activity of the service and of jobs
     warm: int = 0  # processes that are started before a job needs them: see `rayps.cluster.warm`
+    shared_state: bool = False  # whether every host of the cluster has the state directory at this path
     stall: float = STALL_SECONDS  # seconds that a starting or recovering job may show no progress
     code_mb: float = 100.0  # most megabytes of the files of a working directory that is packed and uploaded
     allowed_hosts: tuple[str, ...] = ()  # names that a Host header may have, in addition to the loopback names
@@ -226,6 +227,12 @@ def _url(name: str, text: str) -> str:
     return _word(name, text).rstrip("/")
 
 
+def _flag(name: str, text: str) -> bool:
+    if text.lower() not in ("0", "1", "true", "false"):
+        raise ConfigError(f"{name} is {text!r}: give 1 or 0", field=name)
+    return text.lower() in ("1", "true")
+
+
 def _names(name: str, text: str) -> tuple[str, ...]:
     return tuple(_word(name, part.strip()) for part in text.split(",") if part.strip())
 
@@ -238,6 +245,7 @@ _READERS: dict[str, Callable[[str, str], Value]] = {
     "cpus": _count,
     "idle": _seconds,
     "warm": _some,
+    "shared_state": _flag,
     "stall": _seconds,
     "code_mb": _megabytes,
     "allowed_hosts": _names,

@@ -13,6 +13,11 @@ trillion parameter models", SC 2020). With "optimizer" (stage 1), worker i gets 
 w with its slice of the optimizer's moments, and sends it to the others. With "gradients" (stage 2), no worker holds the
 whole g: each micro-batch's gradient is sent bucket by bucket and dropped. With "parameters" (stage 3), torch's FSDP2
 also divides w. With `slice_backup`, another worker holds a copy of each slice, from which a dead worker is rebuilt.
+With `backup` b, only the gradients of the first N of N + b workers count in a step (Chen et al., "Revisiting
+distributed synchronous SGD", ICLR 2016 workshop). Which these are is agreed before anything is sent, so that nothing is
+sent while backward continues. A worker that is late drops its gradient and computes it again, of the same rows, in the
+next step (docs/backup_workers.md). One that is dropped in `late_limit` steps in a row (10 by default) is reported and,
+with `replace_late`, once replaced by a new process.
 With a `replica` of several workers, i numbers the replicas. Each worker averages the gradient of its part of the model
 with the workers of the other replicas that have the same part. This gradient is sent in one piece, uncompressed.
 """
@@ -22,6 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rayps.core import options
 from rayps.core.compression import compression_of
 from rayps.core.errors import ConfigError
 from rayps.core.replica import Replica, check_replica
@@ -43,13 +49,24 @@ class AllReduce(Strategy):
     replica: Replica | None = None
     shard: str | None = None
     slice_backup: bool | None = None
+    backup: int | None = None
+    late_limit: int | None = None
+    replace_late: bool | None = None
     name: ClassVar[str] = "all_reduce"
 
     @property
     def topology(self) -> Peers:
         """Workers that have the same part of the model average its gradient around a ring."""
-        backup = False if self.slice_backup is None else self.slice_backup
-        return Peers(self.replica, self.compression, self.bucket_mb, shard=self.shard, slice_backup=backup)
+        copies = False if self.slice_backup is None else self.slice_backup
+        return Peers(
+            self.replica,
+            self.compression,
+            self.bucket_mb,
+            shard=self.shard,
+            slice_backup=copies,
+            backup=self.backup or 0,
+            late=options.late_workers(self),
+        )
 
     def __post_init__(self) -> None:
         if self.compression is not None:

@@ -15,6 +15,8 @@ from rayps.core.grid import Grid
 from rayps.core.nested_options import wire_of
 from rayps.core.strategy import RingView, ServerHalf, ShardView, Vector, WorkerView
 from rayps.core.strategy_families import (
+    MEMBER_GRADIENTS,
+    MEMBER_PUSHES,
     SERVER_STEPS,
     SHARDED_PARAMETERS,
     SHARDED_STATE,
@@ -34,6 +36,16 @@ from rayps.strategies import old_flags
 
 if TYPE_CHECKING:  # the annotations need torch, the module does not
     from torch.nn import Module
+
+_EACH_STEP = (  # the loops that exchange gradients in each step
+    SYNC_GRADIENTS,
+    SERVER_STEPS,
+    SHARED_VECTOR,
+    SHARDED_STATE,
+    SHARDED_PARAMETERS,
+    MEMBER_GRADIENTS,
+    MEMBER_PUSHES,
+)
 
 
 class Strategy:
@@ -113,8 +125,7 @@ class Strategy:
         By default, this is the topology's formula if gradients are exchanged in each step; otherwise the traffic is
         reported as unknown.
         """
-        each_step = self.loop in (SYNC_GRADIENTS, SERVER_STEPS, SHARED_VECTOR, SHARDED_STATE, SHARDED_PARAMETERS)
-        return self.topology.cost(grid, sizes) if each_step else [undeclared(grid)]
+        return self.topology.cost(grid, sizes) if self.loop in _EACH_STEP else [undeclared(grid)]
 
     def scale_warning(self, workers: int) -> str | None:
         """Return the warning for an optimizer whose step size does not depend on the gradient's scale, such as AdamW.

@@ -23,7 +23,7 @@ from rayps.core.spelling import near
 from rayps.core.strategy import Phase, ShardView, StrategyView, WorkerView
 from rayps.core.strategy_families import LOCAL_UPDATES, SERVER_STEPS, SYNC_GRADIENTS
 from rayps.core.text import form, scalar
-from rayps.core.topology import Servers, shard_of
+from rayps.core.topology import Servers, backup_in, refuse_adaptive, shard_of
 from rayps.core.user_module import Finder, broken
 from rayps.core.values import Json, JsonObject, Keywords, is_json
 from rayps.federated.population.attack_spec import attack_with
@@ -198,10 +198,14 @@ def check_for_loop(phases: Sequence[Phase]) -> StrategyView:
             what += " with a replica of several workers"
         elif shard_of(chosen) is not None:
             what += " with shard, because a loop of your own steps whole parameters"
+        elif backup_in(chosen):
+            what += " with backup, because a loop of your own cannot give the rows of a late worker to its next step"
         raise ConfigError(
             f"wrap cannot run {what}: use rayps.train, which runs the training loop itself, or one of {_IN_LOOPS}",
             field="strategy",
         )
+    if isinstance(topology, Servers):
+        refuse_adaptive(topology, "a loop of your own")
     if isinstance(topology, Servers) and topology.gpus:
         raise ConfigError(
             f"shard_resources gives each shard {topology.gpus:g} GPU, and the servers of a loop of your own are on the "

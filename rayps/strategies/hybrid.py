@@ -22,7 +22,7 @@ from typing import ClassVar
 from rayps.core import options
 from rayps.core.errors import ConfigError
 from rayps.core.strategy import WorkerView
-from rayps.core.topology import Peers
+from rayps.core.topology import Peers, refuse_adaptive
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Strategy
 from rayps.strategies.parameter_server import ParameterServer
@@ -58,7 +58,8 @@ class Hybrid(Strategy):
             object.__setattr__(self, "servers", sparse.shards)
         options.whole(self, "servers")
         options.flag(self, "prefetch")
-        _ = self.ring, self.tables  # both strategies check their own options
+        _ = self.ring  # both strategies check their own options
+        refuse_adaptive(self.tables.topology, "hybrid, whose workers are in step,")
 
     def _copy_options(self, name: str, part: Strategy | None, kind: type[Strategy], fields: tuple[str, ...]) -> None:
         if part is None:

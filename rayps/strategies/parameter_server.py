@@ -9,6 +9,8 @@ Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013. Th
 - s = 0: the servers wait for all N pushes and step once by their mean, weighted by samples.
 - s > 0: each push is applied on arrival, scaled by 1/N; a pull waits while its worker is more than s rounds ahead.
 - s = None: each push is applied on arrival, scaled by 1/N; no pull waits.
+- s = "auto": each push is applied on arrival, scaled by 1/N; the bound moves by what waiting and staleness cost, as
+  measured (`rayps.core.adaptive_staleness`). It may become 0, at which pulls wait for all workers' pushes, and none.
 
 After a server's death with s = 0, no push is lost: all workers return to the last snapshot and repeat the rounds since
 then. With s != 0, pushes are lost that are in no replay buffer. A worker retains its newest pushes until a snapshot
@@ -21,6 +23,11 @@ push scaled by 1/N also applies 1/N of the optimizer's weight decay (SGD, Adagra
 regularised optimum as one step. This is also true for the rows of tables that a push touches. If the decay is decoupled
 and the step ignores the gradient's scale (AdamW), rate and decay are not scaled: each push is a full step of the
 optimizer, and the job reports a warning.
+
+With s = 0 and `backup` b, a round closes with the pushes of the first N of N + b workers (Chen et al., "Revisiting
+distributed synchronous SGD", ICLR 2016 workshop). A worker asks the first server before it pushes. One that is late
+pushes nothing, and computes the same rows again in the next round (docs/backup_workers.md). One that is dropped in
+`late_limit` rounds in a row (10 by default) is reported and, with `replace_late`, once replaced by a new process.
 
 - `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto): encodes the pushes, with error feedback.
 - `replica` of several workers: each worker of a replica pulls and pushes its part of the model. Each part has its own
@@ -37,6 +44,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rayps.core import options
 from rayps.core.replica import Replica
 from rayps.core.server_updates import PlainServers, apply_mean, apply_push, plain_servers
 from rayps.core.strategy import ServerHalf, ShardView, Vector, WorkerView
@@ -53,12 +61,15 @@ class ParameterServer(Strategy):
     """
 
     shards: int = 1
-    staleness: int | None = 0
+    staleness: int | str | None = 0
     compression: str | None = None
     replay_mb: float | None = None
     replicas: int | None = None
     replica: Replica | None = None
     shard_resources: dict[str, float] | None = None
+    backup: int | None = None
+    late_limit: int | None = None
+    replace_late: bool | None = None
     name: ClassVar[str] = "parameter_server"
 
     def __post_init__(self) -> None:
@@ -78,6 +89,8 @@ class ParameterServer(Strategy):
             self.replay_mb,
             self.replica,
             shard_resources=self.shard_resources,
+            backup=self.backup,
+            late=options.late_workers(self),
         )
 
     @property

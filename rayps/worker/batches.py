@@ -97,6 +97,17 @@ class BatchStream:
         self.weight = batch.size
         return batch
 
+    def change_data(self, data: Data, accumulate: int) -> None:
+        """Take the next batches from `data`, in steps of at most `accumulate`. Its epochs have as many steps as before.
+
+        Only for data with a length.
+        """
+        assert self.pass_ is None, "the data has a length"
+        self.close()
+        self.data, self._accumulate = data, accumulate
+        self.loader = Loader(data) if data.ahead is not None else None
+        self._batches, self._epoch, self._coming = iter(()), -1, None
+
     def close(self) -> None:
         """End the loader processes and threads."""
         if self.loader is not None:

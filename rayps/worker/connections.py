@@ -8,6 +8,7 @@ import threading
 from rayps.comm.link import Listener
 from rayps.comm.ring import Ring
 from rayps.core.errors import RaypsError
+from rayps.core.member_times import SERVERS, LineFacts
 from rayps.core.topology import servers_of
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.session import Session
@@ -91,6 +92,28 @@ class WorkerConnections:
             device="cpu" if pairs else device,
         )
 
+    def waits(self, plan: WorkerPlan) -> dict[str, float]:
+        """Return the seconds waited for each peer in this generation, also in the background, by the peer's name."""
+        found: dict[str, float] = {}
+        for axis, ring in self._rings().items():
+            for name, seconds in zip(_names(plan, axis), ring.waits, strict=True):
+                found[name] = found.get(name, 0.0) + seconds
+        if self.session is not None:
+            found[SERVERS] = self.session.seconds_waiting
+        return {name: seconds for name, seconds in found.items() if seconds}
+
+    def lines(self, plan: WorkerPlan) -> dict[str, LineFacts]:
+        """Return what the kernel counts for the TCP connections of this generation, by the peer's name."""
+        found = {} if self.session is None else self.session.lines
+        for axis, ring in self._rings().items():
+            names = _names(plan, axis)
+            for rank, line in ring.lines.items():
+                found[names[rank]] = line.plus(found[names[rank]]) if names[rank] in found else line
+        return found
+
+    def _rings(self) -> dict[str, Ring]:
+        return dict(self.rings) if self.ring is None else {"data": self.ring, **self.rings}
+
     def rewire(self, found: SpaceMap) -> None:
         """Use the map `found`, in which a server is replaced, and repeat the pushes that the new server lacks.
 
@@ -130,6 +153,11 @@ class WorkerConnections:
 
     def _all(self) -> list[Ring | GroupServer | Session]:
         return [each for each in (self.ring, *self.rings.values(), self.server, self.session) if each is not None]
+
+
+def _names(plan: WorkerPlan, axis: str) -> list[str]:
+    """Return the names of the workers of the ring along `axis`, in the order of the ring's ranks."""
+    return [f"worker-{rank}" for rank in plan.grid.along(axis, plan.rank)]
 
 
 def _bytes(layout: Layout) -> int:

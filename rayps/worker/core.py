@@ -22,6 +22,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 from rayps.core.errors import TrainingError
 from rayps.core.metrics import Total, Totals, add_totals
 from rayps.core.records import Event, Point
+from rayps.core.row_shares import RowShares
 from rayps.core.strategy import RoundMemory
 from rayps.core.strategy_families import ends_together
 from rayps.core.user_code import user_code
@@ -361,6 +362,14 @@ class Worker:
             found.pass_.alone = not ends_together(plan.strategy.topology)
         return found
 
+    def deal(self, rows: RowShares) -> None:
+        """Take other shares of the rows from the next round on. The rows of a round over all workers stay the same."""
+        data = self.batches.data
+        assert isinstance(data, DealtRows), "the rows of this job are dealt by shares"
+        with user_code("data"):
+            dealt = data.dealt_by(rows)
+        self.batches.change_data(dealt, dealt.micro_batches)
+
     def _optimizer(self) -> WorkerOptimizer:
         elastic = self.plan.elastic
         recipe = with_scaled_rates(recipe_of(self.workload), 1.0 if elastic is None else elastic.lr_factor)
@@ -567,6 +576,10 @@ class Meter:
         """Add the mean loss over a batch of `rows` rows, and its weight: `rows`, or what the loss returned."""
         self._losses.append((mean, weight, rows))
 
+    def drop_losses(self) -> None:
+        """Drop the losses and metrics of this round, because its gradient does not count."""
+        self._losses, self.totals = [], {}
+
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Count the time inside the block as `compute`, except the waits for other workers of the replica."""
@@ -589,7 +602,7 @@ class Meter:
         waiting, moving, moved = (now - then for now, then in zip(self._traffic(), self._before, strict=True))
         weight = sum(weight for _, weight, _ in self._losses)
         seconds = time.perf_counter() - self._began
-        exposed = max(0.0, seconds - self.compute)  # the time of background threads is not counted
+        exposed = max(0.0, seconds - self.compute - self.data)  # the time of background threads is not counted
         wait = min(waiting, exposed)
         return {
             "loss": sum(loss * own for loss, own, _ in self._losses if own) / weight if weight else None,

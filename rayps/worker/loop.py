@@ -106,7 +106,7 @@ class Loop:
             self.w.params = agreed
 
     def settle(self) -> None:
-        """Wait until other processes have what this worker has sent. Raises LinkError if a connection fails."""
+        """Wait until the servers, if there are any, have what this worker has sent. Called before a pause."""
 
     def retain(self, round: int) -> None:
         """Retain what a checkpoint after `round` contains in addition to the result of `state_dict`."""

@@ -23,6 +23,8 @@ FAMILIES = {
     strategy_families.SHARDED_STATE: "rayps.worker.sharded_state:ShardedState",
     strategy_families.SHARDED_PARAMETERS: "rayps.worker.sharded_parameters:ShardedParameters",
     strategy_families.FEDERATED_ROUNDS: "rayps.worker.federated_rounds:FederatedRounds",
+    strategy_families.MEMBER_GRADIENTS: "rayps.worker.member_gradients:MemberGradients",
+    strategy_families.MEMBER_PUSHES: "rayps.worker.member_pushes:MemberPushes",
 }
 MODEL_SLICE = "rayps.parallel.division.model_slice:ModelSlice"  # the model part of a replica of several workers
 TABLES = "rayps.ps.tables.embedding:bind"  # connects a model's sparse tables

@@ -10,6 +10,7 @@ from torch import Tensor
 from rayps.core import records
 from rayps.core.grid import Grid, Point
 from rayps.core.handover import Handover
+from rayps.core.member_times import MemberTimes
 from rayps.core.phase_rounds import OPEN, Boundary
 from rayps.core.row_shares import RowShares
 from rayps.core.strategy import StrategyView
@@ -47,6 +48,8 @@ class Orders:
     evaluation_batches: int | None = None  # the most batches of a worker's evaluation; None: all
     each_epoch: bool = False  # the same at the end of every evaluated epoch, whose round is not known before
     parts: PartsPlan | None = None  # where workers write their parts of checkpoints; None if the driver writes
+    recovers: bool = False  # whether the generation follows a failure
+    reached: tuple[int, ...] = ()  # by rank: the rounds that were trained before, which are repeated; () if none
     elastic: ElasticPlan | None = None  # None if the number of workers is fixed
     leased: bool = False  # whether workers get their rows by leases: see `rayps.worker.leased_batches`
 
@@ -116,6 +119,8 @@ class WorkerPlan:
     evaluation_batches: int | None = None  # the most batches of an evaluation; None: all
     each_epoch: bool = False  # the same at the end of every evaluated epoch, whose round is not known before
     parts: PartsPlan | None = None  # where this worker writes its part of a checkpoint; None if the driver writes
+    recovers: bool = False  # whether the generation, or the start of this worker, follows a failure
+    reached: int = 0  # rounds below this one were trained before, and are repeated
     elastic: ElasticPlan | None = None  # None if the number of workers is fixed
     leased: bool = False  # whether this worker gets its rows by leases
 
@@ -156,6 +161,7 @@ class WorkerFacts:
     ends: list[str] = field(default_factory=list)  # the exceptions that ended threads of its process
     trace: bytes | None = None  # a trace of some rounds, once: see `rayps.worker.profile`
     waits_at: int | None = None  # the step at which it waits for a lease: all earlier pushes are applied
+    times: MemberTimes | None = None  # where the time of its process went, about once a second; None in between
 
 
 @dataclass(slots=True)

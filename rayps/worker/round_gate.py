@@ -2,7 +2,8 @@
 
 Workers in step are at most one round apart. The driver first calls `hold` on all workers, which returns how many rounds
 each has begun and lets none begin another. It then calls `stop_after` with the largest of these numbers: the workers
-that are behind finish the same rounds, and all runs end there.
+that are behind finish the same rounds, and all runs end there. Or it calls `deal` with this number: all workers
+continue, and take other shares of the rows from the same round on.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from rayps.core.errors import PeerTimeout
+from rayps.core.row_shares import RowShares
 
 HELD_SECONDS = 60.0  # the longest wait, in seconds, for the driver's word after `hold`
 _CHECK_SECONDS = 0.05  # seconds between two looks at whether the run was ended from outside
@@ -28,6 +30,7 @@ class RoundGate:
         self._last = last  # the run ends after so many rounds; None if no end was set
         self._limit: int | None = None  # the run is held after so many rounds; None if it is not
         self.retained = 0  # the round after which the run retains its part of a checkpoint, whoever asks for it
+        self._dealt: tuple[int, RowShares] | None = None  # after so many rounds, rows are dealt in this way
 
     def hold(self) -> int:
         """Let no further round begin, and return the number of rounds that were begun."""
@@ -60,6 +63,21 @@ class RoundGate:
         with self._changed:
             self._held, self._last, self._limit = False, None, None
             self._changed.notify_all()
+
+    def deal(self, after: int, rows: RowShares) -> None:
+        """Undo `hold`. `dealt` returns `rows` before the round after `after` rounds, which was not begun."""
+        with self._changed:
+            self._dealt = after, rows
+            self._held = False
+            self._changed.notify_all()
+
+    def dealt(self, done: int) -> RowShares | None:
+        """Return once, after `done` rounds, how rows are dealt from now on; None if that does not change."""
+        with self._changed:
+            if self._dealt is None or done < self._dealt[0]:
+                return None
+            rows, self._dealt = self._dealt[1], None
+            return rows
 
     def begin(self, done: int, stopped: Callable[[], bool]) -> bool:
         """Return whether the round after `done` rounds begins now; wait while the run is held.

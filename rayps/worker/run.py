@@ -14,6 +14,8 @@ from rayps.core.errors import PeerTimeout, RaypsError, StaleGeneration, UserErro
 from rayps.core.leases import RowLease
 from rayps.core.metrics import Totals
 from rayps.core.records import Point
+from rayps.core.row_shares import RowShares
+from rayps.core.time_account import TimeAccount
 from rayps.core.user_code import Call, lacks_memory, placed, too_large, under_way
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.recovery.worker_backup import WorkerBackup
@@ -26,6 +28,7 @@ from rayps.worker.loop_of_family import loop_class
 from rayps.worker.plan import WorkerFacts, WorkerPart, WorkerPlan
 from rayps.worker.profile import RoundTrace
 from rayps.worker.round_gate import RoundGate
+from rayps.worker.times import WorkerTimes
 from rayps.workload.base import Workload
 
 log = logging.getLogger(__name__)
@@ -40,12 +43,18 @@ class GenerationRun:
     """
 
     def __init__(
-        self, plan: WorkerPlan, backup: WorkerBackup | None, points: list[Point], lock: threading.RLock
+        self,
+        plan: WorkerPlan,
+        backup: WorkerBackup | None,
+        points: list[Point],
+        lock: threading.RLock,
+        times: WorkerTimes,
     ) -> None:
         """Prepare a run of one generation.
 
         `backup` is this worker's backup; None if workers do not hold backups of each other's states. `points` are those
         of an earlier generation that the driver may not have received. `lock` guards the fields that the driver reads.
+        `times` is the account of this worker's process.
         """
         self.plan = plan
         self._facts = WorkerFacts(plan.rank, plan.generation, "running", max(plan.start, 0), points=points)
@@ -53,6 +62,7 @@ class GenerationRun:
         self._backup, self._lock = backup, lock
         self._stop = threading.Event()
         self._connections = WorkerConnections(plan.peers.seat)
+        self._times, self._account = times, times.begin(plan, self._connections)
         self._thread: threading.Thread | None = None
         self._run: PlanRun | None = None
         self._gate = RoundGate(max(plan.start, 0), None if plan.elastic is None else plan.elastic.stop)
@@ -182,6 +192,10 @@ class GenerationRun:
         """Hold the run after `rounds` rounds, and retain its part of the checkpoint after the round `retained`."""
         self._gate.train_until(rounds, retained)
 
+    def deal(self, after: int, rows: RowShares) -> None:
+        """Undo `hold`, and deal rows in this way from the round after `after` rounds on."""
+        self._gate.deal(after, rows)
+
     def resume(self) -> None:
         """Undo `hold`."""
         self._gate.resume()
@@ -216,9 +230,10 @@ class GenerationRun:
         loop = self._run.loop
         if share is not None:
             loop.w.batches.rank, loop.w.batches.size = share
-        loop.load_buffers(buffers)
         try:
-            return loop.evaluate(vector)
+            with self._account.span("evaluation"):
+                loop.load_buffers(buffers)
+                return loop.evaluate(vector)
         except UserError as error:
             raise at_worker(error, self.plan.rank, loop.w.position) from error
 
@@ -233,6 +248,8 @@ class GenerationRun:
         next exchange with a peer.
         """
         self._stop.set()
+        if self._facts.status != "finished":
+            self._account.enter("recovery")
         if self._run is not None:
             self._run.loop.abandon()
         if self._backup is not None:
@@ -257,6 +274,8 @@ class GenerationRun:
         # a bug of rayps or a library: report the error to the driver instead of hanging
         except BaseException as raised:
             status, error = "failed", _failure(f"worker-{plan.rank}", raised)
+        if not self._stop.is_set():
+            self._account.enter("idle" if error is None and not run.paused else "recovery")
         with self._lock:
             if not self._stop.is_set():  # set before peers can see that the connections break
                 self._facts.status, self._facts.error = status, error
@@ -295,6 +314,7 @@ class GenerationRun:
         loop.load_state_dict(snapshot)
         loop.join(companions)
         run = PlanRun(loop, self._report, self._retain, self._stop.is_set, self._gate)
+        run.account, run.trains_here, run.round_over = self._account, self._times.trains_here, self._times.round_over
         if plan.profile:
             run.deliver_trace = self._deliver_trace
         committer = None if self._backup is None else self._backup.begin_commits(plan)
@@ -352,6 +372,9 @@ class PlanRun:
         self.paused = False  # whether the gate has ended the run
         self._gate = gate or RoundGate(loop.w.position)
         self.loop, self.wanted, self.taken = loop, 0, 0
+        self.account = TimeAccount().turn()  # replaced by that of the worker's process
+        self.trains_here: Callable[[], None] = lambda: None  # called in the thread of the rounds, before the first
+        self.round_over: Callable[[], None] = lambda: None  # called after each round
         self._due = 0  # the round of the last part that must stay until the driver has it
         self.commit: Callable[[], None] | None = None
         self.deliver_trace: Callable[[bytes], None] | None = None  # set if some rounds are traced
@@ -384,7 +407,9 @@ class PlanRun:
         self._commit()
         self._evaluate()  # repeat an evaluation that a failure before this generation interrupted
         self._begin_trace()
+        self.trains_here()
         while self._continues():
+            self.account.enter("waiting", "driver")  # no time at all, unless the driver changes the workers
             if not loop.await_batch(self._stopped):
                 break
             if self._gate.holds(w.position):
@@ -392,6 +417,9 @@ class PlanRun:
             if not self._gate.begin(w.position, self._stopped):
                 self.paused = not self._stopped()
                 break
+            self.account.enter("compute" if w.position >= plan.reached else "again")
+            if (rows := self._gate.dealt(w.position)) is not None:
+                w.deal(rows)
             w.meter.begin()
             loop.begin_round()
             loop.run_round()
@@ -403,8 +431,11 @@ class PlanRun:
                 loop.keep_round()
             for event in w.log.take_events():
                 self._report({"kind": "event", "event": event})
+            point = loop.point()
+            self.account.divide(shares_of(point))
+            self.round_over()
             # without this check, a later generation could continue after this round although its point is lost
-            if self._report(loop.point()):
+            if self._report(point):
                 self._commit()
             at, due = w.position, plan.each_epoch and self._evaluation_is_due()
             if due:
@@ -412,20 +443,23 @@ class PlanRun:
                 self._due = at
             together = due or (at in plan.boundary and (loop.retains_unasked or plan.each_boundary))
             if together or at in (self.wanted, self._gate.retained):
-                loop.retain(at)
-                if not (w.done or at >= plan.end):  # at the end, the part is taken after `finish`
-                    self._retain(loop.state_dict(together=together), due)
+                with self.account.span("checkpoint"):
+                    loop.retain(at)
+                    if not (w.done or at >= plan.end):  # at the end, the part is taken after `finish`
+                        self._retain(loop.state_dict(together=together), due)
             self._evaluate()
             self._await_boundaries()
         if self.paused:
             elastic = plan.elastic
             if elastic is not None and not elastic.hands_over:
-                loop.settle()
-                loop.retain(w.position)
-                self._retain(loop.state_dict(together=True), True)
+                with self.account.span("checkpoint"):
+                    loop.settle()
+                    loop.retain(w.position)
+                    self._retain(loop.state_dict(together=True), True)
         elif not self._stopped():
-            loop.finish()
-            self._retain(loop.state_dict(together=True), False)
+            with self.account.span("checkpoint"):
+                loop.finish()
+                self._retain(loop.state_dict(together=True), False)
 
     def _begin_trace(self) -> None:
         w = self.loop.w
@@ -459,15 +493,17 @@ class PlanRun:
     def _await_driver(self, has: Callable[[], bool]) -> None:
         """Wait until the driver has the earlier states. Raises PeerTimeout if it does not take them in time."""
         at, deadline = self.loop.w.position, time.monotonic() + TAKEN_SECONDS
-        while not has() and not self._stopped():
-            if time.monotonic() > deadline:
-                message = f"the driver has not saved the state before round {at} within {TAKEN_SECONDS:g} s"
-                raise PeerTimeout(message, peer="driver", seconds=TAKEN_SECONDS)
-            time.sleep(0.005)
+        with self.account.span("checkpoint"):
+            while not has() and not self._stopped():
+                if time.monotonic() > deadline:
+                    message = f"the driver has not saved the state before round {at} within {TAKEN_SECONDS:g} s"
+                    raise PeerTimeout(message, peer="driver", seconds=TAKEN_SECONDS)
+                time.sleep(0.005)
 
     def _commit(self) -> None:
         if self.commit is not None:
-            self.commit()
+            with self.account.span("checkpoint"):
+                self.commit()
 
     def _evaluation_is_due(self) -> bool:
         """Return whether an evaluation is due after this round.
@@ -489,11 +525,18 @@ class PlanRun:
         at = w.position
         if at <= plan.evaluated or not self._evaluation_is_due():
             return
-        held = self.loop.averaged_params()
-        own = None if held is None or held.data_ptr() == w.params.data_ptr() else w.params.clone()
-        self._report({"kind": "evaluation", "round": at, "sums": self.loop.evaluate(held)})
-        if own is not None:
-            w.params = own  # restore the worker's own parameters, which differ from the consensus
+        with self.account.span("evaluation"):
+            held = self.loop.averaged_params()
+            own = None if held is None or held.data_ptr() == w.params.data_ptr() else w.params.clone()
+            self._report({"kind": "evaluation", "round": at, "sums": self.loop.evaluate(held)})
+            if own is not None:
+                w.params = own  # restore the worker's own parameters, which differ from the consensus
+
+
+def shares_of(point: Point) -> dict[str, float]:
+    """Return the seconds of a round that are not computing, by part of the time account, from the round's point."""
+    pulled = point.get("pull", 0.0) - point.get("pull_hidden", 0.0)  # of rows of sparse tables
+    return {"data": point["data"], "waiting": point["wait"] + pulled, "communication": point["move"]}
 
 
 def at_worker(error: UserError, rank: int, round: int) -> RaypsError:

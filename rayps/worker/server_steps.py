@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from rayps.core.records import Point
 from rayps.core.topology import runs_in_step, servers_of
 from rayps.data.base import Batch
 from rayps.parallel.division.agree import agreed_step
@@ -25,6 +26,7 @@ from rayps.worker.early_push import EarlyPush
 from rayps.worker.leased_batches import LeasedBatches
 from rayps.worker.loop import Loop
 from rayps.worker.plan import WorkerPart, WorkerPlan
+from rayps.worker.push_agreement import PushAgreement
 from rayps.worker.ring_worker import ring_choices
 from rayps.worker.tables import bind_tables
 from rayps.workload.base import Workload
@@ -52,6 +54,7 @@ class ServerWorker(Worker):
             if plan.division is None and self.clip.most is None and self.scaling.scale is None:
                 self._early = EarlyPush(self.flat, self.server)
         view = self.server
+        self.agreement = PushAgreement(lambda: view.version) if servers.adaptive else None
         self.meter.sources.append(lambda: (view.seconds_waiting, 0.0, view.bytes_moved))
         self.meter.lead = lambda: view.lead
         if plan.division is not None:
@@ -77,6 +80,8 @@ class ServerWorker(Worker):
         if batch.size and self.local is None and self.clip.most is not None:
             with self.meter.computing():
                 self._clip_push(gradient.vector)
+        if self.agreement is not None:
+            self.agreement.add(gradient.vector)
         return gradient
 
     def push_grad(self, batch: Batch) -> None:
@@ -94,6 +99,8 @@ class ServerWorker(Worker):
         except BaseException:
             early.fail()
             raise
+        if self.agreement is not None:
+            self.agreement.add(gradient.vector)
         if early.begun:
             early.end()
         else:  # the loss has weight 0
@@ -153,13 +160,18 @@ class ServerSteps(Loop):
             self.w.tables.begin(self.w.position)
         super().run_round()
 
+    def point(self) -> Point:
+        """Return the metrics of the last round. See `Loop`."""
+        agreement = self.w.agreement
+        return super().point() | ({} if agreement is None else agreement.point())
+
     def finish(self) -> None:
         """Wait until the servers have applied this worker's pushes. Raises LinkError if a connection fails."""
         super().finish()  # the workers need not agree on parameters, because the servers hold them
         self.settle()
 
     def settle(self) -> None:
-        """Wait until the servers have acknowledged this worker's pushes. See `Loop`."""
+        """Wait until the servers have applied this worker's pushes. Raises LinkError if a connection fails."""
         self.w.server.settle()
         if self.push_rest_at is not None and isinstance(self.w.server, GroupServer):
             self.w.server.push_rest(self.push_rest_at)

@@ -264,6 +264,7 @@ function copyWords(replicas: unknown): string {
 
 function staleWords(value: unknown): string {
   if (value === null || value === "none") return "asynchronous";
+  if (value === "auto") return "staleness that adapts";
   return value === 0 ? "synchronous" : `staleness ≤ ${String(value)}`;
 }
 

@@ -5,14 +5,14 @@ import { drainServer, resizeGroup, stopGroup } from "../api";
 import { GroupFeed } from "../groups";
 import { bytes, count, plural, seconds, short } from "../lib/format";
 import { GROUP_TONES, skew } from "../lib/servers";
-import { Ago, Dialog, Tile } from "../parts/bits";
+import { Ago, Tile } from "../parts/bits";
+import { Confirm } from "../parts/confirm";
 import { GroupEventsCard, MovesCard, ReplicationCard, ServersCard, SpacesCard } from "../parts/holding";
 import { GroupBadge, StopIcon } from "../parts/icons";
 import { HeatCard, HotCard } from "../parts/load";
 import { Missing } from "../parts/missing";
 import { RingCard, type Marked } from "../parts/ring";
 import { href, put, route } from "../route";
-import { session } from "../stream";
 import type { Group, GroupServer } from "../types";
 
 export function GroupPage({ name }: { name: string }) {
@@ -98,39 +98,6 @@ function Head({ group, feed }: { group: Group; feed: GroupFeed }) {
         <p>The servers end, and the parameters and tables on them are gone; checkpoints of jobs are kept. This cannot be undone.</p>
       </Confirm>
     </header>
-  );
-}
-
-/** A question with one way on and one way back; what the service refuses is shown in it. */
-function Confirm({ title, open, onClose, word, back, act, ready = true, plain = false, children }: {
-  title: string; open: boolean; onClose: () => void; word: string; back: string; act: () => Promise<void>; ready?: boolean; plain?: boolean; children: preact.ComponentChildren;
-}) {
-  const busy = useSignal(false);
-  const error = useSignal("");
-  useEffect(() => {
-    if (open) error.value = "";
-  }, [open]);
-  const go = async () => {
-    busy.value = true;
-    try {
-      await act();
-      onClose();
-    } catch (reason) {
-      if ((reason as { status?: number }).status === 401) session.value = false;
-      error.value = (reason as Error).message;
-    } finally {
-      busy.value = false;
-    }
-  };
-  return (
-    <Dialog title={title} open={open} onClose={onClose}>
-      {children}
-      {error.value && <p class="form-error" role="alert">{error.value}</p>}
-      <div class="dialog-actions">
-        <button type="button" class="button" onClick={onClose}>{back}</button>
-        <button type="button" class={`button ${plain ? "button-primary" : "button-danger-solid"}`} disabled={busy.value || !ready} onClick={go}>{busy.value ? "Asking" : word}</button>
-      </div>
-    </Dialog>
   );
 }
 

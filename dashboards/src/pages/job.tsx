@@ -9,6 +9,7 @@ import { mainMetric } from "../lib/plot";
 import { ended, share, TONES, WORDS } from "../lib/status";
 import { describeJob, groupOf, shownLoss } from "../lib/place";
 import { current, hasStaleness, isFederated, length, meetsNowAndThen, phases, usesAdmm, target, usesPipeline, usesServer, words } from "../lib/strategy";
+import { workersText } from "../lib/workers";
 import { MeetingsCard, ResidualsCard } from "../parts/apart";
 import { Ago, Badge, Bar, Copy, Dialog, Tile } from "../parts/bits";
 import { ClientsCard } from "../parts/clients";
@@ -23,6 +24,8 @@ import { MetricsCard } from "../parts/metrics";
 import { Missing } from "../parts/missing";
 import { ShardsCard, StalenessCard, WorkersCard } from "../parts/people";
 import { CostsCard, ScheduleCard } from "../parts/schedule";
+import { ScaleButton } from "../parts/scale";
+import { TimeCard } from "../parts/time";
 import { href } from "../route";
 import { session } from "../stream";
 import type { Job } from "../types";
@@ -61,6 +64,7 @@ export function JobPage({ id }: { id: string }) {
         {usesAdmm(strategy) && <div class="wide"><ResidualsCard feed={feed} /></div>}
         {meetsNowAndThen(strategy) && <div class="wide"><MeetingsCard feed={feed} /></div>}
         <div class="wide"><WorkersCard feed={feed} /></div>
+        {job.progress?.account && <div class="wide"><TimeCard feed={feed} /></div>}
         {job.progress?.server_group ? <div class="wide"><ElasticCard feed={feed} /></div> : server && <div class="wide"><ShardsCard feed={feed} /></div>}
         {usesPipeline(strategy) && <div class="wide"><ScheduleCard feed={feed} /></div>}
         <CostsCard feed={feed} />
@@ -95,14 +99,14 @@ function Head({ job, feed }: { job: Job; feed: Feed }) {
       <div class="job-title">
         <h1>{job.name}</h1>
         <Badge status={job.status} large />
-        {!over && <StopButton job={job} feed={feed} />}
+        {!over && <span class="group-actions"><ScaleButton job={job} feed={feed} /><StopButton job={job} feed={feed} /></span>}
       </div>
       <p class="job-line">
         <span class="mono id">{job.id}<Copy text={() => job.id} title="Copy the job's id" small /></span>
         <span class="mono">{target(job.spec)}</span>
         <span>{describeJob(job)}</span>
         {job.sweep && <span>sweep&nbsp;<a href={href(["sweeps", job.sweep])}>{job.sweep}</a></span>}
-        <span>{plural(job.spec.workers ?? 1, "worker")}</span>
+        <span>{workersText(job)}</span>
         {length(job.spec) && <span>{length(job.spec)}</span>}
         {typeof job.spec["server_group"] === "string" && <span>on&nbsp;<a href={href(["servers", job.spec["server_group"]])}>{groupOf(job)}</a></span>}
         {typeof job.spec["code"] === "string" && <span>code&nbsp;<a class="mono" href={address(`code/${job.spec["code"]}`)} title="Download the packed files as a tar archive">{job.spec["code"].slice(0, 12)}</a></span>}

@@ -9,7 +9,7 @@ import type { Job, JobEvent } from "../types";
 import { Card, Copy, Empty } from "./bits";
 
 const TONE: Record<string, string> = {
-  failed: "bad", worker_lost: "bad", shard_lost: "bad", driver_lost: "bad", server_lost: "bad", segment_lost: "bad", restored: "warn", resized: "run", warning: "warn", restarted: "warn", replaced: "warn",
+  failed: "bad", worker_lost: "bad", shard_lost: "bad", driver_lost: "bad", server_lost: "bad", segment_lost: "bad", restored: "warn", resized: "run", allowed: "run", scale_requested: "run", notice: "warn", driver_moves: "warn", driver_moved: "ok", warning: "warn", restarted: "warn", replaced: "warn",
   clients: "run", attack: "warn", rejected: "warn", met: "ok",
   finished: "ok", succeeded: "ok", checkpoint: "idle", phase: "run", started: "run",
 };
@@ -53,7 +53,7 @@ export function SpecCard({ job }: { job: Job }) {
       <dl class="facts">
         <Fact name={spec.run ? "Function" : "Workload"}><code>{target(spec)}</code></Fact>
         <Fact name="Strategy">{describeJob(job)}</Fact>
-        <Fact name="Workers">{spec.workers ?? 1}</Fact>
+        <Fact name="Workers">{job.elastic ? `${job.elastic.least} to ${job.elastic.most}` : spec.workers ?? 1}</Fact>
         <Fact name="Length">{length(spec) || (spec.run ? "the loop's own" : "the workload's own")}</Fact>
         <Fact name="Per worker">{resources(spec.resources)}</Fact>
         {rest.map(([key, value]) => <Fact key={key} name={key.replaceAll("_", " ")}>{typeof value === "string" ? <code>{value}</code> : typeof value === "number" ? value : JSON.stringify(value)}</Fact>)}

@@ -20,7 +20,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from rayps.comm.link.tcp_facts import tcp_facts
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout, StaleGeneration
+from rayps.core.member_times import LineFacts
 from rayps.core.values import Buffer
 
 EMPTY = memoryview(b"")
@@ -85,6 +87,11 @@ class Link(ABC):
     def closed(self) -> bool:
         """Whether this side has closed the connection."""
         return self._sock.fileno() < 0
+
+    @property
+    def line(self) -> LineFacts | None:
+        """What the kernel counts for this connection; None if it is not by TCP, or closed. Any thread may read it."""
+        return tcp_facts(self._sock) if self.transport == "tcp" else None
 
     @property
     @abstractmethod

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rayps.comm.link.memory import ORDERED, Fence
 from rayps.comm.ring.mesh import Mesh
 
-WORDS = 2  # number of int64 values per rank in the shared memory
+WORDS = 4  # number of int64 values per rank in the shared memory
 _YIELDS = 4  # how often a rank yields its core before it sleeps; usually the other ranks enter during that time
 
 
@@ -41,6 +41,9 @@ class Barrier:
         self._place = group.index(mesh.rank)
         self._elsewhere = [place for place, rank in enumerate(group) if rank != mesh.rank]
         self._entered, self._asleep = words[: len(group)], words[len(group) : 2 * len(group)]
+        # the time of each rank's entry, in nanoseconds of the host's clock, into even and odd barriers: no rank enters
+        # the second barrier after this one before all ranks have left this one
+        self._arrived = [words[at * len(group) : (at + 1) * len(group)] for at in (2, 3)]
         self._wakeups = wakeups
         self._peer_wakeups = peer_wakeups
         self._fence = Fence()
@@ -53,12 +56,22 @@ class Barrier:
         with self._mesh.hold:  # the descriptors are not closed while this lock is held
             self._mesh.check()
             self.turn += 1
+            began = time.monotonic_ns()
+            self._arrived[self.turn & 1][self._place] = began
             self._entered[self._place] = self.turn
             try:
                 self._wait_by_counters() if ORDERED else self._wait_by_eventfds()
             except BaseException:
                 self._entered[self._place] = self.turn - 1
                 raise
+            self._count_wait(began)
+
+    def _count_wait(self, began: int) -> None:
+        """Count the time since `began` as a wait for the rank that entered last, if this is another rank."""
+        arrived = self._arrived[self.turn & 1].tolist()
+        last = max(arrived)
+        if last > began:
+            self._mesh.waits[self._group[arrived.index(last)]] += (time.monotonic_ns() - began) / 1e9
 
     def _wait_by_counters(self) -> None:
         self._fence()

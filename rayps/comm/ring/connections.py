@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from rayps.comm.link import Link
 from rayps.comm.ring.messages import Piece
+from rayps.core.member_times import LineFacts
 from rayps.core.partition import slices
 
 STRIPE_BYTES = 256 << 10  # a buffer is divided among streams only into parts of at least this many bytes
@@ -39,6 +40,17 @@ class RingConnections(dict[int, Link]):
     def transports(self) -> dict[int, str]:
         """The transport (shm, unix or tcp) to each other rank."""
         return {peer: self[peer].transport for peer in self.ranks}
+
+    @property
+    def lines(self) -> dict[int, LineFacts]:
+        """What the kernel counts for the TCP connections, by the peer's rank. Any thread may read it."""
+        found: dict[int, LineFacts] = {}
+        for number, link in list(self.items()):
+            line = link.line
+            if line is not None:
+                rank = number % self.size
+                found[rank] = line if rank not in found else found[rank].plus(line)
+        return found
 
     def watch(self, number: int, mask: int) -> None:
         """Poll connection `number` for the events in `mask`, or stop polling it if `mask` is 0."""

@@ -20,6 +20,7 @@ from rayps.comm.link import Link, Listener, Message, Prefer, connect
 from rayps.comm.link.socket_link import deadline_left
 from rayps.comm.ring.connections import Place, RingConnections
 from rayps.comm.ring.messages import (
+    EARLY,
     Arrival,
     EarlyMessages,
     Piece,
@@ -31,6 +32,7 @@ from rayps.comm.ring.messages import (
     ranks,
 )
 from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout
+from rayps.core.member_times import LineFacts
 from rayps.core.values import Buffer
 
 LINGER_SECONDS = 0.25  # seconds during which a rank that closes tries to send its last messages
@@ -52,6 +54,7 @@ class Mesh:
         self.size = size
         self.timeout = timeout
         self.seconds_waiting = 0.0
+        self.waits = [0.0] * size  # by rank: the seconds for which this rank has waited for that rank
         self.dead: LinkError | None = None
         self._links = RingConnections(size, links)
         self.early = EarlyMessages()
@@ -70,6 +73,11 @@ class Mesh:
     def bytes_sent(self) -> int:
         """The bytes sent by this rank."""
         return self._sent + sum(link.bytes_sent for link in list(self._links.values()))
+
+    @property
+    def lines(self) -> dict[int, LineFacts]:
+        """What the kernel counts for the TCP connections, by the peer's rank. Any thread may read it."""
+        return self._links.lines
 
     @property
     def transports(self) -> dict[int, str]:
@@ -207,6 +215,20 @@ class Mesh:
                         return
                 raise self._gone(min(gone))
 
+    def await_early(self, wakeup: int, done: Callable[[], bool]) -> None:
+        """Store early messages of other ranks until `done()` returns True, which may take any time.
+
+        `done` is called after each message, each second, and when the eventfd `wakeup` is readable. It reads the
+        eventfd, and may raise a LinkError, which ends the ring. Raises PeerLost if a rank is lost.
+        """
+        with self.guarded(), self._links.polling(wakeup):
+            for peer in self._links.ranks:
+                self.listen(peer)
+            waited = self.seconds_waiting
+            while not done():
+                self._sleep(set(), {}, 1.0, wakeup)
+            self.seconds_waiting = waited  # no collective is under way
+
     def watch(self, done: Callable[[], bool]) -> None:
         """Wait until `done()` returns True, e.g. because a device has finished work in which other ranks take part.
 
@@ -319,7 +341,7 @@ class Mesh:
         return True
 
     def _process_unawaited(self, peer: int, message: Message) -> None:
-        if message.kind in (RingMessage.POINT, RingMessage.PARCEL):
+        if message.kind in EARLY:
             self.early.put(peer, message)
         elif message.kind == RingMessage.ASK:
             self._links[peer].queue(Message(RingMessage.HERE))
@@ -351,6 +373,9 @@ class Mesh:
         ready = self._links.poll.poll(max(0, math.ceil(seconds * 1000)))
         waited = time.perf_counter() - start
         self.seconds_waiting += waited
+        awaited = wants or sending
+        for key in awaited:
+            self.waits[key % self.size] += waited / len(awaited)
         progress = False
         for fd, _ in ready:
             if fd == wakeup:

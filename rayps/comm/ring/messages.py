@@ -26,6 +26,12 @@ class RingMessage(enum.IntEnum):
     ABORT = 4  # the ring has failed: a is the kind of error; the payload has the rank at fault and the error's message
     BYE = 5  # the sender closes its ring without an error
     PARCEL = 6  # tensors of any shape; `rayps.comm.ring.p2p` defines tag, a and b
+    # with backup workers; tag is the number of a step
+    ARRIVED = 7  # to rank 0: the sender's gradient of this step is complete; a is the number of members of the step
+    MEMBERS = 8  # from rank 0: the members of this step are known; the payload has their ranks as int64
+
+
+EARLY = frozenset({RingMessage.POINT, RingMessage.PARCEL, RingMessage.ARRIVED, RingMessage.MEMBERS})
 
 
 class EarlyMessages:
@@ -35,7 +41,7 @@ class EarlyMessages:
         self._messages: dict[tuple[int, int, int], deque[Message]] = {}  # by sending rank, kind and tag
 
     def put(self, peer: int, message: Message) -> None:
-        """Store a message of kind POINT or PARCEL from rank `peer`."""
+        """Store a message of one of the kinds `EARLY` from rank `peer`."""
         self._messages.setdefault((peer, message.kind, message.tag), deque()).append(message)
 
     def fetch(self, peer: int, want: Want) -> bool:
@@ -59,6 +65,11 @@ class EarlyMessages:
         for (frm, what, _), queue in self._messages.items():
             if frm == peer and what == kind:
                 yield from queue
+
+    def take_all(self, kind: int) -> list[tuple[int, Message]]:
+        """Remove and return the stored messages of this kind, each with its sender, in the order of each sender."""
+        keys = [key for key in self._messages if key[1] == kind]
+        return [(key[0], message) for key in keys for message in self._messages.pop(key)]
 
     def clear(self) -> None:
         """Drop all messages."""

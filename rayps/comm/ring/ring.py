@@ -29,6 +29,7 @@ from rayps.comm.ring.shared_memory import tensor_of
 from rayps.comm.ring.shared_progress import Progress, common
 from rayps.comm.ring.torch_groups import TorchGroup
 from rayps.core.errors import ConfigError
+from rayps.core.member_times import LineFacts
 from rayps.core.records import RingTable
 from rayps.tensors.device import Device
 from rayps.tensors.flat import Gradient
@@ -176,6 +177,16 @@ class Ring:
         """Bytes that this rank has sent to other ranks, or that other ranks have read from its shared memory."""
         shared_memory = self.collectives.shared_memory
         return self.collectives.mesh.bytes_sent + (shared_memory.bytes_shared if shared_memory is not None else 0)
+
+    @property
+    def waits(self) -> list[float]:
+        """By rank: the seconds for which this rank has waited for that rank, also in the background."""
+        return list(self.collectives.mesh.waits)
+
+    @property
+    def lines(self) -> dict[int, LineFacts]:
+        """What the kernel counts for the TCP connections, by the peer's rank. Any thread may read it."""
+        return self.collectives.mesh.lines
 
     @property
     def choices(self) -> RingChoices:

@@ -37,7 +37,7 @@ class GroupServer:
     `defer`: a push is sent with the next request. `extras` returns the pieces that a push has for tables, as a dict
     from segment to piece; without `extras`, a push has empty pieces for tables. `step` is the number of the next push;
     -1 means the step after the last push of this rank that the servers have. `consistent` is the default of the
-    argument `consistent` of `pull`; None means True unless the staleness is None.
+    argument `consistent` of `pull`; None means True if the space has a fixed staleness bound.
 
     Raises:
         PeerTimeout, PeerLost, StaleGeneration: as `Session.join`.
@@ -61,7 +61,7 @@ class GroupServer:
         self.bytes_moved = 0  # bytes of parameters and gradients, sent and received
         self._last = SegmentReplies({}, 0, 0, 0)  # replies to the last pull; `durable` is also updated by a push
         servers = space.servers
-        self.consistent = servers.staleness is not None if consistent is None else consistent
+        self.consistent = servers.pulls_one_moment if consistent is None else consistent
         self.feedback: ErrorFeedback | None = None  # encodes pushes; None if pushes are not compressed
         self.extras = extras
         self._defer = defer

@@ -201,6 +201,11 @@ class DeviceServer:
         return self._server.lead
 
     @property
+    def version(self) -> int:
+        """The number of the servers' steps that the last pulled values contain."""
+        return self._server.version
+
+    @property
     def seconds_waiting(self) -> float:
         """The seconds for which this worker has waited for answers."""
         return self._server.seconds_waiting + self._waited

@@ -22,6 +22,7 @@ from rayps.comm.link.socket_link import EMPTY, as_bytes
 from rayps.comm.link.wakeup import Wakeup
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.failpoint import passing
+from rayps.core.member_times import LineFacts
 from rayps.ps.client.connections import (
     PUSHES,
     InFlight,
@@ -49,7 +50,9 @@ COPY_CHECKS = 10  # checks of a device's copies between two checks of the connec
 FEED_SECONDS = 1.0  # seconds between two checks of the connections while a feed provides nothing
 ASK_SECONDS = 0.5  # seconds between two checks whether awaited segments are lost
 # requests whose answer a server may delay
-_PATIENT = frozenset({GroupMessage.PULL, GroupMessage.PUSH_PULL, GroupMessage.READ, GroupMessage.FLUSH})
+_PATIENT = frozenset(
+    {GroupMessage.PULL, GroupMessage.PUSH_PULL, GroupMessage.READ, GroupMessage.FLUSH, GroupMessage.ARRIVE}
+)
 
 
 class SegmentReplies(NamedTuple):
@@ -151,6 +154,12 @@ class Session:
     def map(self) -> SpaceMap:
         """The newest map of the space that was received."""
         return self._connections.map
+
+    @property
+    def lines(self) -> dict[str, LineFacts]:
+        """What the kernel counts for the TCP connections, by the server's name. Any thread may read it."""
+        found = {name: each.link.line for name, each in list(self._connections.open.items())}
+        return {name: line for name, line in found.items() if line is not None}
 
     def reader(self) -> Session:
         """Return another session of the same rank, with its own connections, for another thread.

@@ -8,6 +8,7 @@ knows every generation of a segment that any process has received.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -36,7 +37,7 @@ from rayps.ps.manager.assign_segments import (
     decide,
     settled,
 )
-from rayps.ps.manager.launcher import Launcher, PendingServers
+from rayps.ps.manager.launcher import Launcher, PendingServers, StartOrder
 from rayps.ps.manager.members import ManagerConnection, ServerMember
 from rayps.ps.manager.publisher import Publisher
 from rayps.ps.manager.record import GroupRecord, RecordFile, ServerRecord
@@ -73,7 +74,8 @@ class GroupState:
         self.departed: deque[tuple[float, ServerMember]] = deque(maxlen=16)  # dead servers, and when they were removed
         self.changed = False  # whether `apply_decisions` must be called
         self._failed_copies: dict[tuple[str, str], float] = {}  # a primary and a server -> when to try again
-        self._gather_until = 0.0
+        self.ending: frozenset[str] = frozenset()  # ids of hosts that will end
+        self._gather_until, self._gather_most = 0.0, math.inf  # when moves begin, and when they begin at the latest
         self._sizes: dict[SegmentId, int] = {}  # segment -> its bytes, as its primary last reported
         self._ticked = time.monotonic()
 
@@ -115,7 +117,7 @@ class GroupState:
     def registered(self, connection: ManagerConnection, body: dict[str, Any]) -> bool:
         """Add a server that sent REGISTER. Return False if the group does not know the server, or has replaced it."""
         name = str(body["name"])
-        record = ServerRecord(body["address"], body.get("host", ""), int(body.get("pid", 0)))
+        record = ServerRecord(body["address"], body.get("host", ""), int(body.get("pid", 0)), node=body.get("node", ""))
         member = self.members.get(name)
         if self.pending.registered(name):
             member = self.members[name] = ServerMember(name, record, ServerState.ALIVE)
@@ -225,6 +227,8 @@ class GroupState:
             self.changed = True
         if self._gather_until and now > self._gather_until:
             self._gather_until, self.changed = 0.0, True
+        if not any(member.state == ServerState.LEAVING for member in self.members.values()):
+            self._gather_most = math.inf
         for pair in [pair for pair, until in self._failed_copies.items() if until < now]:
             del self._failed_copies[pair]
             self.changed = True
@@ -237,7 +241,7 @@ class GroupState:
         if member.connection is not None:
             self.publisher.connections.drop(member.connection)
             member.connection = None
-        self.launcher.end(member.name)
+        self.launcher.end(member.name, member.record.node)
         self.gather()
         self.changed = True
 
@@ -303,25 +307,31 @@ class GroupState:
 
     def gather(self) -> None:
         """Delay moves until the servers that will be started have registered, for GATHER_SECONDS at most."""
-        self._gather_until = time.monotonic() + GATHER_SECONDS
+        self._gather_until = min(time.monotonic() + GATHER_SECONDS, self._gather_most)
 
     def _start_next(self) -> None:
         """Start the servers that are due; servers that start gently start one after the other."""
         for name, gently in self.pending.due():
-            more = {}
             if gently:
-                more["gently"] = True
                 self.gather()
-            self.launcher.start(name, self.record.name, self.record.secret, self.publisher.address, **more)
+            record, placed = self.record, {other.name: other.record.node for other in self.members.values()}
+            self.launcher.start(
+                StartOrder(name, record.name, record.secret, self.publisher.address, gently, placed, self.ending)
+            )
 
     def start_failed(self, name: str, reason: str) -> None:
         """Record that a server could not be started; another server is started later."""
         if self.pending.failed(name):
             self.event("server_not_started", f"{name} did not start ({reason}): another server is started", server=name)
 
-    def leave(self, name: str) -> None:
-        """Mark a server as leaving: its segments move to other servers, and then it ends."""
+    def leave(self, name: str, *, seconds: float = math.inf) -> None:
+        """Mark a server as leaving: its segments move to other servers, and then it ends.
+
+        The moves wait for servers that are being started, but at most `seconds`.
+        """
         member = self.members[name]
+        self._gather_most = min(self._gather_most, time.monotonic() + seconds)
+        self.gather()
         member.record.leaving = True
         if member.state == ServerState.ALIVE:
             member.become(ServerState.LEAVING)
@@ -337,7 +347,7 @@ class GroupState:
             self.departed.append((time.time(), member))
         if member.connection is not None:
             self.publisher.connections.drop(member.connection)
-        self.launcher.end(name)
+        self.launcher.end(name, member.record.node)
 
     def _apply_to_segment(self, decision: SegmentDecision) -> None:
         segment = self.segments[decision.segment]

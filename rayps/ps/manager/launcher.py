@@ -8,15 +8,18 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from rayps.cluster.local import ActorHandle, Cluster
+from rayps.cluster.local import ActorHandle, ActorReply, Cluster
 from rayps.core.errors import RaypsError
 
 HOST = "rayps.ps.server.server_actor:ServerActor"
 START_SECONDS = 90.0  # seconds from the order to start a server until its registration
 RETRY_SECONDS = 2.0  # seconds from a failed start to the next attempt
+MOST_ROOM = 1000  # the room for servers where nothing limits it
+REPLY_SECONDS = 0.1  # seconds between two checks of starts that go on
 
 
 class PendingServers:
@@ -87,49 +90,143 @@ class PendingServers:
         self._hurried = False
 
 
+@dataclass(frozen=True, slots=True)
+class StartOrder:
+    """The order to start a server of a group."""
+
+    server: str
+    group: str
+    secret: bytes
+    manager: str  # the address of the group's manager
+    gently: bool = False  # import at the lowest priority, so that workers keep the cores
+    placed: Mapping[str, str] = field(default_factory=dict)  # living server -> its host, by the id in the cluster
+    avoid: frozenset[str] = frozenset()  # ids of hosts on which no server starts, because they will end
+
+
+class ServerStarter(Protocol):
+    """Starts and ends server processes. Called in one thread."""
+
+    def start(self, order: StartOrder) -> ActorReply | None:
+        """Start a server. If the start goes on, return the reply that arrives, or fails, at its end.
+
+        Raises NoResources if no host has room for the server, or another RaypsError if the start fails.
+        """
+
+    def room(self, placed: Mapping[str, str], avoid: frozenset[str]) -> int:
+        """Return how many more servers have room on hosts that are not in `avoid`. `placed`: server -> its host."""
+
+    def end(self, server: str, node: str) -> None:
+        """End a server's process on a host, and release what was reserved for it; do nothing if it has ended."""
+
+    def close(self) -> None:
+        """End the group's processes that are no servers, because the group has ended."""
+
+
+class ActorStarter:
+    """Starts each server as an actor of its own, such as in a cluster of threads."""
+
+    def __init__(self, group: str, cluster: Cluster, options: dict[str, Any]) -> None:
+        """`options` are arguments of `Cluster.spawn`."""
+        self._group, self._cluster, self._options = group, cluster, options
+        self._handles: dict[str, ActorHandle] = {}
+
+    def start(self, order: StartOrder) -> None:
+        """Start a server. See `ServerStarter.start`."""
+        more: dict[str, Any] = {"gently": True} if order.gently else {}
+        self._handles[order.server] = self._cluster.spawn(
+            HOST,
+            order.server,
+            order.group,
+            order.secret,
+            order.manager,
+            name=actor_name(self._group, order.server),
+            **self._options,
+            **more,
+        )
+
+    def room(self, placed: Mapping[str, str], avoid: frozenset[str]) -> int:
+        """Return MOST_ROOM: threads need no room. See `ServerStarter.room`."""
+        return MOST_ROOM
+
+    def end(self, server: str, node: str) -> None:
+        """End a server's actor. See `ServerStarter.end`."""
+        handle = self._handles.pop(server, None) or self._cluster.find(actor_name(self._group, server))
+        if handle is not None:
+            self._cluster.kill(handle)
+
+    def close(self) -> None:
+        """Do nothing: the group has no other processes."""
+
+
 class Launcher:
     """A thread that starts and ends server processes, one after the other."""
 
-    def __init__(self, group: str, cluster: Cluster, options: dict[str, Any], failed: Callable[[str, str], None]):
-        """Start the thread.
-
-        `options` are arguments of `Cluster.spawn`; `failed(server, reason)` is called for a start that failed.
-        """
-        self._group, self._cluster, self._options, self._failed = group, cluster, options, failed
-        self._handles: dict[str, ActorHandle] = {}
+    def __init__(self, group: str, starter: ServerStarter, failed: Callable[[str, str], None]):
+        """Start the thread. `failed(server, reason)` is called for a start that failed."""
+        self._starter, self._failed = starter, failed
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._started: dict[str, ActorReply] = {}  # starts that go on
+        self.room = MOST_ROOM  # how many more servers had room at the last `look`
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"{group}-launcher")
         self._thread.start()
 
-    def start(self, server: str, *args: Any, **more: Any) -> None:
-        """Start a server's process; the other arguments are those of `ServerActor`."""
-        self._tasks.put(lambda: self._start(server, args, more))
+    def start(self, order: StartOrder) -> None:
+        """Start a server's process."""
+        self._tasks.put(lambda: self._start(order))
 
-    def end(self, server: str) -> None:
-        """End a server's process; do nothing if it has ended already."""
-        self._tasks.put(lambda: self._end(server))
+    def end(self, server: str, node: str = "") -> None:
+        """End a server's process on the host with this id; do nothing if it has ended already."""
+        self._tasks.put(lambda: self._end(server, node))
 
-    def close(self, timeout: float = 30.0) -> None:
-        """Finish the tasks, then end the thread."""
+    def look(self, placed: Mapping[str, str], avoid: frozenset[str]) -> None:
+        """Find out how many more servers have room, and set `room` some time later. See `ServerStarter.room`."""
+
+        def work() -> None:
+            with contextlib.suppress(RaypsError, OSError, RuntimeError):  # the cluster does not answer: `room` stays
+                self.room = self._starter.room(placed, avoid)
+
+        self._tasks.put(work)
+
+    def close(self, timeout: float = 30.0, *, ended: bool = False) -> None:
+        """Finish the tasks, then end the thread. `ended`: the group has ended, and all its processes end."""
+        if ended:
+            self._tasks.put(self._starter.close)
         self._tasks.put(None)
         self._thread.join(timeout)
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while True:
+            try:
+                task = self._tasks.get(timeout=REPLY_SECONDS if self._started else None)
+            except queue.Empty:
+                self._read_replies()
+                continue
+            if task is None:
+                return
             task()
 
-    def _start(self, server: str, args: tuple[Any, ...], more: dict[str, Any]) -> None:
-        name = actor_name(self._group, server)
+    def _start(self, order: StartOrder) -> None:
         try:
-            self._handles[server] = self._cluster.spawn(HOST, server, *args, name=name, **self._options, **more)
+            reply = self._starter.start(order)
         except (RaypsError, OSError, RuntimeError) as error:
-            self._failed(server, f"{type(error).__name__}: {error}")
+            self._failed(order.server, f"{type(error).__name__}: {error}")
+        else:
+            if reply is not None:
+                self._started[order.server] = reply
 
-    def _end(self, server: str) -> None:
-        handle = self._handles.pop(server, None) or self._cluster.find(actor_name(self._group, server))
-        if handle is not None:
-            with contextlib.suppress(RaypsError, OSError, KeyError):  # the server has ended by itself
-                self._cluster.kill(handle)
+    def _read_replies(self) -> None:
+        for server, reply in list(self._started.items()):
+            if reply.done():
+                del self._started[server]
+                try:
+                    reply.result(0)
+                except (RaypsError, OSError, RuntimeError, TimeoutError) as error:
+                    self._failed(server, f"{type(error).__name__}: {error}")
+
+    def _end(self, server: str, node: str) -> None:
+        self._started.pop(server, None)
+        with contextlib.suppress(RaypsError, OSError, KeyError, TimeoutError):  # the server has ended by itself
+            self._starter.end(server, node)
 
 
 def actor_name(group: str, server: str) -> str:

@@ -21,14 +21,18 @@ from typing import Any
 from rayps.cluster.local import Cluster, host_address, rendezvous, surrounding
 from rayps.comm.link import Listener, Message, parse_address
 from rayps.core.errors import ClusterError, ConfigError, Conflict, LinkError, NotFound
+from rayps.core.staleness_bound import MovedBound
 from rayps.ps.manager import spaces
 from rayps.ps.manager.assign_segments import Balance, ServerState
+from rayps.ps.manager.decide_scale import ScaleRule
 from rayps.ps.manager.group_state import GroupState
-from rayps.ps.manager.launcher import Launcher
+from rayps.ps.manager.host_starter import HostStarter
+from rayps.ps.manager.launcher import ActorStarter, Launcher, ServerStarter
 from rayps.ps.manager.members import ManagerConnection
 from rayps.ps.manager.publisher import ManagerConnections, Publisher
 from rayps.ps.manager.record import GroupRecord, RecordFile
-from rayps.ps.manager.status import facts_of, moves
+from rayps.ps.manager.scaling import GroupScaling, begin_resize
+from rayps.ps.manager.status import facts_of, loads_of, moves
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.segment_map import register_group, unregister_group
 from rayps.ps.protocol.space import Quota, Space
@@ -37,6 +41,7 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05  # longest time between two checks of the deadlines
 BALANCE = Balance()
+ServerCount = int | tuple[int, int]  # the number of a group's servers, or the least and the most
 SILENCE = 10.0  # seconds, long enough for a busy machine; a process that dies is detected when its connection closes
 COPIED_SECONDS = 10.0  # seconds in which the backups of a new space should be in sync
 READY_SECONDS = 60.0  # seconds in which the servers of a new space must be ready
@@ -45,11 +50,15 @@ READY_SECONDS = 60.0  # seconds in which the servers of a new space must be read
 class Manager:
     """The manager of the group `name`: keeps `servers` servers and `replicas` backups of each segment.
 
+    If `servers` is a pair, the least and the most, the group begins with the least, and load changes the number by the
+    rule `scale`.
+
     `folder` has the group's record, from which a later manager can continue; with None no record is written. A record
     in `folder` takes precedence over `servers` and `replicas`. Unless `detached`, the group ends with this manager.
     Servers are actors of `cluster` (default: the cluster in which this code runs) with `cpus` CPUs each. A server that
     sends nothing for `silence` seconds counts as dead. `balance` is the rule that moves segments away from overloaded
-    servers; with None, load moves no segment.
+    servers; with None, load moves no segment. `forked`: whether the servers of a host are forked from one process that
+    has imported torch (see `rayps.ps.server.server_template`); None means yes on Ray, where it saves seconds.
 
     Raises ConfigError if the group cannot have this size, or `folder` has no readable record of this group.
     """
@@ -57,7 +66,7 @@ class Manager:
     def __init__(
         self,
         name: str,
-        servers: int = 2,
+        servers: ServerCount = 2,
         replicas: int = 1,
         folder: str | Path | None = None,
         *,
@@ -66,12 +75,14 @@ class Manager:
         cpus: float = 0.0,
         silence: float = SILENCE,
         balance: Balance | None = BALANCE,
+        forked: bool | None = None,
+        scale: ScaleRule | None = None,
     ) -> None:
-        check_size(name, servers, replicas)
+        least, found = check_size(name, servers, replicas)
         file = RecordFile(folder)
         record = file.read()
         if record is None:
-            record = GroupRecord(name, secrets.token_bytes(32), servers, replicas, born=time.time())
+            record = GroupRecord(name, secrets.token_bytes(32), least, replicas, born=time.time(), range=found)
         elif record.name != name:
             raise ConfigError(
                 f"{folder} has the record of group {record.name!r}, not of {name!r}: give another folder",
@@ -81,10 +92,12 @@ class Manager:
         record.port = parse_address(self._listener.address).port
         self._file, self._ends_servers = file, not detached
         self._connections = ManagerConnections(self._listener)
-        options: dict[str, Any] = {"cpus": cpus, "detached": detached}
-        self._launcher = Launcher(name, surrounding() if cluster is None else cluster, options, self._start_failed)
+        home = surrounding() if cluster is None else cluster
+        starter = _starter(name, home, cpus, detached, forked)
+        self._launcher = Launcher(name, starter, self._start_failed)
         publisher = Publisher(self._connections, self._listener.address)
         self._state = GroupState(record, file, publisher, self._launcher, balance, silence)
+        self._scaling = GroupScaling(self._state, scale, home.notices)
         self._lock = threading.Condition(threading.RLock())
         self._closing = threading.Event()
         if record.servers:
@@ -157,6 +170,12 @@ class Manager:
             spaces.set_quota(self._state, name, quota)
             self._state.apply_decisions()
 
+    def move_bound(self, number: int, bound: MovedBound) -> None:
+        """Replace a space's staleness bound. Raises NotFound if there is no open space with this number."""
+        with self._lock:
+            spaces.move_bound(self._state, number, bound)
+            self._state.apply_decisions()
+
     def restored(self, number: int, segments: list[int]) -> None:
         """Record that lost segments have been loaded again."""
         with self._lock:
@@ -178,19 +197,33 @@ class Manager:
             self._file.write(self._state.record)
             return count
 
-    def resize(self, servers: int) -> None:
-        """Set the number of servers. Returns at once; segments move in the background.
+    def resize(self, servers: ServerCount) -> None:
+        """Set the number of servers, or the range (least, most) from which load chooses it.
+
+        Returns at once; segments move in the background. In a group with a range, a number stays until the next call
+        with a range.
 
         Raises ConfigError: `servers` is 0, or below replicas + 1. Raises Conflict: a resize is in progress.
         """
         with self._lock:
             record = self._state.record
-            check_size(record.name, servers, record.replicas)
-            if servers == record.wanted:
+            number, found = check_size(record.name, servers, record.replicas)
+            if found is not None:
+                if (record.range, record.pinned) != (found, False):
+                    text = f"the group has {found[0]} to {found[1]} servers from now on, as the load requires"
+                    self._state.event("range", text, servers=list(found))
+                record.range, record.pinned = found, False
+                self._file.write(record)
                 return
-            if record.resizing is not None and servers != record.resizing[0]:
-                raise Conflict(self._resizing_now(servers), status=409, resizing=list(record.resizing))
-            self._resize(servers)
+            resizes = number != record.wanted
+            if resizes and record.resizing is not None and number != record.resizing[0]:
+                raise Conflict(self._resizing_now(number), status=409, resizing=list(record.resizing))
+            record.pinned = record.range is not None
+            self._scaling.resized()
+            if resizes:
+                begin_resize(self._state, number)
+            else:
+                self._file.write(record)
 
     def drain(self, server: str) -> None:
         """Reduce the group by this server: move its segments to other servers, then end it.
@@ -213,21 +246,18 @@ class Manager:
             if record.resizing is not None:
                 raise Conflict(self._resizing_now(record.wanted - 1), status=409)
             state.leave(server)
-            self._resize(record.wanted - 1)
-
-    def _resize(self, servers: int) -> None:
-        record = self._state.record
-        message = f"the group is being resized from {record.wanted} to {servers} servers"
-        self._state.event("resizing", message, servers=servers)
-        record.resizing = (record.wanted, servers)
-        record.wanted = servers
-        self._state.gather()
-        self._state.apply_decisions()
+            self._scaling.resized()
+            begin_resize(state, record.wanted - 1)
 
     def facts(self) -> dict[str, Any]:
         """Return the group's facts, as plain data."""
         with self._lock:
             return facts_of(self._state)
+
+    def loads(self) -> dict[str, dict[str, Any]]:
+        """Return the spaces in each server's last heartbeat (see `rayps.ps.server.outbound`), as plain data."""
+        with self._lock:
+            return loads_of(self._state)
 
     def settled(self) -> bool:
         """Return whether all segments and backups are where they belong, and all servers are alive."""
@@ -241,8 +271,9 @@ class Manager:
             names = [*self._state.members, *self._state.pending.names]
         self._end()
         for name in names:
-            self._launcher.end(name)
-        self._launcher.close()
+            member = self._state.members.get(name)
+            self._launcher.end(name, "" if member is None else member.record.node)
+        self._launcher.close(ended=True)
         self._file.erase()
 
     def close(self) -> None:
@@ -324,6 +355,7 @@ class Manager:
                 for connection, messages in self._connections.read(ready):
                     self._receive(connection, messages)
                 self._state.tick()
+                self._scaling.tick(time.monotonic())
                 if self._state.changed:
                     self._state.apply_decisions()
                     self._lock.notify_all()
@@ -372,18 +404,32 @@ class Manager:
             state.reported(member, message.tag, int(body["space"]), body["events"])
 
 
-def check_size(name: str, servers: int, replicas: int) -> None:
-    """Check the size of a group. Raises ConfigError: a group of that size is not possible."""
-    for what, value, least in (("servers", servers, 1), ("replicas", replicas, 0)):
+def check_size(name: str, servers: ServerCount, replicas: int) -> tuple[int, tuple[int, int] | None]:
+    """Check the size of a group. Return the number of servers, and the range (least, most) if `servers` is a pair.
+
+    The number is the least one then. Raises ConfigError: a group of that size is not possible.
+    """
+    pair = tuple(servers) if isinstance(servers, (tuple, list)) else None
+    if pair is not None and len(pair) != 2:
+        raise ConfigError(
+            f"servers is {servers!r}: give a number, or the least and the most, such as (2, 8)", field="servers"
+        )
+    numbers: tuple[Any, ...] = (servers,) if pair is None else pair
+    for what, value, least in (*(("servers", number, 1) for number in numbers), ("replicas", replicas, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             hint = " (`stop` ends a group)" if what == "servers" and value == 0 else ""
             raise ConfigError(f"{what} is {value!r}: give a whole number, at least {least}{hint}", field=what)
-    if servers < replicas + 1:
+    number = int(numbers[0])
+    if number < replicas + 1:
         raise ConfigError(
             f"group {name!r} keeps replicas={replicas} backups of each segment on other servers, so it needs at least "
-            f"{replicas + 1} servers: servers={servers} is too few",
+            f"{replicas + 1} servers: servers={number} is too few",
             field="servers",
         )
+    if pair is None:
+        return number, None
+    rule = ScaleRule(*pair)
+    return number, (rule.least, rule.most)
 
 
 def _listen(name: str, record: GroupRecord) -> Listener:
@@ -395,20 +441,27 @@ def _listen(name: str, record: GroupRecord) -> Listener:
     return Listener(name, record.secret, host=host_address())
 
 
+def _starter(name: str, cluster: Cluster, cpus: float, detached: bool, forked: bool | None) -> ServerStarter:
+    """Return what starts the servers: an actor on each host if `forked`, by default on Ray; else an actor for each."""
+    if forked or (forked is None and cluster.node):
+        return HostStarter(name, cluster, cpus=cpus, detached=detached)
+    return ActorStarter(name, cluster, {"cpus": cpus, "detached": detached})
+
+
 class ManagerActor(Manager):
     """The actor of a `Manager`, which registers the manager's address under the group's name for other processes."""
 
     def __init__(
         self,
         name: str,
-        servers: int = 2,
+        servers: ServerCount = 2,
         replicas: int = 1,
         folder: str | Path | None = None,
         *,
         cluster: Cluster | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
-        """Start the manager. `options` are further arguments of Manager: detached, cpus, silence, balance."""
+        """Start the manager. `options` are further arguments of Manager: detached, cpus, silence, balance, scale."""
         super().__init__(name, servers, replicas, folder, cluster=cluster, **(options or {}))
         self._name = name
         register_group(rendezvous(), name, self.contact()["address"])

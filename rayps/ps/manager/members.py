@@ -71,6 +71,7 @@ class ServerLoad:
 
     def __init__(self) -> None:
         self.bytes, self.cpu = 0, 0.0
+        self.memory, self.host_bytes = 0.0, 0  # the share of the host's memory in use, and the bytes of this memory
         self.spaces: dict[int, dict[str, Any]] = {}  # number of a space -> the space's part of the heartbeat
         self.segments: dict[SegmentId, SegmentLoad] = {}  # the segments of which the server is primary
         self._rates: dict[tuple[int, int | str], Rate] = {}  # by space, and segment index or name of the counter
@@ -78,6 +79,7 @@ class ServerLoad:
     def heartbeat(self, body: dict[str, Any], now: float) -> None:
         """Record a heartbeat that arrived at the time `now`, in seconds."""
         self.bytes, self.cpu = int(body.get("bytes", 0)), float(body.get("cpu", 0.0))
+        self.memory, self.host_bytes = float(body.get("memory", 0.0)), int(body.get("host_bytes", 0))
         self.spaces = {int(number): facts for number, facts in body.get("spaces", {}).items()}
         self.segments = {}
         for number, facts in self.spaces.items():
@@ -86,6 +88,16 @@ class ServerLoad:
             for index, values in facts.get("segments", {}).items():
                 load = self.segments[number, int(index)] = SegmentLoad(*map(int, values))
                 self._rates.setdefault((number, int(index)), Rate()).observe(load.operations, now)
+
+    @property
+    def busy(self) -> float:
+        """The share of time in which the server's loop serves requests."""
+        return sum(self.rate(space, "seconds") for space in self.spaces)
+
+    @property
+    def touches(self) -> float:
+        """Pushes and pulls of segments of parameters, and rows of tables, per second."""
+        return sum(self.rate(*segment) for segment in self.segments)
 
     def rate(self, space: int, what: int | str = "operations") -> float:
         """Return the increase per second of a counter of a space, or of the operations of one of its segments.

@@ -48,6 +48,7 @@ class ServerRecord:
     host: str
     pid: int
     leaving: bool = False
+    node: str = ""  # the host's id in the cluster; "" if the server was started as an actor of its own
 
 
 @dataclass(slots=True)
@@ -63,6 +64,8 @@ class GroupRecord:
     next_server: int = 0
     next_space: int = 1
     resizing: tuple[int, int] | None = None  # from, to
+    range: tuple[int, int] | None = None  # the least and most servers; None if the number changes by calls alone
+    pinned: bool = False  # whether a call has set the number, so that load does not change it
     servers: dict[str, ServerRecord] = field(default_factory=dict)
     spaces: dict[int, Space] = field(default_factory=dict)
     segments: dict[SegmentId, SegmentAssignment] = field(default_factory=dict)
@@ -157,6 +160,8 @@ def _plain(record: GroupRecord) -> dict[str, Any]:
         "format": FORMAT,
         "secret": record.secret.hex(),
         "resizing": record.resizing,
+        "range": record.range,
+        "pinned": record.pinned,
         "servers": {name: astuple(server) for name, server in record.servers.items()},
         "seats": segments,
         "ranks": record.incarnations,
@@ -172,6 +177,8 @@ def _record(found: dict[str, Any], spaces: dict[int, Space]) -> GroupRecord:
         | {
             "secret": bytes.fromhex(found["secret"]),
             "resizing": found["resizing"] and tuple(found["resizing"]),
+            "range": found.get("range") and tuple(found["range"]),  # older records have neither
+            "pinned": found.get("pinned", False),
             "servers": {name: ServerRecord(*values) for name, values in found["servers"].items()},
             "spaces": spaces,
             "segments": {each.id: each for rows in found["seats"].values() for each in map(_segment, rows)},

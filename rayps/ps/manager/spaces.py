@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from rayps.core.errors import ConfigError, Conflict, NotFound
+from rayps.core.staleness_bound import MovedBound
 from rayps.core.values import is_number
 from rayps.ps.manager.assign_segments import SegmentAssignment
 from rayps.ps.manager.group_state import GroupState
@@ -68,6 +69,11 @@ def set_quota(state: GroupState, name: str, quota: Quota | dict[str, Any]) -> No
     """
     space = find(state, name)
     state.record.spaces[space.number] = replace(space, quota=quota_of(quota))
+
+
+def move_bound(state: GroupState, number: int, bound: MovedBound) -> None:
+    """Replace a space's staleness bound. Raises NotFound if there is no open space with this number."""
+    state.record.spaces[number] = replace(of_number(state, number), bound=bound)
 
 
 def restored(state: GroupState, number: int, segments: list[int]) -> None:

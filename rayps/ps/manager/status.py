@@ -26,6 +26,8 @@ def facts_of(state: GroupState) -> dict[str, Any]:
         "wanted": record.wanted,
         "replicas": record.replicas,
         "since": record.born,
+        "range": list(record.range) if record.range is not None else None,
+        "pinned": record.pinned,
         "resizing": list(record.resizing) if record.resizing is not None else None,
         "servers": [_server(state, member) for member in members],
         "spaces": [_space(state, space) for space in record.spaces.values()],
@@ -33,6 +35,12 @@ def facts_of(state: GroupState) -> dict[str, Any]:
         "counts": {name: record.counts.get(name, 0) for name in COUNTS},
         "events": list(state.events),
     }
+
+
+def loads_of(state: GroupState) -> dict[str, dict[str, Any]]:
+    """Return for each server that serves the spaces in its last heartbeat, as plain data."""
+    serving = (member for member in state.members.values() if member.state in _STATES)
+    return {member.name: {str(number): facts for number, facts in member.load.spaces.items()} for member in serving}
 
 
 def _status(state: GroupState) -> str:
@@ -61,6 +69,8 @@ def _server(state: GroupState, member: ServerMember) -> dict[str, Any]:
         "rows": None if shown == "dead" else sum(int(facts.get("rows", 0)) for facts in load.spaces.values()),
         "operations_s": None if shown == "dead" else round(sum(map(load.rate, load.spaces)), 1),
         "cpu": None if shown == "dead" else load.cpu,
+        "busy": None if shown == "dead" else round(load.busy, 3),
+        "node": record.node,
         "seen_s": round(time.monotonic() - member.last_message, 3) if member.last_message else None,
         "primaries": sum(segment.primary == member.name for segment in segments),
         "copies": sum(member.name in segment.copies for segment in segments),

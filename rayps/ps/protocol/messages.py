@@ -51,6 +51,8 @@ class GroupMessage(enum.IntEnum):
     # MEMBERS: only rank -1 may send it; weight = the incarnation of the worker that joins, if one does
     MEMBERS = 16  # payload = head + a `MemberChange` for each segment -> VALUE: as MARKS, once the backups have it
     TAKE_RANK = 15  # where there is no manager: a = space, b = rank -> ACK: the incarnation for the next JOIN (int64)
+    # ARRIVE, with backup workers: ask for the members of round a (`ArrivalKind` says what for); weight = their number
+    ARRIVE = 16  # payload = head + `ArrivalKind` (int64) -> VALUE: members of rounds from a on (`pack_members`)
     # server -> worker. In every answer, weight = the step of this rank below which all pushes to the request's segments
     # are durable
     JOINED = 20  # payload = int64 pairs (segment, this rank's next step) of all segments that this server is primary of
@@ -76,6 +78,15 @@ class GroupMessage(enum.IntEnum):
     # worker <-> manager
     WATCH = 80  # a = space -> MAP now, and each time the map changes
     MAP = 81  # `SpaceMap.to_json`
+
+
+class ArrivalKind(enum.IntEnum):
+    """What a worker asks by ARRIVE, in a space with backup workers."""
+
+    LOOK = 0  # answer at once, with the members of the rounds that are decided
+    WAIT = 1  # answer when the round's members are decided; this worker has no rows
+    READY = 2  # the same; this worker's gradient of the round is complete
+    MEET = 3  # answer, without members, when so many workers have asked this before the round
 
 
 class Role(enum.StrEnum):
@@ -175,6 +186,20 @@ def unpack(payload: Any) -> list[SegmentPayload]:
             )
         found.append(SegmentPayload(segment, generation, view[at : at + size]))
         at += size
+    return found
+
+
+def pack_members(rounds: Iterable[Sequence[int]]) -> bytes:
+    """Encode the members of rounds as a payload of int64: for each round their number, then their ranks."""
+    return numbers(value for members in rounds for value in (len(members), *members))
+
+
+def unpack_members(payload: Any) -> list[tuple[int, ...]]:
+    """Return the members of rounds that `pack_members` encoded."""
+    values, found = read_numbers(payload), list[tuple[int, ...]]()
+    while values:
+        found.append(tuple(values[1 : 1 + values[0]]))
+        values = values[1 + values[0] :]
     return found
 
 

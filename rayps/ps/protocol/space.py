@@ -22,6 +22,7 @@ import torch
 import rayps
 from rayps.core.errors import ConfigError, RaypsError
 from rayps.core.server_updates import PlainServers
+from rayps.core.staleness_bound import MovedBound
 from rayps.core.strategy import ServerHalf
 from rayps.core.topology import Servers, servers_of
 from rayps.core.values import Json
@@ -75,7 +76,7 @@ class Space:
     each segment) describe the dense vector; without a dense vector they are None and empty. `factory`: a packed
     optimizer factory (`rayps.core.user_module.pack`), with or without a learning-rate schedule. `ticks`: the epoch of
     each round. `strategy`: the staleness, and how a server applies pushes. `branch_of`: the name of the space from
-    which this one was branched, or None.
+    which this one was branched, or None. `bound`: the staleness bound now, if it is not that of the strategy.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Space:
     quota: Quota = field(default_factory=Quota)
     branch_of: str | None = None
     ticks: Ticks = field(default_factory=Ticks)
+    bound: MovedBound | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", self.strategy.server_half)
@@ -174,6 +176,7 @@ class Space:
             "quota": asdict(self.quota),
             "branch_of": self.branch_of,
             "ticks": [*self.ticks.origin, self.ticks.steps],
+            "bound": None if self.bound is None else [self.bound.staleness, *self.bound.since],
         }
 
     @classmethod
@@ -185,6 +188,7 @@ class Space:
         """
         layout = found["layout"]
         first_round, first_epoch, steps = found["ticks"]
+        bound = found.get("bound")  # records of rayps 0.1 have none
         return cls(
             found["name"],
             found["number"],
@@ -197,6 +201,7 @@ class Space:
             Quota(**found["quota"]),
             found["branch_of"],
             Ticks((first_round, first_epoch), steps),
+            None if bound is None else MovedBound(bound[0], tuple(bound[1:])),
         )
 
 
@@ -311,6 +316,9 @@ class ServedSegment(Protocol):
 
     def laggards(self) -> list[int]:
         """Return the slowest ranks. Pulls of other ranks wait for the pushes of these ranks."""
+
+    def move_bound(self, bound: MovedBound) -> None:
+        """Replace the staleness bound from now on."""
 
     def pull(self, rank: int, data: memoryview, out: memoryview | None = None) -> tuple[Any, int, list[bytes]]:
         """Return a buffer with the requested values, the lead of `rank`, and the changes that backups must replay.

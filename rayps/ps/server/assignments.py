@@ -89,6 +89,8 @@ class AssignedSpace:
         self.by_index: dict[int, AssignedSegment] = {}
         self.incarnations: dict[int, int] = {}  # rank -> the highest incarnation that has joined
         self.parked: list[Any] = []  # requests that wait for the clock
+        # from (a rank, the rank whose push it awaited) to the seconds for which requests were parked
+        self.delays: dict[tuple[int, int], float] = {}
         self.withheld: list[Any] = []  # answers that wait for backups
         self.unplaced_branches: set[tuple[int, int]] = (
             set()
@@ -126,7 +128,10 @@ class AssignedSpace:
         found = self.space.table_of(index)
         if found is None:
             return DenseSegment(self.space, index, self.factory)
-        return TableSegment(found[0], found[1], self.space.strategy, self.space.workers, scheduled=self.scheduled)
+        made = TableSegment(found[0], found[1], self.space.strategy, self.space.workers, scheduled=self.scheduled)
+        if self.space.bound is not None:
+            made.move_bound(self.space.bound)
+        return made
 
     @property
     def scheduled(self) -> Scheduled | None:
@@ -171,13 +176,18 @@ class Assignments:
         self._actions = actions
 
     def add_space(self, space: Space) -> AssignedSpace:
-        """Add a space before its segments are assigned. If it is known, replace its options, such as the quota."""
+        """Add a space before its segments are assigned. If it is known, replace its options: quota and bound."""
         assigned_space = self.spaces.get(space.number)
         if assigned_space is None:
             assigned_space = self.spaces[space.number] = AssignedSpace(space)
             self.closed_spaces.discard(space.number)
         else:
+            moved = space.bound is not None and space.bound != assigned_space.space.bound
             assigned_space.space = space
+            if moved and space.bound is not None:
+                for assigned in assigned_space.by_index.values():
+                    if assigned.segment is not None:
+                        assigned.segment.move_bound(space.bound)
         return assigned_space
 
     def assign(self, space: Space, index: int, generation: int, segment: ServedSegment) -> AssignedSegment:

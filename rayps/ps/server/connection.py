@@ -52,6 +52,7 @@ class PeerRequest:
     referencing: list[AssignedSegment] = field(default_factory=list)  # segments that may still read its pieces
     whole: WholePush | None = None  # the `WholePush` whose parked pull this is
     deadline: float = 0.0
+    parked: float = 0.0  # the `time.monotonic` at which it was parked
 
 
 def fenced(peer: ServerPeer) -> StaleGeneration:

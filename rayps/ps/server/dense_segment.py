@@ -12,7 +12,7 @@ import struct
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +21,11 @@ from torch.optim import Adagrad
 
 from rayps.core.errors import CheckpointError, ConfigError
 from rayps.core.failpoint import passing
+from rayps.core.member_times import MemberTimes
 from rayps.core.phase_rounds import Boundary
 from rayps.core.repeated_pushes import WINDOW, Ledger
 from rayps.core.server_updates import weighted_mean
-from rayps.core.staleness_bound import Clock
+from rayps.core.staleness_bound import Clock, MovedBound
 from rayps.core.strategy import ServerHalf
 from rayps.core.topology import Servers, servers_of
 from rayps.core.values import Buffer
@@ -74,6 +75,7 @@ class ShardFacts:
     snapshots: list[int] = field(default_factory=list)  # rounds after which a state is retained
     ages: dict[int, int] = field(default_factory=dict)  # optimizer steps since the rank's pull -> number of pushes
     lost: int = 0  # acknowledged pushes that no worker retained when this shard was restored
+    times: MemberTimes | None = None  # where the time of its process went, about once a second; None in between
 
 
 # ---- changes: what backups apply
@@ -278,6 +280,10 @@ class RoundBuffer:
         if by_reference:
             self.by_reference.add((step, rank))
 
+    def count(self, step: int) -> int:
+        """Return the number of pushes of a round."""
+        return len(self._pushes.get(step, ()))
+
     def copy_pushes(self, rank: int) -> None:
         """Copy the pushes of a rank that were given by reference from the rank's memory into the server's."""
         for key in [key for key in self.by_reference if key[1] == rank]:
@@ -431,6 +437,7 @@ class Shard:
         self.rounds = 1  # number of rounds that the current push covers, see ShardView
         self.version = 0  # number of optimizer steps
         self.spans, self._borrows = servers.update.spans, servers.update.borrows
+        self._backup = servers.backup  # so many of the workers are no members of a round
         self.changes = ChangeLog(strategy, self.slice.params.numel())
         self.retained = RetainedStates(boundary)
         self._open = RoundBuffer() if servers.update.gathers else None
@@ -511,8 +518,20 @@ class Shard:
         if self._open is not None:
             self._open.add_push(step, rank, OpenPush(value, weight, area), by_reference)
         if step == self.closed or self.spans:  # otherwise a rank that has not pushed step `closed` keeps the round open
+            if self._backup:
+                self._spare_others(step)
             self.finish()
         return True
+
+    def _spare_others(self, step: int) -> None:
+        """If all members of a round have pushed, count the round as pushed by the other ranks too.
+
+        Only members push: see `rayps.ps.server.arrivals`.
+        """
+        assert self._open is not None, "workers in step have open rounds"
+        if self._open.count(step) == self.size - self._backup:
+            for rank in self.ledger.marks:
+                self.ledger.skip(rank, step + 1)
 
     def tick(self, rank: int, step: int) -> int:
         """Return round `step` of `rank` as a schedule counts rounds: without the rounds that were skipped in fp16."""
@@ -747,6 +766,7 @@ class DenseSegment:
             ticks=self.space.ticks,
             optimizer=self._optimizer,
         )
+        self._shard.clock.move(self.space.bound)
         self._buffer = flat_bytes(self._shard.params).data if self.rows else memoryview(b"")
         if restore:
             self._shard.restore(state)
@@ -883,6 +903,12 @@ class DenseSegment:
         """Return the slowest ranks. Pulls of other ranks wait for the pushes of these ranks."""
         return list(range(self.space.workers)) if self._base is not None else self._shard.clock.laggards()
 
+    def move_bound(self, bound: MovedBound) -> None:
+        """Replace the staleness bound from now on."""
+        self.space = replace(self.space, bound=bound)
+        if self._base is None:
+            self._shard.clock.move(bound)
+
     def pull(
         self, rank: int, data: memoryview = memoryview(b""), out: memoryview | None = None
     ) -> tuple[Any, int, list[bytes]]:
@@ -981,6 +1007,11 @@ class DenseSegment:
         self._boundary = boundary
         self._replace_shard(ShardState(params.clone(), {}, ledger), restore=False)
         self._shard.optimizer.load(moments, self.extent)
+
+    def resume(self, state: Buffer, boundary: Boundary) -> None:
+        """Restore a state that `dump` returned, and retain states after the rounds of `boundary` from now on."""
+        self._boundary = boundary
+        self.load(state)
 
     def facts(self, index: int, wanted: int) -> ShardFacts:
         """Return the facts of shard `index` of a static map, and retain the state after round `wanted`."""

@@ -4,9 +4,10 @@ While no manager is connected, the server keeps serving under its last orders. C
 threads of its own; all else runs in the server's loop.
 
 The *load* in a heartbeat is JSON-ready data:
-{"cpu": share of one core since the last heartbeat, "bytes": of all parameters and optimizer states, with backups,
- "connections": n, "spaces": {number: {"bytes", "rows", "evicted", "operations", "rejected", "throttled",
- "queued" (bytes), "seconds" (of service), "segments": {index: [bytes, rows, operations, number of changes]}}}}
+{"cpu": share of one core since the last heartbeat, "memory": share of the host's memory in use, "host_bytes": of this
+ memory, "bytes": of all parameters and optimizer states, with backups, "connections": n, "spaces": {number: {"bytes",
+ "rows", "evicted", "operations", "rejected", "throttled", "queued" (bytes), "seconds" (of service), "segments":
+ {index: [bytes, rows, operations, number of changes]}}}}
 Counters are never reset. The numbers of a space cover only the segments of which the server is primary.
 """
 
@@ -23,8 +24,11 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from rayps.cluster.warm import free_memory
 from rayps.comm.link import Link, Message, connect
 from rayps.core.errors import LinkError, RaypsError
+from rayps.core.memory import total_bytes
+from rayps.core.time_account import LoopAccount
 from rayps.ps.protocol.messages import Event, GroupMessage, SegmentOrder
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.assignments import AssignedSpace, Assignments, SegmentReport
@@ -35,6 +39,7 @@ log = logging.getLogger(__name__)
 
 DIAL_SECONDS = 2.0  # longest time to connect
 AGAIN_SECONDS = 0.2  # seconds between two attempts to connect to the manager
+MEMORY_SECONDS = 1.0  # seconds between two looks at the host's memory
 WORK_SECONDS = 30.0  # longest time that the loop may spend on one request while `send_heartbeat` sends for it
 
 Later = Callable[[Callable[[], None]], None]
@@ -47,6 +52,7 @@ class OrderTarget(Protocol):
     name: str
     address: str
     where: str  # the machine
+    node: str  # the machine's id in the cluster
 
     def space_changed(self, space: Space) -> None:
         """Handle a new space, or its new quota."""
@@ -90,6 +96,7 @@ class ManagerSession:
             "name": server.name,
             "address": server.address,
             "host": server.where,
+            "node": server.node,
             "pid": os.getpid(),
             "holds": holds,
         }
@@ -189,10 +196,12 @@ class ManagerSession:
 
 
 class Load:
-    """Computes the loads of successive heartbeats."""
+    """Computes the loads of successive heartbeats, and has the account of the loop's time."""
 
     def __init__(self) -> None:
+        self.account = LoopAccount()
         self._cpu, self._at = time.process_time(), time.monotonic()
+        self._memory, self._host_bytes, self._read = 0.0, total_bytes() or 0, -MEMORY_SECONDS
 
     def now(
         self, assignments: Assignments, connections: int, waits: Callable[[int], tuple[int, int]]
@@ -214,7 +223,16 @@ class Load:
             for assigned in list(assigned_space.by_index.values())
             if assigned.segment is not None
         )
-        return {"cpu": round(share, 3), "bytes": total, "connections": connections, "spaces": spaces}
+        if at - self._read >= MEMORY_SECONDS:
+            self._memory, self._read = round(1.0 - free_memory(), 3), at
+        return {
+            "cpu": round(share, 3),
+            "memory": self._memory,
+            "host_bytes": self._host_bytes,
+            "bytes": total,
+            "connections": connections,
+            "spaces": spaces,
+        }
 
 
 def _of_space(assigned_space: AssignedSpace, throttled: int, queued: int) -> dict[str, Any]:

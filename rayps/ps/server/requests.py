@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from rayps.comm.link import Message
 from rayps.core.errors import ConfigError, PeerTimeout, RaypsError, StaleGeneration
 from rayps.core.failpoint import passing
+from rayps.core.topology import backup_in
 from rayps.ps.protocol.mailbox import MailboxCall, SharedSlice
 from rayps.ps.protocol.members import MemberChange, MemberChangeKind
 from rayps.ps.protocol.messages import (
@@ -31,6 +32,7 @@ from rayps.ps.protocol.messages import (
     unpack,
 )
 from rayps.ps.protocol.space import ServedSegment
+from rayps.ps.server.arrivals import Arrivals
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace
 from rayps.ps.server.connection import NOT_JOINED, PeerRequest, ServerPeer, fenced
 from rayps.ps.server.consistent_readers import ConsistentReaders
@@ -252,6 +254,7 @@ class RequestHandler(PendingReplies):
     def __init__(self, copies: Replication, sender: ReplySender, name: str) -> None:
         super().__init__(copies, sender, name)
         self._readers: dict[int, ConsistentReaders] = {}  # space -> its readers, while one holds it or waits for it
+        self._arrivals: dict[int, Arrivals] = {}  # space with backup workers -> the members of its rounds
         self._answers: dict[int, Callable[[AssignedSpace, PeerRequest], None]] = {
             GroupMessage.PUSH: self._push,
             GroupMessage.PULL: self._wait,
@@ -264,6 +267,7 @@ class RequestHandler(PendingReplies):
             GroupMessage.CHANGES: self._changes,
             GroupMessage.MARKS: self._marks,
             GroupMessage.MEMBERS: self._members,
+            GroupMessage.ARRIVE: self._arrive,
             GroupMessage.HOLD: lambda assigned_space, request: self._reader(assigned_space).add_request(request),
             GroupMessage.AIM: lambda assigned_space, request: self._reader(assigned_space).aim(request),
             GroupMessage.RELEASE: lambda assigned_space, request: self._reader(assigned_space).release(request.peer),
@@ -341,7 +345,7 @@ class RequestHandler(PendingReplies):
             push.apply(step, weight)
             passing("host: applied, not forwarded")
             if assigned_space.parked:
-                self.wake(assigned_space)
+                self.wake(assigned_space, push.rank)
             if push.may_pull(step):
                 self._pull_whole(peer, tag, push)
             else:
@@ -475,7 +479,7 @@ class RequestHandler(PendingReplies):
         self._replication.forward(changed)
         passing("host: forwarded, not copied")
         if assigned_space.parked:
-            self.wake(assigned_space)
+            self.wake(assigned_space, rank)
         if assigned_space.number in self._readers:
             self._readers[assigned_space.number].check()
         return touched
@@ -493,6 +497,32 @@ class RequestHandler(PendingReplies):
         if used > (most - dense) * len(here) / tables:
             raise _over(assigned_space, dense + used * tables // len(here), used, most)
 
+    # ---- arrivals
+
+    def _arrive(self, assigned_space: AssignedSpace, request: PeerRequest) -> None:
+        rank, piece = request.peer.rank, request.pieces[0]
+        if not backup_in(assigned_space.space.strategy) or piece.segment or rank == READER:
+            raise ValueError(f"{request.peer.link.peer} sent ARRIVE: it is for workers, about segment 0, with backup")
+        if assigned_space.number not in self._arrivals:
+            first = min(segment_of(assigned_space.by_index[0]).marks().values())
+            self._arrivals[assigned_space.number] = Arrivals(assigned_space.space.workers, first)
+        arrivals = self._arrivals[assigned_space.number]
+        wakes = arrivals.record(rank, request.a, int(request.weight), piece.data)
+        self._wait(assigned_space, request)
+        if wakes:
+            self.wake(assigned_space)
+
+    def _serve_arrival(self, assigned_space: AssignedSpace, request: PeerRequest) -> bool:
+        piece = request.pieces[0]
+        arrivals = self._arrivals[assigned_space.number]
+        found = arrivals.answer(request.peer.rank, request.a, int(request.weight), piece.data)
+        if found is None:
+            return False
+        touched = [assigned_space.by_index[piece.segment]]
+        answer = SegmentPayload(piece.segment, piece.generation, found)
+        self.reply(request, GroupMessage.VALUE, touched, payload=pack([answer]))
+        return True
+
     # ---- pulls
 
     def _wait(self, assigned_space: AssignedSpace, request: PeerRequest) -> None:
@@ -503,7 +533,8 @@ class RequestHandler(PendingReplies):
             seconds = request.b / 1000 if request.b > 0 else request.peer.patience
             if request.kind == GroupMessage.PART and request.b <= 0:
                 seconds = math.inf  # the wait ends when the connection is lost
-            request.deadline = time.monotonic() + seconds
+            request.parked = time.monotonic()
+            request.deadline = request.parked + seconds
             assigned_space.parked.append(request)
 
     def _serve_waiting(
@@ -522,6 +553,8 @@ class RequestHandler(PendingReplies):
             self.reply(request, GroupMessage.ACK, touched)
         elif request.kind == GroupMessage.PART:
             return self._serve_part(request, touched)
+        elif request.kind == GroupMessage.ARRIVE:
+            return self._serve_arrival(assigned_space, request)
         else:
             for assigned in touched:
                 segment = segment_of(assigned)
@@ -627,8 +660,15 @@ class RequestHandler(PendingReplies):
         ]
         self.reply(request, GroupMessage.VALUE, touched, payload=pack(pieces))
 
-    def wake(self, assigned_space: AssignedSpace) -> None:
-        """Serve the parked requests that need not wait any more."""
+    def bound_moved(self, assigned_space: AssignedSpace) -> None:
+        """Serve the requests that need not wait any more, because the staleness bound may have moved."""
+        if assigned_space.parked:
+            self.wake(assigned_space)
+        if assigned_space.number in self._readers:
+            self._readers[assigned_space.number].check()
+
+    def wake(self, assigned_space: AssignedSpace, by: int = READER) -> None:
+        """Serve the parked requests that need not wait any more; `by` is the rank whose push allows it, if one does."""
         shared: dict[Any, Any] = {}
         for request in list(assigned_space.parked):
             if request not in assigned_space.parked:
@@ -636,6 +676,10 @@ class RequestHandler(PendingReplies):
             try:
                 if self._serve_waiting(assigned_space, request, shared):
                     remove(assigned_space.parked, request)
+                    if by >= 0:
+                        at = request.peer.rank, by
+                        seconds = time.monotonic() - request.parked
+                        assigned_space.delays[at] = assigned_space.delays.get(at, 0.0) + seconds
             except Exception as error:
                 remove(assigned_space.parked, request)
                 self.fail(assigned_space, request, error)
@@ -670,6 +714,13 @@ class RequestHandler(PendingReplies):
 
     def expire(self, assigned_space: AssignedSpace, now: float) -> None:
         """Refuse requests whose deadline has passed (see `PendingReplies.expire`), and end a reader's expired hold."""
+        arrivals = self._arrivals.get(assigned_space.number)
+        for request in [r for r in assigned_space.parked if r.kind == GroupMessage.ARRIVE and r.deadline < now]:
+            assert arrivals is not None, "its first ARRIVE has made it"
+            remove(assigned_space.parked, request)
+            peer, piece = request.peer, request.pieces[0].data
+            error = arrivals.too_late(peer.patience, peer.link.peer, request.a, int(request.weight), piece)
+            self.fail(assigned_space, request, error)
         super().expire(assigned_space, now)
         if assigned_space.number in self._readers:
             self._readers[assigned_space.number].expire(now)

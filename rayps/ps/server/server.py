@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -24,8 +25,10 @@ import torch
 from rayps.comm.link import Listener, Message
 from rayps.comm.link.wakeup import Wakeup
 from rayps.core.errors import LinkError, NotFound, StaleGeneration
+from rayps.core.member_times import MemberTimes
+from rayps.core.time_account import named_waits
 from rayps.ps.protocol.mailbox import BY_MEMORY, BY_MESSAGE, SharedSlice
-from rayps.ps.protocol.messages import GroupMessage, numbers
+from rayps.ps.protocol.messages import GroupMessage, Role, numbers
 from rayps.ps.protocol.space import ServedSegment, Space
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace, Assignments, SegmentReport
 from rayps.ps.server.connection import PeerRequest, ServerPeer
@@ -56,16 +59,19 @@ class GroupServerLoop:
         secret: bytes,
         *,
         host: str = "",
+        node: str = "",
         heartbeat: float = 0.1,
     ) -> None:
         """Start the loop.
 
         `manager` is the address of the manager's listener, or a function that returns this address. With `manager=None`
         the server has no manager, and the caller assigns segments to the server with `serve`. `host` is the machine's
-        name. `heartbeat` is the time between two heartbeats, in seconds, until the manager sets another time.
+        name, and `node` its id in the cluster. `heartbeat` is the time between two heartbeats, in seconds, until the
+        manager sets another time.
         """
         warm_up()
-        self.name, self.address, self.where = name, listener.address, host or socket.gethostname()
+        self.name, self.address = name, listener.address
+        self.where, self.node = host or socket.gethostname(), node
         self._listener, self._secret = listener, secret
         self._fair: FairQueue[PeerRequest] = FairQueue()
         self._replication = Replication(self)
@@ -115,6 +121,13 @@ class GroupServerLoop:
         self.space_changed(space)
         return found
 
+    def hand_over(self, assigned: AssignedSegment) -> bytes:
+        """Refuse requests to a segment from now on, and return its whole state. Call this in the loop's thread."""
+        assert assigned.segment is not None, "a primary has a segment"
+        assigned.role = Role.LEAVING
+        self.stop_serving(assigned)
+        return assigned.segment.dump()
+
     def do(self, work: Callable[[], T], timeout: float = 60.0) -> T:
         """Run `work` in the loop's thread between two requests, and return its result. Call this from another thread.
 
@@ -137,20 +150,37 @@ class GroupServerLoop:
         fair = self._fair
         return self._load.now(self._assignments, len(self._peers), lambda n: (fair.throttled(n), fair.queued(n)))
 
+    def times(self) -> MemberTimes:
+        """Return where the loop's time went until now, and for which workers which workers waited here."""
+        delays: dict[str, dict[str, float]] = {}
+        awaited: dict[str, float] = {}
+        for assigned_space in list(self._assignments.spaces.values()):
+            for (rank, slowest), seconds in list(assigned_space.delays.items()):
+                peer, found = f"worker-{slowest}", delays.setdefault(f"worker-{rank}", {})
+                found[peer] = found.get(peer, 0.0) + seconds
+                awaited[peer] = awaited.get(peer, 0.0) + seconds
+        lines = {each.link.peer: line for each in list(self._peers.values()) if (line := each.link.line) is not None}
+        spent = named_waits(self._load.account.seconds(), awaited)
+        return replace(MemberTimes.of(spent, None, lines), delays=delays)
+
     # ---- the loop
 
     def _run(self) -> None:
         maintained, asked = 0.0, 0
+        account = self._load.account
         try:
             while not self._closing.is_set():
                 # after a request the next one may come at once, and a sleep costs more than a check without a wait
+                account.enter("waiting" if self._is_awaited() else "idle")
                 received = self._read_input(0.0 if asked else self._sleep_seconds())
+                account.enter("compute")
                 asked, queued = self._serve_mailboxes()
                 now = time.monotonic()
                 if received or queued or now > maintained + MAINTAIN_SECONDS:
                     self._serve_all()
                     self._maintain()
                     maintained = now
+                account.enter("communication")
                 self._mailboxes.wake()
         except Exception:  # the server ends, and its peers see that their connections close
             log.exception("%s failed", self.name)
@@ -160,6 +190,10 @@ class GroupServerLoop:
                 self._lose(peer, "this server is closing")
             self._outbound.close()
             self._wakeup.close()
+
+    def _is_awaited(self) -> bool:
+        """Return whether a worker waits here for the push of another worker."""
+        return any(assigned_space.parked for assigned_space in list(self._assignments.spaces.values()))
 
     def _sleep_seconds(self) -> float:
         now = time.monotonic()
@@ -181,6 +215,7 @@ class GroupServerLoop:
         else:
             ready = self._poll.poll(int(1000 * seconds + 0.999) if self._mailboxes.sleeps() else 0)
             self._mailboxes.awake()
+        self._load.account.enter("communication")
         received = bool(again) or self._has_more
         for descriptor, events in ready:
             if descriptor == self._wakeup.fileno():
@@ -469,7 +504,7 @@ class GroupServerLoop:
             self._handler.send_withheld(assigned_space, anew=anew)
 
     def space_changed(self, space: Space) -> None:
-        """Handle a new space or quota: serve the requests that waited for the space, and limit its rate here."""
+        """Handle a new space, quota or bound: serve the requests that need not wait any more; limit the rate here."""
         if self._unknown_spaces.pop(space.number, None) is not None:
             self._fair.block(space.number, False)
         most, rate = space.quota.operations, None
@@ -477,6 +512,12 @@ class GroupServerLoop:
             mine = len(self._assignments.spaces[space.number].primaries())
             rate = most * max(1, mine) / max(1, space.segments)
         self._fair.limit_rate(space.number, rate, time.monotonic())
+        self._handler.bound_moved(self._assignments.spaces[space.number])
+
+    def change(self, space: Space) -> None:
+        """Replace the options of a space that `serve` has added. Call this in the loop's thread, by `do`."""
+        self._assignments.add_space(space)
+        self.space_changed(space)
 
     def space_closed(self, number: int) -> None:
         """Handle a closed space: answer its requests with an error."""

@@ -41,10 +41,12 @@ class ServerActor:
     def __init__(self, server: str, group: str, secret: bytes, manager: str, *, gently: bool = False) -> None:
         """Start the server. `gently`: load its modules at the lowest priority, so that workers keep the cores."""
         if gently and HOST not in sys.modules:
-            quietly(_handler)
+            quietly(load_server)
         self._group, self._address = group, manager
         self._listener = Listener(server, secret, host=host_address())
-        self._host = _handler()(server, self._listener, self._manager, secret, host=socket.gethostname())
+        self._host = load_server()(
+            server, self._listener, self._manager, secret, host=socket.gethostname(), node=surrounding().node
+        )
         self._closing = threading.Event()
         self._watch = threading.Thread(target=self._watch_manager, daemon=True, name=f"{server}-watch")
         self._watch.start()
@@ -79,7 +81,7 @@ class ServerActor:
                 return
 
 
-def _handler() -> type[GroupServerLoop]:
+def load_server() -> type[GroupServerLoop]:
     """Import torch and the server, warm torch up, and return the class of the server's loop."""
     importlib.import_module("torch").set_num_threads(1)  # several servers share a machine with the workers
     found: Any = importlib.import_module(HOST)

@@ -7,6 +7,7 @@ generation of the segment (`begin`), and gives workers the address of the segmen
 from __future__ import annotations
 
 import functools
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,7 @@ from rayps.cluster.code_folder import JobCode, enter_code
 from rayps.cluster.local import host_address
 from rayps.cluster.members import ActorHost
 from rayps.comm.link import Listener
+from rayps.core.member_times import MemberTimes
 from rayps.core.phase_rounds import Boundary
 from rayps.core.user_module import unpack
 from rayps.ps.protocol.members import MemberChange, with_members
@@ -30,6 +32,8 @@ from rayps.tensors.optim import Factory
 from rayps.tensors.snapshot import Snapshot
 from rayps.tensors.subset_optimizer import of_some
 from rayps.workload.base import Workload
+
+TIMES_SECONDS = 1.0  # seconds between two reports of where the time went
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,7 @@ class ShardActor:
         self._optimizer = optimizer_on(device)
         self._loop: GroupServerLoop | None = None
         self._assigned: AssignedSegment | None = None
+        self._times, self._times_due = MemberTimes(), 0.0  # of earlier generations; when the next report is due
 
     def place(self) -> ActorHost:
         """Return the machine on which this shard runs, and the address for workers."""
@@ -88,27 +93,69 @@ class ShardActor:
 
         Raises WorkloadError if the packed factory cannot be unpacked.
         """
+        segment = self._new_segment(plan)
+        lo, hi = plan.space.cuts[plan.segment]
+        ledger = with_members(snapshot.ledger(lo, hi), plan.members)
+        segment.begin(snapshot.params[lo:hi], ledger, snapshot.moments, plan.boundary)
+        self._serve(plan, segment)
+
+    def resume(self, plan: ShardPlan, state: bytes) -> None:
+        """Serve the plan's segment from now on, where the shard stopped whose `hand_over` returned `state`.
+
+        Raises WorkloadError if the packed factory cannot be unpacked.
+        """
+        segment = self._new_segment(plan)
+        segment.resume(state, plan.boundary)
+        self._serve(plan, segment)
+
+    def _new_segment(self, plan: ShardPlan) -> DenseSegment:
+        """Stop serving, and return the plan's segment without values."""
         if self._loop is not None:
+            self._times = self._times.plus(self._loop.times())
             self._loop.close()
         found, space = unpack(self._packed), plan.space
         factory: Factory = recipe_of(found) if isinstance(found, Workload) else found
         if plan.whole is not None:
-            factory = of_some(factory, plan.whole, [entry.name for entry in snapshot.layout.entries])
+            assert space.layout is not None, "a shard serves a vector"
+            factory = of_some(factory, plan.whole, [entry.name for entry in space.layout.entries])
         segment = DenseSegment(space, plan.segment, factory, optimizer=self._optimizer)
         segment.copied = False
         segment.share()
-        lo, hi = space.cuts[plan.segment]
-        ledger = with_members(snapshot.ledger(lo, hi), plan.members)
-        segment.begin(snapshot.params[lo:hi], ledger, snapshot.moments, plan.boundary)
+        return segment
+
+    def _serve(self, plan: ShardPlan, segment: DenseSegment) -> None:
         self._loop = loop = GroupServerLoop(f"shard-{self._index}", self._listener, None, self._secret)
-        self._assigned = loop.do(lambda: loop.serve(space, plan.segment, plan.generation, segment))
+        self._assigned = loop.do(lambda: loop.serve(plan.space, plan.segment, plan.generation, segment))
+
+    def hand_over(self) -> bytes | None:
+        """Stop serving the segment, and return its whole state, or None before `begin`.
+
+        Later requests are refused without effect, and their workers wait for a newer map.
+        """
+        loop, assigned = self._loop, self._assigned
+        return None if loop is None or assigned is None else loop.do(lambda: loop.hand_over(assigned))
 
     def poll(self, wanted: int) -> ShardFacts | None:
         """Return the shard's facts, or None before `begin`; retain the state after round `wanted`."""
         segment = self._segment
         if self._loop is None or segment is None:
             return None
-        return self._loop.do(lambda: segment.facts(self._index, wanted))
+        facts = self._loop.do(lambda: segment.facts(self._index, wanted))
+        if time.monotonic() >= self._times_due:
+            self._times_due, facts.times = time.monotonic() + TIMES_SECONDS, self.times()
+        return facts
+
+    def times(self) -> MemberTimes | None:
+        """Return where the time of this shard went until now, over all generations; None before `begin`."""
+        if self._loop is None:
+            return None
+        return self._times.plus(self._loop.times())
+
+    def move_bound(self, space: Space) -> None:
+        """Serve the space with its new staleness bound. Nothing happens if the shard serves another generation."""
+        loop, assigned = self._loop, self._assigned
+        if loop is not None and assigned is not None and assigned.space.space.name == space.name:
+            loop.do(lambda: loop.change(space))
 
     def part(self, rounds: int) -> ShardPart | None:
         """Return the shard's share of the checkpoint after `rounds` rounds, or None if this state is not retained."""

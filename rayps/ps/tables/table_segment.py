@@ -19,7 +19,7 @@ from torch import Tensor
 from rayps.core.errors import CheckpointError, ConfigError, TrainingError
 from rayps.core.repeated_pushes import WINDOW, Ledger
 from rayps.core.server_updates import weighted_mean
-from rayps.core.staleness_bound import Clock
+from rayps.core.staleness_bound import Clock, MovedBound
 from rayps.core.strategy import ServerHalf
 from rayps.core.topology import Servers, servers_of
 from rayps.core.values import Buffer
@@ -224,6 +224,7 @@ class TableSegment:
         self.table, self.index, self.strategy, self._ranks = table, index, strategy, workers
         self.rounds = 1  # see ShardView
         self.seq = self.version = 0
+        self._bound: MovedBound | None = None  # the staleness bound, if it is not that of the strategy
         self.operations = 0  # number of ids pulled and pushed; the number of requests is the same for all segments
         self.copied = True  # whether there are backups; if not, the changes for backups are empty
         self.store = self._store()
@@ -235,6 +236,7 @@ class TableSegment:
         servers = servers_of(self.strategy) or Servers()
         gathers = servers.update.gathers
         self.clock = Clock(ledger.marks, servers.staleness, ledger.active)
+        self.clock.move(self._bound)
         self.life = RowLifecycle(self.table, self.store.row_bytes, 1 if gathers else max(1, self._ranks))
         self._open = _OpenRounds(self.clock.slowest, gathers)
         self._snapshots = _Snapshots()
@@ -284,6 +286,11 @@ class TableSegment:
     def laggards(self) -> list[int]:
         """Return the slowest ranks, whose pushes the delayed pulls wait for."""
         return self.clock.laggards()
+
+    def move_bound(self, bound: MovedBound) -> None:
+        """Replace the staleness bound from now on."""
+        self._bound = bound
+        self.clock.move(bound)
 
     # pushes
 

@@ -1,0 +1,199 @@
+"""Measure the adaptive staleness bound beside fixed ones, with slow workers: the time until a target loss is reached.
+
+The scenes are those of `rayps.bench.stragglers`. In `momentum`, worker 0 is slow as in `one_slow`, and the optimizer
+has momentum and a large learning rate, so that old pushes disturb the others. The bench reads the parameters from the
+shard several times a second, and records when the loss on test images is first at most the target.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rayps.bench.stragglers import FOLDER, SlowDigits
+from rayps.cluster.local import Cluster
+from rayps.core.errors import ConfigError, TrainingError
+from rayps.core.phase_rounds import Boundary
+from rayps.core.records import Point
+from rayps.core.topology import AUTO, servers_of
+from rayps.core.user_module import pack
+from rayps.ps.client.session import Session
+from rayps.ps.protocol.messages import GroupMessage
+from rayps.runtime.bound_mover import BoundMover
+from rayps.runtime.journal import Journal
+from rayps.runtime.worker_group import WorkerGroup
+from rayps.strategies.catalogue import parse
+from rayps.tensors.flat import FlatModel
+from rayps.worker.plan import Orders
+
+SCENES = ("come_and_go", "one_slow", "momentum")
+STALENESS: tuple[int | str | None, ...] = (0, 2, 8, None, AUTO)
+TARGET = 0.45  # mean cross-entropy on the test images
+POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessRow:
+    """One staleness in one scene. Figures are medians over the seeds."""
+
+    scene: str
+    staleness: str  # as in the strategy's text form
+    workers: int
+    pace: float  # seconds of a normal round
+    target: float
+    seeds: int
+    seconds: float  # seconds until the target was reached
+    times_best: float  # seconds / seconds of the fastest fixed staleness
+    rounds: float  # rounds until the target was reached, as the mean over the workers
+    moves: float  # number of moves of the bound
+    last: str  # the bounds at the end, one for each seed
+
+
+class MomentumDigits(SlowDigits):
+    """A workload: `SlowDigits` with momentum and a learning rate near the largest stable one."""
+
+    def optimizer(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return SGD with momentum."""
+        return torch.optim.SGD(params, lr=0.2, momentum=0.9)
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessRun:
+    """The figures of one run."""
+
+    seconds: float
+    rounds: float
+    bounds: tuple[int | None, ...]  # the bounds that followed each other; one if the bound did not move
+
+
+def bench_staleness(
+    cluster: Cluster,
+    workers: int = 4,
+    scenes: Sequence[str] = SCENES,
+    *,
+    pace: float = 0.1,
+    seeds: Sequence[int] = range(5),
+    target: float = TARGET,
+    folder: Path | None = None,
+    limit: float = 300.0,
+) -> list[StalenessRow]:
+    """Measure each of `scenes` with each staleness and each of `seeds`. A run may last at most `limit` seconds.
+
+    A run that does not reach the target counts `limit` seconds.
+
+    Raises:
+        ConfigError: there is no such scene, or `folder` has no digits.
+        TrainingError: a worker or the shard failed.
+    """
+    folder = folder or FOLDER
+    for scene in scenes:
+        if scene not in SCENES:
+            raise ConfigError(f"no scene {scene!r}; use some of {', '.join(SCENES)}", field="scenes")
+    if not (folder / "digits.parquet").is_file():
+        raise ConfigError(f"there is no digits.parquet in {folder}: give the folder with --data", field="data")
+    rows: list[StalenessRow] = []
+    for scene in scenes:
+        kind = MomentumDigits if scene == "momentum" else SlowDigits
+        group = _Bounded(cluster, kind(folder, "one_slow" if scene == "momentum" else scene, pace), workers)
+        found: dict[int | str | None, list[StalenessRun]] = {staleness: [] for staleness in STALENESS}
+        try:
+            for turn, seed in enumerate(seeds):
+                for i in range(len(STALENESS)):
+                    staleness = STALENESS[(turn + i) % len(STALENESS)]
+                    found[staleness].append(group.run(staleness, seed, target, limit))
+        finally:
+            group.close()
+        rows += _rows(scene, workers, pace, target, found)
+    return rows
+
+
+class _Bounded:
+    """Workers and a shard that train with one staleness after another."""
+
+    def __init__(self, cluster: Cluster, workload: SlowDigits, workers: int) -> None:
+        self._group = WorkerGroup(cluster, pack(workload), workers, {"cpu": 1.0}, capture=False)
+        self._generation = 0
+        self._group.start(timeout=60.0)
+        self._start = self._group.initial(seed=0)
+        self._start.positions = [0] * workers
+        self._flat = FlatModel(workload.model())
+        test = workload.evaluation_data()
+        self._test = next(iter(test.batches(rank=0, size=1, seed=0, epoch=0)))
+
+    def run(self, staleness: int | str | None, seed: int, target: float, limit: float) -> StalenessRun:
+        """Train with this staleness until the loss is at most `target`; return the run's figures."""
+        self._generation += 1
+        strategy = parse({"name": "parameter_server", "shards": 1, "staleness": staleness})[0].strategy
+        self._group.begin(
+            Orders(self._generation, strategy, seed, 1_000_000, Boundary(0, -1), False, 60.0), self._start
+        )
+        journal = Journal()
+        mover = BoundMover(journal)
+        mover.begin(strategy)
+        watcher = self._group.reader()
+        began = time.monotonic()
+        try:
+            while (found := self._loss_now(watcher))[0] > target and time.monotonic() - began < limit:
+                mover.follow(self._group, self._poll())
+                time.sleep(POLL_SECONDS)
+            seconds = time.monotonic() - began
+        finally:
+            watcher.close()
+        servers = servers_of(strategy)
+        assert servers is not None, "parameter_server has servers"
+        steps = found[1] / (1 if servers.in_step else len(self._group.workers))
+        return StalenessRun(seconds, steps, (servers.staleness, *(event["new"] for event in journal.events)))
+
+    def close(self) -> None:
+        """Stop workers and shards."""
+        self._group.close()
+
+    def _poll(self) -> list[Point]:
+        points = self._group.poll()
+        for member in self._group.members:
+            error = getattr(member.facts, "error", None)
+            if member.dead or error is not None:
+                raise TrainingError(f"{member.name} failed: {member.dead or error}")
+        return points
+
+    def _loss_now(self, watcher: Session) -> tuple[float, int]:
+        """Return the test loss of the shard's current parameters, and its optimizer's number of steps."""
+        found = watcher.exchange(GroupMessage.READ, {0: b""})
+        self._flat.vector.copy_(torch.frombuffer(bytearray(found.pieces[0]), dtype=self._start.layout.dtype))
+        with torch.no_grad():
+            loss = functional.cross_entropy(self._flat.model(self._test.x), self._test.y)
+        return float(loss), found.version
+
+
+def _rows(
+    scene: str, workers: int, pace: float, target: float, found: dict[int | str | None, list[StalenessRun]]
+) -> list[StalenessRow]:
+    seconds = {staleness: statistics.median(run.seconds for run in runs) for staleness, runs in found.items()}
+    best = min(each for staleness, each in seconds.items() if staleness != AUTO)
+    return [
+        StalenessRow(
+            scene,
+            _words(staleness),
+            workers,
+            pace,
+            target,
+            len(runs),
+            seconds[staleness],
+            seconds[staleness] / best,
+            statistics.median(run.rounds for run in runs),
+            statistics.median(len(run.bounds) - 1 for run in runs),
+            ", ".join(_words(run.bounds[-1]) for run in runs),
+        )
+        for staleness, runs in found.items()
+    ]
+
+
+def _words(staleness: int | str | None) -> str:
+    return "none" if staleness is None else str(staleness)

@@ -1,0 +1,136 @@
+"""`rayps report`: where the time of a job went, what costs most of it, and what to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rayps.cli import show
+from rayps.cli.report_page import page
+from rayps.core.errors import ConfigError, NotFound
+from rayps.core.goodput import FILE, read_job_time
+from rayps.core.time_report import report_of
+from rayps.core.values import JsonObject
+from rayps.service.client import Client
+
+_LETTERS = {  # one for each part of the account, in a bar of text
+    "compute": "#",
+    "data": "d",
+    "communication": "c",
+    "waiting": "w",
+    "evaluation": "e",
+    "checkpoint": "k",
+    "start": "s",
+    "recovery": "r",
+    "again": "a",
+    "idle": ".",
+}
+_WIDTH = 40  # of a bar, in letters
+
+
+def report(
+    job: Annotated[
+        str, typer.Argument(metavar="JOB", help="The job's id or its beginning; or the folder of a run (checkpoint).")
+    ],
+    json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the report with pictures as one HTML page.")
+    ] = None,
+) -> None:
+    """Show where the time of a job went: useful, or lost to what, by which worker, and what to change."""
+    found = _read(job)
+    if html is not None:
+        try:
+            html.write_text(page(found), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{html} cannot be written: {error.strerror or error}", field="html") from error
+        show.note(f"wrote {html}")
+    if json:
+        show.dump(found)
+    elif html is None:
+        for text in lines(found):
+            show.line(text)
+
+
+def _read(job: str) -> JsonObject:
+    """Return the report of a job of the service, or of a run's folder.
+
+    Raises ConfigError if the folder has no record of time.
+    """
+    path = Path(job).expanduser()
+    if path.is_dir() or path.is_file():
+        file = path / FILE if path.is_dir() else path
+        if not file.is_file():
+            raise ConfigError(
+                f"{path} has no {FILE}: give the folder that rayps.train(checkpoint=...) wrote, or a job's folder",
+                field="job",
+            )
+        return report_of(read_job_time(file), path.resolve().name)
+    if "/" in job:
+        raise NotFound(f"there is no folder {job}, and no job has such an id")
+    with Client() as client:
+        found: JsonObject = client.job(job).report()
+        return found
+
+
+def lines(report: JsonObject) -> list[str]:
+    """Return a report as lines of text: the goodput, the verdict, a bar for each member, and who waited for whom."""
+    found: Any = report
+    goodput = found["goodput"]
+    text = [
+        "goodput: no worker has reported yet"
+        if goodput is None
+        else f"goodput: {goodput:.1%} of the workers' time was useful"
+    ]
+    text.append("")
+    text += _findings(found["verdict"])
+    text.append("")
+    width = max((len(each["name"]) for each in found["members"]), default=0)
+    for member in found["members"]:
+        whole = sum(member["parts"].values()) or 1.0
+        shares = {part: member["parts"].get(part, 0.0) / whole for part in found["parts"]}
+        words = ", ".join(f"{part} {share:.0%}" for part, share in _largest(shares))
+        text.append(f"{member['name']:<{width}} {bar(shares)} {member['wall']:8.1f} s  {words}")
+    known = {part for part in found["parts"] if any(each["parts"].get(part) for each in found["members"])}
+    text.append(f"{'':<{width}} " + " ".join(f"{_LETTERS[part]}={part}" for part in found["parts"] if part in known))
+    waits = _waits(found["members"])
+    return [*text, "", *waits] if waits else text
+
+
+def bar(shares: dict[str, float], width: int = _WIDTH) -> str:
+    """Return shares that add up to 1 as `width` letters, one kind for each part, rounded so that all are used."""
+    text, done = "", 0.0
+    for part, share in shares.items():
+        done += share
+        text += _LETTERS[part] * (round(width * done) - len(text))
+    return text.ljust(width)[:width]
+
+
+def _largest(shares: dict[str, float]) -> list[tuple[str, float]]:
+    found = sorted(shares.items(), key=lambda each: -each[1])[:3]
+    return [each for each in found if each[1] >= 0.005]
+
+
+def _findings(verdict: Any) -> list[str]:
+    text = [f"verdict: {verdict['summary']}"]
+    for at, finding in enumerate(verdict["findings"]):
+        if at:
+            text.append(f"also ({finding['cost']:.0%}): {finding['summary']}")
+        else:
+            text.append(f"  cost: {finding['cost']:.0%} of the workers' time")
+        if at < 2:
+            text += [f"  - {each}" for each in finding["evidence"]]
+            text.append(f"  change: {finding['advice']}")
+    return text
+
+
+def _waits(members: Any) -> list[str]:
+    found = []
+    for member in members:
+        waits = sorted(member["waits"].items(), key=lambda each: -each[1])[:3]
+        words = ", ".join(f"{peer or 'not known'} {seconds:.1f} s" for peer, seconds in waits if seconds >= 0.05)
+        if words:
+            found.append(f"{member['name']} waited for {words}")
+    return found
