@@ -593,7 +593,8 @@ class Driver:
             self._checkpoints.snapshot.record_ring_choices(point)
         self._record.add_poll(group, points)
         self._bound.follow(group, points)
-        self._shares.add(points)
+        if leased is None:  # leases follow the workers' speed
+            self._shares.add(points)
         self._recoveries.check_progress(group, self._generation)
         self._record.show_progress()
         return points

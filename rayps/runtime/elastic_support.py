@@ -113,11 +113,12 @@ def check_leased(phases: Sequence[Phase], elastic: ElasticWorkers, *, tables: bo
             "workers",
             field="workers",
         )
-    if elastic.global_batch is not None or elastic.lr_scaling != "keep" or elastic.replay is not None:
+    fixed = elastic.global_batch is not None or elastic.lr_scaling != "keep" or elastic.replay is not None
+    if fixed or elastic.balance:
         raise ConfigError(
             f"under {name} workers are not in step: each takes batch_size rows at a time, servers scale a push by 1/N "
             "with the N workers that take part, and no run is repeated exactly:\n"
-            "leave out global_batch, lr_scaling and replay, or use all_reduce",
+            "leave out global_batch, lr_scaling, replay and balance, or use all_reduce",
             field="elastic",
         )
     if by_epoch:

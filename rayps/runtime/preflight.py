@@ -170,8 +170,7 @@ def preflight(
         for phase in phases:
             check_elastic(phase.name, phase.strategy, spec.elastic, tables=bool(tables))
         rows = _rows_of_workers(data, phases, workload, spec.elastic, spec.workers)
-        first = Membership(spec.elastic, *rows, spec.workers).current
-        steps = [first.rounds(rows[0])] * len(phases)
+        steps = [Membership(spec.elastic, *rows, spec.workers).current.rounds(rows[0])] * len(phases)
     if max(steps) >= OPEN and blocks is None:
         if _counts_epochs(workload):
             raise ConfigError(
