@@ -4,9 +4,10 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 # Test processes that run at once: one more than there are cores, since tests wait for each other's deadlines and processes.
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
+SOAK ?= 8h
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo stop test quick soak durations docs lint fmt clean
+.PHONY: demo stop test quick simulate soak kills durations docs lint fmt clean
 
 demo: $(VENV)/ready  ## train the digits through the job service, and leave the dashboard running
 	$(BIN)/python examples/demo.py
@@ -22,7 +23,13 @@ test: $(VENV)/ready lint  ## all tests; those whose program is missing say so
 quick: $(VENV)/ready lint  ## the tests without Ray, kills, the browser and benchmarks
 	$(PYTEST) -m "not ray and not chaos and not browser and not bench" $(ARGS)
 
-soak: $(VENV)/ready  ## many random kills of the service and of Ray's processes, with figures; about an hour on two cores
+simulate: $(VENV)/ready  ## 5,000 seeds of the deterministic simulation; ARGS="--seeds 100000" for more, "--seed 17 --trace" for one
+	$(BIN)/python scripts/simulate.py $(ARGS)
+
+soak: $(VENV)/ready  ## four jobs at a time under random faults, with the curves of what is used: SOAK=8h
+	$(BIN)/python -m rayps.cli chaos --soak $(SOAK) --out build/soak $(ARGS)
+
+kills: $(VENV)/ready  ## many random kills of the service and of Ray's processes, with figures; about an hour on two cores
 	$(BIN)/python tests/soak.py $(ARGS)
 
 durations: $(VENV)/ready  ## all tests, and the table of durations by which they are divided among processes

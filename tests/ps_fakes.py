@@ -93,6 +93,7 @@ class FakeHost:
                 before = self.orders.get(key)
                 if role == Role.NONE:
                     self.orders.pop(key, None)
+                    self.report(body["space"], message.tag, [Event.DROPPED, index, generation, ""])
                 else:
                     self.orders[key] = order
                     self._answer(*key, order, before, message.tag)

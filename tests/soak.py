@@ -1,4 +1,4 @@
-"""Random kills, many times, on a real Ray; prints its figures, exits with 1 where something was lost. `make soak`.
+"""Random kills, many times, on a real Ray; prints its figures, exits with 1 where something was lost. `make kills`.
 
     python tests/soak.py [--seed 0] [--kills 50] [--each 10] [--only service --only gcs ...]
 

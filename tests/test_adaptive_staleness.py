@@ -93,7 +93,7 @@ def test_an_interval_is_complete_after_some_rounds_or_clear_waiting():
 def test_waiting_raises_the_bound_faster_and_faster():
     control = BoundControl()
     moves = [control.after(cost(waiting=0.4)) for _ in range(3)]
-    assert [move and (move.old, move.new) for move in moves] == [(4, 8), (8, None), None]
+    assert [move and (move.old, move.new) for move in moves] == [(8, 16), (16, None), None]
 
 
 def test_lost_progress_lowers_the_bound():
@@ -224,18 +224,18 @@ def test_the_mover_tells_servers_the_bound_and_the_journal_why():
     (mover, journal), group = mover_of("parameter_server:staleness=auto"), FakeGroup()
     for round in range(3):  # the first round of a generation is not measured
         mover.follow(group, points(round, (0.0, 0.5, 0.5, 0.5)))
-    assert group.moved == [8] and mover.bound == 8
+    assert group.moved == [16] and mover.bound == 16
     [event] = journal.events
-    assert event["kind"] == "staleness" and (event["old"], event["new"]) == (4, 8)
+    assert event["kind"] == "staleness" and (event["old"], event["new"]) == (8, 16)
     assert (event["rounds"], event["seconds"], event["waited"], event["lost"]) == (8, 8.0, 3.0, 0.0)
     assert event["message"] == (
-        "the staleness bound moves from 4 to 8: in 8 rounds the workers waited 3.00 of 8.00 s (38%), and old pushes "
+        "the staleness bound moves from 8 to 16: in 8 rounds the workers waited 3.00 of 8.00 s (38%), and old pushes "
         "lost 0% of the progress"
     )
     mover.follow(group, points(3, (0.0, 0.9, 0.9, 0.9)))  # this round was in progress when the bound moved
     for round in range(4, 10):
         mover.follow(group, points(round, (0.0,) * 4))
-    assert group.moved == [8]
+    assert group.moved == [16]
 
 
 def test_the_mover_reports_a_rising_loss():
@@ -244,9 +244,9 @@ def test_the_mover_reports_a_rising_loss():
         mover.follow(group, points(round, (0.0,) * 4, loss=1.0))
     for round in range(7, 13):
         mover.follow(group, points(round, (0.0,) * 4, loss=3.0))
-    assert group.moved == [1]
+    assert group.moved == [2]
     assert journal.events[0]["message"] == (
-        "the staleness bound moves from 4 to 1: the loss has risen to 3 in 24 rounds"
+        "the staleness bound moves from 8 to 2: the loss has risen to 3 in 24 rounds"
     )
 
 
@@ -257,7 +257,7 @@ def test_a_new_generation_gets_the_bound_that_was_found():
     mover.begin(parse("parameter_server:staleness=auto")[0].strategy)
     mover.follow(group, [])
     mover.follow(group, [])
-    assert group.moved == [8, 8]
+    assert group.moved == [16, 16]
 
 
 @pytest.mark.parametrize("strategy", ["all_reduce", "parameter_server:staleness=3", "downpour"])

@@ -23,6 +23,7 @@ from rayps.core.phase_rounds import Boundary
 from rayps.core.portions import Portions
 from rayps.core.topology import Peers
 from rayps.runtime.late_workers import LateReplacements
+from rayps.runtime.recover import RecoveryExecutor
 from rayps.strategies.catalogue import check_for_loop, parse
 from rayps.worker.abandon import AbandonHooks, StepAbandoned
 from rayps.worker.connections import WorkerConnections
@@ -291,6 +292,36 @@ def test_a_worker_that_is_late_in_a_row_is_named(gate):
     assert [(event["rank"], event["steps"]) for event in late] == [(3, 2)]
     assert "worker-3 was dropped in 2 steps in a row" in late[0]["message"]
     assert "restarted" not in kinds(result)
+
+
+class HeldTwo(Small):
+    """Workers 1 and 2 wait in their losses until the gate `held` opens."""
+
+    def loss(self, model, batch):
+        if threading.current_thread().name in ("worker-1", "worker-2"):
+            importlib.import_module("small_work").GATES["held"].wait(20)
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(backup=1), ParameterServer(backup=1)], ids=name_of)
+def test_workers_that_do_not_arrive_in_time_are_named_if_too_few_do(strategy, log, monkeypatch):
+    GATES["held"] = opened = threading.Event()
+    report = RecoveryExecutor.report_restart
+
+    def reported(self, *given):
+        opened.set()
+        report(self, *given)
+
+    monkeypatch.setattr(RecoveryExecutor, "report_restart", reported)
+    monkeypatch.setattr("rayps.runtime.decide_recovery.GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("rayps.runtime.worker_actor.JOIN_SECONDS", 0.1)
+    work = HeldTwo(n=24, batch=3, optimizer="momentum")
+    result = train(work, strategy, workers=3, epochs=1, timeout=1.0)
+    restarted = [event for event in result.events if event["kind"] == "restarted"]
+    assert "worker-1, worker-2" in restarted[0]["message"] and restarted[0]["lost"] == ["worker-1"]
+    assert "complete a gradient" in restarted[0]["message"]
+    model, _, counts = replayed(work, log, 2, 3)
+    assert distance(result.model(), model) < EXACT and set(counts.values()) == {1}
 
 
 class SlowFirst(Small):

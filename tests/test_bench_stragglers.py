@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from rayps.bench.backup_workers import bench_backup_workers, step_seconds
+from rayps.bench.backup_workers import bench_backup_workers, finishing_seconds, step_seconds
 from rayps.bench.backup_workers import factors as slow_gradients
 from rayps.bench.stragglers import SCENES, bench_stragglers, factors
 from rayps.cluster.local import LocalCluster
@@ -52,6 +52,11 @@ def test_the_formula_is_that_of_the_paper_and_of_a_simulation():
         ways = itertools.product((1, 5), repeat=members + backup)  # every way in which workers can be slow
         expected = sum(sorted(way)[members - 1] * chance ** way.count(5) * (1 - chance) ** way.count(1) for way in ways)
         assert step_seconds(members, backup, chance=chance) == pytest.approx(expected)
+
+
+def test_a_simulation_of_late_workers_that_finish_their_gradients():
+    assert finishing_seconds(4, 0) == pytest.approx(step_seconds(4, 0), rel=0.02)  # nobody is late
+    assert step_seconds(4, 1) * 1.2 < finishing_seconds(4, 1) < step_seconds(4, 0)  # a slow worker is missed for longer
 
 
 def test_a_tenth_of_the_gradients_is_slow():

@@ -19,7 +19,7 @@ from small_work import SEEN, Small, Watched, distance, kinds, plain, train
 import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import PROTOCOL, LocalCluster, surrounding, until
-from rayps.core.errors import CheckpointError, ConfigError, DataError, TrainingError, WorkloadError
+from rayps.core.errors import CheckpointError, ClusterError, ConfigError, DataError, TrainingError, WorkloadError
 from rayps.core.job_status import Status
 from rayps.runtime.driver import Driver
 from rayps.runtime.driver_actor import DriverActor
@@ -668,6 +668,37 @@ def test_a_crash_of_the_actor_is_told_in_its_folder(folder, monkeypatch):
     begun = json.loads((job / "driver.json").read_text())
     assert begun["attempt"] == 2 and begun["crash"] == "KeyboardInterrupt: no outcome tells this"
     assert not (job / "outcome.json").exists() and not (job / "progress.json").exists()
+
+
+@pytest.mark.parametrize("name", ["driver.json", "launch.json"])
+def test_an_attempt_does_not_begin_after_a_later_one(folder, name):
+    """Its process was stopped before it had begun, so nobody could end it. When it goes on, it leaves the folder."""
+    job = folder / "job"
+    job.mkdir()
+    later = json.dumps({"attempt": 3, "pid": 1, "started": 1, "protocol": PROTOCOL})
+    (job / name).write_text(later)
+    (job / "progress.json").write_text('{"status": "RUNNING"}')
+    driver_actor(folder, attempt=2).run()
+    assert sorted(path.name for path in job.iterdir()) == sorted([name, "progress.json"])
+    assert (job / name).read_text() == later
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_actor_that_cannot_end_itself_by_ray_ends_its_process(folder, monkeypatch, known):
+    """Ray does not answer, or has lost the actor: an idle process would let its job run for ever."""
+
+    class Ray:
+        def find(self, name):
+            if known:
+                raise ClusterError("Ray does not answer")
+
+    exits = []
+    monkeypatch.setattr("rayps.runtime.driver_actor.surrounding", Ray)
+    monkeypatch.setattr(os, "_exit", exits.append)
+    (folder / "job").mkdir()
+    (folder / "job" / "launch.json").write_text('{"attempt": 3}')  # the run is over at once
+    driver_actor(folder, attempt=2).run()
+    assert exits == [0]
 
 
 def test_a_stop_before_the_start_is_not_forgotten(folder):

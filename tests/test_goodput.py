@@ -72,6 +72,9 @@ def test_a_wait_for_servers_names_the_worker_for_whose_push_they_waited():
     assert first.parts == {"compute": 5.0, "waiting": 8.0, "communication": 2.0}
     assert second.times.waits == {} and second.parts["communication"] == 2.0
     assert first.counted == 15.0
+    [piece] = found.timeline["worker-0"]
+    assert piece.parts == pytest.approx({"compute": 5.0, "waiting": 8.0, "communication": 2.0})
+    assert found.timeline["worker-1"][0].parts == pytest.approx({"compute": 13.0, "waiting": 0.0, "communication": 2.0})
 
 
 def test_servers_cannot_have_delayed_a_worker_for_longer_than_it_waited():

@@ -169,7 +169,7 @@ def script_bounds(monkeypatch, bounds):
     used, waiting = [], list(bounds)
 
     class Scripted:
-        bound = 4
+        bound = 8
 
         def after(self, cost):
             if not waiting:

@@ -410,6 +410,15 @@ def test_a_handing_over_ends_with_a_promotion_or_goes_back():
     assert apply_report(seat, "b", Event.HANDED, 3, "") is seat and apply_report(seat, "a", Event.HANDED, 2, "") is seat
 
 
+def test_a_copy_waits_until_its_server_has_dropped_the_last_one():
+    """The order to drop it would otherwise reach the server after the new copy, and drop that one."""
+    seat = one_seat()
+    alive = {"a": ServerState.ALIVE, "b": ServerState.ALIVE}
+    assert of(seat, alive) == [StartCopy(seat.id, "b")]
+    assert of(seat, alive, dropping=frozenset({(seat.id, "b")})) == []
+    assert of(seat, alive, dropping=frozenset({((1, 9), "b")})) == [StartCopy(seat.id, "b")]
+
+
 def test_a_copy_that_failed_just_now_waits():
     seat = one_seat()
     up = {"a": ServerState.ALIVE, "b": ServerState.ALIVE}

@@ -240,6 +240,22 @@ def test_sizes_that_cannot_be(make):
     assert manager.facts()["resizing"] is None
 
 
+def test_a_server_that_the_group_does_not_know_is_ended(make):
+    """A manager that died may have started it: the next one has no record of it, and it would run for ever."""
+    manager = make(2)
+    contact = manager.contact()
+    make.cluster.spawn(
+        "ps_fakes:FakeHost",
+        "server-9",
+        "g",
+        contact["secret"],
+        contact["address"],
+        name=launcher.actor_name("g", "server-9"),
+    )
+    assert until(lambda: make.cluster.find(launcher.actor_name("g", "server-9")) is None, 60)
+    assert list_alive(manager) == ["server-0", "server-1"]
+
+
 def test_a_resize_during_a_resize(make):
     manager = make(2)
     manager.open(a_space())

@@ -620,3 +620,25 @@ def test_a_stranger_cannot_be_a_primary(site):
     assert link.recv(SECONDS).kind == GroupMessage.STALE
     link.close()
     assert site.segment("s1", 0).dump() == before
+
+
+def test_a_state_of_an_earlier_connection_does_not_replace_what_came_later(site):
+    """The network delays a state; its primary connects again, sends a newer state and a change, and answers a push."""
+    one = opened(site, staleness=None)
+    twin = DenseSegment(one, 0, lambda p: SGD(p, lr=0.1))
+    old = site.segment("s0", 0).dump()
+    twin.load(old)
+    (change,) = twin.push(0, 0, 1.0, memoryview(bytearray(grad(0, 0))))
+    earlier, later = (
+        connect(site.address("s1"), name="s0", secret=SECRET, generation=0, timeout=SECONDS) for _ in range(2)
+    )
+    first = 100  # above the tags of the connection that `opened` made
+    for tag, kind, payload in ((first + 1, GroupMessage.STATE, old), (first + 2, GroupMessage.FORWARD, change)):
+        later.send(Message(kind, tag, 1, 0, 1.0), payload, timeout=SECONDS)
+        assert later.recv(SECONDS).kind == GroupMessage.COPIED
+    assert site.segment("s1", 0).dump() == twin.dump()
+    earlier.send(Message(GroupMessage.STATE, first, 1, 0, 1.0), old, timeout=SECONDS)
+    assert earlier.recv(SECONDS).kind == GroupMessage.STALE
+    assert site.segment("s1", 0).dump() == twin.dump()
+    earlier.close()
+    later.close()

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from rayps.core.errors import ClusterError
-from rayps.service import processes, ray_daemon
+from rayps.service import processes, ray_daemon, ray_logs
 from rayps.service.drivers import DRIVER
 from rayps.service.ray_daemon import (
     Lease,
@@ -29,6 +29,7 @@ from rayps.service.ray_daemon import (
     remove_leftovers,
     service_is_alive,
 )
+from rayps.service.ray_logs import LogFile, removable
 from rayps.service.ray_place import JoinedRay, OwnRay, place
 from rayps.service.settings import SERVICE_LOCK, Settings
 
@@ -374,3 +375,24 @@ def _listens_only_on_loopback(tree: list[int]) -> bool:
             if fields[3] == "0A" and fields[9] in wanted and fields[1].split(":")[0] not in (loopback,):
                 return False
     return True
+
+
+def log_name(pid: int, kind: str = "out") -> str:
+    return f"python-core-worker-{'0a' * 14}_{pid}.log" if kind == "log" else f"worker-{'0a' * 14}-01000000-{pid}.{kind}"
+
+
+def test_only_old_log_files_of_ended_workers_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_logs, "KEPT_FILES", 2)
+    files = [LogFile(log_name(pid, kind), 10.0 * pid) for pid in (1, 2, 3, 4) for kind in ("out", "log")]
+    others = [LogFile(name, 0.0) for name in ("gcs_server.out", "raylet.err", "worker-x-1.out", "dashboard_agent.log")]
+    now = 40.0 + ray_logs.KEPT_SECONDS + 1
+    assert removable([*files, *others], {1}, now) == [log_name(pid, kind) for pid in (2, 3) for kind in ("out", "log")]
+    assert removable(files, {1}, 25.0 + ray_logs.KEPT_SECONDS) == [log_name(2), log_name(2, "log")]
+    assert removable(files, {1, 2, 3, 4}, now) == removable([], set(), now) == []
+
+
+def test_ray_keeps_no_events_of_calls_for_nobody(tmp_path: Path) -> None:
+    """Without this, the gcs grew by 4 MB a minute under two jobs."""
+    found = environment(tmp_path)
+    assert found["RAY_task_events_report_interval_ms"] == "0"
+    assert int(found["RAY_maximum_gcs_destroyed_actor_cached_count"]) <= 1000

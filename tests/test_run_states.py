@@ -61,7 +61,7 @@ STATES = [
 ]
 FLAGS = [False, True]
 EVERY = [
-    Findings(stopped, PHASES, work, decision, complete, rebuild, saving)
+    Findings(stopped, PHASES, work, decision, complete, rebuild, saving=saving)
     for stopped, work, decision, complete, rebuild, saving in itertools.product(
         FLAGS, FLAGS, [None, *DECISIONS], FLAGS, [None, REBUILD], FLAGS
     )

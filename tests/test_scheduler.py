@@ -728,6 +728,61 @@ def test_what_is_left_of_an_attempt_is_ended_before_the_next(tmp_path: Path) -> 
     serve(tmp_path, body)
 
 
+def test_a_driver_that_ray_has_lost_does_not_outlive_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that ends without an outcome: its process may still run, and must not write an outcome afterwards."""
+
+    async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
+        job = await add(store, max_failures=0)
+        await scheduler.tick()
+        left = subprocess.Popen(["sleep", "300"])
+        began = {"attempt": 1, "pid": left.pid, "started": processes.start_time(left.pid)}
+        write(tmp_path, job, "driver.json", began)
+        cluster.actors.clear()
+        await scheduler.tick()
+        assert left.wait(30) == -9 and (await store.get(job)).status is S.FAILED
+
+    serve(tmp_path, body)
+
+
+def test_an_outcome_that_comes_while_its_job_is_given_up_is_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
+        job = await add(store, max_failures=0)
+        await scheduler.tick()
+        cluster.actors.clear()
+        # the driver writes its outcome after the scheduler has looked, and before the driver is ended
+        monkeypatch.setattr(
+            "rayps.service.scheduler.end_process", lambda folder: write(tmp_path, job, "outcome.json", END)
+        )
+        await scheduler.tick()
+        assert (await store.get(job)).status is S.STARTING
+        await scheduler.tick()
+        assert (await store.get(job)).status is S.SUCCEEDED
+
+    serve(tmp_path, body)
+
+
+def test_a_driver_that_neither_ends_nor_is_known_to_ray_is_ended_after_its_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
+        job = await add(store)
+        await scheduler.tick()
+        left = subprocess.Popen(["sleep", "300"])
+        began = {"attempt": 1, "pid": left.pid, "started": processes.start_time(left.pid)}
+        write(tmp_path, job, "driver.json", began)
+        write(tmp_path, job, "outcome.json", END)
+        cluster.actors.clear()
+        await scheduler.tick()
+        assert left.poll() is None and (await store.get(job)).status is S.SUCCEEDED  # it may still end by itself
+        monkeypatch.setattr("rayps.service.drivers._END_SECONDS", -1.0)
+        await scheduler.tick()
+        assert left.wait(30) == -9
+
+    serve(tmp_path, body)
+
+
 def test_a_clock_that_is_set_kills_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
         job = await add(store)

@@ -18,6 +18,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from rayps.cli import main as cli
 from rayps.core.failpoint import VARIABLE
 from rayps.core.job_status import Status
 from rayps.service import processes
@@ -318,6 +319,28 @@ def test_a_driver_that_is_killed_is_started_again(serve: Serve, work: Path) -> N
 
 
 @pytest.mark.chaos
+def test_chaos_by_a_seed_costs_a_running_job_nothing(
+    serve: Serve, work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other kinds of faults: test_chaos_inject. All at once, for hours: `make soak`."""
+    job = serve.client().submit(
+        "line.py:Slow", working_dir=work, workers=2, epochs=3, checkpoint_every=5, max_failures=9
+    )
+    monkeypatch.setenv("RAYPS_URL", serve.url)
+    monkeypatch.setenv("RAYPS_TOKEN", (serve.state / "token").read_text().strip())
+    faults = "stop:driver,kill:worker,cut_line:worker"
+    call = ["chaos", job.id, "--state-dir", str(serve.state), "--faults", faults, "--every", "1.5", "--for", "5"]
+    code = cli.main([*call, "--seed", "3", "--deadline", "200", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0 and found["good"], found
+    assert {"kill:worker", "stop:driver"} <= {each["fault"] for each in found["faults"]}
+    assert all(each["recovery"] is not None for each in found["faults"])
+    job = serve.client().job(job.id)
+    assert job.data["status"] == "SUCCEEDED" and job.data["attempt"] == 1
+    assert sorted({p["round"] for p in job.metrics() if p["kind"] == "round"}) == list(range(60))
+
+
+@pytest.mark.chaos
 def test_a_ray_that_is_killed_is_started_again_with_its_jobs(serve: Serve, work: Path) -> None:
     job = serve.client().submit("line.py:Slow", working_dir=work, workers=2, epochs=3, checkpoint_every=5)
     home = serve.state / "jobs" / job.id
@@ -340,7 +363,7 @@ VICTIMS = {
 @pytest.mark.chaos
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_ray_that_loses_a_process_costs_neither_the_service_nor_a_job(serve: Serve, work: Path, victim: str) -> None:
-    """The daemon alone: above. Ten times each: `make soak`."""
+    """The daemon alone: above. Ten times each: `make kills`."""
     service = serve.process
     assert service is not None
     job = serve.client().submit("line.py:Slow", working_dir=work, workers=2, epochs=3, checkpoint_every=5)

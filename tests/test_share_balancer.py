@@ -68,13 +68,17 @@ def test_without_a_change_the_bits_are_those_of_a_job_without_balance(monkeypatc
     assert "shares" not in kinds(balanced)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_run_with_changing_shares_is_plain_training_on_the_same_global_batches(monkeypatch, tag, accumulate):
+@pytest.mark.parametrize(
+    "strategy, accumulate", [("all_reduce", 1), ("all_reduce", 2), ("parameter_server:shards=2", 1)]
+)
+def test_a_run_with_changing_shares_is_plain_training_on_the_same_global_batches(
+    monkeypatch, tag, strategy, accumulate
+):
     each = 4 * accumulate
     decide(monkeypatch, (1, each, 2 * each - 1), (each, each, each), (2 * each - 2, 1, each + 1))
     work = Numbered(n=48 * each, batch=4, optimizer="momentum", pause=0.002, tag=tag)
     work.accumulate = accumulate
-    result = train(work, workers=3, epochs=4, balance=True)
+    result = train(work, strategy, workers=3, epochs=4, balance=True)
     changes = [event for event in result.events if event["kind"] == "shares"]
     assert len(changes) >= 2
     assert [event["shares"] for event in changes][:2] == [[1, each, 2 * each - 1], [each] * 3]
@@ -263,5 +267,8 @@ def test_wrong_options_are_refused(elastic, text):
 
 
 def test_a_strategy_whose_rows_are_not_dealt_is_refused():
-    with pytest.raises(ConfigError, match="use all_reduce"):
-        train(Small(), "local_sgd", workers=2, balance=True)
+    for strategy in ("local_sgd", "all_reduce:shard=gradients", "diloco"):
+        with pytest.raises(ConfigError, match="do not average the gradients of one batch in each round: leave it out"):
+            train(Small(), strategy, workers=2, balance=True)
+    with pytest.raises(ConfigError, match="workers are not in step"):
+        train(Small(), "parameter_server:staleness=auto", workers=2, balance=True)

@@ -254,6 +254,28 @@ def test_a_worker_that_gets_another_rank_keeps_its_account():
     assert record.job_time().members[-1].name == "worker-2.2"
 
 
+def test_the_servers_of_a_group_count_from_when_the_driver_saw_them():
+    watch = Watch()
+    record = TimeRecord(None, clock=watch)
+
+    def totals(compute, idle, delay):
+        return {
+            "server-0": ("h", MemberTimes({"compute": compute, "idle": idle}, delays={"worker-0": {"worker-1": delay}}))
+        }
+
+    record.add_servers(totals(100.0, 900.0, 50.0))  # of other jobs
+    watch.now += 10
+    record.add_servers(totals(103.0, 906.0, 54.0))
+    watch.now += 1
+    record.add_servers(totals(103.0, 907.0, 2.0))  # a new space, whose delays begin at 0
+    watch.now += 1
+    record.end([])
+    [found] = record.job_time().servers
+    assert (found.name, found.host, found.wall) == ("server-0", "h", 12.0)
+    assert found.parts == {"compute": 3.0, "idle": pytest.approx(9.0)}
+    assert found.times.delays == {"worker-0": {"worker-1": 6.0}}
+
+
 def test_rounds_of_earlier_generations_and_drivers_are_known_by_rank():
     record = TimeRecord(None)
     assert record.begin_generation(2) == (False, (0, 0))

@@ -17,8 +17,10 @@ from starlette.routing import Match
 
 from rayps.core.errors import ConfigError, Conflict, NotFound, RaypsError, Unauthorized, UserError
 from rayps.service.state_disk import StateDisk, is_full
+from rayps.service.store import LOCKED_SECONDS, is_locked
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+_BUSY_SECONDS = 5  # seconds after which a client may repeat a request that found the store locked
 log = logging.getLogger(__name__)
 
 _STATUS: dict[type[RaypsError], tuple[int, str]] = {
@@ -41,6 +43,7 @@ _CODES = {
     422: "invalid",
     429: "too_many_requests",
     500: "internal",
+    503: "busy",
     507: "disk_full",
 }
 
@@ -100,6 +103,12 @@ def install(app: FastAPI, fields: Mapping[str, Sequence[str]]) -> None:
     @app.exception_handler(OSError)
     @app.exception_handler(DBAPIError)
     async def _written(request: Request, error: Exception) -> JSONResponse:
+        if is_locked(error):
+            log.error(
+                "request %s: the store is locked: %s", request.scope.get("request_id"), getattr(error, "orig", error)
+            )
+            detail = f"another program has locked the store for {LOCKED_SECONDS:g} s; this request has changed nothing"
+            return problem(request, 503, detail, headers={"Retry-After": str(_BUSY_SECONDS)})
         if not is_full(error):
             raise error
         disk: StateDisk = request.app.state.service.store.disk

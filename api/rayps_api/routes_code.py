@@ -17,7 +17,7 @@ from rayps.service.code_store import MOST_UPLOADS, ORIGIN_FILE
 from rayps_api.schemas import CodeOut, StoredCode, problems
 from rayps_api.service import RunningService
 
-router = APIRouter(prefix="/api/v1", tags=["code"], responses=problems(400, 401, 403, 404, 409, 413, 422, 507))
+router = APIRouter(prefix="/api/v1", tags=["code"], responses=problems(400, 401, 403, 404, 409, 413, 422, 503, 507))
 
 Hash = Annotated[str, InPath(pattern=HASH, description="The SHA-256 of the archive, in hexadecimal digits.")]
 _TAR = {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}

@@ -51,7 +51,9 @@ from rayps_api.service import RunningService, Service
 log = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"  # in a checkpoint; not imported from `rayps.tensors.checkpoint`, which loads torch
-router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"], responses=problems(400, 401, 403, 404, 409, 413, 422, 507))
+router = APIRouter(
+    prefix="/api/v1/jobs", tags=["jobs"], responses=problems(400, 401, 403, 404, 409, 413, 422, 503, 507)
+)
 
 Cursor = Annotated[int, Query(ge=0, lt=2**53)]
 

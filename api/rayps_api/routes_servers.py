@@ -25,7 +25,9 @@ from rayps_api.schemas import (
 from rayps_api.service import RunningService, Service
 
 router = APIRouter(
-    prefix="/api/v1/server-groups", tags=["server groups"], responses=problems(400, 401, 403, 404, 409, 413, 422, 507)
+    prefix="/api/v1/server-groups",
+    tags=["server groups"],
+    responses=problems(400, 401, 403, 404, 409, 413, 422, 503, 507),
 )
 
 Name = Annotated[str, Path(pattern=NAME, description="The group's name.")]

@@ -21,7 +21,7 @@ from rayps_api.routes_jobs import accepted, refuse_params, write_row
 from rayps_api.schemas import ComparisonOut, JobIn, SweepIn, SweepOut, finite, problems
 from rayps_api.service import RunningService, Service
 
-router = APIRouter(prefix="/api/v1", tags=["sweeps"], responses=problems(400, 401, 403, 404, 409, 413, 422, 507))
+router = APIRouter(prefix="/api/v1", tags=["sweeps"], responses=problems(400, 401, 403, 404, 409, 413, 422, 503, 507))
 
 
 @router.post("/sweeps", status_code=201, response_model=SweepOut, responses={200: {"model": SweepOut}})

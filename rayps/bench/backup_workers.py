@@ -57,6 +57,7 @@ class BackupRow:
     dropped: float  # gradients that came late, for each step
     times_none: float | None  # seconds of the same members without backup workers / seconds
     times_formula: float | None  # the same by the formula
+    times_finishing: float | None  # the same by simulation, if late workers computed their gradients to the end
     times_all: float | None  # seconds of as many workers without backup workers / seconds
 
 
@@ -70,6 +71,32 @@ def step_seconds(members: int, backup: int, *, chance: float = CHANCE, factor: f
     workers = members + backup
     fast = sum(comb(workers, slow) * chance**slow * (1 - chance) ** (workers - slow) for slow in range(backup + 1))
     return factor - (factor - 1) * fast
+
+
+def finishing_seconds(members: int, backup: int, *, steps: int = 20_000) -> float:
+    """Return a step's time as `step_seconds` does, by simulation, if late workers compute gradients to the end.
+
+    A worker that was late then begins the present step.
+    """
+    draw, workers = random.Random(0), members + backup
+
+    def duration() -> float:
+        return FACTOR if draw.random() < CHANCE else 1.0
+
+    now = 0.0
+    ends, at = [duration() for _ in range(workers)], [0] * workers  # when a worker's gradient ends, and its step
+    for step in range(steps):
+        arrived: list[int] = []
+        while len(arrived) < members:
+            rank = min((rank for rank in range(workers) if rank not in arrived), key=ends.__getitem__)
+            now = max(now, ends[rank])
+            if at[rank] == step:
+                arrived.append(rank)
+            else:
+                at[rank], ends[rank] = step, now + duration()
+        for rank in arrived:
+            at[rank], ends[rank] = step + 1, now + duration()
+    return now / steps
 
 
 class Pause(nn.Module):
@@ -158,7 +185,7 @@ def bench_backup_workers(
     seconds, dropped = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
     kinds = ((members, 0), (both, backup), (both, 0))
     for workers in (members, both):
-        group = _TimedGroup(cluster, workers, pace)
+        group = _MeasuredGroup(cluster, workers, pace)
         try:
             for kind in [kind for kind in kinds if kind[0] == workers]:
                 with turn():
@@ -167,16 +194,20 @@ def bench_backup_workers(
         finally:
             group.close()
     formula = {(workers, spared): pace * step_seconds(workers - spared, spared) for workers, spared in kinds}
-    found = []
+    found, (alone, _, every) = list[BackupRow](), kinds
     for kind in kinds:
-        alone, every = kinds[0], kinds[2]
-        ratios = [seconds[alone] / seconds[kind], formula[alone] / formula[kind], seconds[every] / seconds[kind]]
-        times = ratios if kind[1] else [None] * 3
+        ratios = [
+            seconds[alone] / seconds[kind],
+            formula[alone] / formula[kind],
+            finishing_seconds(members, 0) / finishing_seconds(members, backup),
+            seconds[every] / seconds[kind],
+        ]
+        times = ratios if kind[1] else [None] * len(ratios)
         found.append(BackupRow(strategy, *kind, pace, steps, seconds[kind], formula[kind], dropped[kind], *times))
     return found
 
 
-class _TimedGroup:
+class _MeasuredGroup:
     """Workers that run one strategy after another."""
 
     def __init__(self, cluster: Cluster, workers: int, pace: float) -> None:

@@ -52,7 +52,7 @@ DISK_BYTES = 2_000_000  # bytes per second of the slow disk
 ROW_BYTES = 4096
 WIDTH = 128
 _BLKIO = Path("/sys/fs/cgroup/blkio")
-_BURNERS = 3
+_BURNERS = 12  # programs on the core of the slow worker
 
 
 @dataclass(frozen=True, slots=True)

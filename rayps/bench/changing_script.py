@@ -8,6 +8,7 @@ its folder.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -201,7 +202,10 @@ def main() -> None:
         notices = change(cluster, config)
         Path(config["folder"], "notices.json").write_text(json.dumps(notices))
     finally:
-        cluster.shutdown()
+        with contextlib.suppress(Exception):  # the job still uses the cluster
+            importlib.import_module("ray").shutdown()
+        with contextlib.suppress(Exception):
+            cluster.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # the job's threads still run

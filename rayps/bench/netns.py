@@ -97,6 +97,18 @@ class Hosts:
         for namespace, device in ((self._namespaces[0].pid, f"port{host}"), (self._namespaces[1 + host].pid, "eth0")):
             _run(namespace, "tc", f"qdisc replace dev {device} root tbf rate {rate} burst {burst} latency 50ms")
 
+    def cut(self, host: int) -> None:
+        """Cut a host's link: packets in both directions are lost without a sign, until `join`."""
+        _run(self._namespaces[0].pid, "ip", f"link set port{host} down")
+
+    def join(self, host: int) -> None:
+        """Join the link of a host that was cut."""
+        _run(self._namespaces[0].pid, "ip", f"link set port{host} up")
+
+    def enter(self, host: int) -> list[str]:
+        """Return the beginning of a command line whose rest runs on a host."""
+        return ["nsenter", "--target", str(self._namespaces[1 + host].pid), "--net"]
+
     def sent(self, host: int) -> int:
         """Return the bytes that the host has sent on its link so far, by the kernel's counter."""
         for line in Path(f"/proc/{self._namespaces[1 + host].pid}/net/dev").read_text().splitlines():

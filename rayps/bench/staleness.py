@@ -3,6 +3,8 @@
 The scenes are those of `rayps.bench.stragglers`. In `momentum`, worker 0 is slow as in `one_slow`, and the optimizer
 has momentum and a large learning rate, so that old pushes disturb the others. The bench reads the parameters from the
 shard several times a second, and records when the loss on test images is first at most the target.
+
+`simulate_staleness` does the same in virtual time: see `rayps.bench.virtual_staleness`.
 """
 
 from __future__ import annotations
@@ -17,13 +19,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rayps.bench.stragglers import FOLDER, SlowDigits
+from rayps.bench.stragglers import BATCH, FOLDER, SlowDigits
+from rayps.bench.virtual_staleness import VirtualJob
 from rayps.cluster.local import Cluster
+from rayps.core.adaptive_staleness import FIRST
 from rayps.core.errors import ConfigError, TrainingError
 from rayps.core.phase_rounds import Boundary
 from rayps.core.records import Point
 from rayps.core.topology import AUTO, servers_of
 from rayps.core.user_module import pack
+from rayps.data import parquet
 from rayps.ps.client.session import Session
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.runtime.bound_mover import BoundMover
@@ -92,16 +97,9 @@ def bench_staleness(
         ConfigError: there is no such scene, or `folder` has no digits.
         TrainingError: a worker or the shard failed.
     """
-    folder = folder or FOLDER
-    for scene in scenes:
-        if scene not in SCENES:
-            raise ConfigError(f"no scene {scene!r}; use some of {', '.join(SCENES)}", field="scenes")
-    if not (folder / "digits.parquet").is_file():
-        raise ConfigError(f"there is no digits.parquet in {folder}: give the folder with --data", field="data")
     rows: list[StalenessRow] = []
-    for scene in scenes:
-        kind = MomentumDigits if scene == "momentum" else SlowDigits
-        group = _Bounded(cluster, kind(folder, "one_slow" if scene == "momentum" else scene, pace), workers)
+    for scene, work in workloads(scenes, folder or FOLDER, pace):
+        group = _Bounded(cluster, work, workers)
         found: dict[int | str | None, list[StalenessRun]] = {staleness: [] for staleness in STALENESS}
         try:
             for turn, seed in enumerate(seeds):
@@ -112,6 +110,58 @@ def bench_staleness(
             group.close()
         rows += _rows(scene, workers, pace, target, found)
     return rows
+
+
+def simulate_staleness(
+    workers: int = 4,
+    scenes: Sequence[str] = SCENES,
+    *,
+    pace: float = 0.1,
+    seeds: Sequence[int] = range(5),
+    target: float = TARGET,
+    folder: Path | None = None,
+    limit: float = 300.0,
+) -> list[StalenessRow]:
+    """Return the rows of `bench_staleness` in virtual time. Raises as it does."""
+    rows: list[StalenessRow] = []
+    for scene, work in workloads(scenes, folder or FOLDER, pace):
+        data = parquet(
+            work.folder / "digits.parquet", features="pixels", label="digit", scale=1 / 255, batch_size=BATCH
+        )
+        found: dict[int | str | None, list[StalenessRun]] = {}
+        for staleness in STALENESS:
+            strategy = parse({"name": "parameter_server", "staleness": staleness})[0].strategy
+            for seed in seeds:
+                job = VirtualJob(work, data, strategy, workers, seed=seed)
+                found.setdefault(staleness, []).append(_simulate(job, staleness, target, limit))
+        rows += _rows(scene, workers, pace, target, found)
+    return rows
+
+
+def _simulate(job: VirtualJob, staleness: int | str | None, target: float, limit: float) -> StalenessRun:
+    work, evaluate_at = job.workload, 0.0
+    test = next(iter(work.evaluation_data().batches(rank=0, size=1, seed=0, epoch=0)))
+    while job.now < limit:
+        job.advance()
+        if job.now >= evaluate_at:
+            evaluate_at = job.now + 2 * work.pace
+            if job.loss(test) <= target:
+                break
+    rounds = sum(job.shard.ledger.marks.values()) / job.shard.size
+    first = FIRST if staleness == AUTO else staleness
+    return StalenessRun(job.now, rounds, (first, *(event["new"] for event in job.events)))  # type: ignore[arg-type]
+
+
+def workloads(scenes: Sequence[str], folder: Path, pace: float) -> list[tuple[str, SlowDigits]]:
+    """Return each scene with its workload. Raises ConfigError if there is no such scene, or `folder` has no digits."""
+    for scene in scenes:
+        if scene not in SCENES:
+            raise ConfigError(f"no scene {scene!r}; use some of {', '.join(SCENES)}", field="scenes")
+    if not (folder / "digits.parquet").is_file():
+        raise ConfigError(f"there is no digits.parquet in {folder}: give the folder with --data", field="data")
+    kinds = {"momentum": (MomentumDigits, "one_slow")}
+    found = [(scene, kinds.get(scene, (SlowDigits, scene))) for scene in scenes]
+    return [(scene, kind(folder, inner, pace)) for scene, (kind, inner) in found]
 
 
 class _Bounded:

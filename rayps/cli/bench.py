@@ -358,7 +358,8 @@ def _backup_workers(
             "formula": "formula",
             "dropped": "late a step",
             "times_none": "x members alone",
-            "times_formula": "formula",
+            "times_formula": "by formula",
+            "times_finishing": "if late ones finish",
             "times_all": "x all workers",
         },
     )

@@ -28,7 +28,7 @@ def causes(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Slow one worker of a job in known ways; show whether the job's report names the worker and the reason.
+    """Check that reports name a worker slowed in known ways.
 
     It needs root, for network namespaces and for a cgroup that limits a disk.
     """

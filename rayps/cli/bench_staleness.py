@@ -26,6 +26,9 @@ def staleness(
     target: Annotated[float, typer.Option(help="The loss on the test images that ends a run.")] = 0.45,
     limit: Annotated[float, typer.Option(help="The longest time of a run, in seconds.")] = 300.0,
     data: Annotated[Path | None, typer.Option(help="Folder with digits.parquet; default: examples/data.")] = None,
+    virtual: Annotated[
+        bool, typer.Option(help="In virtual time: the result depends on the seeds alone, and no cluster is needed.")
+    ] = False,
     address: Address = None,
     output: Format = Output.table,
     as_json: Json = False,
@@ -34,22 +37,19 @@ def staleness(
 
     The workers train under staleness 0, 2, 8, none (asynchronous), and auto.
     """
-    from rayps.bench.staleness import bench_staleness
+    from rayps.bench.staleness import bench_staleness, simulate_staleness
 
-    rows = run(
-        address,
-        workers,
-        lambda cluster: bench_staleness(
-            cluster,
+    given, chosen = scenes.split(","), range(first, first + seeds)
+    if virtual:
+        rows = simulate_staleness(workers, given, pace=pace, target=target, seeds=chosen, folder=data, limit=limit)
+    else:
+        rows = run(
+            address,
             workers,
-            scenes.split(","),
-            pace=pace,
-            target=target,
-            seeds=range(first, first + seeds),
-            folder=data,
-            limit=limit,
-        ),
-    )
+            lambda cluster: bench_staleness(
+                cluster, workers, given, pace=pace, target=target, seeds=chosen, folder=data, limit=limit
+            ),
+        )
     show_rows(
         Output.json if as_json else output,
         rows,

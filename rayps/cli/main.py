@@ -15,6 +15,7 @@ import typer
 import rayps
 from rayps.cli import backup as cli_backup
 from rayps.cli import bench as cli_bench
+from rayps.cli import chaos as cli_chaos
 from rayps.cli import client as cli_client
 from rayps.cli import clients as cli_clients
 from rayps.cli import export as cli_export
@@ -296,6 +297,7 @@ cli_export.add(app)
 cli_sweeps.add(app)
 cli_client.add(app)
 app.command()(cli_backup.backup)
+app.command()(cli_chaos.chaos)
 app.command()(cli_plan.plan)
 app.command()(cli_report.report)
 app.command()(cli_run.run)

@@ -39,7 +39,7 @@ def report(
         Path | None, typer.Option(metavar="FILE", help="Write the report with pictures as one HTML page.")
     ] = None,
 ) -> None:
-    """Show where the time of a job went: useful, or lost to what, by which worker, and what to change."""
+    """Show where the time of a job went, and what to change."""
     found = _read(job)
     if html is not None:
         try:

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LADDER: tuple[int | None, ...] = (0, 1, 2, 4, 8, 16, None)
-FIRST = 4  # the bound with which a job begins
+FIRST = 8  # the bound with which a job begins
 GAIN = 0.05  # the least gain of value for which the bound moves
 NEAR = 1.5
 SURE = 2.0  # standard errors beyond which a difference of agreements is no noise
@@ -160,6 +160,7 @@ class BoundControl:
         self._trust: Counter[int | None] = Counter()  # bound -> how often a trial of it was no gain
         self._left: tuple[int | None, float] | None = None  # the bound before the last move, and its value
         self._raises = 0  # raises of the bound since it was lowered last
+        self._careful = False  # whether the loss has risen: the bound then rises by one step at a time
         self._lowest: BoundCost | None = None  # the interval with the lowest loss
 
     def after(self, cost: BoundCost) -> BoundMove | None:
@@ -179,7 +180,9 @@ class BoundControl:
                 self.bound = best
         if self.bound == old:
             return None
-        self._raises = self._raises + 1 if LADDER.index(self.bound) > LADDER.index(old) else 0
+        self._careful |= rises
+        raised = LADDER.index(self.bound) > LADDER.index(old) and not self._careful
+        self._raises = self._raises + 1 if raised else 0
         self._left = old, 0.0 if rises else cost.value
         return BoundMove(old, self.bound, cost, rises)
 
@@ -204,7 +207,10 @@ class BoundControl:
         self._trust[bound] += 1
 
     def _candidates(self) -> list[int | None]:
-        """Return the neighbours. After n raises in succession, the bound n further up comes before them."""
+        """Return the neighbours. After n raises in succession, the bound n further up comes first.
+
+        It does not if the loss has risen before.
+        """
         at, last = LADDER.index(self.bound), len(LADDER) - 1
         return [LADDER[i] for i in (min(at + 1 + self._raises, last), at + 1, at - 1) if 0 <= i <= last and i != at]
 

@@ -185,8 +185,13 @@ def job_time(lines: Iterable[JsonObject]) -> JobTime:
             )
             reports.setdefault(found.name, []).append(found)
     names = sorted(reports, key=_order)
-    slices = {name: _slices(reports[name]) for name in names}
-    return JobTime(_named([_totals(reports[name]) for name in names]), slices, tuple(events))
+    totals = [_totals(reports[name]) for name in names]
+    members = _named(totals)
+    slices = {
+        after.name: tuple(_waiting_less(each, before, after) for each in _slices(reports[after.name]))
+        for before, after in zip(totals, members, strict=True)
+    }
+    return JobTime(members, slices, tuple(events))
 
 
 def read_job_time(path: Path) -> JobTime:
@@ -279,6 +284,15 @@ def _named(members: Sequence[MemberTotals]) -> tuple[MemberTotals, ...]:
             for peer, seconds in by.items():
                 found[peer] = max(seconds, found.get(peer, 0.0))
     return tuple(_without_servers(each, delays.get(each.name, {})) for each in members)
+
+
+def _waiting_less(slice_: TimeSlice, before: MemberTotals, after: MemberTotals) -> TimeSlice:
+    """Return a slice in which as much of the waits is communication as in the member's totals: see `_named`."""
+    waited, waiting = slice_.parts.get("waiting", 0.0), before.parts.get("waiting", 0.0)
+    moved = waited * (1 - after.parts.get("waiting", 0.0) / waiting) if waiting > 0 else 0.0
+    if not moved:
+        return slice_
+    return replace(slice_, parts=added(slice_.parts, {"waiting": -moved, "communication": moved}))
 
 
 def _without_servers(member: MemberTotals, delays: dict[str, float]) -> MemberTotals:

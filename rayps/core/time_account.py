@@ -41,6 +41,7 @@ PARTS = (
 )
 CONTAINERS = frozenset({"start", "evaluation", "checkpoint", "recovery", "again"})
 USEFUL = "compute"  # the part whose share of the time is the goodput
+_KNOWN = frozenset(PARTS)
 DIVIDED = ("data", "waiting", "communication")  # what is taken from a round, in this order
 
 Place: TypeAlias = tuple[str, str]  # (a part, the name of the peer or "")
@@ -63,7 +64,7 @@ class TimeAccount:
         self._current: Place = self._spans[0]
         self._since = clock()
         self._undivided = 0.0  # seconds in the entered part itself since `enter`, which `divide` may still move
-        self._turn = 0
+        self.newest_turn = 0  # the number of the turn whose calls count
 
     def enter(self, part: str, peer: str = "") -> None:
         """Leave the part of the last `enter`, and count the time from now on as `part`. Open spans stay open."""
@@ -71,7 +72,10 @@ class TimeAccount:
         with self._lock:
             self._pass()
             self._spans[0], self._undivided = place, 0.0
-            self._choose()
+            if len(self._spans) == 1:
+                self._current = place
+            else:
+                self._choose()
 
     @contextmanager
     def span(self, part: str, peer: str = "") -> Iterator[None]:
@@ -98,16 +102,19 @@ class TimeAccount:
         """
         with self._lock:
             self._pass()
-            source = self._spans[0]
+            source, left, totals = self._spans[0], self._undivided, self._seconds
             if source[0] in CONTAINERS:
                 return
             for part in DIVIDED:
-                seconds = min(max(0.0, shares.get(part, 0.0)), self._undivided)
-                if seconds:
+                seconds = shares.get(part, 0.0)
+                if seconds > left:
+                    seconds = left
+                if seconds > 0:
                     target = part, peer if part == "waiting" else ""
-                    self._undivided -= seconds
-                    self._seconds[source] -= seconds
-                    self._seconds[target] = self._seconds.get(target, 0.0) + seconds
+                    left -= seconds
+                    totals[source] -= seconds
+                    totals[target] = totals.get(target, 0.0) + seconds
+            self._undivided = left
 
     def rename(self, old: str, new: str) -> None:
         """Count all seconds of the part `old` so far as `new`, whose reason was not known when they passed."""
@@ -132,18 +139,14 @@ class TimeAccount:
     def turn(self) -> AccountTurn:
         """Return the account as one generation writes it: nothing is written by it after the next call of `turn`."""
         with self._lock:
-            self._turn += 1
-            return AccountTurn(self, self._turn)
-
-    def is_turn(self, number: int) -> bool:
-        """Return whether the newest turn has this number."""
-        return self._turn == number
+            self.newest_turn += 1
+            return AccountTurn(self, self.newest_turn)
 
     def _pass(self) -> None:
         """Count the time since the last call to the current place."""
-        now = self._clock()
+        now, place, seconds = self._clock(), self._current, self._seconds
         passed, self._since = now - self._since, now
-        self._seconds[self._current] = self._seconds.get(self._current, 0.0) + passed
+        seconds[place] = seconds.get(place, 0.0) + passed
         if len(self._spans) == 1:
             self._undivided += passed
 
@@ -188,13 +191,14 @@ class AccountTurn:
 
     def enter(self, part: str, peer: str = "") -> None:
         """Count the time from now on as `part`: see `TimeAccount.enter`."""
-        if self._account.is_turn(self._number):
-            self._account.enter(part, peer)
+        account = self._account
+        if account.newest_turn == self._number:
+            account.enter(part, peer)
 
     @contextmanager
     def span(self, part: str, peer: str = "") -> Iterator[None]:
         """Count the time inside the block as `part`: see `TimeAccount.span`."""
-        if not self._account.is_turn(self._number):
+        if self._account.newest_turn != self._number:
             yield
             return
         with self._account.span(part, peer):
@@ -202,12 +206,13 @@ class AccountTurn:
 
     def divide(self, shares: Mapping[str, float], peer: str = "") -> None:
         """Move measured seconds of the current round to other parts: see `TimeAccount.divide`."""
-        if self._account.is_turn(self._number):
-            self._account.divide(shares, peer)
+        account = self._account
+        if account.newest_turn == self._number:
+            account.divide(shares, peer)
 
 
 def _known(part: str) -> str:
-    if part not in PARTS:
+    if part not in _KNOWN:
         raise ValueError(f"no part {part!r} of a time account: use one of {', '.join(PARTS)}")
     return part
 

@@ -1,9 +1,10 @@
 """What costs a job most of its time, which worker causes it, and what to change. Pure: the facts are a `JobTime`.
 
 Each possible cause has a cost: the share of the workers' time after their start that would be useful without it. The
-largest cost is the verdict. Causes that a member can be named for come first if they cost enough: what all workers wait
-for a CPU is within what counts as computing, and cannot be compared with the others. The start is no cost of this kind:
-it happens once, and its share shrinks by itself. It is named last, and only if it is most of the time. The causes:
+largest cost is the verdict. Causes that one member can be named for come first if they cost enough: what all workers
+wait for a CPU is within what counts as computing, and cannot be compared with the others. The start is no cost of this
+kind: it happens once, and its share shrinks by itself. It is named last, and only if it is most of the time.
+The causes:
 
 - One worker holds up the others. Its excess is what its own seconds per round (computing, data, communication) exceed
   the median of the other workers by. Its cause is what explains most of the excess: the time that the worker's thread
@@ -26,7 +27,7 @@ from rayps.core.member_times import LineFacts
 from rayps.core.values import JsonObject
 
 LEAST_COST = 0.05  # share of the time that is worth a verdict
-NAMED_COST = 0.1  # share of the time from which a cause that a member can be named for comes first
+NAMED_COST = 0.1  # share of the time from which a cause that one member can be named for comes first
 LEAST_START = 0.5  # share of all time from which the start is named
 EXPLAINS = 0.4  # the share of the waits for data that waits for a disk must have, to be their cause
 BUSY = 0.5  # the share of its time that a server computes or communicates if it limits the workers
@@ -105,7 +106,7 @@ def verdict(time: JobTime) -> TimeVerdict:
     explained = slow.cost if slow is not None else 0.0
     found += [finding for rule in _RULES if (finding := rule(time, workers, explained)) is not None]
     costly = [each for each in found if each.cost >= LEAST_COST]
-    ranked = sorted(costly, key=lambda each: (not (each.guilty and each.cost >= NAMED_COST), -each.cost))
+    ranked = sorted(costly, key=lambda each: (not (len(each.guilty) == 1 and each.cost >= NAMED_COST), -each.cost))
     return TimeVerdict((*ranked, *_start(time)), time.goodput)
 
 

@@ -22,6 +22,7 @@ import torch
 
 from rayps.core.errors import ActorDied, CheckpointError, ConfigError, NotFound, RaypsError
 from rayps.core.grid import Grid
+from rayps.core.member_times import MemberTimes
 from rayps.core.staleness_bound import MovedBound
 from rayps.core.strategy import StrategyView
 from rayps.core.topology import servers_of
@@ -449,7 +450,7 @@ class JobSpace:
         held: dict[str | None, int] = {}
         for segment in mine.get("segments", []):
             held[segment["primary"]] = held.get(segment["primary"], 0) + 1
-        keys = ("name", "host", "state", "bytes", "operations_s", "cpu")
+        keys = ("name", "host", "pid", "state", "bytes", "operations_s", "cpu")
         servers = [
             {key: server.get(key) for key in keys} | {"segments": held.get(server["name"], 0)}
             for server in facts.get("servers", [])
@@ -459,6 +460,7 @@ class JobSpace:
             "name": self.group.name,
             "own": self.own,
             "space": self.name,
+            "manager_pid": facts.get("pid"),
             "status": facts.get("status"),
             "replicas": facts.get("replicas"),
             "segments": sum(space.segments for space in self.spaces),
@@ -467,6 +469,28 @@ class JobSpace:
             **{key: mine.get(key) for key in numbers},
             "held_back": self._watch.throttled,
         }
+
+    def times(self) -> dict[str, tuple[str, MemberTimes]]:
+        """Return for each living server its host, and where the time of its loop went since it was started.
+
+        Its delays are those of the job's present spaces only. With several workers in a replica they are left out,
+        because their ranks are those of replicas.
+        """
+        facts = self._watch.facts
+        spaces = spaces_of(facts, self.spaces) if len(self.spaces) == 1 else []
+        found: dict[str, tuple[str, MemberTimes]] = {}
+        for server in facts.get("servers", []):
+            delays: dict[str, dict[str, float]] = {}
+            for space in spaces:
+                for rank, slowest, seconds in space.get("delays", {}).get(server["name"], []):
+                    delays.setdefault(f"worker-{rank}", {})[f"worker-{slowest}"] = seconds
+            if server.get("state") != "dead" and server.get("account"):
+                spent = {(part, ""): seconds for part, seconds in server["account"].items()}
+                found[server["name"]] = (
+                    str(server.get("host") or ""),
+                    dataclasses.replace(MemberTimes.of(spent), delays=delays),
+                )
+        return found
 
     def close(self) -> None:
         """Drop the spaces; end the group if it is the job's own. A failure is logged, and not raised."""

@@ -428,6 +428,7 @@ class FixedSpace:
         ]
         return {
             "name": space.name,
+            "pid": None,  # there is no manager
             "status": "ready" if all(alive.values()) else "degraded",
             "wanted": len(servers),
             "replicas": 0,

@@ -595,6 +595,8 @@ class Driver:
         self._bound.follow(group, points)
         if leased is None:  # leases follow the workers' speed
             self._shares.add(points)
+        for name in group.move_shards(group.cluster.notices(), self.spec.timeout):
+            self.journal.event("moved", f"{name} ends soon: its segment has moved to a new process", shard=name)
         self._recoveries.check_progress(group, self._generation)
         self._record.show_progress()
         return points

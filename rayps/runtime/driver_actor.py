@@ -20,6 +20,7 @@ from rayps.core.code_archive import archive_path
 from rayps.core.errors import RaypsError
 from rayps.core.failpoint import passing
 from rayps.core.job_status import Status
+from rayps.core.records import read_json
 from rayps.core.urls import Location, location_of
 from rayps.core.values import Keywords
 from rayps.runtime.driver import Driver
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 # the file with {"attempt", "pid", "started" (clock ticks since boot), "protocol", "crash"}; "crash" is the error if the
 # driver wrote no outcome; "moved" says why the process ends on purpose, if a notice announced it
 DRIVER_FILE = "driver.json"
+LAUNCH_FILE = "launch.json"  # the service writes it: the number of the last attempt whose driver it has started
 
 
 class DriverActor:
@@ -84,6 +86,9 @@ class DriverActor:
 
     def _run_and_end(self) -> None:
         try:
+            if self._is_superseded():
+                log.warning("attempt %d of %s ends: a later attempt has started", self._attempt, self._folder.name)
+                return
             self._begin()
             self._status = self._run()
             passing("driver: outcome written, not ended")
@@ -93,6 +98,11 @@ class DriverActor:
             self._write_driver_file(crash=f"{type(error).__name__}: {error}".splitlines()[0])
         finally:
             self._end_actor()
+
+    def _is_superseded(self) -> bool:
+        """Return whether a later attempt of the job has started: this process was stopped, and Ray has given it up."""
+        found = [read_json(self._folder / name) or {} for name in (DRIVER_FILE, LAUNCH_FILE)]
+        return any(isinstance(each.get("attempt"), int) and each["attempt"] > self._attempt for each in found)
 
     def _begin(self) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -219,14 +229,20 @@ class DriverActor:
         )
 
     def _end_actor(self) -> None:
-        """End this actor, because an idle actor would occupy a process."""
+        """End this actor, because an idle actor would occupy a process, and its job would seem to run.
+
+        If Ray does not answer, or does not know this actor any more, the actor ends its process without Ray.
+        """
         try:
             cluster = surrounding()
             handle = cluster.find(f"driver-{self._folder.name}")
             if handle is not None:
                 cluster.kill(handle)
-        except Exception as error:  # Ray is ending, and ends this process; the outcome is on disk
-            log.warning("the driver of %s could not end itself: %s", self._folder.name, error)
+            if handle is not None or isinstance(cluster, LocalCluster):
+                return
+        except Exception as error:
+            log.warning("the driver of %s could not end itself by Ray: %s", self._folder.name, error)
+        os._exit(0)
 
 
 def _traces(home: Path) -> Path:

@@ -28,6 +28,8 @@ from rayps.core.topology import Adaptive, Peers, Servers, backup_in, replica_of,
 
 _IN_STEP = (SYNC_GRADIENTS, SERVER_STEPS, LOCAL_UPDATES, SHARDED_STATE, SHARDED_PARAMETERS, FEDERATED_ROUNDS)
 
+_BALANCED = (SYNC_GRADIENTS, SERVER_STEPS)
+
 
 def hands_over(strategy: StrategyView) -> bool:
     """Return whether each worker holds the whole state of the job in memory after each round."""
@@ -68,6 +70,12 @@ def check_elastic(name: str, strategy: StrategyView, elastic: ElasticWorkers, *,
             f"lr_scaling is {elastic.lr_scaling!r}, and under {name} servers step: give global_batch instead, or use "
             "all_reduce",
             field="lr_scaling",
+        )
+    if elastic.balance and strategy.loop not in _BALANCED:
+        raise ConfigError(
+            f"balance is True, and under {name} the workers do not average the gradients of one batch in each round: "
+            "leave it out, or use all_reduce or parameter_server with staleness=0",
+            field="balance",
         )
     if by_client and (elastic.global_batch is not None or elastic.lr_scaling != "keep"):
         raise ConfigError(

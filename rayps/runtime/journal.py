@@ -6,6 +6,7 @@ stored in memory, for `Result`. Only complete lines are appended to a file. The 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -13,12 +14,16 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
+from rayps.cluster.local import until
+from rayps.core.full_disk import reports_full_disk
 from rayps.core.records import Event, OutcomeRecord, Point, ProgressRecord
 from rayps.runtime.cost_report import CostReport
+from rayps.runtime.line_file import LineFile
 
 PROGRESS_SECONDS = 0.5
+OUTCOME_SECONDS = 60.0  # seconds for which a full disk may delay the outcome
 Record: TypeAlias = Point | Event | ProgressRecord | OutcomeRecord
 
 
@@ -45,7 +50,8 @@ class Journal:
         self.cost_report: CostReport | None = None  # collects the costs of the current phase
         self.on_any_event: Callable[[Event], None] = lambda event: None  # receives every event, for the job's time
         self._on_progress, self._on_event = on_progress, on_event
-        self._files: dict[str, IO[str]] = {}
+        self._files: dict[str, LineFile] = {}
+        self._full = False  # whether the last write found the disk full
         self._progress_at = 0.0
         self._seq = 0  # the number of the next event
         # the last round that an earlier driver of this run evaluated, 0 if it evaluated none; None if there is no
@@ -56,8 +62,7 @@ class Journal:
             self._seq = _count_lines(folder / "events.jsonl")
             self.evaluated = _last_evaluated(folder / "metrics.jsonl") if self._seq else None
             for name in ("events.jsonl", "metrics.jsonl", "log.txt"):
-                _end_last_line(folder / name)
-                self._files[name] = (folder / name).open("a", encoding="utf-8")
+                self._files[name] = LineFile(folder / name)
 
     def earlier_points(self) -> list[Point]:
         """Return the points of the whole group that earlier drivers of this run have written."""
@@ -115,21 +120,29 @@ class Journal:
             return
         self._progress_at = time.monotonic()
         if self.folder is not None:
-            _replace(self.folder / "progress.json", progress)
+            self._report_disk(written=_replace(self.folder / "progress.json", progress))
         if self._on_progress is not None:
             self._on_progress(progress)
 
     def write_outcome(self, outcome: OutcomeRecord) -> None:
-        """Write the outcome of the run, unless an outcome is written already."""
-        self.flush()
-        if self.folder is not None and not (self.folder / "outcome.json").exists():
-            _replace(self.folder / "outcome.json", outcome)
+        """Write the outcome of the run, unless an outcome is written already.
 
-    def flush(self) -> None:
-        """Write all buffered records to disk."""
+        If the disk is full, wait for room, at most `OUTCOME_SECONDS`.
+
+        Raises:
+            OSError: the outcome cannot be written.
+        """
+        if self.folder is None:
+            return
+        path = self.folder / "outcome.json"
+        if not path.exists() and not until(lambda: self.flush() and _replace(path, outcome), OUTCOME_SECONDS):
+            raise OSError(errno.ENOSPC, f"no room for the outcome within {OUTCOME_SECONDS:g} s", str(path))
+
+    def flush(self) -> bool:
+        """Write all records to disk; return whether the disk took all of them."""
         for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
+            file.sync()
+        return not any(file.full for file in self._files.values())
 
     def close(self) -> None:
         """Close the files."""
@@ -140,8 +153,19 @@ class Journal:
     def _append(self, name: str, lines: list[str]) -> None:
         file = self._files.get(name)
         if file is not None and lines:
-            file.write("\n".join(lines) + "\n")
-            file.flush()
+            file.append(lines)
+            self._report_disk(written=not file.full)
+
+    def _report_disk(self, *, written: bool) -> None:
+        """Write an event when the disk takes no more data, and when it does again."""
+        if not written and not self._full:
+            self._full = True
+            self.event("warning", f"the disk of {self.folder} is full: records wait in memory, and training continues")
+        elif written and self._full and self.flush():
+            self._full = False
+            dropped = sum(file.dropped for file in self._files.values())
+            lost = f"; {dropped} lines were dropped" if dropped else ""
+            self.event("disk_free", f"the disk of {self.folder} has room again, and the records are written{lost}")
 
 
 def _text(value: Record) -> str:
@@ -159,22 +183,20 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _replace(path: Path, value: Record) -> None:
+def _replace(path: Path, value: Record) -> bool:
+    """Replace a file atomically; return whether the disk had room. Raises OSError if it fails for another reason."""
     temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(_text(value))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
-
-
-def _end_last_line(path: Path) -> None:
-    # a killed driver may have left half a line: end that line
-    if path.exists() and path.stat().st_size:
-        with path.open("rb+") as file:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(_text(value))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except OSError as error:
+        if not reports_full_disk(error):
+            raise
+        return False
+    return True
 
 
 def _count_lines(path: Path) -> int:

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from rayps.core.elastic import ElasticWorkers
 from rayps.core.errors import ConfigError, RaypsError, WorkloadError
 from rayps.core.grid import Grid
 from rayps.core.phase_rounds import OPEN
@@ -167,9 +166,7 @@ def preflight(
         must_have_row_numbers(data)
         blocks, steps = _steps(data, both[0][0], Grid(1), workload.accumulate), [OPEN]
     elif spec.elastic is not None:
-        for phase in phases:
-            check_elastic(phase.name, phase.strategy, spec.elastic, tables=bool(tables))
-        rows = _rows_of_workers(data, phases, workload, spec.elastic, spec.workers)
+        rows = _rows_of_workers(data, phases, workload, spec, tables=bool(tables))
         steps = [Membership(spec.elastic, *rows, spec.workers).current.rounds(rows[0])] * len(phases)
     if max(steps) >= OPEN and blocks is None:
         if _counts_epochs(workload):
@@ -186,15 +183,20 @@ def preflight(
 
 
 def _rows_of_workers(
-    data: Data, phases: list[Phase], workload: Workload, elastic: ElasticWorkers, least: int
+    data: Data, phases: list[Phase], workload: Workload, spec: JobSpec, *, tables: bool
 ) -> tuple[int, int]:
     """Return the rows of an epoch of an elastic job, and those of one worker in a round.
 
-    Both are 1 if rows belong to clients, because an epoch is one round.
+    Both are 1 if rows belong to clients, because an epoch is one round. `tables`: whether the model has sparse tables.
 
     Raises:
-        ConfigError: the rows cannot be taken by number, or some phases learn by client and others do not.
+        ConfigError: a strategy's workers cannot change, the rows cannot be taken by number, or some phases learn by
+            client and others do not.
     """
+    elastic, least = spec.elastic, spec.workers
+    assert elastic is not None, "the job is elastic"
+    for phase in phases:
+        check_elastic(phase.name, phase.strategy, elastic, tables=tables)
     by_client = {learns_by_client(phase.strategy) for phase in phases}
     if len(by_client) > 1:
         raise ConfigError(

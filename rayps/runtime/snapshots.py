@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,7 +51,10 @@ if TYPE_CHECKING:
     from rayps.runtime.worker_group import WorkerGroup
 
 
-MISSED = 3  # checkpoints in a row that a remote place may fail to take before the run fails
+MISSED = 3  # checkpoints in a row that a place may fail to take, and
+MISSED_SECONDS = 300.0  # seconds from the first of them, before the run fails
+_RETRY_SECONDS = 1.0  # seconds between two attempts to write the last checkpoint
+LAST_SECONDS = 60.0  # seconds for which a run's last checkpoint is tried again
 
 
 class Checkpointer:
@@ -77,7 +81,7 @@ class Checkpointer:
         }
         self.folder, self.resume, self.saved = folder, resume, resume
         self._place = None if folder is None else CheckpointPlace.of(folder, max(spec.timeout, SECONDS))
-        self._unwritten = 0  # checkpoints in a row that a remote place did not take
+        self._unwritten: list[float] = []  # when a place did not take checkpoints in a row, by time.monotonic
         self.newest: Snapshot | None = None
         # the states of sparse tables at the end of the run, if no checkpoint has them
         self.tables: dict[str, list[bytes]] = {}
@@ -228,32 +232,43 @@ class Checkpointer:
             plan.leased.saved(newer, group)
 
     def _save(self, place: CheckpointPlace, newer: Snapshot, state: SavedState, group: WorkerGroup, last: bool) -> None:
-        """Write a checkpoint. If a remote place does not take it, the run goes on, at most `MISSED` times in a row.
+        """Write a checkpoint. If its place does not take it (a full disk, a remote place), the run continues.
 
         Raises:
-            CheckpointError: the checkpoint cannot be written. A PlaceError is raised for the run's last state, too.
+            CheckpointError: the checkpoint cannot be written.
+            PlaceError: its place did not take more than `MISSED` checkpoints in a row in more than `MISSED_SECONDS`, or
+                did not take the run's last one within `LAST_SECONDS`.
         """
         write_tables = group.space.write_tables(newer.round) if group.space is not None else group.client_states.writer
-        try:
-            saved = checkpoint.save(place, newer.round, state, self._spec.keep_checkpoints, write_tables=write_tables)
-        except PlaceError as error:
-            self._miss(error, newer.round, last=last)
-            return
-        self.saved, self._unwritten = saved, 0
+        deadline = time.monotonic() + (LAST_SECONDS if last else 0.0)
+        while True:
+            try:
+                keep = self._spec.keep_checkpoints
+                saved = checkpoint.save(place, newer.round, state, keep, write_tables=write_tables)
+                break
+            except PlaceError as error:
+                over = time.monotonic() >= deadline
+                self._miss(error, newer.round, last=last and over)
+                if over:
+                    return
+                time.sleep(_RETRY_SECONDS)
+        self.saved, self._unwritten = saved, []
         if group.space is not None and isinstance(saved, Path):
             group.space.tables_kept(saved / checkpoint.TABLES)
         self._journal.event("checkpoint", f"saved round {newer.round}", round=newer.round, path=str(saved))
         self._callbacks.saved(saved, newer.round)
 
     def _miss(self, error: PlaceError, round: int, *, last: bool) -> None:
-        """Report that a remote place did not take the checkpoint after `round`, or raise the error: see `_save`."""
-        self._unwritten += 1
-        if last or self._unwritten > MISSED:
+        """Report that a place did not take the checkpoint after `round`, or raise the error: see `_save`."""
+        self._unwritten.append(time.monotonic())
+        if last or (len(self._unwritten) > MISSED and self._unwritten[-1] - self._unwritten[0] > MISSED_SECONDS):
             raise error
+        if len(self._unwritten) > MISSED:  # it was said
+            return
         self._journal.event(
             "warning",
             f"the checkpoint of round {round} was not written: {error.message.splitlines()[0]}; the run continues, and "
-            f"tries again with its next checkpoint, at most {MISSED} times in a row",
+            f"tries again with its next checkpoint, for at least {MISSED_SECONDS:g} s",
         )
 
     def _seal(self, newer: Snapshot, state: SavedState, group: WorkerGroup, *, last: bool) -> None:
@@ -278,7 +293,7 @@ class Checkpointer:
         except PlaceError as error:
             self._miss(error, round, last=last)
             return
-        self.newest, self._unwritten = newer, 0
+        self.newest, self._unwritten = newer, []
         newer.source = StateSource(path)
         if self._place is not None:
             self.saved = self._place.at(checkpoint_name(round)).location

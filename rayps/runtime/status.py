@@ -141,6 +141,8 @@ class RunRecord:
         self.add_server_events(group)
         self.add_points(self._rounds.add(points))
         self.times.add(group.members)
+        if group.space is not None:
+            self.times.add_servers(group.space.times())
         self._journal.lines(group.lines())
         if self.traces is not None:
             self.traces.collect(group)

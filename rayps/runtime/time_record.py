@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -16,7 +16,7 @@ from rayps.core.errors import ClusterError
 from rayps.core.goodput import FILE, JobTime, ProcessTimes, TimeEvent, job_time, read_job_time, read_lines
 from rayps.core.member_times import MemberTimes, added
 from rayps.core.records import AccountRecord, Event, Point
-from rayps.core.time_account import USEFUL
+from rayps.core.time_account import USEFUL, named_waits
 from rayps.core.time_verdict import verdict
 from rayps.core.values import JsonObject
 
@@ -79,6 +79,42 @@ class _MemberProcess:
         return ProcessTimes(self.name, self.began, self.wall, self.times, self.host, self.replaces).to_json()
 
 
+class _GroupServer:
+    """What the driver knows of one server of a group since it first saw the server."""
+
+    def __init__(self, name: str, epoch: float, now: float, first: MemberTimes) -> None:
+        """`epoch` is the time of day at which the clock is 0, and `first` the totals at the clock's time `now`."""
+        self.name, self.host = name, ""
+        self.times, self.wall, self.written = MemberTimes(), 0.0, -1e9
+        self._began, self._day = now, epoch + now
+        self._last = first
+
+    def add(self, times: MemberTimes, now: float) -> None:
+        """Add what the totals have grown by since the last call. A total that is smaller has begun again at 0."""
+        before, self._last, self.wall = self._last, times, now - self._began
+        delays = {who: _growth(by, before.delays.get(who, {})) for who, by in times.delays.items()}
+        waits: dict[str, float] = {}
+        for by in delays.values():
+            waits = added(waits, by)
+        spent = {(part, ""): value for part, value in _growth(times.parts, before.parts).items()}
+        grown = MemberTimes.of(named_waits(spent, waits))
+        self.times = self.times.plus(replace(grown, delays=delays))
+
+    def end(self, now: float) -> None:
+        """Count the time since the last totals as idle: they arrive with heartbeats, and the workers have ended."""
+        self.wall = now - self._began
+        self.times = replace(self.times, parts=added(self.times.parts, {"idle": max(0.0, self.wall - self.times.wall)}))
+
+    def line(self) -> JsonObject:
+        """Return the totals since the driver first saw the server, as a line of the file."""
+        return ProcessTimes(self.name, self._day, self.wall, self.times, self.host).to_json()
+
+
+def _growth(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    found = {key: value - before.get(key, 0.0) for key, value in now.items()}
+    return {key: now[key] if value < 0 else value for key, value in found.items()}
+
+
 class TimeRecord:
     """Collects the reports of a job's members, and writes them to `time.jsonl` in the job's folder if it has one."""
 
@@ -92,6 +128,7 @@ class TimeRecord:
         self._reached: dict[str, int] = {}  # from a worker's name to the rounds that it has reported
         self._reached_before = 0  # rounds that the workers of earlier drivers have reported
         self.recovering = False  # whether the next generation follows a failure
+        self._servers: dict[str, _GroupServer] = {}  # of a server group, by name
         self._path = None if folder is None else folder / FILE
         self._lines: list[JsonObject] = []  # that are not in the file yet
         self._file: IO[str] | None = None
@@ -116,6 +153,22 @@ class TimeRecord:
             if times is not None:
                 member.facts.times = None
                 self._add(process, times, now)
+
+    def add_servers(self, found: Mapping[str, tuple[str, MemberTimes]]) -> None:
+        """Take over the accounts of a group's servers: from a name to the host and the totals since its start.
+
+        What the servers did before the job is left out.
+        """
+        now = self._clock()
+        for name, (host, times) in found.items():
+            server = self._servers.get(name)
+            if server is None:
+                server = self._servers[name] = _GroupServer(name, self._epoch, now, times)
+            server.host = host
+            server.add(times, now)
+            if now - server.written >= min(MOST_SECONDS, max(LEAST_SECONDS, SHARE * server.wall)):
+                server.written = now
+                self._write(server.line())
 
     def continues(self, points: Iterable[Point]) -> None:
         """Take over the rounds of earlier drivers: `points` are those that they have written."""
@@ -149,6 +202,9 @@ class TimeRecord:
             if times is not None:
                 self._add(self._process_of(member, self._clock()), times, self._clock())
         now, self._shown = self._clock(), None
+        for server in self._servers.values():
+            server.end(now)
+            self._write(server.line())
         for process in self._processes.values():
             if process.spawned in self._alive:
                 process.end(now)
@@ -164,6 +220,7 @@ class TimeRecord:
     def job_time(self) -> JobTime:
         """Return the job's time so far, also that under earlier drivers."""
         newest = [process.line() for process in self._processes.values() if process.times is not None]
+        newest += [server.line() for server in self._servers.values()]
         written = [] if self._path is None or not self._path.exists() else read_lines(self._path)
         return job_time([*written, *self._lines, *newest])
 
@@ -184,7 +241,9 @@ class TimeRecord:
             if name.startswith("worker-"):
                 seconds = added(seconds, parts)
         whole = sum(seconds.values())
-        found = verdict(job_time(process.line() for process in self._processes.values() if process.times is not None))
+        members |= {name: server.times.parts for name, server in self._servers.items()}
+        lines = [process.line() for process in self._processes.values() if process.times is not None]
+        found = verdict(job_time([*lines, *(server.line() for server in self._servers.values())]))
         return {
             "goodput": seconds.get(USEFUL, 0.0) / whole if whole > 0 else None,
             "seconds": _rounded(seconds),

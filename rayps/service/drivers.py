@@ -227,6 +227,7 @@ class Drivers:
                 if handle is not None:
                     log.warning("the driver of job %s did not end by itself and is killed", job_id)
                     cluster.kill(handle)
+                end_process(self._jobs_dir / job_id)
                 self._handles.pop(job_id, None)
                 self._ended_at.pop(job_id)
 

@@ -14,6 +14,7 @@ temporary directory, writes Ray's address into `ray.json`, and watches Ray. It s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
 import logging
@@ -33,6 +34,7 @@ from types import FrameType
 from rayps.cluster.local import WORKER_NICENESS
 from rayps.service import processes
 from rayps.service.liveness import QuietTime
+from rayps.service.ray_logs import LogFile, removable
 from rayps.service.settings import SERVICE_LOCK, private_write
 
 log = logging.getLogger("rayps.service.ray_daemon")
@@ -43,6 +45,7 @@ _POLL_SECONDS = 0.25
 _CHECK_SECONDS = 2.0  # seconds between two checks of jobs and processes while there is no activity
 _GRACE_SECONDS = 300.0  # seconds beyond `--idle` for a service that is alive but inactive, e.g. suspended
 _REQUIRED_PROCESSES = ("gcs_server", "raylet")  # program names
+_PRUNE_SECONDS = 60.0  # seconds between two looks for old log files
 _DRIVER_TITLE = "DriverActor"  # in the title of a driver's process
 
 
@@ -90,6 +93,10 @@ def environment(state_dir: Path) -> dict[str, str]:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DISABLE_IMPORT_WARNING": "1",
+        # Ray's gcs would keep an event of each of the last 100,000 calls, and the last 100,000 ended actors: its memory
+        # would grow by hundreds of megabytes in a day, and rayps reads neither
+        "RAY_task_events_report_interval_ms": "0",
+        "RAY_maximum_gcs_destroyed_actor_cached_count": "1000",
         "RAY_worker_niceness": os.environ.get("RAY_worker_niceness", WORKER_NICENESS),  # noqa: SIM112  Ray spells it so
     }
 
@@ -196,6 +203,7 @@ class Daemon:
     def _watch(self, failure: str | None) -> str | None:
         lease = Lease(self._state_dir, self._idle)
         found: dict[str, tuple[int, int | None]] = {}
+        prune_at = time.monotonic() + _PRUNE_SECONDS
         while failure is None and not self._stop_requested and self._is_ours():
             found = found if len(found) == len(_REQUIRED_PROCESSES) else self._required_processes()
             gone = [name for name, (pid, since) in found.items() if not processes.is_alive(pid, since)]
@@ -206,8 +214,21 @@ class Daemon:
             elif lease.expired():
                 log.info("no activity of the service or a job for %g s (--idle): stopping Ray", self._idle)
                 return None
+            if time.monotonic() >= prune_at:
+                self._prune_logs()
+                prune_at = time.monotonic() + _PRUNE_SECONDS
             time.sleep(_POLL_SECONDS)
         return failure
+
+    def _prune_logs(self) -> None:
+        """Remove old log files of ended processes."""
+        folder, found = self._ray_temp / "session_latest" / "logs", list[LogFile]()
+        with contextlib.suppress(OSError):  # Ray is ending
+            for path in folder.iterdir():
+                with contextlib.suppress(OSError):  # the file was removed
+                    found.append(LogFile(path.name, path.stat().st_mtime))
+        for name in removable(found, set(processes.descendants(os.getpid())), time.time()):
+            (folder / name).unlink(missing_ok=True)
 
     def _required_processes(self) -> dict[str, tuple[int, int | None]]:
         """Return a dict from the name of each required process of Ray that was found to (process id, start time)."""

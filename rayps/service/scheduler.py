@@ -24,7 +24,7 @@ from rayps.core.failpoint import passing
 from rayps.core.job_status import Status, may_move
 from rayps.core.records import AttemptRecord, ProgressRecord, read_json
 from rayps.federated.remote.mailbox import FOLDER, Mailbox
-from rayps.service.drivers import BEGUN, LAUNCHED, Drivers, DriverView, RayHome, version_conflict
+from rayps.service.drivers import BEGUN, LAUNCHED, Drivers, DriverView, RayHome, end_process, version_conflict
 from rayps.service.elastic_jobs import elastic_job, job_needs, worker_counts
 from rayps.service.elastic_plan import ElasticJob, WaitingJob, allot, reserved
 from rayps.service.job_folders import read_attempt
@@ -425,6 +425,12 @@ class Scheduler:
 
     async def _end_job(self, action: EndJob, job: JobRecord) -> None:
         passing("end: decided, not stored")
+        if not action.has_event and job.status is not Status.QUEUED:
+            # the job has no outcome, and its driver may still run although Ray does not list it
+            folder = self._jobs_dir / job.id
+            await asyncio.to_thread(end_process, folder)
+            if read_json(folder / "outcome.json") is not None:
+                return  # the driver has written it meanwhile: the next tick records it
         facts: RowFacts = {"reason": action.message or None, "metrics": action.metrics, "checkpoint": action.checkpoint}
         if action.finished_at is not None:
             facts["finished_at"] = action.finished_at

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import sqlite3
@@ -10,19 +9,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from rayps.core.full_disk import reports_full_disk
+
 log = logging.getLogger(__name__)
 
 LEAST_FREE = 4 << 20  # bytes; with less free space the disk counts as full
 _REMEMBERED = 10.0  # seconds for which a disk counts as full after a failed write, because a quota may be exceeded
 _LOG_SECONDS = 60.0  # seconds between two messages in the log
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 _SQLITE_FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
 
 
 def is_full(error: BaseException | None) -> bool:
     """Return whether an error, or one of its causes, reports a full disk or an exceeded disk quota."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in _FULL:
+        if reports_full_disk(error):
             return True
         if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", None) in _SQLITE_FULL:
             return True

@@ -36,6 +36,8 @@ FEWEST_LETTERS = 4  # the least number of letters of an abbreviated id
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # Crockford's base 32, as in ULID: texts sort like their numbers
 _UNFINISHED = [s.value for s in Status if not s.terminal]
 _CODE_SECONDS = 300.0
+LOCKED_SECONDS = 30.0  # seconds that a transaction waits while another program has locked the file
+_LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 _MOST_IDS = 500  # the most ids in one SQL statement
 _SESSION_SECONDS = 30 * 86400.0
 
@@ -660,6 +662,16 @@ class Store:
         return secret
 
 
+def is_locked(error: BaseException | None) -> bool:
+    """Return whether an error, or one of its causes, reports that another program has locked the store's file."""
+    while error is not None:
+        code = getattr(error, "sqlite_errorcode", None)
+        if isinstance(error, sqlite3.Error) and code is not None and code & 0xFF in _LOCKED:  # without the extension
+            return True
+        error = getattr(error, "orig", None) or error.__cause__
+    return False
+
+
 def _engine(url: sa.URL, begin: str, size: int) -> AsyncEngine:
     engine = create_async_engine(url, pool_size=size, max_overflow=0, pool_timeout=30)
 
@@ -667,7 +679,12 @@ def _engine(url: sa.URL, begin: str, size: int) -> AsyncEngine:
     def _connect(dbapi: sqlite3.Connection, _: sa.pool.ConnectionPoolEntry) -> None:
         dbapi.isolation_level = None  # the SQLite driver then opens no transaction by itself; `_begin` opens it
         cursor = dbapi.cursor()
-        for pragma in ("busy_timeout=30000", "journal_mode=WAL", "foreign_keys=ON", "synchronous=FULL"):
+        for pragma in (
+            f"busy_timeout={LOCKED_SECONDS * 1000:.0f}",
+            "journal_mode=WAL",
+            "foreign_keys=ON",
+            "synchronous=FULL",
+        ):
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
 

@@ -57,6 +57,7 @@ from rayps.tensors.checkpoint_manifest import (
     shapes_of,
     torn,
     unread,
+    unwritten,
     verify_file,
 )
 from rayps.tensors.checkpoint_place import (
@@ -130,8 +131,8 @@ def save(
     their paths; the manifest contains their hashes.
 
     Raises:
-        CheckpointError: the checkpoint cannot be written, e.g. because the disk is full.
-        PlaceError: the remote place cannot be reached, or refuses.
+        CheckpointError: the checkpoint cannot be written.
+        PlaceError: the disk is full, or the remote place cannot be reached or refuses.
         TrainingError: the state is not finite. Nothing is written.
     """
     place, token = CheckpointPlace.of(folder), uuid.uuid4().hex
@@ -141,11 +142,9 @@ def save(
         manifest = _written(place, step, token, state, write_tables)
         passing("checkpoint: files written, no manifest")
         place.publish(step, token, encoded(manifest))
-    except OSError as error:
+    except (OSError, safetensors.SafetensorError) as error:
         place.discard(step, token)
-        raise CheckpointError(
-            f"cannot write the checkpoint {final}: {error.strerror or error}", path=str(final)
-        ) from error
+        raise unwritten(error, str(final)) from error
     except BaseException:
         place.discard(step, token)
         raise

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NotRequired, TypeAlias, TypedDict, TypeGuard
 from torch import Tensor
 
 from rayps.core.errors import CheckpointError, PlaceError
+from rayps.core.full_disk import reports_full_disk
 from rayps.core.values import JsonObject
 from rayps.tensors.checkpoint_place import BLOCK, MANIFEST, CheckpointPlace, LocalFolder, name_of
 from rayps.tensors.tensor_file import StoredRange, name_of_dtype
@@ -175,6 +176,15 @@ def unread(place: CheckpointPlace, name: str, error: Exception) -> CheckpointErr
     if isinstance(error, PlaceError):
         return error
     return torn(place, f"{name} cannot be read: {getattr(error, 'strerror', None) or error}")
+
+
+def unwritten(error: Exception, checkpoint: str, what: str = "") -> CheckpointError:
+    """Return the error of a checkpoint, or of `what` in it, that was not written: a PlaceError if the disk is full."""
+    reason = getattr(error, "strerror", None) or error
+    message = f"cannot write {f'{what} of ' if what else ''}the checkpoint {checkpoint}: {reason}"
+    if reports_full_disk(error):
+        return PlaceError(f"{message}\nfree space there", path=checkpoint)
+    return CheckpointError(message, path=checkpoint)
 
 
 def verify_file(place: CheckpointPlace, name: str, facts: FileFacts) -> None:

@@ -46,6 +46,7 @@ from rayps.tensors.checkpoint_manifest import (
     torn,
     uncovered,
     unread,
+    unwritten,
     verify_file,
 )
 from rayps.tensors.checkpoint_place import CheckpointPlace, LocalFolder, name_of
@@ -108,8 +109,8 @@ def write_part(
 
     Raises:
         TrainingError: a tensor is not finite. Nothing is written.
-        CheckpointError: the file cannot be written, e.g. because the disk is full.
-        PlaceError: the remote place cannot be reached, or refuses.
+        CheckpointError: the file cannot be written.
+        PlaceError: the disk is full, or the remote place cannot be reached or refuses.
         CancelledError: `stopped` returned True. No file is left.
     """
     place, offsets = CheckpointPlace.of(place), dict(offsets or {})
@@ -123,10 +124,7 @@ def write_part(
     except (PlaceError, CancelledError):
         raise
     except OSError as error:
-        raise CheckpointError(
-            f"cannot write {stored} of the checkpoint {place.at(name_of(step))}: {error.strerror or error}",
-            path=str(place.at(name_of(step))),
-        ) from error
+        raise unwritten(error, str(place.at(name_of(step))), stored) from error
     passing("checkpoint: part written, not reported")
     return PartFacts(stored, plan.size, digest, kinds(tensors), offsets)
 
@@ -195,9 +193,7 @@ def seal(
             _check_there(draft, name, facts)
         place.publish(step, token, encoded(manifest))
     except OSError as error:
-        raise CheckpointError(
-            f"cannot write the checkpoint {final}: {error.strerror or error}", path=str(final)
-        ) from error
+        raise unwritten(error, str(final)) from error
     passing("checkpoint: complete, old ones not removed")
     prune(place, step, keep, manifest, drafts_upto=step)
     return final.location

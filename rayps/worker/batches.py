@@ -104,7 +104,7 @@ class BatchStream:
         """
         assert self.pass_ is None, "the data has a length"
         self.close()
-        self.data, self._accumulate = data, accumulate
+        self.data, self.accumulate = data, accumulate
         self.loader = Loader(data) if data.ahead is not None else None
         self._batches, self._epoch, self._coming = iter(()), -1, None
 

@@ -33,6 +33,7 @@ from rayps.workload.base import Workload
 
 log = logging.getLogger(__name__)
 
+HELD_SECONDS = 0.001  # a shorter time between two rounds is no wait for the driver
 TAKEN_SECONDS = 600.0  # the longest wait, in seconds, until the driver has taken the state of an earlier boundary
 
 
@@ -409,12 +410,13 @@ class PlanRun:
         self._begin_trace()
         self.trains_here()
         while self._continues():
-            self.account.enter("waiting", "driver")  # no time at all, unless the driver changes the workers
+            if plan.leased:
+                self.account.enter("waiting", "driver")  # no time at all, unless there is no lease
             if not loop.await_batch(self._stopped):
                 break
             if self._gate.holds(w.position):
                 loop.settle()  # the servers' state of this round has this worker's push
-            if not self._gate.begin(w.position, self._stopped):
+            if not self._may_begin():
                 self.paused = not self._stopped()
                 break
             self.account.enter("compute" if w.position >= plan.reached else "again")
@@ -460,6 +462,15 @@ class PlanRun:
             with self.account.span("checkpoint"):
                 loop.finish()
                 self._retain(loop.state_dict(together=True), False)
+
+    def _may_begin(self) -> bool:
+        """Return whether the next round may begin; wait while the driver changes the workers."""
+        began = time.perf_counter()
+        free = self._gate.begin(self.loop.w.position, self._stopped)
+        held = time.perf_counter() - began
+        if held > HELD_SECONDS:
+            self.account.divide({"waiting": held}, "driver")
+        return free
 
     def _begin_trace(self) -> None:
         w = self.loop.w

@@ -60,11 +60,12 @@ class Barrier:
             self._arrived[self.turn & 1][self._place] = began
             self._entered[self._place] = self.turn
             try:
-                self._wait_by_counters() if ORDERED else self._wait_by_eventfds()
+                waited = self._wait_by_counters() if ORDERED else self._wait_by_eventfds()
             except BaseException:
                 self._entered[self._place] = self.turn - 1
                 raise
-            self._count_wait(began)
+            if waited:
+                self._count_wait(began)
 
     def _count_wait(self, began: int) -> None:
         """Count the time since `began` as a wait for the rank that entered last, if this is another rank."""
@@ -73,13 +74,14 @@ class Barrier:
         if last > began:
             self._mesh.waits[self._group[arrived.index(last)]] += (time.monotonic_ns() - began) / 1e9
 
-    def _wait_by_counters(self) -> None:
+    def _wait_by_counters(self) -> bool:
+        """Wait until all ranks have entered. Return whether this rank was not the last one."""
         self._fence()
         if self._all_here():
             for place, wakeup in zip(self._elsewhere, self._peer_wakeups[0], strict=True):
                 if self._asleep[place]:
                     os.eventfd_write(wakeup, 1)
-            return
+            return False
         start = time.perf_counter()
         for _ in range(_YIELDS):
             os.sched_yield()
@@ -88,6 +90,7 @@ class Barrier:
         self._mesh.seconds_waiting += time.perf_counter() - start
         while not self._all_here():
             self._sleep()
+        return True
 
     def _sleep(self) -> None:
         """Set the sleep flag, check the counters once more, then sleep until this rank's eventfd is signalled."""
@@ -99,7 +102,8 @@ class Barrier:
                 os.eventfd_read(self._wakeups[0])
         self._asleep[self._place] = 0
 
-    def _wait_by_eventfds(self) -> None:
+    def _wait_by_eventfds(self) -> bool:
+        """Wait until all ranks have entered and signalled. Return True."""
         parity = (self.turn - 1) & 1
         for wakeup in self._peer_wakeups[parity]:
             os.eventfd_write(wakeup, 1)
@@ -109,6 +113,7 @@ class Barrier:
             missing -= os.eventfd_read(mine)
         while not self._all_here():  # a rank has signalled and then given up: wait for its ABORT
             self._mesh.await_wakeup(mine, self._absent)
+        return True
 
     def _all_here(self) -> bool:
         return bool(min(self._entered.tolist()) >= self.turn)

@@ -146,6 +146,8 @@ class GroupFacts:
     gathering: bool = False  # more servers register soon; fully copied segments wait for this, so that each moves once
     placed_by_load: Mapping[SegmentId, str] = field(default_factory=dict)  # segment moved because of load -> its server
     failed_copies: frozenset[tuple[str, str]] = frozenset()  # (primary, server): copying to this server failed recently
+    # (segment, server) whose order to drop the segment is on its way: the server would take it for one about a new copy
+    dropping: frozenset[tuple[SegmentId, str]] = frozenset()
     moves: int = 2  # most segments that a server moves at a time; few, so that training continues
     heals: int = 4  # most missing backups that a server sends or receives at a time
 
@@ -249,7 +251,7 @@ def settled(facts: GroupFacts) -> bool:
     """Return whether each segment and its backups are where they belong, and the wanted number of servers is alive."""
     staying = sum(server.state == ServerState.ALIVE for server in facts.servers)
     return (
-        not decide(replace(facts, failed_copies=frozenset(), gathering=False))
+        not decide(replace(facts, failed_copies=frozenset(), dropping=frozenset(), gathering=False))
         and staying == len(facts.servers) == facts.wanted
         and all(each.ready and not each.unsynced and each.successor is None for each in facts.segments)
     )
@@ -393,9 +395,9 @@ class _SegmentDecisions:
         missing = [name for name in wanted if name not in segment.holders and self._up(name)]
         missing.sort(key=lambda name: copied and name != wanted[0])
         for name in missing:
-            if (segment.primary, name) not in self._facts.failed_copies and self._count_busy(
-                limit, segment.primary, name
-            ):
+            if (segment.primary, name) in self._facts.failed_copies or (segment.id, name) in self._facts.dropping:
+                continue
+            if self._count_busy(limit, segment.primary, name):
                 return StartCopy(segment.id, name)
         if missing:
             return None

@@ -106,6 +106,7 @@ class GroupState:
             expected and time.monotonic() < self._gather_until,
             self.record.placed_by_load,
             frozenset(self._failed_copies),
+            frozenset((id_, name) for name, member in self.members.items() for id_ in member.sent.dropping),
         )
 
     def settled(self) -> bool:
@@ -115,7 +116,11 @@ class GroupState:
     # ---- messages of servers
 
     def registered(self, connection: ManagerConnection, body: dict[str, Any]) -> bool:
-        """Add a server that sent REGISTER. Return False if the group does not know the server, or has replaced it."""
+        """Add a server that sent REGISTER.
+
+        Return False if the group does not know the server, or has replaced it. Its process is then ended: a manager
+        that died may have started it, and it would look for its manager as long as the group exists.
+        """
         name = str(body["name"])
         record = ServerRecord(body["address"], body.get("host", ""), int(body.get("pid", 0)), node=body.get("node", ""))
         member = self.members.get(name)
@@ -124,6 +129,7 @@ class GroupState:
             self.members = dict(sorted(self.members.items(), key=lambda item: _age(item[0])))  # the oldest first
             self.event("server_joined", f"{name} on {record.host or 'this host'} has joined the group", server=name)
         elif member is None or member.state == ServerState.DEAD:
+            self.launcher.end(name, record.node)
             return False
         elif member.state != ServerState.ALIVE:
             self._is_back(member, "is connected again")
@@ -169,6 +175,11 @@ class GroupState:
         for what, index, generation, name in events:
             before = self.segments.get((space, index))
             if before is None:
+                continue
+            if what == Event.DROPPED:
+                if member.sent.dropping.get(before.id, tag + 1) <= tag:
+                    del member.sent.dropping[before.id]
+                    self.changed = True
                 continue
             if what == Event.SYNCED and 0 < tag < member.sent.first.get((before.id, name), 0):
                 continue  # the report is about a backup that was since dropped and ordered again

@@ -71,6 +71,7 @@ class ServerLoad:
 
     def __init__(self) -> None:
         self.bytes, self.cpu = 0, 0.0
+        self.account: dict[str, float] = {}  # seconds of the server's loop, by part: see `rayps.core.time_account`
         self.memory, self.host_bytes = 0.0, 0  # the share of the host's memory in use, and the bytes of this memory
         self.spaces: dict[int, dict[str, Any]] = {}  # number of a space -> the space's part of the heartbeat
         self.segments: dict[SegmentId, SegmentLoad] = {}  # the segments of which the server is primary
@@ -79,6 +80,7 @@ class ServerLoad:
     def heartbeat(self, body: dict[str, Any], now: float) -> None:
         """Record a heartbeat that arrived at the time `now`, in seconds."""
         self.bytes, self.cpu = int(body.get("bytes", 0)), float(body.get("cpu", 0.0))
+        self.account = {str(part): float(seconds) for part, seconds in body.get("account", {}).items()}
         self.memory, self.host_bytes = float(body.get("memory", 0.0)), int(body.get("host_bytes", 0))
         self.spaces = {int(number): facts for number, facts in body.get("spaces", {}).items()}
         self.segments = {}
@@ -124,9 +126,13 @@ class SentOrders:
     # (segment, server of a backup) -> tag of the first ORDERS that named this backup
     first: dict[tuple[SegmentId, str], int] = field(default_factory=dict)
 
+    # segment -> tag of the ORDERS with its order NONE, until the server has reported DROPPED
+    dropping: dict[SegmentId, int] = field(default_factory=dict)
+
     def forget(self, space: int) -> None:
         """Remove the orders about a closed space."""
         self.spaces.pop(space, None)
+        self.dropping = {segment: tag for segment, tag in self.dropping.items() if segment[0] != space}
         self.orders = {segment: order for segment, order in self.orders.items() if segment[0] != space}
         self.first = {key: tag for key, tag in self.first.items() if key[0][0] != space}
 
@@ -138,7 +144,7 @@ class ServerMember:
     name: str
     record: ServerRecord
     state: ServerState
-    since: float = field(default_factory=time.monotonic)  # when the state began
+    since: float = field(default_factory=lambda: time.monotonic())  # when the state began
     connection: ManagerConnection | None = None
     last_message: float = 0.0  # when the last message came; 0 if none has come
     broken: bool = False  # SILENT because its connection broke, not because it sent nothing

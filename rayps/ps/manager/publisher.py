@@ -170,6 +170,7 @@ class Publisher:
                 before = sent.orders[id_].copies if id_ in sent.orders else {}
                 sent.first |= {(id_, copy): sent.tag for copy in order.copies if copy not in before}
             sent.orders |= orders
+            sent.dropping |= {id_: sent.tag for id_, order in orders.items() if order.role == Role.NONE}
             body = {"space": number, "holdings": list(orders.values())}
             connection.send(Message(GroupMessage.ORDERS, tag=sent.tag), _json(body))
 

@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from rayps.cluster.notices import Notice, earliest
-from rayps.comm.link import parse_address
-from rayps.core.errors import LinkError
+from rayps.cluster.members import ActorHost
+from rayps.cluster.notices import Notice
 from rayps.ps.manager.assign_segments import ServerState
 from rayps.ps.manager.decide_scale import ScaleFacts, ScaleRule, ServerScaler, ServerUse
 from rayps.ps.manager.group_state import GroupState
@@ -36,17 +35,6 @@ def begin_resize(state: GroupState, servers: int, why: str = "") -> None:
     record.wanted = servers
     state.gather()
     state.apply_decisions()
-
-
-def notice_of(member: ServerMember, notices: tuple[Notice, ...]) -> Notice | None:
-    """Return the notice that a server will end, the earliest if there are several, or None."""
-    record = member.record
-    try:
-        place = parse_address(record.address)
-        address = f"{place.host}:{place.port}"
-    except LinkError:
-        address = record.address
-    return earliest(tuple(one for one in notices if one.concerns(record.node, record.host, address, record.pid)))
 
 
 class GroupScaling:
@@ -79,7 +67,9 @@ class GroupScaling:
         state = self._state
         state.ending = frozenset(one.node for one in notices if one.node and one.pid is None)
         for member in list(state.members.values()):
-            notice = notice_of(member, notices) if member.state == ServerState.ALIVE else None
+            record = member.record
+            place = ActorHost(record.host, record.pid, record.address, record.node)
+            notice = place.notice(notices) if member.state == ServerState.ALIVE else None
             if notice is not None:
                 self._leave(member, notice)
 

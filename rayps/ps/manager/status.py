@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -22,6 +23,7 @@ def facts_of(state: GroupState) -> dict[str, Any]:
     members = [*state.members.values(), *(member for at, member in state.departed if at > old)]
     return {
         "name": record.name,
+        "pid": os.getpid(),
         "status": _status(state),
         "wanted": record.wanted,
         "replicas": record.replicas,
@@ -69,6 +71,7 @@ def _server(state: GroupState, member: ServerMember) -> dict[str, Any]:
         "rows": None if shown == "dead" else sum(int(facts.get("rows", 0)) for facts in load.spaces.values()),
         "operations_s": None if shown == "dead" else round(sum(map(load.rate, load.spaces)), 1),
         "cpu": None if shown == "dead" else load.cpu,
+        "account": load.account,
         "busy": None if shown == "dead" else round(load.busy, 3),
         "node": record.node,
         "seen_s": round(time.monotonic() - member.last_message, 3) if member.last_message else None,
@@ -91,6 +94,10 @@ def _space(state: GroupState, space: Space) -> dict[str, Any]:
         **{name: sum(int(each.get(name, 0)) for each in facts) for name in ("evicted", "rejected", "throttled")},
         "operations_s": round(sum(load.rate(space.number) for load in loads), 1),
         "seconds_s": round(sum(load.rate(space.number, "seconds") for load in loads), 4),
+        # by server: [rank, rank whose push it awaited, seconds]
+        "delays": {
+            member.name: member.load.spaces.get(space.number, {}).get("delays", []) for member in state.members.values()
+        },
         "quota": {"bytes": space.quota.bytes, "operations": space.quota.operations},
         "branch_of": space.branch_of,
         "tables": [table.name for table in space.tables],

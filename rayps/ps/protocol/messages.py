@@ -126,6 +126,7 @@ class Event(enum.StrEnum):
     SYNCED = "synced"  # backup `name` has every acknowledged push, and every later answer waits for this backup
     HANDED = "handed"  # the server is LEAVING, and all backups have applied all changes
     COPY_LOST = "copy lost"  # the connection to backup `name` failed; answers wait until ORDERS no longer name it
+    DROPPED = "dropped"  # the server holds nothing of the segment, as its order NONE requires
     ASKED = "asked"  # the server is ordered to be PRIMARY, but has no state of the segment
 
 

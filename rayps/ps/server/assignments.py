@@ -44,6 +44,8 @@ class AssignedSegment:
     copies: dict[str, Any] = field(default_factory=dict)  # server -> `rayps.ps.server.replication.ReplicaCopy`
     state_generation: int = 0  # the generation of its last change or state; a part of the mark (see `replication`)
     source: object = None  # if this is a backup: the connection on which its state came
+    # if this is a backup: generation and tag of the last state or change of its primary that it has applied
+    last_copied: tuple[int, int] = (-1, 0)
     since: float = 0.0  # when its present role began
     handed: bool = False  # whether HANDED was reported
     saved: dict[int, int] = field(default_factory=dict)  # rank -> number of its steps in the state stored elsewhere
@@ -225,6 +227,8 @@ class Assignments:
                 case Role.NONE:
                     if assigned is not None:
                         self._end(assigned)
+                    report = SegmentReport(assigned_space.number, Event.DROPPED, order.segment, order.generation)
+                    self._actions.report(report)
 
     def branch(self, assigned_space: AssignedSpace, parent: AssignedSpace, index: int, generation: int) -> bool:
         """Begin a branch's segment with the values of its parent's segment.

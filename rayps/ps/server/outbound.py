@@ -232,6 +232,7 @@ class Load:
             "bytes": total,
             "connections": connections,
             "spaces": spaces,
+            "account": {part: round(seconds, 3) for (part, _), seconds in self.account.seconds().items()},
         }
 
 
@@ -251,6 +252,7 @@ def _of_space(assigned_space: AssignedSpace, throttled: int, queued: int) -> dic
         "throttled": throttled,
         "queued": queued,
         "seconds": round(assigned_space.seconds, 6),
+        "delays": [[*ranks, round(seconds, 3)] for ranks, seconds in list(assigned_space.delays.items())],
         "segments": segments,
     }
 

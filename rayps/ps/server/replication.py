@@ -50,13 +50,17 @@ class Stage(enum.Enum):
 
 
 class BackupServer:
-    """A primary's connection to one backup server for one space."""
+    """A primary's connection to one backup server for one space.
 
-    def __init__(self, space: int, server: str, address: str) -> None:
+    `sent`: the largest tag of any earlier connection. Tags of a later connection are larger, because messages of an
+    earlier one may still arrive, and the backup must not take them for newer ones.
+    """
+
+    def __init__(self, space: int, server: str, address: str, sent: int) -> None:
         self.space, self.server, self.address = space, server, address
         self.link: Link | None = None
         self.lost = False
-        self.sent = 0  # tag of the last message
+        self.sent = sent  # tag of the last message
         self.acked = 0  # tag of the last message that the backup server has applied
         self.copies: dict[int, ReplicaCopy] = {}  # segment -> backup
         self.todo: deque[ReplicaCopy] = deque()  # backups whose state is still to be sent
@@ -101,6 +105,7 @@ class Replication:
         self._calls = calls
         self._peers: dict[tuple[int, str], BackupServer] = {}
         self.bytes = 0  # bytes of all states sent so far
+        self._largest_tag = 0  # of all messages on all connections so far
 
     # ---- which backups exist
 
@@ -155,7 +160,7 @@ class Replication:
             self.lost(peer, "the server's address has changed")
             peer = None
         if peer is None or peer.lost:
-            peer = self._peers[space, server] = BackupServer(space, server, address)
+            peer = self._peers[space, server] = BackupServer(space, server, address, self._largest_tag)
             self._calls.dial(peer)
         return peer
 
@@ -235,6 +240,7 @@ class Replication:
         self, peer: BackupServer, kind: GroupMessage, index: int, generation: float, payload: bytes | bytearray
     ) -> None:
         peer.sent += 1
+        self._largest_tag = max(self._largest_tag, peer.sent)
         if peer.link is None or peer.lost:
             return
         try:
@@ -404,6 +410,8 @@ class Backups:
         if not 0 <= index < assigned_space.space.segments:
             return False
         known = assigned_space.by_index.get(index)
+        if known is not None and (generation, request.tag) <= known.last_copied:
+            return False  # it was sent on an earlier connection, and has been overtaken by a later one
         by_mark = len(request.payload) == MARK.size
         if by_mark:
             has = (
@@ -423,6 +431,7 @@ class Backups:
         if segment is not None:
             assigned.segment, assigned.state_generation = segment, generation
             assigned.usable = request.weight == generation
+        assigned.last_copied = generation, request.tag
         return True
 
 
@@ -446,4 +455,5 @@ def _forward(assigned_space: AssignedSpace, request: PeerRequest, change: Segmen
         return False
     assigned.segment.replay(change.data)
     assigned.generation = assigned.state_generation = change.generation
+    assigned.last_copied = change.generation, request.tag
     return True

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from rayps.cluster.local import LocalCluster, host_address, rendezvous, surrounding
+from rayps.cluster.notices import Notice
+from rayps.cluster.termination import REASON
 from rayps.core.errors import ClusterError, RaypsError
 from rayps.ps.protocol.segment_map import address_key, manager_actor
 from rayps.ps.server.server_actor import ALONE_SECONDS, LOOK_SECONDS
@@ -41,13 +43,16 @@ def reservation_name(group: str, server: str) -> str:
 
 
 class TemplateProcess:
-    """A running template, and the servers that it has forked. `ended(server)` is called when one's process has ended.
+    """A running template, and the servers that it has forked.
 
-    The first `start` waits until the template has imported what servers need.
+    `ended(server)` is called when a server's process has ended, and `ending(process id, seconds)` when a server got
+    SIGTERM and will end. The first `start` waits until the template has imported what servers need.
     """
 
-    def __init__(self, ended: Callable[[str], None], *, gently: bool) -> None:
-        self._ended, self._gone = ended, False
+    def __init__(
+        self, ended: Callable[[str], None], ending: Callable[[int, float], None], *, gently: bool = False
+    ) -> None:
+        self._ended, self._ending, self._gone = ended, ending, False
         self._pids: dict[str, int] = {}
         self._changed = threading.Condition()
         path = os.pathsep.join(folder for folder in sys.path if folder)
@@ -111,6 +116,8 @@ class TemplateProcess:
                     self._changed.notify_all()
             elif "ended" in reply:
                 self._forget(reply["ended"])
+            elif "ending" in reply:
+                self._ending(reply["pid"], reply["seconds"])
         with self._changed:
             self._gone = True
             self._changed.notify_all()
@@ -168,7 +175,12 @@ class ServerHost:
         self._template.close()
 
     def _new_template(self) -> TemplateProcess:
-        return TemplateProcess(self._release, gently=self._gently)
+        return TemplateProcess(self._release, self._announce, gently=self._gently)
+
+    def _announce(self, pid: int, seconds: float) -> None:
+        """Announce that a server will end, so that the manager moves its segments."""
+        with contextlib.suppress(RaypsError, OSError, RuntimeError):
+            surrounding().announce(Notice(self._node, socket.gethostname(), seconds, REASON, pid))
 
     def _release(self, server: str) -> None:
         """Release the CPUs of a server whose process has ended."""

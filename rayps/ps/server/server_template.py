@@ -8,9 +8,10 @@ a line:
     {"end": "server-3"}          kill a server
     {"manager": "ADDRESS"}       the manager has restarted at another address
 
-It answers with {"started": "server-3", "pid": 17} and {"ended": "server-3", "pid": 17, "status": -9}. When its input
-ends, it kills all servers and ends. The template runs one thread and never serves, so a fork copies no lock that
-another thread holds.
+It answers with {"started": "server-3", "pid": 17} and {"ended": "server-3", "pid": 17, "status": -9}; a server that got
+SIGTERM says {"ending": "server-3", "pid": 17, "seconds": 10.0}. When the template's input ends, it kills all servers
+and ends. It ignores SIGTERM, which a whole host may get, so that its servers have their grace. The template runs one
+thread and never serves, so a fork copies no lock that another thread holds.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from rayps.cluster.termination import TermHandler, grace_seconds
 from rayps.comm.link import Listener
 from rayps.core.loading import without_collection
 from rayps.ps.server.server_actor import ALONE_SECONDS, LOOK_SECONDS, load_server, quietly
@@ -69,6 +71,7 @@ class ServerTemplate:
 
     def run(self) -> None:
         """Carry out commands until the input ends; then kill all servers."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # an ignored signal would write no byte
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         self._reply({"ready": os.getpid()})
@@ -113,10 +116,13 @@ class ServerTemplate:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             # a pipe of another server that stayed open here would hide the template's end from that server
             others = [end for _, end in self._children.values()]
-            for descriptor in (self._commands, self._replies, self._ended, self._waker, writer, *others):
+            for descriptor in (self._commands, self._ended, self._waker, writer, *others):
                 os.close(descriptor)
+            body = {"ending": order.server, "pid": os.getpid()}
+            TermHandler(lambda seconds: self._reply({**body, "seconds": seconds}), grace_seconds()).install()
             _serve(self._kind, order, reader)
         except BaseException:
             traceback.print_exc()

@@ -1,0 +1,206 @@
+"""Run chaos on a job: of a running service, or of a service that this run starts; return the report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rayps.chaos.campaign import ChaosSite, carry_out
+from rayps.chaos.compare_results import (
+    check_slots,
+    compare_metrics,
+    compare_parameters,
+    final_parameters,
+    promises_bits,
+)
+from rayps.chaos.faults import FaultOn, Scope
+from rayps.chaos.history import HistoryBounds, HistoryCheck, JobHistory, check_history, read_history, read_lines
+from rayps.chaos.inject import ChaosMeans
+from rayps.chaos.own_service import ChaosService
+from rayps.chaos.plan import ChaosFacts, ChaosPlan, draw_plan
+from rayps.chaos.report import ChaosReport, make_report
+from rayps.chaos.targets import JobProcesses
+from rayps.core.errors import CheckpointError, ClusterError, ConfigError, ServiceError
+from rayps.core.records import read_json
+from rayps.core.values import JsonObject
+from rayps.service.client import Client, Job
+from rayps.strategies.job import JobSpec
+
+LEDGER = "rayps.chaos.ledger_work:LedgerWork"
+_START_SECONDS = 300.0  # seconds in which a job must start to train
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosOptions:
+    """What a run of chaos does. Times are in seconds; `seconds` is None for most of the time of the run without faults.
+
+    `deadline`: after the last fault, the time in which the job must end. `longest_gap`: between two points of the job.
+    """
+
+    seed: int
+    wanted: tuple[FaultOn, ...]
+    allowed: frozenset[Scope]
+    every: float = 15.0
+    seconds: float | None = None
+    deadline: float = 1800.0
+    longest_gap: float = 300.0
+    dry_run: bool = False
+
+
+class JobUnderChaos:
+    """One job of a service on this machine: its processes, its records, and the service's answers."""
+
+    def __init__(self, client: Client, job: Job, state_dir: Path) -> None:
+        self._client, self.job = client, job
+        self.processes = JobProcesses(state_dir, job.id)
+        self.begun = time.time()
+
+    @property
+    def folder(self) -> Path:
+        """The job's folder."""
+        return self.processes.folder
+
+    @property
+    def over(self) -> bool:
+        """Whether the job has ended, as its folder says: the service may be away."""
+        return (self.folder / "outcome.json").exists()
+
+    def wait_training(self, seconds: float = _START_SECONDS) -> None:
+        """Wait until the job has completed a round or has ended. Raises ClusterError if that takes too long."""
+        deadline = time.monotonic() + seconds
+        while not self.over and not any(
+            point["kind"] == "round" for point in read_lines(self.folder / "metrics.jsonl")
+        ):
+            if time.monotonic() > deadline:
+                raise ClusterError(f"job {self.job.id} did not complete a round within {seconds:g} s", job=self.job.id)
+            time.sleep(_POLL_SECONDS)
+
+    def wait_end(self, seconds: float) -> bool:
+        """Wait until the service reports the job's end; return whether it did within `seconds`."""
+        try:
+            self.job.wait(timeout=seconds)
+        except (TimeoutError, ServiceError):
+            return False
+        return True
+
+    def facts(self, means: ChaosMeans) -> ChaosFacts:
+        """Return what there is to disturb."""
+        processes = self.processes
+        return ChaosFacts(processes.counts(), processes.shared_group, means.cannot())
+
+    def history(self) -> JobHistory:
+        """Read what the job has left so far."""
+        try:
+            row: Mapping[str, object] | None = self.job.refresh().data
+            events = list(self.job.events())
+        except ServiceError:
+            row, events = None, []
+        outcome = read_json(self.folder / "outcome.json") or {}
+        ended = float(outcome.get("finished_at") or time.time())
+        return read_history(self.folder, row, events, begun=self.begun, ended=max(ended, self.begun))
+
+
+def chaos_on_job(
+    client: Client, job_id: str, state_dir: Path, options: ChaosOptions, tell: Callable[[str], None]
+) -> ChaosReport | ChaosPlan:
+    """Inject faults into a job of a running service on this machine. With `dry_run`, return only the plan.
+
+    Raises:
+        NotFound: the service has no such job.
+        ConfigError: the job has ended, runs elsewhere, or no wanted fault can be injected.
+    """
+    job = client.job(job_id)
+    if job.status.terminal:
+        raise ConfigError(f"job {job.id} has ended already ({job.status}): give a job that runs", field="job")
+    under = JobUnderChaos(client, job, state_dir)
+    if not under.folder.is_dir():
+        raise ConfigError(
+            f"the folder of job {job.id} is not in {state_dir}: run the command on the service's machine, and give the "
+            "service's --state-dir",
+            field="state_dir",
+        )
+    under.wait_training()
+    site = ChaosSite(under.processes, ChaosMeans(), tell, lambda: under.over)
+    return _campaign(under, site, options, None)
+
+
+def chaos_on_file(fields: JsonObject, options: ChaosOptions, tell: Callable[[str], None]) -> ChaosReport | ChaosPlan:
+    """Start a service, run a job once without faults and once with faults, and compare.
+
+    `fields`: the job's specification, as `rayps.service.job_file.read` returns it.
+
+    Raises:
+        ConfigError: the service refused the job, or no wanted fault can be injected.
+        ClusterError: the service, or the job without faults, did not run.
+    """
+    spec = JobSpec.from_dict({key: value for key, value in fields.items() if value is not None})
+    with ChaosService(cpus=max(4, 2 * spec.workers)) as service:
+        service.start()
+        tell(f"a service runs in {service.state}")
+        client = service.client()
+        law = JobUnderChaos(client, client.submit(**dict(fields)), service.state)  # type: ignore[arg-type]
+        tell(f"job {law.job.id} runs without faults")
+        if not law.wait_end(_START_SECONDS + options.deadline) or law.job.data["status"] != "SUCCEEDED":
+            reason = law.job.data.get("reason") or law.job.data["status"]
+            raise ClusterError(f"the job without faults did not succeed: {reason}", job=law.job.id)
+        trained = law.history()
+        if options.seconds is None:
+            times = [point["time"] for point in trained.points]
+            options = replace(options, seconds=max(0.8 * (max(times) - min(times)), options.every))
+        under = JobUnderChaos(client, client.submit(**dict(fields)), service.state)  # type: ignore[arg-type]
+        tell(f"job {under.job.id} runs with faults")
+        under.wait_training()
+        site = ChaosSite(under.processes, service.means, tell, lambda: under.over, service.start)
+        return _campaign(under, site, options, law)
+
+
+def _campaign(
+    under: JobUnderChaos, site: ChaosSite, options: ChaosOptions, law: JobUnderChaos | None
+) -> ChaosReport | ChaosPlan:
+    times = (options.every, options.seconds or 20 * options.every)
+    plan = draw_plan(options.seed, options.wanted, under.facts(site.means), options.allowed, times)
+    for fault, reason in plan.left_out.items():
+        site.tell(f"not injected: {fault}: {reason}")
+    for planned in plan.faults:
+        site.tell(f"planned: at {planned.at:7.1f} s {planned.words}")
+    if options.dry_run:
+        return plan
+    done = carry_out(plan.faults, site)
+    site.revive()
+    ended = under.wait_end(options.deadline)
+    history = under.history()
+    bounds = HistoryBounds(times[1] + _START_SECONDS + options.deadline, options.longest_gap, frozenset([under.job.id]))
+    checks = check_history(history, bounds)
+    if ended and history.status == "SUCCEEDED":
+        checks += check_results(under, law)
+    return make_report(
+        history,
+        done,
+        checks,
+        seed=options.seed,
+        strategy=str(under.job.data["spec"]["strategy"]),
+        left_out=[f"{fault}: {reason}" for fault, reason in plan.left_out.items()],
+        without_faults=None if law is None else law.history(),
+    )
+
+
+def check_results(under: JobUnderChaos, law: JobUnderChaos | None) -> list[HistoryCheck]:
+    """Compare the job's result with that of the run without faults, and check the slots of the ledger's workload."""
+    spec = JobSpec.from_dict(dict(under.job.data["spec"]))
+    place, found = under.job.data.get("checkpoint"), list[HistoryCheck]()
+    try:
+        if spec.workload == LEDGER and place is not None:
+            found.append(check_slots(final_parameters(Path(place)), spec.epochs or 1))
+        if law is not None and promises_bits(spec):
+            theirs = law.job.data.get("checkpoint")
+            if place is None or theirs is None:
+                return [*found, HistoryCheck("result of the law", False, "a run has saved no checkpoint")]
+            found.append(compare_parameters(final_parameters(Path(place)), final_parameters(Path(theirs))))
+        elif law is not None:
+            found.append(compare_metrics(under.job.data.get("metrics"), law.job.data.get("metrics")))
+    except CheckpointError as error:
+        found.append(HistoryCheck("result of the law", False, error.message.splitlines()[0]))
+    return found
