@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayps.core.staleness_bound import Clock, MovedBound
+from rayps.core.repeated_pushes import Ledger
+from rayps.core.staleness_bound import ActiveRanks, Clock, MovedBound
 
 
 def test_a_barrier_lets_nobody_lead():
@@ -56,6 +57,41 @@ def test_whoever_obeys_the_clock_keeps_the_bound(size, staleness, moves):
         spread = max(clock.done.values()) - min(clock.done.values())
         assert spread <= staleness + 1
         assert any(clock.may_pull(r) for r in range(size))  # somebody may always go on
+
+
+def test_only_the_clocks_of_active_ranks_count():
+    active = ActiveRanks({0, 1})
+    clock = Clock({0: 5, 1: 3, 2: 0}, 1, active)
+    assert (clock.slowest, clock.laggards(), clock.lead(0)) == (3, [1], 2)
+    assert not clock.may_pull(0)
+    active.ranks.discard(1)  # the slowest leaves: the pull that waited for it is served
+    assert clock.may_pull(0) and clock.slowest == 5
+    active.ranks.clear()
+    active.floor = 5
+    assert (clock.slowest, clock.laggards()) == (5, [])
+
+
+@given(st.integers(0, 3), st.lists(st.tuples(st.sampled_from("ajrp"), st.integers(0, 3)), max_size=100))
+def test_ranks_that_join_and_leave_keep_the_bound_and_block_nobody(staleness, moves):
+    ledger = Ledger([0] * 4, active=ActiveRanks())
+    clock = Clock(ledger.marks, staleness, ledger.active)
+    slowest, pushed = 0, set()
+    for move, rank in moves:
+        if move == "j" and rank not in ledger.active.ranks:
+            first = ledger.admit(rank, 0)
+            assert first >= slowest and not any(r == rank and step >= first for r, step in pushed)
+        elif move == "r":
+            ledger.remove(rank)
+        elif rank in ledger.active.ranks and clock.may_pull(rank):
+            pushed.add((rank, ledger.marks[rank]))
+            ledger.add(rank, ledger.marks[rank])
+        assert clock.slowest >= slowest  # also when the slowest rank leaves or all do
+        slowest = clock.slowest
+        assert not ledger.active.ranks or any(clock.may_pull(r) for r in ledger.active.ranks)
+        assert Ledger.from_json(ledger.to_json()) == ledger == ledger.copy()
+    assert all(ledger.applied(*push) for push in pushed)
+    steps = {rank: {step for r, step in pushed if r == rank} for rank in range(4)}
+    assert all(ledger.applied(r, s) == (s in steps[r]) for r in range(4) for s in range(ledger.marks[r]))
 
 
 def test_a_moved_bound_counts_leads_from_the_clocks_that_it_was_given():

@@ -54,8 +54,14 @@ class GroupMember:
     pending: ActorReply | None = None  # the reply of the pending call
     frozen: str = ""  # hash of the frozen parameters that the member's process was sent; "" if there are none
     called_at: float = 0.0  # the `time.monotonic` at which the pending call began
+    incarnation: int = 0  # of its rank, with which it joins the servers of this generation
     resources: WorkerResources | None = None  # what is reserved for this member alone; None if it shares a reservation
     spawned: float = field(default_factory=time.monotonic)  # the `time.monotonic` at which its process was started
+
+    @property
+    def rank(self) -> int:
+        """The number in the member's name: the rank of a worker."""
+        return int(self.name.rpartition("-")[2])
 
     @property
     def address(self) -> str:

@@ -66,6 +66,8 @@ class Rounds:
         self._evaluations: dict[int, dict[int, Point]] = {}
         self._below, self._returned = -1, set[int]()  # rounds that were returned: all below `_below`, and `_returned`
         self._reached: dict[int, int] = {}  # the newest round that each rank has reported
+        # from each rank that takes part to its first round; None if the ranks are 0 to `size` - 1
+        self.joined: Mapping[int, int] | None = None
 
     def add(self, points: list[Point]) -> list[Point]:
         """Add points of single ranks. Return the merged points that are now complete, in order of rounds.
@@ -81,7 +83,7 @@ class Rounds:
             if point["kind"] == "round":
                 self._reached[point["rank"]] = max(point["round"], self._reached.get(point["rank"], -1))
         for number in sorted(self._rounds):
-            if len(self._rounds[number]) == self.size or len(self._rounds) > KEPT_ROUNDS:
+            if self._is_complete(number) or len(self._rounds) > KEPT_ROUNDS:
                 self._record_returned(number)
                 done.append(self._merge(number, self._rounds.pop(number)))
         for number in sorted(self._evaluations):
@@ -91,6 +93,15 @@ class Rounds:
             if all(self._reached.get(rank, -1) >= number for rank in missing):
                 done.append(_evaluation(number, self._evaluations.pop(number), missing))
         return done
+
+    def _is_complete(self, number: int) -> bool:
+        held = self._rounds[number]
+        if self.joined is None:
+            return len(held) == self.size
+        return all(
+            rank in held or first > number or self._reached.get(rank, -1) > number
+            for rank, first in self.joined.items()
+        )
 
     def restart(self, generation: int, begin: int) -> None:
         """Restart from round `begin`: drop the points of this round and later rounds.

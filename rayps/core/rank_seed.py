@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
+
 _APART = 1_000_003  # difference between the seeds of one rank in two jobs with consecutive seeds; above any world size
 
 
@@ -14,3 +17,9 @@ def seed_after(seed: int, rank: int, round: int) -> int:
 def rank_seed(seed: int, rank: int) -> int:
     """Return the seed of `rank` in a job with this seed, such as for `torch.manual_seed`."""
     return seed * _APART + rank
+
+
+def block_seed(seed: int, epoch: int, block: int, *, read: bool) -> int:
+    """Return the seed with which a block's rows are read or, if not `read`, learned from, by whichever worker."""
+    words = [seed % 2**64, epoch, block, int(read)]
+    return int.from_bytes(hashlib.blake2b(struct.pack("<QQQQ", *words), digest_size=8).digest(), "little") >> 1

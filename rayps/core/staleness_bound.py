@@ -4,12 +4,28 @@ A worker's clock is the number of rounds it has pushed without a gap: its mark i
 `rayps.core.repeated_pushes`. Bounded staleness lets a worker pull while its clock is at most `staleness` ahead of the
 slowest clock (Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013).
 A staleness of 0 is a barrier; None means fully asynchronous.
+
+If workers join and leave, only the clocks of the *active* ranks count. A rank that joins is given a clock that is not
+below the slowest one, so the slowest clock never decreases. When the slowest rank leaves, pulls that waited for it can
+be served.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class ActiveRanks:
+    """The ranks whose clocks count. `floor` is the slowest clock while there is no such rank."""
+
+    ranks: set[int] = field(default_factory=set)
+    floor: int = 0
+
+    def copy(self) -> ActiveRanks:
+        """Return a copy."""
+        return ActiveRanks(set(self.ranks), self.floor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +45,14 @@ class MovedBound:
 class Clock:
     """Rounds pushed by each rank, and the bound on their difference."""
 
-    def __init__(self, done: Mapping[int, int], staleness: int | None) -> None:
-        """Use `done`, the dict from rank to clock, without a copy: each call sees the owner's newest changes."""
+    def __init__(self, done: Mapping[int, int], staleness: int | None, active: ActiveRanks | None = None) -> None:
+        """Use `done`, the dict from rank to clock, without a copy: each call sees the owner's newest changes.
+
+        `active` has the ranks whose clocks count, also without a copy. None means all ranks.
+        """
         self.staleness = staleness
         self.done = done
+        self.active = active
         self._since: tuple[int, ...] = ()
 
     def move(self, bound: MovedBound | None) -> None:
@@ -42,8 +62,11 @@ class Clock:
 
     @property
     def slowest(self) -> int:
-        """The smallest clock in the group."""
-        return min(self.done.values(), default=0)
+        """The smallest clock of the active ranks."""
+        done, active = self.done, self.active
+        if active is None:
+            return min(done.values(), default=0)
+        return min((done[rank] for rank in active.ranks), default=active.floor)
 
     def lead(self, rank: int) -> int:
         """Return how many rounds `rank` is ahead of the slowest rank."""
@@ -62,7 +85,8 @@ class Clock:
             return True
         if not self._since:
             return False
-        slowest = min(done - self._from(each) for each, done in self.done.items())
+        counted = self.done if self.active is None else self.active.ranks
+        slowest = min((self.done[each] - self._from(each) for each in counted), default=0)
         return own - self._from(rank) - slowest <= self.staleness
 
     def _from(self, rank: int) -> int:
@@ -70,6 +94,6 @@ class Clock:
         return self._since[rank] if rank < len(self._since) else 0
 
     def laggards(self) -> list[int]:
-        """Return the ranks with the smallest clock: the other ranks wait for them."""
-        slowest = self.slowest
-        return sorted(rank for rank, done in self.done.items() if done == slowest)
+        """Return the active ranks with the smallest clock: the other ranks wait for them."""
+        slowest, active = self.slowest, self.done if self.active is None else self.active.ranks
+        return sorted(rank for rank in active if self.done[rank] == slowest)

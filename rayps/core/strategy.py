@@ -189,8 +189,11 @@ class WorkerView(Protocol):
 class ShardView(Protocol):
     """One slice of the parameters, as `on_push` and `on_round` use it."""
 
-    size: int  # workers
     rounds: int  # the worker's steps that the current push contains; above 1 only with `PerPush(spans=True)`
+
+    @property
+    def size(self) -> int:
+        """The number of workers that take part now."""
 
     def step(self, grad: Vector, scale: float = 1.0, decays: float | None = None) -> None:
         """Take a step of the shard's optimizer with `scale` times the gradient slice `grad`, which is not changed.

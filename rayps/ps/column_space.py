@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from rayps.core.errors import LinkError, RaypsError
 from rayps.core.repeated_pushes import Ledger
 from rayps.ps.client.session import Session
 from rayps.ps.group import ManagerClient
+from rayps.ps.protocol.members import MemberChange, with_members
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.space import Space, SpaceRank, SparseTable
 from rayps.ps.server.dense_segment import ShardPart, part_of, state_of
@@ -57,36 +58,64 @@ class ColumnSpace:
         finally:
             session.close()
 
+    def opener(self) -> Session:
+        """Open a session of rank -1, which the caller joins and closes."""
+        return self._session()
+
     def _session(self) -> Session:
         return Session(self._group.contact, self.space, -1, timeout=self._timeout, name=f"opener-{self.space.name}")
 
     # ---- states
 
-    def load(self, part: Snapshot, tables: Mapping[int, Any], segments: Iterable[int] | None = None) -> None:
+    def load(
+        self,
+        part: Snapshot,
+        tables: Mapping[int, Any],
+        segments: Iterable[int] | None = None,
+        *,
+        members: Sequence[MemberChange] = (),
+    ) -> None:
         """Send states to `segments` (default: all). `part` has the state of the dense vector.
 
-        `tables` is a dict from segment to state, for segments of tables. Those that it lacks begin empty.
+        `tables` is a dict from segment to state, for segments of tables. Those that it lacks begin empty. `members`:
+        which ranks take part, if workers join and leave.
         """
-        self._load({}, part, tables, range(self.space.segments) if segments is None else segments)
+        self._load({}, part, tables, range(self.space.segments) if segments is None else segments, members)
 
-    def restore(self, part: Snapshot, tables: Mapping[int, Any], segments: list[int], skips: Mapping[int, int]) -> int:
+    def restore(
+        self,
+        part: Snapshot,
+        tables: Mapping[int, Any],
+        segments: list[int],
+        skips: Mapping[int, int],
+        *,
+        members: Sequence[MemberChange] = (),
+    ) -> int:
         """Load lost segments again, as `load` does, and report this to the manager; return how many pushes are lost.
 
         `skips`: a dict from rank to the step below which no worker retains pushes. Such pushes are lost if the states
         do not contain them.
         """
-        missing = self._load(skips, part, tables, segments)
+        missing = self._load(skips, part, tables, segments, members)
         self._group.restored(self.space.number, segments)
         return missing
 
     def _load(
-        self, skips: Mapping[int, int], part: Snapshot, tables: Mapping[int, Any], segments: Iterable[int]
+        self,
+        skips: Mapping[int, int],
+        part: Snapshot,
+        tables: Mapping[int, Any],
+        segments: Iterable[int],
+        members: Sequence[MemberChange],
     ) -> int:
         most = 0
         with self.session() as session:
             batch: dict[int, Any] = {}
             for index in segments:
-                batch[index], missing = first_state(self.space, index, part, self._positions, tables.get(index), skips)
+                table = tables.get(index)
+                batch[index], missing = first_state(
+                    self.space, index, part, self._positions, table, skips, members=members
+                )
                 most = max(most, missing)
                 if sum(map(len, batch.values())) >= LOAD_BYTES:
                     session.exchange(GroupMessage.LOAD, batch)
@@ -149,20 +178,23 @@ def first_state(
     positions: list[int],
     table: Any = None,
     skips: Mapping[int, int] | None = None,
+    *,
+    members: Sequence[MemberChange] = (),
 ) -> tuple[Any, int]:
     """Return the state with which a segment begins, and how many pushes are lost because of `skips`.
 
     A segment of the dense vector begins with its elements of the snapshot `part`. A segment of a table begins with the
     state `table`, or if that is None, without rows and at the steps `positions`. `skips`: a dict from rank to the step
-    below which missing pushes count as applied, because no worker retains them.
+    below which missing pushes count as applied, because no worker retains them. `members`: see `with_members`.
     """
     found = space.table_of(index)
     if found is not None:
         known = table or TableSegment(*found, space.strategy, space.workers, positions).dump()
-        return skip_steps(known, skips or {})
+        return skip_steps(known, skips or {}, members)
     lo, hi = space.cuts[index]
     ledger = part.ledger(lo, hi).copy()
     missing = sum(ledger.skip(rank, step) for rank, step in (skips or {}).items())
+    ledger = with_members(ledger, members)
     return state_of(part.params[lo:hi], part.layout, lo, moments=part.moments, marks=ledger), missing
 
 
@@ -364,16 +396,17 @@ def saved_tables(
     return found
 
 
-def skip_steps(segment: Any, skips: Mapping[int, int]) -> tuple[Any, int]:
+def skip_steps(segment: Any, skips: Mapping[int, int], members: Sequence[MemberChange] = ()) -> tuple[Any, int]:
     """Change the state of a table's segment: missing pushes of each rank below the step `skips[rank]` count as applied.
 
-    Return the new state, and the number of these pushes, which are lost.
+    `members` are applied to the ledger too. Return the new state, and the number of the missing pushes, which are lost.
     """
-    if not skips:
+    if not skips and not members:
         return segment, 0
     head, arrays = segment_state.unpack(segment)
     ledger = Ledger.from_json(head["ledger"])
     missing = sum(ledger.skip(rank, step) for rank, step in skips.items())
+    ledger = with_members(ledger, members)
     return segment_state.pack({**head, "ledger": ledger.to_json()}, arrays), missing
 
 

@@ -27,6 +27,7 @@ from rayps.core.staleness_bound import MovedBound
 from rayps.core.strategy import StrategyView
 from rayps.core.topology import servers_of
 from rayps.core.user_module import pack, unpack
+from rayps.ps.client.session import Session
 from rayps.ps.column_space import (
     ColumnSpace,
     carried_tables,
@@ -36,6 +37,7 @@ from rayps.ps.column_space import (
     write_tables,
 )
 from rayps.ps.group import ManagerClient
+from rayps.ps.protocol.members import MemberChange
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.rows import cut
 from rayps.ps.protocol.space import Quota, Space, SpaceRank, SparseTable
@@ -159,6 +161,7 @@ class JobSpace:
         self._saved_tables: tuple[Path, bool] | None = None
         self._bound: MovedBound | None = None  # a staleness bound that the manager does not have yet
         self._branched = False  # the open space is a branch, which has its values already
+        self._members: tuple[MemberChange, ...] = ()
         self._watch = GroupWatch(group, name, lambda: self.spaces, self._restore)
 
     @property
@@ -258,7 +261,7 @@ class JobSpace:
             for space in fresh:
                 self._columns.append(ColumnSpace(self.group, self._opened(space), positions, self._terms.timeout))
         for column, part in zip(self._columns, parts, strict=True):
-            column.load(part, tables)
+            column.load(part, tables, members=self._members)
 
     def _opened(self, fresh: Space) -> Space:
         """Open a space. If the manager dies before it answers, wait for its restart."""
@@ -288,6 +291,14 @@ class JobSpace:
         """Return what worker `rank` needs to join the space of its column, as a new incarnation of its data rank."""
         assert self._columns, "begin() comes first"
         return self._columns[self._grid.column(rank)].rank(self._grid.at(rank).data)
+
+    def set_members(self, members: Sequence[MemberChange]) -> None:
+        """Set which ranks take part in a state that is loaded from now on: see `JobServers`."""
+        self._members = tuple(members)
+
+    def opener(self) -> Session:
+        """Open a session of rank -1 with the first column's space, which the caller closes."""
+        return self._columns[0].opener()
 
     # ---- checkpoints
 
@@ -415,7 +426,7 @@ class JobSpace:
         )
         folder, same = self._saved_tables or (None, True)
         tables = saved_tables(space, folder, part.positions, same, lost) if folder else {}
-        missing = column.restore(part, tables, lost, skips)
+        missing = column.restore(part, tables, lost, skips, members=self._members)
         rows = "" if folder or not space.tables else ". Tables start empty, because no checkpoint has their rows"
         self._watch.add_event(
             {

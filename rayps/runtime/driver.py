@@ -38,7 +38,7 @@ from rayps.core.strategy_families import (
     has_remote_clients,
     learns_by_client,
 )
-from rayps.core.topology import runs_in_step, shard_bundles
+from rayps.core.topology import runs_in_step, servers_of, shard_bundles
 from rayps.core.urls import Location
 from rayps.core.user_code import awaited
 from rayps.core.user_module import pack
@@ -67,6 +67,7 @@ from rayps.runtime.elastic_run import Allowance, ElasticRun
 from rayps.runtime.job_servers import space_of
 from rayps.runtime.journal import Journal
 from rayps.runtime.last_checkpoint import LastCheckpoint, repeated_rounds
+from rayps.runtime.leased_run import LeasedRun, LeaseTerms
 from rayps.runtime.membership import Membership
 from rayps.runtime.phases import PhaseRun, RunPlan
 from rayps.runtime.preflight import PreflightFindings, Trial, TrialFacts, TrialRequest, preflight
@@ -209,20 +210,32 @@ class Driver:
         if not self._again and (own := parameters.differing(self.workload, Workload)):
             text = ", ".join(f"{name} = {parameters.shown(value)}" for name, value in own.items())
             self.journal.event("parameters", text, params=self._params)
-        calendar = Calendar(
-            self._phases, found.steps, self.spec.workers, epochs=self.spec.epochs, rounds=self.spec.steps
-        )
+        calendar, leased = self._calendar(found)
         if (note := self._callbacks.check_folder(self.spec, calendar)) is not None:
             self.journal.event("warning", note)
         schedule = ScheduleRecord(recipe_of(self.workload))
         elastic = self._elastic_run(found, calendar)
         self._known = RunPlan(
-            self._phases, calendar, found.divisions, found.tables, schedule, mailbox, found.start, elastic
+            self._phases, calendar, found.divisions, found.tables, schedule, mailbox, found.start, elastic, leased
         )
         self._record.set_calendar(calendar)
         if self._tries:
             self._try_a_batch(found)
         return True
+
+    def _calendar(self, found: PreflightFindings) -> tuple[Calendar, LeasedRun | None]:
+        """Return the rounds of the phases, and what changes workers that are not in step, if they change."""
+        spec, elastic, blocks = self.spec, self.spec.elastic, found.blocks
+        if elastic is None or blocks is None:
+            return Calendar(self._phases, found.steps, spec.workers, epochs=spec.epochs, rounds=spec.steps), None
+        # the rounds of an epoch follow from the workers that there will be; `steps` are those of the least number
+        last = None if spec.steps is None else divmod(spec.steps * spec.workers, blocks)
+        epochs = spec.epochs if last is None else last[0] + bool(last[1])
+        calendar = Calendar(self._phases, found.steps, elastic.most, epochs=epochs, rounds=None)
+        servers = servers_of(self._phases[0].strategy)
+        compresses = servers is not None and servers.compression is not None
+        terms = LeaseTerms(blocks, last or (calendar.epochs, 0), spec.workers, compresses)
+        return calendar, LeasedRun(elastic, terms, calendar, self.journal, self._allowance)
 
     def _elastic_run(self, found: PreflightFindings, calendar: Calendar) -> ElasticRun | None:
         elastic = self.spec.elastic
@@ -301,7 +314,10 @@ class Driver:
         self.trial.check()
         plan, spec = self._plan, self.spec
         strategies = [phase.strategy for phase in self._phases]
-        space = space_of(cluster, spec, strategies, self._name, lambda: recipe_of(self.workload), plan.tables)
+        slots = None if plan.leased is None else plan.leased.slots
+        space = space_of(
+            cluster, spec, strategies, self._name, lambda: recipe_of(self.workload), plan.tables, ranks=slots
+        )
         if space is not None and self._again and not space.own:
             space.take_over()
         resources = {"cpu": 1.0} | spec.resources
@@ -314,7 +330,8 @@ class Driver:
             self._process.code,
             capture=self._process.capture,
             space=space,
-            elastic=plan.elastic is not None,
+            elastic=spec.elastic is not None,
+            slots=slots,
         )
         self._started = group
         placed = group.start(
@@ -324,6 +341,8 @@ class Driver:
             self.journal.event("placed", placed)
         if plan.elastic is not None:
             plan.elastic.begin(group.newcomers(), RoomWatch(cluster, resources), cluster.notices)
+        if plan.leased is not None:
+            plan.leased.begin(group.newcomers(), RoomWatch(cluster, resources), cluster.notices)
         self.trial.end(self.journal)
         first = self._checkpoints.first(group, self.workload, plan, again=self._again)
         if self._checkpoints.resume is not None:
@@ -373,7 +392,7 @@ class Driver:
         only_evaluate = phase.end == plan.calendar.rounds and self._generation == 0
         if snapshot.round >= phase.end and not only_evaluate:
             return Findings(phases=count, work=False)
-        workers = self._group.size
+        workers = self._group.slots or self._group.size
         if plan.elastic is not None and snapshot.round == phase.span.begin:
             plan.elastic.enter_phase(snapshot.round, phase.span.epoch)
         phase.enter(snapshot, workers)
@@ -388,25 +407,30 @@ class Driver:
         if elastic is not None:
             strategy = self._plan.phase(state.phase).phase.strategy
             elastic.begin_generation(strategy, self._checkpoints.snapshot, group.size, state.handover)
+        leased = self._plan.leased
+        if leased is not None:
+            leased.begin_generation(self._checkpoints.snapshot, group)
         phase = self._plan.phase(state.phase)
         self._generation += 1
         self._recoveries.clear_error()
         self._record.begin_generation(self._generation, phase.name, continues=state.rebuild is not None)
-        each = self.saves and self._callbacks.each_evaluation
+        each = self.saves and self._callbacks.each_evaluation and leased is None
         known = self._record.evaluated
         orders = phase.orders(self.spec, self._generation, known, self._plan.mailbox, each=each)
         orders = replace(orders, evaluation_batches=self._evaluation_batches)
         if (traces := self._record.traces) is not None:
             orders = replace(orders, profile=traces.ranks_to_trace(group.size))
         parts = self._checkpoints.parts_plan(phase.phase.strategy, group.hosts)
-        recovers, reached = self._record.times.begin_generation(group.size)
-        orders = replace(orders, parts=parts, recovers=recovers, reached=reached)
+        recovers, reached = self._record.times.begin_generation(group.slots or group.size)
+        orders = replace(orders, parts=parts, recovers=recovers, reached=reached, leased=leased is not None)
         if elastic is not None:
             boundary = replace(orders.boundary, also=elastic.stop_round)
             orders = replace(orders, elastic=elastic.plan(state.handover), boundary=boundary)
         if parts is None:
             self._checkpoints.load_newest()
         group.begin(orders, self._checkpoints.snapshot, state.rebuild)
+        if leased is not None:
+            leased.begun(group)
         self._bound.begin(orders.strategy)
         self._shares.begin(group.size)
         self._record.set_status(Status.RUNNING, "")
@@ -436,7 +460,7 @@ class Driver:
             case EndEarly():
                 self._end_early()
             case Finish():
-                complete = self._checkpoints.round >= phase.end or self._meets_its_stop_rule()
+                complete = self._checkpoints.round >= phase.end or self._meets_its_stop_rule() or self._rows_are_done()
                 if complete:
                     self._end_generation(phase)
                 else:
@@ -448,6 +472,11 @@ class Driver:
         at, group = self._checkpoints.round, self._group
         return group.met is not None and all(worker.facts.position == at for worker in group.workers)
 
+    def _rows_are_done(self) -> bool:
+        """Return whether the newest state is the last one of a job whose rows are leased."""
+        leased = self._plan.leased
+        return leased is not None and self._checkpoints.round == leased.end_round
+
     def _end_generation(self, phase: PhaseRun) -> None:
         """End the generation after the last state of the phase, and write the remaining points of its rounds."""
         self._poll()
@@ -455,6 +484,8 @@ class Driver:
         self._record.flush()
         self._recoveries.report_backup_cost()
         at, reason = self._checkpoints.round, self._group.met
+        if self._rows_are_done():
+            reason = "all rows are learned from"
         if reason is not None and at < phase.end:
             phase.end_by_stop_rule(self.journal, self._plan.calendar, at, reason)
         if self._callbacks.is_stopping:
@@ -498,7 +529,15 @@ class Driver:
     def _replace_members(self, decision: Replace) -> Findings:
         self._record.set_status(Status.RECOVERING, decision.reason)
         self._recoveries.clear_error()
-        self._recoveries.replace(self._group, decision, self._checkpoints.snapshot)
+        leased, group = self._plan.leased, self._group
+        if leased is not None:  # lost workers are not replaced in their places
+            gone = [member.rank for member in group.workers if member.name in decision.lost]
+            decision = replace(decision, lost=tuple(name for name in decision.lost if name.startswith("shard-")))
+            leased.lose(group, gone, decision.reason)
+        if decision.lost or leased is None:
+            self._recoveries.replace(group, decision, self._checkpoints.snapshot)
+        if leased is not None and decision.lost:
+            leased.restored()
         self._record.set_status(Status.RUNNING, "")
         return Findings()
 
@@ -527,6 +566,9 @@ class Driver:
         """Check once for the requested checkpoint. After the deadline the run ends with the previous checkpoint."""
         assert self._last is not None, "it was requested"
         self._poll()
+        if self._plan.leased is not None:  # the others go on
+            dead = [worker.rank for worker in self._group.workers if worker.dead]
+            self._plan.leased.lose(self._group, dead, "a worker died")
         facts = self._facts(phase)
         if facts.dead or facts.errors:
             return Findings()
@@ -542,12 +584,17 @@ class Driver:
         """Take the results of a poll into the record, and return the points of single workers."""
         group = self._group
         points = group.poll()
+        leased = self._plan.leased
+        if leased is not None:
+            leased.look(group, self._generation, self._checkpoints.snapshot)
+            self._record.set_joined(leased.joined)
         for point in points:
             # for later generations, and for runs that resume from this state
             self._checkpoints.snapshot.record_ring_choices(point)
         self._record.add_poll(group, points)
         self._bound.follow(group, points)
-        self._shares.add(points)
+        if leased is None:  # leases follow the workers' speed
+            self._shares.add(points)
         for name in group.move_shards(group.cluster.notices(), self.spec.timeout):
             self.journal.event("moved", f"{name} ends soon: its segment has moved to a new process", shard=name)
         self._recoveries.check_progress(group, self._generation)
@@ -578,7 +625,7 @@ class Driver:
             change = elastic.look(group, self._generation, self._checkpoints.round)
         return RunFacts(
             change=change,
-            size=group.size,
+            size=max(1, group.size),
             finished=frozenset(name for name, f in current if f.status == "finished"),
             errors=errors,
             dead=dead,
@@ -640,6 +687,8 @@ class Driver:
     def _end_workers(self) -> None:
         if self._known is not None and self._known.elastic is not None:
             self._known.elastic.close()
+        if self._known is not None and self._known.leased is not None:
+            self._known.leased.close()
         if self._started is not None:
             self.journal.lines(self._started.lines())
             self._record.add_server_events(self._started, over=True)

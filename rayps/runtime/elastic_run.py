@@ -31,6 +31,7 @@ from rayps.runtime.elastic_support import hands_over
 from rayps.runtime.journal import Journal
 from rayps.runtime.membership import Membership
 from rayps.runtime.newcomers import Newcomers
+from rayps.runtime.noticed_workers import NoticedWorkers
 from rayps.worker.plan import ElasticPlan, WorkerFacts
 
 if TYPE_CHECKING:
@@ -128,8 +129,7 @@ class ElasticRun:
         self._pace = _Pace()
         self._hands_over, self._margin = True, 0  # of the strategy of the current phase
         self._allowed_at = 0
-        self._notices: Callable[[], tuple[Notice, ...]] = tuple
-        self._reported: set[str] = set()  # keys of notices that were written as events
+        self._noticed = NoticedWorkers(journal)
 
     @property
     def wanted(self) -> int | None:
@@ -138,7 +138,8 @@ class ElasticRun:
 
     def begin(self, newcomers: Newcomers, room: RoomWatch, notices: Callable[[], tuple[Notice, ...]]) -> None:
         """Set what starts newcomers, what knows the free resources, and what returns notices of ends."""
-        self._newcomers, self._room, self._notices = newcomers, room, notices
+        self._newcomers, self._room = newcomers, room
+        self._noticed.begin(notices)
         if self._elastic.most > self._least:
             room.start()
 
@@ -284,29 +285,11 @@ class ElasticRun:
             room.room if newcomers.may_start else 0,
             newcomers.starting,
             newcomers.ready,
-            self._noticed(group),
+            self._noticed.ranks(group.workers),
             time.monotonic() - self._changed_at,
             self._elastic.cooldown,
             self._ceiling,
         )
-
-    def _noticed(self, group: WorkerGroup) -> dict[int, float | None]:
-        """Return the ranks that will end, and the seconds until then; None for a rank without a deadline."""
-        notices = self._notices()
-        found: dict[int, float | None] = {}
-        for rank, worker in enumerate(group.workers) if notices else ():
-            notice = None if worker.place is None else worker.place.notice(notices)
-            if notice is None:
-                continue
-            found[rank] = notice.seconds
-            key = f"{notice.key} {worker.place}"
-            if key not in self._reported:
-                self._reported.add(key)
-                when = "" if notice.seconds is None else f" in {notice.seconds:.0f} s"
-                self._journal.event(
-                    "notice", f"{worker.name} ends{when}: {notice.reason}", rank=rank, seconds=notice.seconds
-                )
-        return found
 
     def _measure(self, group: WorkerGroup) -> None:
         """After a growth, compare the speed with that before, and set the ceiling if the growth has not paid."""

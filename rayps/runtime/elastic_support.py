@@ -3,13 +3,16 @@
 all_reduce                       the workers hold the state in memory, and newcomers get it from a peer
 servers in step, averages,       all workers stop after one round, the driver takes the state of this round, and the
 sharded state, federated         new group starts from it
+servers not in step              workers join and leave at any time, and get their rows by leases
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rayps.core.elastic import ElasticWorkers
 from rayps.core.errors import ConfigError
-from rayps.core.strategy import StrategyView
+from rayps.core.strategy import Phase, StrategyView
 from rayps.core.strategy_families import (
     FEDERATED_ROUNDS,
     LOCAL_UPDATES,
@@ -21,7 +24,7 @@ from rayps.core.strategy_families import (
     has_remote_clients,
     learns_by_client,
 )
-from rayps.core.topology import Peers, Servers, backup_in, replica_of, servers_of
+from rayps.core.topology import Adaptive, Peers, Servers, backup_in, replica_of, runs_in_step, servers_of
 
 _IN_STEP = (SYNC_GRADIENTS, SERVER_STEPS, LOCAL_UPDATES, SHARDED_STATE, SHARDED_PARAMETERS, FEDERATED_ROUNDS)
 
@@ -79,4 +82,56 @@ def check_elastic(name: str, strategy: StrategyView, elastic: ElasticWorkers, *,
             f"global_batch and lr_scaling are for rows that workers share, and under {name} rows belong to clients: "
             "leave them out",
             field="global_batch",
+        )
+
+
+def takes_leases(phases: Sequence[Phase]) -> bool:
+    """Return whether the workers of an elastic job get their rows by leases: those of the first phase are not in step.
+
+    Otherwise `check_elastic` says whether the workers can change.
+    """
+    first = phases[0].strategy
+    return servers_of(first) is not None and not runs_in_step(first)
+
+
+def check_leased(phases: Sequence[Phase], elastic: ElasticWorkers, *, tables: bool, by_epoch: bool) -> None:
+    """Refuse a job whose workers are not in step and cannot change while it runs.
+
+    `tables`: whether the model has sparse tables. `by_epoch`: whether the learning rate has a schedule by epoch.
+
+    Raises:
+        ConfigError: the text says why, and what can be used instead.
+    """
+    name, servers = phases[0].name, servers_of(phases[0].strategy)
+    assert servers is not None, "takes_leases() said that servers have the parameters"
+    why: str | None = None
+    if len(phases) > 1:
+        why = "the job has several phases"
+    elif replica_of(phases[0].strategy) is not None:
+        why = "a replica is several workers"
+    elif servers.own_copies or servers.update.spans:
+        why = "each worker has a copy of the parameters that it has changed itself"
+    elif tables:
+        why = "the model has sparse tables"
+    elif isinstance(servers.consistency, Adaptive):
+        why = "the staleness bound moves"
+    if why is not None:
+        raise ConfigError(
+            f"workers is a range, and under {name} {why}: use parameter_server in one phase, or give a fixed number of "
+            "workers",
+            field="workers",
+        )
+    fixed = elastic.global_batch is not None or elastic.lr_scaling != "keep" or elastic.replay is not None
+    if fixed or elastic.balance:
+        raise ConfigError(
+            f"under {name} workers are not in step: each takes batch_size rows at a time, servers scale a push by 1/N "
+            "with the N workers that take part, and no run is repeated exactly:\n"
+            "leave out global_batch, lr_scaling, replay and balance, or use all_reduce",
+            field="elastic",
+        )
+    if by_epoch:
+        raise ConfigError(
+            "schedule_every is 'epoch', and the number of workers may change, so that the rounds of an epoch are not "
+            "known: give a schedule by step",
+            field="schedule_every",
         )

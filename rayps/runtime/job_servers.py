@@ -21,8 +21,10 @@ from rayps.core.topology import group_of, runs_in_step, servers_of
 from rayps.core.user_module import pack
 from rayps.core.values import Keywords
 from rayps.parallel.division.division import shares
+from rayps.ps.client.session import Session
 from rayps.ps.group import find, start
 from rayps.ps.job_space import JobSpace
+from rayps.ps.protocol.members import MemberChange
 from rayps.ps.protocol.rows import cuts
 from rayps.ps.protocol.segment_map import SpaceMap, StaticMap
 from rayps.ps.protocol.space import Quota, Space, SpaceRank, SparseTable
@@ -63,6 +65,12 @@ class JobServers(Protocol):
     def saved(self, snapshot: Snapshot) -> None:
         """Tell the servers that the driver has this state, and that its pushes need not be retained any more."""
 
+    def set_members(self, members: Sequence[MemberChange]) -> None:
+        """Set which ranks take part in a state that is loaded into a server from now on; () if ranks do not change."""
+
+    def opener(self) -> Session:
+        """Open a session of rank -1, which the caller closes. The model must fit on one worker."""
+
     def move_bound(self, bound: MovedBound) -> None:
         """Replace the staleness bound of the generation from now on. `bound` counts leads of data ranks."""
 
@@ -86,6 +94,7 @@ class FixedServers:
         self._maps: list[StaticMap] = []  # one for each column
         # from a worker's (column, data rank) to the number of its starts
         self._incarnations: Counter[tuple[int, int]] = Counter()
+        self._members: tuple[MemberChange, ...] = ()
         self._tried: set[tuple[int, str]] = set()  # (shard, key of a notice) of moves
 
     def prepare(self, wanted: int, gpus: float = 0.0) -> list[GroupMember]:
@@ -226,6 +235,16 @@ class FixedServers:
         """Request all shards' parts after `rounds` rounds; return a function that waits for them: see `JobServers`."""
         return _waiting([member.handle.call("part", rounds) for member in self.members])
 
+    def set_members(self, members: Sequence[MemberChange]) -> None:
+        """Set which ranks take part in a state that is loaded from now on: see `JobServers`."""
+        self._members = tuple(members)
+
+    def opener(self) -> Session:
+        """Open a session of rank -1: see `JobServers`."""
+        assert self._orders is not None, "begin() comes first"
+        timeout = self._orders.timeout
+        return Session(self._maps[0], self._spaces[0], -1, timeout=timeout, name="opener", resident=False)
+
     def saved(self, snapshot: Snapshot) -> None:
         """Tell the shards that the driver has saved this state."""
         for member in [member for member in self.members if not member.dead]:
@@ -266,7 +285,7 @@ class FixedServers:
         assert orders is not None, "begin() comes first"
         column, number = self.column(index)
         whole = None if orders.division is None else orders.division.layout
-        return ShardPlan(self._spaces[column], number, generation, orders.boundary, whole)
+        return ShardPlan(self._spaces[column], number, generation, orders.boundary, self._members, whole)
 
 
 def _waiting(replies: Sequence[ActorReply]) -> Callable[[float], list[ShardPart | None]]:
@@ -280,8 +299,12 @@ def space_of(
     name: str,
     factory: Callable[[], Factory],
     tables: tuple[SparseTable, ...],
+    *,
+    ranks: int | None = None,
 ) -> JobSpace | None:
     """Return the job's space on the group that the job names, or on a new group for the job, or None if it needs none.
+
+    `ranks`: how many ranks of workers there may be, if workers join and leave.
 
     Raises:
         ConfigError: there is no group of the given name.
@@ -302,7 +325,7 @@ def space_of(
     return JobSpace(
         group,
         name,
-        spec.workers,
+        ranks or spec.workers,
         pack(recipe),
         tables=tables,
         quota=quota,

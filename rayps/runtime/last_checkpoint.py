@@ -47,9 +47,10 @@ class LastCheckpoint:
         self._saved, self._end, self._deadline = saved, end, time.monotonic() + seconds
         self._round, self._limits = 0, dict[int, int]()
         self._asked_at, self._released, self._reached_at = 0.0, False, 0.0
-        begun = _hold(group)
+        begun = None if group.slots is not None else _hold(group)
         if begun is None:
-            group.snapshot_soon()  # a worker does not answer: the others go on, and the next state is taken
+            # a worker does not answer, or workers that wait for rows reach no further round: the next state is taken
+            group.snapshot_soon()
         else:
             self._ask(group, *last_rounds(begun))
 
@@ -110,7 +111,7 @@ def repeated_rounds(facts: Sequence[object], positions: Sequence[int], saved: in
     for a worker that it does not list.
     """
     lost = 0
-    for rank, each in enumerate(facts):
+    for each in facts:
         if isinstance(each, WorkerFacts):
-            lost = max(lost, each.position - (positions[rank] if rank < len(positions) else saved))
+            lost = max(lost, each.position - (positions[each.rank] if each.rank < len(positions) else saved))
     return lost

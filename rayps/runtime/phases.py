@@ -15,6 +15,7 @@ from rayps.ps.protocol.space import SparseTable
 from rayps.runtime.cost_report import CostReport, cost_report_of
 from rayps.runtime.elastic_run import ElasticRun
 from rayps.runtime.journal import Journal
+from rayps.runtime.leased_run import LeasedRun
 from rayps.strategies.job import JobSpec
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import ScheduleRecord, Ticks
@@ -38,7 +39,8 @@ class RunPlan:
     schedule: ScheduleRecord  # the schedule of the learning rate
     mailbox: str | None = None  # the folder through which real clients send and receive; None if there are none
     start: StartPoint | None = None  # the first parameters, if a file has them
-    elastic: ElasticRun | None = None  # what changes the workers; None if their number is fixed
+    elastic: ElasticRun | None = None  # what changes workers that are in step; None if their number is fixed
+    leased: LeasedRun | None = None  # what changes workers that are not in step
 
     def phase(self, number: int) -> PhaseRun:
         """Return the phase with this number, and its current rounds, which change if earlier phases end early."""

@@ -53,7 +53,7 @@ from rayps.ps.tables.row_optimizers import Scheduled
 from rayps.ps.tables.row_optimizers import rule_of as table_rule
 from rayps.runtime.check_average import check_average_under
 from rayps.runtime.check_backup_workers import check_backup_workers
-from rayps.runtime.elastic_support import check_elastic
+from rayps.runtime.elastic_support import check_elastic, check_leased, takes_leases
 from rayps.runtime.journal import Journal
 from rayps.runtime.membership import Membership
 from rayps.runtime.model_memory import limited
@@ -76,6 +76,11 @@ from rayps.workload.compile_model import options_of
 from rayps.workload.model import apart, has_tables, model_of
 from rayps.workload.model_part import Whole
 
+EVALUATED_WHILE_READ = (
+    "the data has no length and is also evaluated: until a worker has read it to its end once, an evaluation reads as "
+    f"many batches as were trained, at least {FEWEST}; set evaluation_batches, or define evaluation_data()"
+)
+
 
 class PreflightFindings(NamedTuple):
     """The result of `preflight`."""
@@ -88,6 +93,7 @@ class PreflightFindings(NamedTuple):
     sizes: tuple[int, int]  # bytes of the model's parameters and buffers, bytes of the data's tensors
     # of an elastic job: the rows of an epoch, and those of one worker in a round; None if the workers do not change
     rows: tuple[int, int] | None = None
+    blocks: int | None = None  # of an elastic job whose rows are leased: the blocks of an epoch
 
 
 def preflight(
@@ -154,27 +160,26 @@ def preflight(
                 "workers, or leave out shard and slice_backup"
             )
     steps = [_steps(data, strategy, grid, workload.accumulate) for strategy, grid in both]
-    rows = None
-    if spec.elastic is not None:
+    rows = blocks = None
+    if spec.elastic is not None and takes_leases(phases):
+        check_leased(phases, spec.elastic, tables=bool(tables), by_epoch=_counts_epochs(workload))
+        must_have_row_numbers(data)
+        blocks, steps = _steps(data, both[0][0], Grid(1), workload.accumulate), [OPEN]
+    elif spec.elastic is not None:
         rows = _rows_of_workers(data, phases, workload, spec, tables=bool(tables))
         steps = [Membership(spec.elastic, *rows, spec.workers).current.rounds(rows[0])] * len(phases)
-    if max(steps) >= OPEN:
-        recipe = recipe_of(workload)
-        if isinstance(recipe, Recipe) and recipe.every == "epoch":
+    if max(steps) >= OPEN and blocks is None:
+        if _counts_epochs(workload):
             raise ConfigError(
                 "schedule_every is 'epoch', and the data has no length, so that the rounds of an epoch are not known: "
                 "give a schedule by step",
                 field="schedule_every",
             )
         if spec.steps is not None and workload.evaluation_batches is None and evaluates_training_data(workload):
-            warnings.append(
-                "the data has no length and is also evaluated: until a worker has read it to its end once, an "
-                f"evaluation reads as many batches as were trained, at least {FEWEST}; set evaluation_batches, or "
-                "define evaluation_data()"
-            )
+            warnings.append(EVALUATED_WHILE_READ)
         for phase in phases:
             check_open_data(phase.name, phase.strategy, by_rounds=spec.steps is not None, tables=bool(tables))
-    return PreflightFindings(steps, warnings, tables, divisions, start, (bytes_of(model), bytes_of(data)), rows)
+    return PreflightFindings(steps, warnings, tables, divisions, start, (bytes_of(model), bytes_of(data)), rows, blocks)
 
 
 def _rows_of_workers(
@@ -209,6 +214,12 @@ def _rows_of_workers(
             field="global_batch",
         )
     return data.rows(), data.batch_size * workload.accumulate
+
+
+def _counts_epochs(workload: Workload) -> bool:
+    """Return whether the learning rate has a schedule by epoch."""
+    recipe = recipe_of(workload)
+    return isinstance(recipe, Recipe) and recipe.every == "epoch"
 
 
 def _steps(data: Data, strategy: StrategyView, grid: Grid, accumulate: int) -> int:

@@ -174,6 +174,8 @@ class Checkpointer:
         before = len(saved.positions)
         if plan.elastic is not None:
             plan.elastic.resume(saved)
+        elif plan.leased is not None:
+            plan.leased.resume(saved)
         else:
             saved.resume(plan.calendar)
         phase = plan.phases[plan.calendar.spans.index(plan.calendar.at(saved.round))]
@@ -210,6 +212,8 @@ class Checkpointer:
             return
         if newer is None:
             return
+        if plan.leased is not None:
+            plan.leased.collected(newer)
         ticks = Ticks(newer.origin, newer.steps_per_epoch)
         schedule = plan.schedule.facts(newer.layout, newer.round, ticks, newer.skipped)
         maker = {"workload": self._spec.workload, "strategy": str(self._spec.strategy), "seed": self._spec.seed}
@@ -224,6 +228,8 @@ class Checkpointer:
             if self._place is not None:
                 self._save(self._place, newer, state, group, last=last)
         group.saved(newer)
+        if plan.leased is not None:
+            plan.leased.saved(newer, group)
 
     def _save(self, place: CheckpointPlace, newer: Snapshot, state: SavedState, group: WorkerGroup, last: bool) -> None:
         """Write a checkpoint. If its place does not take it (a full disk, a remote place), the run continues.
@@ -423,7 +429,7 @@ def assemble(base: Snapshot, workers: dict[int, WorkerPart | None], shards: list
     `workers` is a dict from each rank to that worker's part, which is None if the worker has no part yet. If workers
     run in step, every worker has a part.
     """
-    from_shards, lead = bool(shards), next(iter(workers.values()))
+    from_shards, lead = bool(shards), next(iter(workers.values()), None)
     there = [part for part in workers.values() if part is not None]
     if from_shards:
         params = torch.cat([part.params for part in shards])
@@ -460,6 +466,7 @@ def assemble(base: Snapshot, workers: dict[int, WorkerPart | None], shards: list
         frozen_hash=base.frozen_hash,
         cursors=cursors,
         row_shares=base.row_shares,
+        leases=base.leases,
     )
     found.thaw(changed)
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rayps.cluster.members import GroupMember
@@ -89,6 +89,10 @@ class RunRecord:
         """Write the points of rounds that not all ranks have reported; later rounds have so many ranks."""
         self.flush()
         self._workers = workers
+
+    def set_joined(self, joined: Mapping[int, int]) -> None:
+        """Set the ranks that take part, each with its first round, if workers join and leave at any time."""
+        self._rounds.joined = joined
 
     def set_calendar(self, calendar: Calendar) -> None:
         """Set the calendar, from which epochs are computed."""
@@ -222,7 +226,7 @@ class ProgressReport:
     def update_members(self, group: WorkerGroup, strategy: str) -> None:
         """Take over the members' current facts (status, round, rates, servers) into the progress."""
         self._facts["strategy"] = strategy
-        workers = [self._worker(rank, member) for rank, member in enumerate(group.workers)]
+        workers = [self._worker(member.rank, member) for member in group.workers]
         self._facts["workers"] = in_replicas(workers, group.grid)
         self._facts["shards"] = [_shard(index, member) for index, member in enumerate(group.shards)]
         if group.space is not None:

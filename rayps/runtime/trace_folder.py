@@ -41,7 +41,7 @@ class TraceFolder:
 
     def collect(self, group: WorkerGroup) -> None:
         """Write the traces in the workers' newest facts, and report each as an event."""
-        for rank, worker in enumerate(group.workers):
+        for rank, worker in ((each.rank, each) for each in group.workers):
             facts = worker.facts
             if not isinstance(facts, WorkerFacts) or facts.trace is None:
                 continue

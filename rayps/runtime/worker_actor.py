@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from rayps.cluster.members import ActorHost
 from rayps.cluster.scratch import close_shared
 from rayps.comm.link import Listener
 from rayps.core.errors import PeerLost
+from rayps.core.leases import RowLease
 from rayps.core.logs import LogBuffer
 from rayps.core.member_times import MemberTimes
 from rayps.core.metrics import Totals
@@ -248,15 +250,27 @@ class WorkerActor:
         if self._current is not None:
             self._current.rewire(found)
 
-    def evaluate(self, vector: Tensor | None, buffers: dict[str, Tensor]) -> Totals:
+    def extend(self, leases: Sequence[RowLease], begin: int | None = None) -> None:
+        """Add leases of rows, after the worker has waited for one: see `LeasedBatches.extend`."""
+        if self._current is not None:
+            self._current.extend(leases, begin)
+
+    def end_leases(self, push_at: int | None = None) -> None:
+        """End the plan after the present round, although there may be leases: see `GenerationRun.end_leases`."""
+        if self._current is not None:
+            self._current.end_leases(push_at)
+
+    def evaluate(
+        self, vector: Tensor | None, buffers: dict[str, Tensor], share: tuple[int, int] | None = None
+    ) -> Totals:
         """Return a dict from each metric's name to its `Total` over this worker's share of the data.
 
-        `vector`: the parameters to evaluate; None means the worker's own.
+        `vector`: the parameters to evaluate; None means the worker's own. `share`: see `GenerationRun.evaluate`.
         """
         assert self._current is not None, "evaluate is called after a plan has run"
         self._evaluating = threading.get_ident()
         try:
-            return self._current.evaluate(vector, buffers)
+            return self._current.evaluate(vector, buffers, share)
         finally:
             self._evaluating = None
 

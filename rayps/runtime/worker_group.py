@@ -29,6 +29,7 @@ from rayps.core.user_code import START_SECONDS, overdue
 from rayps.federated.client_states_backup import ClientStatesBackup
 from rayps.federated.strategy_interface import state_owner
 from rayps.ps.client.session import Session
+from rayps.ps.protocol.members import MemberChange
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.protocol.space import SpaceRank
 from rayps.ps.server.dense_segment import ShardPart
@@ -154,9 +155,12 @@ class WorkerGroup:
         capture: bool = True,
         space: JobSpace | None = None,
         elastic: bool = False,
+        slots: int | None = None,
     ) -> None:
         """Prepare the group without starting it. `elastic`: the number of workers may change.
 
+        `slots`: workers get their rows by leases, and join and leave at any time with ranks below this number; None if
+        the ranks are 0 to `size` - 1.
         `packed` is the packed workload, `size` the number of workers, and `resources` those of one worker. `code` is
         what each process imports the user's modules from.
         """
@@ -176,9 +180,9 @@ class WorkerGroup:
         self._schedule: SnapshotSchedule | None = None
         self._peers = PeerStates()
         self._attempts = 0  # how often a replica has started again while other workers kept training
-        self._received = _ReceivedPoints(size)
+        self._received = _ReceivedPoints(slots or size)
         self._collected = 0  # the round of the newest state that was collected
-        self._elastic = elastic
+        self._elastic, self.slots = elastic, slots
 
     @property
     def shards(self) -> list[GroupMember]:
@@ -324,9 +328,9 @@ class WorkerGroup:
         """
         self._orders = orders
         self._schedule = SnapshotSchedule(orders.boundary, each=orders.each_boundary, in_order=orders.each_epoch)
-        self.grid = orders.strategy.grid(self.size)
+        self.grid = orders.strategy.grid(self.slots or self.size)
         self._collected = snapshot.round
-        self.workers = [self._replacement(rank, m) if m.dead else m for rank, m in enumerate(self.workers)]
+        self.workers = [self._replacement(m.rank, m) if m.dead else m for m in self.workers]
         servers = servers_of(orders.strategy)
         new = self._fixed.prepare(0 if self._uses_space else _servers(orders), 0.0 if servers is None else servers.gpus)
         place([*(m for m in self.workers if m.place is None), *new], seconds=self._start_seconds())
@@ -356,9 +360,12 @@ class WorkerGroup:
         if learns_by_client(orders.strategy) or self._client_states is not None:
             self.client_states.send_states(self.workers, state_owner(orders.strategy), snapshot.round, orders.timeout)
         replies, begun = [], []
-        for rank, worker in enumerate(self.workers):
+        for worker in self.workers:
+            rank = worker.rank
             if rebuild is not None:
                 start = rebuild.round
+            elif orders.leased:
+                start = -1
             else:
                 start = snapshot.positions[self.grid.at(rank).data] if handover is None else handover.round
             plan = self._worker_plan(rank, start)
@@ -366,12 +373,46 @@ class WorkerGroup:
             column = self._column(rank)
             given = shared[column] if self._has_frozen(worker, parts[column]) else whole(column)
             begun.append((plan, own))
+            worker.incarnation = _incarnation(plan)
             replies.append(worker.handle.call("begin", plan, given, *own))
         settle(replies, self.workers)
-        for rank, worker in enumerate(self.workers):
-            if not worker.dead and not replies[rank].result(0):  # this process has changed a frozen parameter
-                plan, own = begun[rank]
-                settle([worker.handle.call("begin", plan, whole(self._column(rank)), *own)], [worker])
+        for at, worker in enumerate(self.workers):
+            if not worker.dead and not replies[at].result(0):  # this process has changed a frozen parameter
+                plan, own = begun[at]
+                settle([worker.handle.call("begin", plan, whole(self._column(worker.rank)), *own)], [worker])
+
+    # ---- workers that join and leave at any time
+
+    def join(self, newcomer: GroupMember, rank: int, snapshot: Snapshot) -> None:
+        """Begin the current generation on a newcomer, as worker `rank`. The worker then waits for a lease."""
+        newcomer.name = f"worker-{rank}"
+        self.workers = sorted([*self.workers, newcomer], key=lambda worker: worker.rank)
+        self.size = len(self.workers)
+        plan = self._worker_plan(rank, -1)
+        newcomer.facts = newcomer.pending = None
+        newcomer.await_reply(newcomer.handle.call("begin", plan, self.cluster.share(snapshot)))
+        self._has_frozen(newcomer, snapshot)
+        newcomer.incarnation = _incarnation(plan)
+
+    def drop(self, worker: GroupMember) -> None:
+        """End a worker's process, and release its resources."""
+        self._launcher.end_one(worker)
+        self.workers = [each for each in self.workers if each is not worker]
+        self.size = len(self.workers)
+
+    def set_members(self, members: Sequence[MemberChange]) -> None:
+        """Set which ranks take part in a state that is loaded into a server from now on."""
+        for servers in self._job_servers:
+            servers.set_members(members)
+
+    def opener(self) -> Session:
+        """Open a session of rank -1 with the servers, which the caller closes."""
+        [servers] = self._servers()
+        return servers.opener()
+
+    @property
+    def _job_servers(self) -> list[JobServers]:
+        return [self._fixed] if self.space is None else [self._fixed, self.space]
 
     def _replacement(self, rank: int, member: GroupMember) -> GroupMember:
         """Start a process in the place of a dead member, in the same resources."""
@@ -484,8 +525,8 @@ class WorkerGroup:
     def _rewire(self, index: int, found: SpaceMap) -> None:
         """Send the workers of a shard's column the map in which the shard is replaced."""
         column, _ = self._fixed.column(index)
-        for rank, worker in enumerate(self.workers):
-            if not worker.dead and self._column(rank) == column:
+        for worker in self.workers:
+            if not worker.dead and self._column(worker.rank) == column:
                 worker.await_reply(worker.handle.call("rewire", found))
 
     def _position(self, rank: int) -> int:
@@ -510,7 +551,7 @@ class WorkerGroup:
         return WorkerPlan(
             orders.generation,
             rank,
-            self.size,
+            self.slots or self.size,
             orders.strategy,
             peers,
             orders.seed,
@@ -532,6 +573,7 @@ class WorkerGroup:
             orders.recovers,
             orders.reached[rank] if orders.reached else 0,
             orders.elastic,
+            orders.leased,
         )
 
     @property
@@ -566,13 +608,13 @@ class WorkerGroup:
         """Process the answers that have arrived, and send new polls. Return the new metric points with their ranks."""
         orders, wanted = self._current_orders(), self._wanted()
         points: list[Point] = []
-        for rank, worker in enumerate(self.workers):
-            facts = worker.poll(wanted, orders.timeout, self._collected)
+        for worker in self.workers:
+            rank, facts = worker.rank, worker.poll(wanted, orders.timeout, self._collected)
             if isinstance(facts, WorkerFacts) and facts.generation == orders.generation:
                 worker.dead = overdue(facts.call, orders.timeout, facts.position, facts.ends)
                 points += self._received.new_points(rank, facts.points)
         if self.space is not None:
-            heard = {rank: w.facts for rank, w in enumerate(self.workers) if isinstance(w.facts, WorkerFacts)}
+            heard = {w.rank: w.facts for w in self.workers if isinstance(w.facts, WorkerFacts)}
             self.space.reached = {rank: (facts.position, facts.kept_since) for rank, facts in heard.items()}
         for servers in self._servers():
             servers.poll(orders, wanted)
@@ -581,9 +623,9 @@ class WorkerGroup:
     def move_bound(self, staleness: int | None) -> None:
         """Replace the staleness bound on all servers from now on. Leads count from the workers' positions now."""
         positions = [0] * self.grid.data
-        for rank, worker in enumerate(self.workers):
+        for worker in self.workers:
             if isinstance(worker.facts, WorkerFacts):
-                positions[self.grid.at(rank).data] = worker.facts.position
+                positions[self.grid.at(worker.rank).data] = worker.facts.position
         for servers in self._servers():
             servers.move_bound(MovedBound(staleness, tuple(positions)))
 
@@ -645,12 +687,11 @@ class WorkerGroup:
             states = self._client_states
             if whole and (states is None or states.fetch_states(self.workers, newest, timeout)):
                 found = self._assemble(snapshot, worker_parts, [part for part in held if part is not None])
-                early = (
-                    [(self._current_orders().end, found.round)]
-                    if worker_parts[0] is not None and worker_parts[0].met
-                    else []
-                )
+                lead = next(iter(worker_parts), None)
+                early = [(self._current_orders().end, found.round)] if lead is not None and lead.met else []
                 found.strategy, found.ended = snapshot.strategy, snapshot.ended + early
+                if self.slots is not None:  # ranks that do not take part may have old marks
+                    found.positions = [max(each, newest) for each in found.positions]
                 self._collected = found.round
                 return found
         return None
@@ -661,7 +702,8 @@ class WorkerGroup:
         if self._current_orders().parts is not None:
             return assemble_written(base, [part for part in worker_parts if part is not None])
         if division is None:
-            return assemble(base, dict(enumerate(worker_parts)), held)
+            ranks = [worker.rank for worker in self.workers]
+            return assemble(base, dict(zip(ranks, worker_parts, strict=True)), held)
         columns = [self._column(rank) for rank in range(self.size)]
         [servers] = self._servers()
         of = [list(servers.of(i)) for i in range(len(division.columns))] if held else []
@@ -681,6 +723,10 @@ class WorkerGroup:
         """
         facts = [worker.facts for worker in self.workers]
         slowest = min((f.position if isinstance(f, WorkerFacts) else 0 for f in facts), default=0)
+        if self.slots is not None:  # the clocks of those that have begun, and do not wait for rows
+            known = [f for f in facts if isinstance(f, WorkerFacts) and f.position]
+            running = [f.position for f in known if f.waits_at is None and f.status == "running"]
+            slowest = min(running) if running else max((f.position for f in known), default=0)
         found: list[tuple[int, list[int]]] = []
         for servers in self._servers():
             held = servers.held(slowest)
@@ -704,9 +750,17 @@ class WorkerGroup:
             (self.cluster.share(part.params) if part.source is None else None, part.without_frozen().buffers)
             for part in parts
         ]
-        replies = [w.handle.call("evaluate", *shared[self._column(rank)]) for rank, w in enumerate(self.workers)]
+        shares = [None if self.slots is None else (at, self.size) for at in range(self.size)]
+        replies = [
+            w.handle.call("evaluate", *shared[self._column(w.rank)], share)
+            for w, share in zip(self.workers, shares, strict=True)
+        ]
         silence = self._current_orders().timeout
         return evaluated(self.workers, replies, timeout, silence=silence, round=snapshot.round)
+
+
+def _incarnation(plan: WorkerPlan) -> int:
+    return 0 if plan.peers.seat is None else plan.peers.seat.incarnation
 
 
 class _ReceivedPoints:

@@ -106,6 +106,7 @@ class Snapshot:
     # then on the meta device
     source: StateSource | None = None
     row_shares: RowShares | None = None  # how rows were dealt when it was taken; None if the workers do not change
+    leases: JsonObject | None = None  # which blocks of rows were not done: see `Leases.to_json`; None without leases
 
     @classmethod
     def without_tensors(cls, layout: Layout, source: StateSource) -> Snapshot:
@@ -234,6 +235,7 @@ class Snapshot:
             "frozen": self.frozen_hash,
             "apart": {"strategy": self.strategy, "numbers": own_numbers, "ended": self.ended},
             "cursors": {str(rank): cursor for rank, cursor in self.cursors.items()},
+            "leases": self.leases,
             "row_shares": None if self.row_shares is None else self.row_shares.to_json(),
             **facts,
         }
@@ -270,6 +272,7 @@ class Snapshot:
             frozen=frozenset(frozen),
             frozen_hash=state.meta.get("frozen", ""),
             cursors={int(rank): cursor for rank, cursor in state.meta.get("cursors", {}).items()},
+            leases=state.meta.get("leases"),
             row_shares=None if (shares := state.meta.get("row_shares")) is None else RowShares.from_json(shares),
         )
 

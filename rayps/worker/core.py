@@ -38,6 +38,7 @@ from rayps.tensors.user_loss import checked_loss
 from rayps.worker.batches import BatchStream
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.evaluation_batches import EvaluationFacts, bounded
+from rayps.worker.leased_batches import LeasedBatches
 from rayps.worker.loop_of_family import MODEL_SLICE, load
 from rayps.worker.plan import WorkerPlan
 from rayps.worker.step_scaling import StepScaling
@@ -349,6 +350,9 @@ class Worker:
         with user_code("data"):
             rows, accumulate = plan.strategy.rows, workload.accumulate
             data = rows.source(workload)
+            if plan.leased:
+                steps = rows.rounds(data, 1, accumulate)
+                return LeasedBatches(data, place, plan.seed, steps, accumulate=accumulate, timeout=plan.timeout)
             if plan.elastic is not None and not rows.by_client:
                 data = DealtRows(data, plan.elastic.rows)
                 accumulate = data.micro_batches

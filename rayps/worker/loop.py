@@ -37,6 +37,7 @@ class Loop:
     # whether a worker retains its part at each boundary, before the driver asks for one: see `rayps.runtime.snapshots`
     retains_unasked: ClassVar[bool] = True
     w: Worker
+    push_rest_at: int | None = None  # the step as which a leaver pushes the rest of its compressed gradients
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
         """Build the worker. Call `load_state_dict` next.
@@ -60,6 +61,13 @@ class Loop:
         """Prepare the first round. `stopped()` returns whether the plan was ended from outside."""
         self.w.flat.model.train()
         self.w.plan.strategy.begin(self._view())
+
+    def await_batch(self, stopped: Callable[[], bool]) -> bool:
+        """Wait until there is a batch for the next round. Return False if the plan ends before it.
+
+        Raises LinkError if a connection fails, or the driver does not answer.
+        """
+        return True
 
     def begin_round(self) -> None:
         """Prepare the flags of the next round."""
@@ -295,15 +303,15 @@ class Loop:
     ) -> WorkerPart:
         """Return this worker's part of a checkpoint.
 
-        Only rank 0's part has `params`, `moments`, the buffers and the shared values. If `moments` is None, they are
-        those of the worker's optimizer.
+        Only rank 0's part has `params`, `moments`, the buffers and the shared values; if rows are leased, every part
+        has them, because there may be no rank 0. If `moments` is None, they are those of the worker's optimizer.
         """
         w = self.w
         if w.tables is not None:
             w.tables.settle()
         found = w.batches.cursor()
         cursor = None if found is None else found.to_json()
-        if w.rank:
+        if w.rank and not w.plan.leased:
             return WorkerPart(w.position, None, {}, {}, torch.get_rng_state(), own, {}, w.done, cursor)
         if moments is None:
             moments = {} if w.local is None else w.local.moments()

@@ -51,6 +51,7 @@ class Orders:
     recovers: bool = False  # whether the generation follows a failure
     reached: tuple[int, ...] = ()  # by rank: the rounds that were trained before, which are repeated; () if none
     elastic: ElasticPlan | None = None  # None if the number of workers is fixed
+    leased: bool = False  # whether workers get their rows by leases: see `rayps.worker.leased_batches`
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,7 @@ class WorkerPlan:
     recovers: bool = False  # whether the generation, or the start of this worker, follows a failure
     reached: int = 0  # rounds below this one were trained before, and are repeated
     elastic: ElasticPlan | None = None  # None if the number of workers is fixed
+    leased: bool = False  # whether this worker gets its rows by leases
 
     @property
     def last_epoch(self) -> int | None:
@@ -158,6 +160,7 @@ class WorkerFacts:
     call: Call | None = None  # the call of the user's code that has not returned; None if there is none
     ends: list[str] = field(default_factory=list)  # the exceptions that ended threads of its process
     trace: bytes | None = None  # a trace of some rounds, once: see `rayps.worker.profile`
+    waits_at: int | None = None  # the step at which it waits for a lease: all earlier pushes are applied
     times: MemberTimes | None = None  # where the time of its process went, about once a second; None in between
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from rayps.comm.link import Listener
 from rayps.core.errors import PeerTimeout, RaypsError, StaleGeneration, UserError
+from rayps.core.leases import RowLease
 from rayps.core.metrics import Totals
 from rayps.core.records import Point
 from rayps.core.row_shares import RowShares
@@ -21,6 +22,7 @@ from rayps.recovery.worker_backup import WorkerBackup
 from rayps.tensors.snapshot import RetainedParts, Snapshot
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.handover import HeldState, hand_over
+from rayps.worker.leased_batches import LeasedBatches
 from rayps.worker.loop import Companions, Loop
 from rayps.worker.loop_of_family import loop_class
 from rayps.worker.plan import WorkerFacts, WorkerPart, WorkerPlan
@@ -101,8 +103,12 @@ class GenerationRun:
             self._parts.wanted = wanted
             if taken >= self._parts.pinned:
                 self._parts.pinned = 0
+            waits_at = None
             if self._run is not None:
                 self._run.wanted, self._run.taken = wanted, taken
+                if (leased := self._leased) is not None:
+                    leased.heard()
+                    waits_at = leased.waits_at
             answer = WorkerFacts(
                 facts.rank,
                 facts.generation,
@@ -116,6 +122,7 @@ class GenerationRun:
                 met=facts.met,
                 call=self.call,
                 trace=facts.trace,
+                waits_at=waits_at,
             )
             facts.points, facts.trace = [], None
             if self._backup is not None:
@@ -148,6 +155,29 @@ class GenerationRun:
             except RaypsError:
                 del self._parts[at]  # the driver then asks for the part of a later round
                 raise
+
+    # ---- leases
+
+    @property
+    def _leased(self) -> LeasedBatches | None:
+        batches = None if self._run is None else self._run.loop.w.batches
+        return batches if isinstance(batches, LeasedBatches) else None
+
+    def extend(self, leases: Sequence[RowLease], begin: int | None) -> None:
+        """Add leases of rows, for which the worker waits: see `LeasedBatches.extend`."""
+        if self._leased is not None:
+            self._leased.extend(leases, begin)
+
+    def end_leases(self, push_at: int | None) -> None:
+        """End the run after the present round.
+
+        `push_at`: the step as which the worker then pushes the rest of its compressed gradients; None if it does not.
+        """
+        if self._run is None or self._leased is None:
+            self._stop.set()  # it has not begun: it has nothing to push
+            return
+        self._run.loop.push_rest_at = push_at
+        self._leased.end()
 
     # ---- a change of the workers
 
@@ -189,13 +219,18 @@ class GenerationRun:
         """Use the map `found`, in which a shard is replaced, and repeat the pushes that the new shard lacks."""
         self._connections.rewire(found)
 
-    def evaluate(self, vector: Tensor | None, buffers: dict[str, Tensor]) -> Totals:
+    def evaluate(
+        self, vector: Tensor | None, buffers: dict[str, Tensor], share: tuple[int, int] | None = None
+    ) -> Totals:
         """Evaluate the model over this worker's share of the data, at the given parameters and buffers.
 
+        `share` = (i, n) is the i-th of n shares; None means the share of the worker's rank.
         Return a dict from a metric's name to its `Total`. Raises UserError if the user's code fails.
         """
         assert self._run is not None, "evaluate is called after a plan has run"
         loop = self._run.loop
+        if share is not None:
+            loop.w.batches.rank, loop.w.batches.size = share
         try:
             with self._account.span("evaluation"):
                 loop.load_buffers(buffers)
@@ -375,6 +410,10 @@ class PlanRun:
         self._begin_trace()
         self.trains_here()
         while self._continues():
+            if plan.leased:
+                self.account.enter("waiting", "driver")  # no time at all, unless there is no lease
+            if not loop.await_batch(self._stopped):
+                break
             if self._gate.holds(w.position):
                 loop.settle()  # the servers' state of this round has this worker's push
             if not self._may_begin():
@@ -487,7 +526,7 @@ class PlanRun:
         at, (epoch, index) = w.position, w.batches.epoch_of(w.position)
         every = plan.evaluate_every
         due = at % every == 0 if every is not None else index == 0 and epoch % plan.strategy.evaluate_every == 0
-        if w.done or not due or at >= plan.end:
+        if w.done or not due or at >= plan.end or plan.leased:
             return False
         return w.batches.pass_ is None or not w.batches.pass_.alone  # alone: the epochs end in different rounds
 

@@ -5,6 +5,7 @@ Under a strategy with `own_copies` (Downpour), a worker also steps its own copy 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from rayps.tensors.snapshot import Snapshot
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import VectorMemory, Worker
 from rayps.worker.early_push import EarlyPush
+from rayps.worker.leased_batches import LeasedBatches
 from rayps.worker.loop import Loop
 from rayps.worker.plan import WorkerPart, WorkerPlan
 from rayps.worker.push_agreement import PushAgreement
@@ -105,7 +107,8 @@ class ServerWorker(Worker):
             server.push(gradient)
 
     def _pulls_again(self) -> bool:
-        return self.position < self.plan.end
+        leased = self.batches
+        return self.position < self.plan.end and (not isinstance(leased, LeasedBatches) or leased.in_hand)
 
     def _clip_push(self, vector: Tensor) -> None:
         square = square_of(vector)
@@ -138,6 +141,18 @@ class ServerSteps(Loop):
         self._skipped_before = 0  # rounds before the current one in which no step was taken
         self.w.position = self.w.server.step  # a replacement worker continues after its predecessor's last push
 
+    def await_batch(self, stopped: Callable[[], bool]) -> bool:
+        """Wait for a lease, if rows are leased. Before it, all pushes of this worker are applied. See `Loop`."""
+        batches = self.w.batches
+        if not isinstance(batches, LeasedBatches):
+            return True
+        if not batches.in_hand:
+            self.w.server.settle()
+        if not batches.await_lease(stopped):
+            return False
+        self.w.server.step = batches.position
+        return True
+
     def run_round(self) -> None:
         """Run one round, with the lookups of sparse tables in it. See `Loop`."""
         self._skipped_before = self.w.scaling.skipped_by_all
@@ -158,6 +173,8 @@ class ServerSteps(Loop):
     def settle(self) -> None:
         """Wait until the servers have applied this worker's pushes. Raises LinkError if a connection fails."""
         self.w.server.settle()
+        if self.push_rest_at is not None and isinstance(self.w.server, GroupServer):
+            self.w.server.push_rest(self.push_rest_at)
 
     def close(self) -> None:
         """Release the worker's resources. See `Loop`."""

@@ -134,6 +134,20 @@ class GroupServer:
             pieces = self._vector.pushed(vector.detach().reshape(-1), lo)
         self._send_push(pieces, weight, rounds)
 
+    def push_rest(self, step: int) -> bool:
+        """Push, uncompressed and as step `step`, what earlier compressed pushes have left out. Wait for the answers.
+
+        Return False if pushes are not compressed. Raises the errors of `push`.
+        """
+        if self.feedback is None:
+            return False
+        feedback, self.feedback = self.feedback, None
+        self.settle()
+        self.step = step
+        self.push(feedback.residual.to(self.dtype))
+        self.settle()
+        return True
+
     def _send_push(self, pieces: dict[int, Any], weight: float, rounds: int = 1) -> None:
         """Send a push now, or with the next request. A segment that `pieces` lacks is sent an empty piece."""
         pieces = self._vector.to_all(pieces)

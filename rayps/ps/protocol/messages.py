@@ -23,6 +23,7 @@ from rayps.core.errors import LinkError, RaypsError
 JOIN_PAYLOAD = struct.Struct("<dq")
 
 
+@enum.unique
 class GroupMessage(enum.IntEnum):
     """The kind of a message, with the meaning of a, b, weight and payload. An answer has its request's tag."""
 
@@ -51,6 +52,8 @@ class GroupMessage(enum.IntEnum):
     TAKE_RANK = 15  # where there is no manager: a = space, b = rank -> ACK: the incarnation for the next JOIN (int64)
     # ARRIVE, with backup workers: ask for the members of round a (`ArrivalKind` says what for); weight = their number
     ARRIVE = 16  # payload = head + `ArrivalKind` (int64) -> VALUE: members of rounds from a on (`pack_members`)
+    # MEMBERS: only rank -1 may send it; weight = the incarnation of the worker that joins, if one does
+    MEMBERS = 17  # payload = head + a `MemberChange` for each segment -> VALUE: as MARKS, once the backups have it
     # server -> worker. In every answer, weight = the step of this rank below which all pushes to the request's segments
     # are durable
     JOINED = 20  # payload = int64 pairs (segment, this rank's next step) of all segments that this server is primary of

@@ -26,6 +26,7 @@ from rayps.core.staleness_bound import MovedBound
 from rayps.core.strategy import ServerHalf
 from rayps.core.topology import Servers, servers_of
 from rayps.core.values import Json
+from rayps.ps.protocol.members import MemberChange
 from rayps.ps.protocol.segment_map import StaticMap
 from rayps.tensors.flat import Entry, Layout
 from rayps.tensors.learning_rate import Recipe, Ticks
@@ -346,6 +347,16 @@ class ServedSegment(Protocol):
 
     def part(self, rounds: int) -> bytes | None:
         """Return the state after `rounds` rounds, or None if it was not retained (see `keep`)."""
+
+    @property
+    def closed(self) -> int:
+        """The number of rounds that all ranks that take part have pushed."""
+
+    def change_members(self, change: MemberChange) -> list[bytes]:
+        """Apply a change of the ranks that take part; return the changes that backups must replay.
+
+        Raises ConfigError if the strategy applies whole rounds, and ValueError if there is no such rank.
+        """
 
     def keep(self, rounds: Sequence[int]) -> None:
         """Retain the state after each of these rounds, when the round closes."""

@@ -57,8 +57,9 @@ class ConsistentCut:
         self._target: list[int] | None = None
 
     def reached(self) -> list[int]:
-        """Return for each rank one more than the highest step that this segment has applied."""
-        return [self._ledger.reach(rank) for rank in self._ledger.marks]
+        """Return for each rank that takes part one more than the highest step that this segment has applied."""
+        ledger = self._ledger
+        return [ledger.reach(rank) if ledger.takes_part(rank) else 0 for rank in ledger.marks]
 
     def aim(self, target: Sequence[int]) -> None:
         """Admit the pushes below `target`, which has for each rank the largest result of `reached` on any segment.
@@ -79,7 +80,8 @@ class ConsistentCut:
         """Return the ranks that have a push below the target which this segment has not applied."""
         if self._target is None:
             return []
-        return [rank for rank, mark in self._ledger.marks.items() if mark < self._target[rank]]
+        behind = [rank for rank, mark in self._ledger.marks.items() if mark < self._target[rank]]
+        return [rank for rank in behind if self._ledger.takes_part(rank)]
 
 
 @dataclass(slots=True)

@@ -30,6 +30,7 @@ from rayps.core.strategy import ServerHalf
 from rayps.core.topology import Servers, servers_of
 from rayps.core.values import Buffer
 from rayps.ps.protocol.mailbox import STEPS, SharedSlice
+from rayps.ps.protocol.members import MemberChange, MemberChangeKind, left
 from rayps.ps.protocol.pieces import DensePiece, Extent, KnownRows, area_piece
 from rayps.ps.protocol.rows import KEPT_LISTS, Area, ShardRows, gathered, step_rows
 from rayps.ps.protocol.space import Space
@@ -83,6 +84,7 @@ class ShardFacts:
 CHANGE = struct.Struct("<qqqd")
 ONE = struct.Struct("<qqd")  # rank, bytes and weight of one value of a round
 PUSHED, MEAN, VALUES = 1, 2, 3
+MEMBERS = 4  # kind of a change of the ranks that take part
 
 
 def changes_by(strategy: ServerHalf) -> int:
@@ -430,8 +432,7 @@ class Shard:
             self.ledger.skipped = None
         elif self.ledger.skipped is None:
             self.ledger.skipped = dict.fromkeys(self.ledger.marks, 0)
-        self.clock = Clock(self.ledger.marks, servers.staleness)
-        self.size = len(self.ledger.marks)  # number of workers
+        self.clock = Clock(self.ledger.marks, servers.staleness, self.ledger.active)
         self.closed = self.clock.slowest  # number of closed rounds
         self.rounds = 1  # number of rounds that the current push covers, see ShardView
         self.version = 0  # number of optimizer steps
@@ -443,6 +444,12 @@ class Shard:
         self._counts = ShardCounts()
         made = optimizer or SegmentOptimizer
         self.optimizer = made(extent, self.slice, optimizer_factory(factory, servers.adagrad), ticks or Ticks())
+
+    @property
+    def size(self) -> int:
+        """The number of workers that take part."""
+        active = self.ledger.active
+        return len(self.ledger.marks) if active is None else max(1, len(active.ranks))
 
     @property
     def params(self) -> Tensor:
@@ -490,7 +497,11 @@ class Shard:
         area = optimizer.whole if count == size and not offset and rows is None else _area(count, offset, rows, size)
         if self.spans:
             self.rounds = step + 1 - self.ledger.marks.get(rank, 0)
+        repeats = self.ledger.is_repeat(rank, step)
         if not (self.ledger.fill(rank, step) if self.spans else self.ledger.add(rank, step)):
+            if repeats:  # the push is recorded, although it has no effect
+                self.changes.seq += 1
+                self.finish()
             return False
         self._counts.pushed(rank, self.version)
         if rows is None and count < size:
@@ -541,10 +552,19 @@ class Shard:
             self._open.copy_pushes(rank)
 
     def finish(self) -> None:
-        """Close the rounds that all ranks have pushed."""
-        before, self.closed = self.closed, self.clock.slowest
+        """Close the rounds that all ranks that take part have pushed."""
+        before, self.closed = self.closed, max(self.closed, self.clock.slowest)
         for finished in range(before, self.closed):
             self._close(finished)
+
+    def change_members(self, change: MemberChange) -> None:
+        """Apply a change of the ranks that take part. Raises ValueError if there is no such rank."""
+        if change.kind is MemberChangeKind.END and change.step > self.closed:
+            self.retained.requested.add(change.step)
+        change.apply_to(self.ledger)
+        self.clock.active = self.ledger.active
+        self.changes.seq += 1
+        self.finish()
 
     def _close(self, finished: int) -> None:
         """Close a round: apply its pushes by the strategy's `on_round`."""
@@ -576,7 +596,9 @@ class Shard:
         kind, first, second, weight = CHANGE.unpack_from(view)
         body = view[CHANGE.size :]
         self.changes.recording = False
-        if kind == PUSHED:
+        if kind == MEMBERS:
+            self.change_members(MemberChange.decode(body))
+        elif kind == PUSHED:
             value, offset, rows = self.extent.read_push(body)
             self.push(first, second, value, weight, offset, rows=rows)
         elif kind == MEAN:
@@ -802,6 +824,8 @@ class DenseSegment:
         marks = self.marks()
         if rank not in marks:
             raise ValueError(f"rank {rank} does not exist: {len(marks)} workers have the ranks 0 to {len(marks) - 1}")
+        if self._base is None and not self._shard.ledger.takes_part(rank):
+            raise left(rank)
         servers = servers_of(self.space.strategy)
         if step - marks[rank] >= WINDOW and not (servers is not None and servers.update.spans):
             raise ValueError(
@@ -848,6 +872,17 @@ class DenseSegment:
     def replay(self, change: memoryview) -> None:
         """Apply one of the changes that `push` returned on the primary. Raises ValueError if it is none."""
         self._writable_shard().replay(change)
+
+    def change_members(self, change: MemberChange) -> list[bytes]:
+        """Apply a change of the ranks that take part; return the changes for backups: see `ServedSegment`."""
+        shard = self._writable_shard()
+        if shard.changes.kind != PUSHED:
+            raise ConfigError(
+                f"the strategy of space {self.space.name!r} applies whole rounds: workers neither join nor leave",
+                field="strategy",
+            )
+        shard.change_members(change)
+        return [CHANGE.pack(MEMBERS, change.rank, change.step, 0.0) + change.encode() if self.copied else b""]
 
     def promoted(self) -> None:
         """Close, as the new primary, the rounds that all ranks have pushed."""
@@ -911,6 +946,11 @@ class DenseSegment:
             return flat_bytes(area.of(self._shard.params)).data
         item = self.extent.layout.dtype.itemsize
         return self._buffer[area[0] * item : area[1] * item]
+
+    @property
+    def closed(self) -> int:
+        """The number of rounds that all ranks that take part have pushed."""
+        return 0 if self._base is not None else self._shard.closed
 
     def marks(self) -> dict[int, int]:
         """Return for each rank its next step: the pushes of all earlier steps are recorded."""

@@ -204,6 +204,7 @@ class WholePush:
                 or assigned.copies
                 or here.get(assigned.index) is not assigned
                 or (step - shard.ledger.marks[rank] >= WINDOW and not shard.spans)
+                or not shard.ledger.takes_part(rank)
             ):
                 return False
         return True

@@ -20,6 +20,7 @@ from rayps.core.errors import ConfigError, PeerTimeout, RaypsError, StaleGenerat
 from rayps.core.failpoint import passing
 from rayps.core.topology import backup_in
 from rayps.ps.protocol.mailbox import MailboxCall, SharedSlice
+from rayps.ps.protocol.members import MemberChange, MemberChangeKind
 from rayps.ps.protocol.messages import (
     JOIN_PAYLOAD,
     GroupMessage,
@@ -265,6 +266,7 @@ class RequestHandler(PendingReplies):
             GroupMessage.FLUSH: self._wait,
             GroupMessage.CHANGES: self._changes,
             GroupMessage.MARKS: self._marks,
+            GroupMessage.MEMBERS: self._members,
             GroupMessage.ARRIVE: self._arrive,
             GroupMessage.HOLD: lambda assigned_space, request: self._reader(assigned_space).add_request(request),
             GroupMessage.AIM: lambda assigned_space, request: self._reader(assigned_space).aim(request),
@@ -628,6 +630,26 @@ class RequestHandler(PendingReplies):
     def _marks(self, assigned_space: AssignedSpace, request: PeerRequest) -> None:
         self._reply_values(assigned_space, request, lambda segment, data: numbers(segment.marks().values()))
 
+    def _members(self, assigned_space: AssignedSpace, request: PeerRequest) -> None:
+        """Apply a change of the ranks that take part, and serve the pulls that waited for a rank that has left."""
+        if request.peer.rank != READER:
+            raise ValueError(f"{request.peer.link.peer} joined as a worker: only a reader (rank -1) changes members")
+        touched = [assigned_space.by_index[piece.segment] for piece in request.pieces]
+        given = [MemberChange.decode(piece.data) for piece in request.pieces]
+        changed = []
+        for assigned, change in zip(touched, given, strict=True):
+            if change.kind is MemberChangeKind.ADMIT and request.weight > assigned_space.incarnations.get(
+                change.rank, -1
+            ):
+                assigned_space.incarnations[change.rank] = int(request.weight)
+                self._fence(assigned_space, change.rank, int(request.weight))
+            changed.append((assigned, segment_of(assigned).change_members(change)))
+        self._replication.forward(changed)
+        self.wake(assigned_space)
+        if assigned_space.number in self._readers:  # a consistent pull may have waited for the rank
+            self._readers[assigned_space.number].check()
+        self._marks(assigned_space, request)
+
     def _reply_values(
         self, assigned_space: AssignedSpace, request: PeerRequest, read: Callable[[ServedSegment, memoryview], Any]
     ) -> None:
@@ -753,7 +775,7 @@ class RequestHandler(PendingReplies):
         if rounds >= 0:
             for assigned in touched:
                 segment = segment_of(assigned)
-                closed = min(segment.marks().values(), default=0)
+                closed = segment.closed
                 if segment.part(rounds) is None and closed != rounds:
                     if closed > rounds:
                         raise RaypsError(
@@ -766,7 +788,7 @@ class RequestHandler(PendingReplies):
     def _serve_part(self, request: PeerRequest, touched: list[AssignedSegment]) -> bool:
         rounds, states = request.a, []
         for segment in map(segment_of, touched):
-            now = rounds < 0 or min(segment.marks().values(), default=0) == rounds
+            now = rounds < 0 or segment.closed == rounds
             state = segment.part(rounds) or (segment.dump() if now else None)
             if state is None:
                 return False

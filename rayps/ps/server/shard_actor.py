@@ -19,6 +19,7 @@ from rayps.comm.link import Listener
 from rayps.core.member_times import MemberTimes
 from rayps.core.phase_rounds import Boundary
 from rayps.core.user_module import unpack
+from rayps.ps.protocol.members import MemberChange, with_members
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.assignments import AssignedSegment
 from rayps.ps.server.dense_segment import DenseSegment, OptimizerType, ShardFacts, ShardPart, part_of
@@ -46,6 +47,7 @@ class ShardPlan:
     segment: int
     generation: int = 1
     boundary: Boundary = field(default_factory=lambda: Boundary(0, -1))
+    members: tuple[MemberChange, ...] = ()  # which ranks take part, if workers join and leave
     whole: Layout | None = None  # the whole model's layout, if the space has only the part of one worker of a replica
 
 
@@ -93,7 +95,8 @@ class ShardActor:
         """
         segment = self._new_segment(plan)
         lo, hi = plan.space.cuts[plan.segment]
-        segment.begin(snapshot.params[lo:hi], snapshot.ledger(lo, hi), snapshot.moments, plan.boundary)
+        ledger = with_members(snapshot.ledger(lo, hi), plan.members)
+        segment.begin(snapshot.params[lo:hi], ledger, snapshot.moments, plan.boundary)
         self._serve(plan, segment)
 
     def resume(self, plan: ShardPlan, state: bytes) -> None:

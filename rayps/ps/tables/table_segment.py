@@ -23,6 +23,7 @@ from rayps.core.staleness_bound import Clock, MovedBound
 from rayps.core.strategy import ServerHalf
 from rayps.core.topology import Servers, servers_of
 from rayps.core.values import Buffer
+from rayps.ps.protocol.members import MemberChange, MemberChangeKind, left
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables import initial_rows, segment_state
 from rayps.ps.tables.hash_index import ABSENT
@@ -46,7 +47,7 @@ from rayps.ps.tables.wire_format import (
 )
 from rayps.tensors.snapshot import RetainedParts
 
-_PUSH, _ROUND, _USE = 1, 2, 3  # kinds of changes for backups
+_PUSH, _ROUND, _USE, _MEMBERS = 1, 2, 3, 4  # kinds of changes for backups
 _HEAD = 32  # bytes of a change's head: kind, rank and step (int64 each), weight (float64)
 _NO_IDS = np.empty(0, np.int64)
 _DECAYS = struct.Struct("<d")  # precedes each gradient of a round: the number of whole steps for which it counts
@@ -220,7 +221,7 @@ class TableSegment:
             ConfigError: an option of the table is not valid.
             WorkloadError: the schedule cannot be evaluated.
         """
-        self.table, self.index, self.strategy, self.size = table, index, strategy, workers
+        self.table, self.index, self.strategy, self._ranks = table, index, strategy, workers
         self.rounds = 1  # see ShardView
         self.seq = self.version = 0
         self._bound: MovedBound | None = None  # the staleness bound, if it is not that of the strategy
@@ -234,19 +235,30 @@ class TableSegment:
         self.ledger = ledger
         servers = servers_of(self.strategy) or Servers()
         gathers = servers.update.gathers
-        self.clock = Clock(ledger.marks, servers.staleness)
+        self.clock = Clock(ledger.marks, servers.staleness, ledger.active)
         self.clock.move(self._bound)
-        self.life = RowLifecycle(self.table, self.store.row_bytes, 1 if gathers else max(1, self.size))
+        self.life = RowLifecycle(self.table, self.store.row_bytes, 1 if gathers else max(1, self._ranks))
         self._open = _OpenRounds(self.clock.slowest, gathers)
         self._snapshots = _Snapshots()
         self._update = _RowUpdate(self.table, self.store.rule.options, pace)
         self._checked: tuple[Buffer, TablePush] | None = None  # the push that was checked last, decoded
-        self._slots = _SlotCache(self.size)
+        self._slots = _SlotCache(self._ranks)
 
     def _store(self) -> RowStore:
         policy = RowPolicy.of(self.table)
         memory = None if policy.memory is None else policy.memory // self.table.segments
         return RowStore(self.table, rule_of(self.table), memory, policy.folder)
+
+    @property
+    def size(self) -> int:
+        """The number of workers that take part."""
+        active = self.ledger.active
+        return self._ranks if active is None else max(1, len(active.ranks))
+
+    @property
+    def closed(self) -> int:
+        """The number of rounds that all ranks that take part have pushed."""
+        return self._open.closed
 
     @property
     def rows(self) -> int:
@@ -289,6 +301,8 @@ class TableSegment:
             ConfigError: the push is not valid: see `rayps.ps.tables.wire_format.decode_push`.
             ValueError: there is no such rank, or too many steps were skipped.
         """
+        if not self.ledger.takes_part(rank):
+            raise left(rank)
         if not self.ledger.seen(rank, step):
             mark = self.ledger.marks[rank]
             if step - mark >= WINDOW:
@@ -329,17 +343,37 @@ class TableSegment:
 
     def _apply(self, rank: int, step: int, weight: float, push: TablePush) -> None:
         """Apply a push on arrival, for a strategy with `PerPush`."""
-        self.ledger.add(rank, step)
+        applies = self.ledger.add(rank, step)
         self.version += 1
         with self.store.lock:
-            if len(push.ids) and weight:
+            if len(push.ids) and weight and applies:
                 self._select_rows(push.ids, push.counts)
                 self._update.begin_round(step)
                 self.strategy.on_push(self, push.rows, weight)
             self._finish_change()
+        self._close_rounds()
+
+    def _close_rounds(self) -> None:
+        """Count the rounds that all ranks that take part have pushed, if pushes are applied on arrival."""
         while self._open.closed < self.clock.slowest:
             self._open.closed += 1
             self._retain_wanted()
+
+    def change_members(self, change: MemberChange) -> list[bytes]:
+        """Apply a change of the ranks that take part; return the changes for backups: see `ServedSegment`."""
+        if self._open.gathers:
+            raise self.table.error(
+                ConfigError, "the strategy applies whole rounds: workers neither join nor leave", field="strategy"
+            )
+        if change.kind is MemberChangeKind.END:
+            self.keep([change.step])
+        change.apply_to(self.ledger)
+        self.clock.active = self.ledger.active
+        with self.store.lock:
+            self._finish_change()
+        self._close_rounds()
+        head = _head(_MEMBERS, change.rank, change.step, 0.0)
+        return [head + change.encode() if self.copied else b""]
 
     def _apply_rounds(self) -> list[bytes]:
         """Apply the rounds that all ranks have pushed; return one change for each of these rounds."""
@@ -424,6 +458,8 @@ class TableSegment:
             self._count_pull(pull.ids, pull.counts)
         elif kind == _ROUND:
             self._replay_round(rank, step, data)
+        elif kind == _MEMBERS:
+            self.change_members(MemberChange.decode(data))
         else:
             raise ConfigError(f"table {self.table.name!r}: a change has the unknown kind {kind}")
 
@@ -543,9 +579,9 @@ class TableSegment:
         store = self._store()
         columns = segment_state.as_columns(self.table, self.store.rule.fields, arrays)
         ledger = Ledger.from_json(head["ledger"])
-        if len(ledger.marks) != self.size:
+        if len(ledger.marks) != self._ranks:
             raise self.table.error(
-                CheckpointError, f"the state is of {len(ledger.marks)} workers; expected {self.size}"
+                CheckpointError, f"the state is of {len(ledger.marks)} workers; expected {self._ranks}"
             )
         store.load(columns)
         self.store = store
@@ -563,7 +599,7 @@ class TableSegment:
         The branch and this segment share memory until rows change.
         """
         other = TableSegment(
-            self.table, self.index, strategy or self.strategy, workers or self.size, scheduled=scheduled
+            self.table, self.index, strategy or self.strategy, workers or self._ranks, scheduled=scheduled
         )
         with self.store.lock:
             other.store = self.store.branch()

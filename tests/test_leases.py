@@ -1,0 +1,243 @@
+"""Leases of blocks: each block of each epoch is applied once, whatever workers join, leave and die."""
+
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayps.core.errors import CheckpointError
+from rayps.core.leases import (
+    LEASE_SECONDS,
+    LEAST_SECONDS,
+    MOST_BLOCKS,
+    BlockRange,
+    Leases,
+    Marks,
+    PushId,
+    joined,
+    lease_size,
+)
+from rayps.core.repeated_pushes import Ledger
+from rayps.core.staleness_bound import ActiveRanks
+
+
+class Servers:
+    """The slow twin of servers: for each segment a ledger, and how often each block was applied."""
+
+    def __init__(self, segments: int, slots: int) -> None:
+        self.ledgers = [Ledger([0] * slots, active=ActiveRanks()) for _ in range(segments)]
+        self.applied = [Counter() for _ in range(segments)]
+
+    def push(self, segment: int, rank: int, step: int, block: tuple[int, int]) -> None:
+        if self.ledgers[segment].takes_part(rank) and self.ledgers[segment].add(rank, step):
+            self.applied[segment][block] += 1
+
+    def admit(self, rank: int) -> int:
+        first = max(ledger.admit(rank, 0) for ledger in self.ledgers)
+        assert {ledger.admit(rank, first) for ledger in self.ledgers} == {first}
+        return first
+
+    def remove(self, rank: int) -> Marks:
+        for ledger in self.ledgers:
+            ledger.remove(rank)
+        return self.marks(rank)
+
+    def marks(self, rank: int) -> Marks:
+        marks = [ledger.marks[rank] for ledger in self.ledgers]
+        return Marks(min(marks), max(marks))
+
+    def state(self):
+        return [ledger.to_json() for ledger in self.ledgers], [Counter(each) for each in self.applied]
+
+
+class Run:
+    """A run of workers that push block by block: the next step is pushed when all segments have the last one."""
+
+    def __init__(self, leases: Leases, servers: Servers) -> None:
+        self.leases, self.servers = leases, servers
+        self.steps: dict[int, int] = {}  # rank -> its next step
+        self.sent: dict[int, set[int]] = {}  # rank -> the segments that have its present step
+        self.left: dict[int, list] = {}  # rank -> the leases that it has been given
+
+    def join(self, rank: int) -> None:
+        if rank not in self.steps:
+            first = self.servers.admit(rank)
+            self.leases.join(rank, first)
+            self.steps[rank], self.sent[rank], self.left[rank] = first, set(), []
+
+    def lease(self, rank: int, count: int) -> None:
+        if rank in self.steps:
+            for lease in self.leases.lease(rank, count):
+                for i in range(lease.first, lease.end):
+                    for ledger in self.servers.ledgers:
+                        ledger.expect_repeat(rank, i, lease.blocks.earlier)
+                self.left[rank].append(lease)
+
+    def push(self, rank: int, segment: int) -> None:
+        if rank not in self.steps:
+            return
+        step = self.steps[rank]
+        lease = next((each for each in self.left[rank] if each.first <= step < each.end), None)
+        if lease is None:
+            return
+        self.servers.push(segment, rank, step, lease.block_of(step))
+        self.sent[rank].add(segment)
+        if len(self.sent[rank]) == len(self.servers.ledgers):
+            self.steps[rank], self.sent[rank] = step + 1, set()
+
+    def die(self, rank: int) -> None:
+        if rank in self.steps:
+            self.leases.leave(rank, self.servers.remove(rank))
+            del self.steps[rank], self.sent[rank], self.left[rank]
+
+    def complete(self, rank: int) -> None:
+        """Let one rank train to the end."""
+        self.join(rank)
+        for other in [other for other in self.steps if other != rank]:
+            self.die(other)
+        while True:
+            for segment in range(len(self.servers.ledgers)):
+                self.push(rank, segment)
+            self.leases.advance(rank, self.steps[rank])
+            if self.leases.finished:
+                return
+            self.lease(rank, 1)
+
+    def check(self, epochs: int) -> None:
+        law = Counter(itertools.product(range(epochs), range(self.leases.blocks)))
+        assert all(applied == law for applied in self.servers.applied)
+
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("join"), st.integers(0, 2)),
+    st.tuples(st.just("die"), st.integers(0, 2)),
+    st.tuples(st.just("lease"), st.integers(0, 2), st.integers(1, 4)),
+    *[st.tuples(st.just("push"), st.integers(0, 2), st.integers(0, 1))] * 3,
+)
+
+
+def carried_out(run: Run, operations) -> None:
+    for name, *given_ in operations:
+        getattr(run, name)(*given_)
+
+
+@settings(max_examples=120)
+@given(st.integers(1, 5), st.integers(1, 2), st.lists(OPERATIONS, max_size=60), st.integers(0, 2))
+def test_each_block_is_applied_once_on_each_segment(blocks, epochs, operations, last):
+    run = Run(Leases(blocks, (epochs, 0)), Servers(2, 3))
+    carried_out(run, operations)
+    run.complete(last)
+    run.check(epochs)
+
+
+@settings(max_examples=120)
+@given(st.integers(1, 5), st.lists(OPERATIONS, max_size=40), st.lists(OPERATIONS, max_size=30), st.integers(0, 2))
+def test_a_run_resumes_from_states_that_segments_took_at_different_moments(blocks, before, after, last):
+    """Segment 0 takes its state between `before` and `after`, segment 1 after both; the leases are read at the end."""
+    run, servers = Run(Leases(blocks, (2, 0)), Servers(2, 3)), None
+    carried_out(run, before)
+    servers = run.servers
+    early = servers.ledgers[0].copy(), Counter(servers.applied[0])
+    carried_out(run, after)
+    late = servers.ledgers[1].copy(), Counter(servers.applied[1])
+    resumed = Servers(2, 3)
+    resumed.ledgers, resumed.applied = [early[0], late[0]], [early[1], late[1]]
+    marks = {rank: resumed.marks(rank) for rank in range(3)}
+    leases = Leases.from_json(run.leases.to_json(marks), (2, 0))
+    for ledger in resumed.ledgers:
+        ledger.active = ActiveRanks()
+    again = Run(leases, resumed)
+    again.complete(last)
+    again.check(2)
+
+
+def test_every_order_of_two_deaths_of_a_step_that_one_segment_has():
+    """Rank 0 dies between two segments; rank 1 gets its block and dies likewise, at each place; rank 2 completes it."""
+    for first, second in itertools.product((0, 1), (None, 0, 1)):
+        run = Run(Leases(2, (1, 0)), Servers(2, 3))
+        run.join(0)
+        run.lease(0, 2)
+        run.push(0, first)
+        run.die(0)
+        run.join(0)  # the slot is used again before the block is leased again
+        run.join(1)
+        run.lease(1, 1)
+        assert run.left[1][0].blocks == BlockRange(0, 0, 1, (PushId(0, 0),))
+        if second is not None:
+            run.push(1, second)
+        run.die(1)
+        run.complete(2)
+        run.check(1)
+
+
+def test_a_leaver_gives_back_the_blocks_that_it_has_not_pushed():
+    leases = Leases(10, (1, 0))
+    leases.join(0, 5)
+    assert [(each.first, each.end, each.blocks) for each in leases.lease(0, 4)] == [(5, 9, BlockRange(0, 0, 4))]
+    assert leases.held(0, 6) == 3
+    assert leases.leave(0, Marks(6, 6)) == [BlockRange(0, 1, 4)]
+    assert leases.unleased == 9
+    leases.join(1, 6)
+    assert [each.blocks for each in leases.lease(1, 5)] == [BlockRange(0, 1, 4), BlockRange(0, 4, 6)]
+    assert leases.ranks == [1]
+
+
+def test_the_epoch_is_that_of_the_oldest_block_that_is_not_done():
+    leases = Leases(2, (3, 0))
+    for rank in (0, 1):
+        leases.join(rank, 0)
+    leases.lease(0, 1)
+    leases.lease(1, 3)
+    assert leases.epoch == 0
+    leases.advance(0, 1)
+    leases.advance(1, 1)
+    assert leases.epoch == 1 and not leases.finished
+    leases.lease(0, 9)
+    leases.advance(0, 9)
+    leases.advance(1, 9)
+    assert leases.finished and leases.epoch == 3
+
+
+def test_the_last_epoch_may_be_incomplete():
+    leases = Leases(4, (1, 2))
+    leases.join(0, 0)
+    assert leases.unleased == 6
+    assert [each.blocks for each in leases.lease(0, 9)] == [BlockRange(0, 0, 4), BlockRange(1, 0, 2)]
+    leases.advance(0, 6)
+    assert leases.finished and leases.epoch == 1
+
+
+def test_history_that_a_snapshot_has_is_dropped():
+    leases = Leases(6, (1, 0))
+    leases.join(0, 0)
+    for _ in range(3):
+        leases.lease(0, 2)
+    leases.saved({0: Marks(4, 4)})
+    assert leases.undone({0: Marks(4, 5)}) == [BlockRange(0, 4, 5, (PushId(0, 4),)), BlockRange(0, 5, 6)]
+    assert leases.of(0, 5) == leases.of(0, 4) and len(leases.of(0, 4)) == 1
+
+
+def test_ranges_that_follow_each_other_are_joined():
+    one = BlockRange(0, 2, 3, (PushId(0, 1),))
+    assert joined([BlockRange(0, 0, 1), BlockRange(0, 1, 2), one, BlockRange(0, 3, 4), BlockRange(1, 4, 5)]) == [
+        BlockRange(0, 0, 2), one, BlockRange(0, 3, 4), BlockRange(1, 4, 5)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "data", [{}, {"blocks": 2, "next": [0], "undone": []}, {"blocks": 2, "next": [0, 0], "undone": [1]}]
+)
+def test_damaged_data_is_refused(data):
+    with pytest.raises(CheckpointError, match="leases are damaged"):
+        Leases.from_json(data, (1, 0))
+
+
+def test_the_size_of_a_lease():
+    assert lease_size(None, 1000, 2) == 1  # the pace is not known
+    assert lease_size(0.01, 1000, 2) == round(LEASE_SECONDS / 0.01)
+    assert lease_size(1e-9, 10_000, 1) == MOST_BLOCKS
+    assert lease_size(30.0, 1000, 2) == 1
+    assert lease_size(0.01, 100, 2) == 25  # half an equal share of what is left
+    assert lease_size(0.01, 4, 2) == round(LEAST_SECONDS / 0.01)
