@@ -381,6 +381,31 @@ def test_other_families_return_to_the_newest_state_after_a_death(strategy):
     torch.testing.assert_close(found.snapshot.loaded().params, params(alone), rtol=1e-10, atol=1e-12)
 
 
+def test_with_copies_of_slices_a_death_of_sharded_state_loses_no_round():
+    """The dead worker is replaced, and gets its slice from its neighbour."""
+    tag = "copies"
+    cluster = Watched()
+    work = Small(n=120, batch=4, optimizer="adam", tag=tag, pause=0.01)
+    killer = cluster.kill_when(tag, 60, ("WorkerActor", 0))
+    strategy = "all_reduce:shard=optimizer,slice_backup=true"
+    found = train(
+        work, (1, 2), strategy=strategy, epochs=4, cluster=cluster, global_batch=12, elastic={"replay": [[3, 2]]}
+    )
+    killer.join()
+    kinds = [event["kind"] for event in found.events]
+    assert kinds.count("mended") == 1
+    assert "restarted" not in kinds
+    alone = train(Small(n=120, batch=4, optimizer="adam"), 1, epochs=4, elastic={"most": 1}, global_batch=12)
+    torch.testing.assert_close(found.snapshot.loaded().params, params(alone), rtol=1e-10, atol=1e-12)
+
+
+def test_a_change_declares_that_error_feedback_is_dropped():
+    options = {"replay": [[3, 2]]}
+    found = train(Small(), (1, 2), strategy="all_reduce:compression=int8", global_batch=6, elastic=options)
+    [event] = [event for event in found.events if event["kind"] == "resized"]
+    assert "error feedback of the compression was dropped" in event["message"]
+
+
 @pytest.mark.parametrize("strategy", ["fedavg:fraction=0.5", "scaffold"])
 def test_federated_workers_change_and_the_result_does_not(strategy):
     class Clients(Small):

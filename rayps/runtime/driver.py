@@ -406,7 +406,8 @@ class Driver:
         elastic, group = self._plan.elastic, self._group
         if elastic is not None:
             strategy = self._plan.phase(state.phase).phase.strategy
-            elastic.begin_generation(strategy, self._checkpoints.snapshot, group.size, state.handover)
+            continues = state.rebuild or state.handover
+            elastic.begin_generation(strategy, self._checkpoints.snapshot, group.size, continues)
         leased = self._plan.leased
         if leased is not None:
             leased.begin_generation(self._checkpoints.snapshot, group)
@@ -642,7 +643,7 @@ class Driver:
     def _recovery(self, phase: PhaseRun) -> Recovery:
         """Return how the run recovers from a death now."""
         declared, group = phase.phase.strategy.recovery, self._group
-        if self._plan.elastic is not None:
+        if self._plan.elastic is not None and not isinstance(declared, Rebuild):
             return RestartAll() if any(shard.dead for shard in group.shards) else RegroupLiving()
         if self._plan.calendar.open and isinstance(declared, Rebuild):
             return RestartAll()  # backups of workers do not have their positions in data without a length

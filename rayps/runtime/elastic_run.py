@@ -23,8 +23,9 @@ from rayps.core.handover import Handover
 from rayps.core.phase_rounds import Calendar
 from rayps.core.row_shares import RowShares
 from rayps.core.strategy import StrategyView
-from rayps.core.topology import servers_of
+from rayps.core.topology import compression_in, servers_of
 from rayps.core.values import JsonObject
+from rayps.recovery.backup_assignment import RebuildPlan
 from rayps.runtime.decide_recovery import Regroup
 from rayps.runtime.decide_size import SizeDecision, SizeFacts, decide_size, gain_of, new_ranks
 from rayps.runtime.elastic_support import hands_over
@@ -127,6 +128,7 @@ class ElasticRun:
         self._ceiling: int | None = None
         self._speed: tuple[int, float] | None = None  # workers and samples per second before the last growth
         self._pace = _Pace()
+        self._compresses = False
         self._hands_over, self._margin = True, 0  # of the strategy of the current phase
         self._allowed_at = 0
         self._noticed = NoticedWorkers(journal)
@@ -153,16 +155,21 @@ class ElasticRun:
     # ---- a generation
 
     def begin_generation(
-        self, strategy: StrategyView, snapshot: Snapshot, workers: int, handover: Handover | None
+        self, strategy: StrategyView, snapshot: Snapshot, workers: int, continues: Handover | RebuildPlan | None
     ) -> None:
-        """Count rounds and deal rows for the next generation, and adapt the newest `snapshot` to it."""
-        self._hands_over = hands_over(strategy)
+        """Count rounds and deal rows for the next generation, and adapt the newest `snapshot` to it.
+
+        `continues`: how it continues from the workers' states; None if it starts from the snapshot.
+        """
+        self._hands_over, self._compresses = hands_over(strategy), compression_in(strategy) is not None
         # the next round is the earliest of which servers can still retain the state
         self._margin = 0 if servers_of(strategy) is None else 1
-        if handover is None:
+        if continues is None:
             self.restart(snapshot, workers)
-        else:
-            self.continue_from(snapshot)
+            return
+        if isinstance(continues, RebuildPlan):
+            self.count_from(continues.round, workers)
+        self.continue_from(snapshot)
 
     def plan(self, handover: Handover | None) -> ElasticPlan:
         """Return what the workers of the next generation get."""
@@ -441,16 +448,23 @@ class ElasticRun:
             "reason": change.reason,
             "lost": list(change.lost),
         }
-        self._journal.event(
-            "resized",
-            f"{change.reason}: the job has {after} workers instead of {before}, from round {change.round} on; the "
-            f"first round of the new group ended {seconds:.2f} s after the workers were told to stop"
-            if not change.lost
-            else f"{change.reason}: {after} workers continued from round {change.round}"
-            f"{', which they had in memory' if self._hands_over else ', that of the newest snapshot'}; their first "
-            f"round ended {seconds:.2f} s after the failure was detected",
-            **event,
-        )
+        self._journal.event("resized", self._text(change, seconds), **event)
+
+    def _text(self, change: _Change, seconds: float) -> str:
+        """Return what the event of a change says; `seconds`: from its begin to the end of the first new round."""
+        before, after = change.size
+        if change.lost:
+            origin = "which they had in memory" if self._hands_over else "that of the newest snapshot"
+            text = (
+                f"{change.reason}: {after} workers continued from round {change.round}, {origin}; their first round "
+                f"ended {seconds:.2f} s after the failure was detected"
+            )
+        else:
+            text = (
+                f"{change.reason}: the job has {after} workers instead of {before}, from round {change.round} on; the "
+                f"first round of the new group ended {seconds:.2f} s after the workers were told to stop"
+            )
+        return f"{text}; the error feedback of the compression was dropped" if self._compresses else text
 
 
 def _answer(worker: GroupMember, reply: object, seconds: float = HALT_SECONDS) -> int | None:
