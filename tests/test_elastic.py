@@ -15,7 +15,7 @@ from torch import nn
 import rayps
 from rayps.cluster.notices import Notice
 from rayps.core.errors import CheckpointError, ConfigError, TrainingError
-from rayps.runtime.elastic_run import Allowance
+from rayps.runtime.job_size import Allowance
 from rayps.runtime.membership import Membership
 from rayps.runtime.worker_actor import WorkerActor
 

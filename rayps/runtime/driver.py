@@ -63,8 +63,9 @@ from rayps.runtime.decide_recovery import (
     recovery_now,
 )
 from rayps.runtime.driver_move import DriverMove
-from rayps.runtime.elastic_run import Allowance, ElasticRun
+from rayps.runtime.elastic_run import ElasticRun
 from rayps.runtime.job_servers import space_of
+from rayps.runtime.job_size import Allowance
 from rayps.runtime.journal import Journal
 from rayps.runtime.last_checkpoint import LastCheckpoint, repeated_rounds
 from rayps.runtime.leased_run import LeasedRun, LeaseTerms
@@ -339,10 +340,8 @@ class Driver:
         )
         if placed:
             self.journal.event("placed", placed)
-        if plan.elastic is not None:
-            plan.elastic.begin(group.newcomers(), RoomWatch(cluster, resources), cluster.notices)
-        if plan.leased is not None:
-            plan.leased.begin(group.newcomers(), RoomWatch(cluster, resources), cluster.notices)
+        if plan.size is not None:
+            plan.size.begin(group.newcomers(), RoomWatch(cluster, resources), cluster.notices)
         self.trial.end(self.journal)
         first = self._checkpoints.first(group, self.workload, plan, again=self._again)
         if self._checkpoints.resume is not None:
@@ -657,9 +656,9 @@ class Driver:
         }
         if self.spec.elastic is not None:
             facts["allowed"] = self._allowance.now[0]
-        elastic = None if self._known is None else self._known.elastic
-        if elastic is not None and elastic.wanted is not None:
-            facts["wanted"] = elastic.wanted
+        size = None if self._known is None else self._known.size
+        if size is not None and size.wanted is not None:
+            facts["wanted"] = size.wanted
         if self._bound.moves:
             facts["bound"] = self._bound.bound
         if self._callbacks.run.best is not None:
@@ -687,7 +686,7 @@ class Driver:
 
     def _end_workers(self) -> None:
         if self._known is not None and self._known.elastic is not None:
-            self._known.elastic.close()
+            self._known.elastic.size.close()
         if self._known is not None and self._known.leased is not None:
             self._known.leased.close()
         if self._started is not None:

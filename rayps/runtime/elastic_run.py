@@ -7,16 +7,13 @@ continues from the workers' memory.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rayps.cluster.local import until
 from rayps.cluster.members import GroupMember
-from rayps.cluster.notices import Notice
-from rayps.cluster.room import RoomWatch
 from rayps.core.elastic import ElasticWorkers
 from rayps.core.errors import CheckpointError, ClusterError
 from rayps.core.handover import Handover
@@ -27,12 +24,11 @@ from rayps.core.topology import compression_in, servers_of
 from rayps.core.values import JsonObject
 from rayps.recovery.backup_assignment import RebuildPlan
 from rayps.runtime.decide_recovery import Regroup
-from rayps.runtime.decide_size import SizeDecision, SizeFacts, decide_size, gain_of, new_ranks
+from rayps.runtime.decide_size import new_ranks
 from rayps.runtime.elastic_support import hands_over
+from rayps.runtime.job_size import Allowance, JobSize
 from rayps.runtime.journal import Journal
 from rayps.runtime.membership import Membership
-from rayps.runtime.newcomers import Newcomers
-from rayps.runtime.noticed_workers import NoticedWorkers
 from rayps.worker.plan import ElasticPlan, WorkerFacts
 
 if TYPE_CHECKING:
@@ -82,29 +78,6 @@ class _Pace:
         return self._rounds * self._block / self._seconds if self._seconds >= 1 and self._rounds else None
 
 
-class Allowance:
-    """The number of workers that a job may have now. Any thread may set it."""
-
-    def __init__(self, most: int) -> None:
-        """Allow `most` workers."""
-        self._lock = threading.Lock()
-        self._most = most
-        self._workers, self._reason, self._set_at = most, "", 0
-
-    def set(self, workers: int, reason: str) -> None:
-        """Allow `workers` workers from now on. `reason` is written into the event of the change."""
-        with self._lock:
-            if (workers, reason) != (self._workers, self._reason):
-                self._workers, self._reason = workers, reason
-                self._set_at += 1
-
-    @property
-    def now(self) -> tuple[int, str, int]:
-        """The number, the reason, and how often the number was set."""
-        with self._lock:
-            return self._workers, self._reason, self._set_at
-
-
 class ElasticRun:
     """The driver's part of an elastic job whose workers run in step."""
 
@@ -117,40 +90,15 @@ class ElasticRun:
         journal: Journal,
         allowance: Allowance,
     ) -> None:
-        """Prepare. `begin` is called when the workers have started."""
-        self.membership, self.allowance = membership, allowance
-        self._elastic, self._least, self._calendar, self._journal = elastic, least, calendar, journal
-        self._newcomers: Newcomers | None = None
-        self._room: RoomWatch | None = None
+        """Prepare. `size.begin` is called when the workers have started."""
+        self.membership = membership
+        self.size = JobSize(elastic, least, journal, allowance)
+        self._elastic, self._calendar, self._journal = elastic, calendar, journal
         self._change: _Change | None = None  # the workers stop for this change
         self._formed: _Change | None = None  # its first new round is awaited
-        self._changed_at = -elastic.cooldown  # as time.monotonic
-        self._ceiling: int | None = None
-        self._speed: tuple[int, float] | None = None  # workers and samples per second before the last growth
         self._pace = _Pace()
         self._compresses = False
         self._hands_over, self._margin = True, 0  # of the strategy of the current phase
-        self._allowed_at = 0
-        self._noticed = NoticedWorkers(journal)
-
-    @property
-    def wanted(self) -> int | None:
-        """The most workers that the job wants, because more have not paid; None if this is not known."""
-        return self._ceiling
-
-    def begin(self, newcomers: Newcomers, room: RoomWatch, notices: Callable[[], tuple[Notice, ...]]) -> None:
-        """Set what starts newcomers, what knows the free resources, and what returns notices of ends."""
-        self._newcomers, self._room = newcomers, room
-        self._noticed.begin(notices)
-        if self._elastic.most > self._least:
-            room.start()
-
-    def close(self) -> None:
-        """End newcomers, and stop looking for room."""
-        if self._newcomers is not None:
-            self._newcomers.close()
-        if self._room is not None:
-            self._room.close()
 
     # ---- a generation
 
@@ -211,7 +159,7 @@ class ElasticRun:
         if saved is None:
             saved = self._shares_of_fixed(snapshot)
         self.membership.resume(saved)
-        self.restart(snapshot, self._least)
+        self.restart(snapshot, self.size.least)
 
     def _shares_of_fixed(self, snapshot: Snapshot) -> RowShares:
         """Return how rows were dealt in a job with a fixed number of workers, which has written `snapshot`."""
@@ -251,7 +199,6 @@ class ElasticRun:
         `collected` is the round of the newest state that the driver has. Call it only if no member is dead and no
         worker has failed.
         """
-        assert self._newcomers is not None, "begin comes first"
         facts = [w.facts for w in group.workers if isinstance(w.facts, WorkerFacts)]
         facts = [each for each in facts if each.generation == generation]
         if len(facts) < group.size:
@@ -262,83 +209,25 @@ class ElasticRun:
             return self._stopped(group, facts, collected)
         if any(each.status == "finished" for each in facts):
             return None
-        for why in self._newcomers.failures():
-            self._journal.event("warning", f"a worker that was to join did not start: {why}; another try follows")
         if self._elastic.replay is not None:
             return self._replay(group, facts, collected)
-        decision = decide_size(self._size_facts(group))
-        self._start_or_drop(decision, group.size)
+        decision = self.size.decide(group.workers, speed=None if self._formed is not None else self._pace.speed)
         if decision.regroup:
             self._change = _Change(decision.reason, decision.leavers, decision.joiners)
             self._stop(group)
         return None
 
-    def _size_facts(self, group: WorkerGroup) -> SizeFacts:
-        newcomers, room = self._newcomers, self._room
-        assert newcomers is not None, "begin comes first"
-        assert room is not None, "begin comes first"
-        workers, reason, number = self.allowance.now
-        if number != self._allowed_at:  # a word from outside is also a new attempt to grow, at once
-            self._allowed_at, self._changed_at = number, -self._elastic.cooldown
-            if self._ceiling is not None and workers > self._ceiling:  # the service offers no more than is wanted
-                self._ceiling = None
-        self._measure(group)
-        return SizeFacts(
-            group.size,
-            self._least,
-            self._elastic.most,
-            workers,
-            reason,
-            room.room if newcomers.may_start else 0,
-            newcomers.starting,
-            newcomers.ready,
-            self._noticed.ranks(group.workers),
-            time.monotonic() - self._changed_at,
-            self._elastic.cooldown,
-            self._ceiling,
-        )
-
-    def _measure(self, group: WorkerGroup) -> None:
-        """After a growth, compare the speed with that before, and set the ceiling if the growth has not paid."""
-        speed = self._pace.speed
-        if self._speed is None or self._formed is not None or speed is None:
-            return
-        before, now = self._speed, (group.size, speed)
-        if now[0] <= before[0]:
-            self._speed = None
-        elif time.monotonic() - self._changed_at >= max(MEASURED_SECONDS, min(self._elastic.cooldown, 10.0)):
-            self._speed = None
-            gain = gain_of(before, now)
-            if gain < self._elastic.gain:
-                self._ceiling = group.size
-                self._journal.event(
-                    "warning",
-                    f"more workers do not pay: {now[0]} workers train {now[1]:.4g} samples/s and {before[0]} trained "
-                    f"{before[1]:.4g}, so that each added worker brought {gain:.0%} of a worker's speed, and "
-                    f"elastic.gain is {self._elastic.gain:.0%}: the job does not grow further",
-                )
-
-    def _start_or_drop(self, decision: SizeDecision, size: int) -> None:
-        assert self._newcomers is not None, "begin comes first"
-        if decision.drop:
-            self._newcomers.drop(decision.drop)
-        if decision.start:
-            what = "worker starts" if decision.start == 1 else "workers start"
-            self._journal.event("growing", f"{decision.start} more {what} while {size} train: {decision.reason}")
-            self._newcomers.start(decision.start, size)
-
     def _replay(self, group: WorkerGroup, facts: Sequence[WorkerFacts], collected: int) -> Regroup | None:
         """Prepare the next change of a replay, and return it when all workers have reached its round."""
-        assert self._newcomers is not None, "begin comes first"
         following = self.membership.next_replay(self.membership.current.begin)
         if following is None:
             return None
         at, count = following
-        held = group.size + self._newcomers.ready + self._newcomers.starting
+        held = group.size + self.size.newcomers.ready + self.size.newcomers.starting
         if held < count:
-            self._newcomers.start(count - held, held)
+            self.size.newcomers.start(count - held, held)
         paused = all(each.status == "paused" and each.position == at for each in facts)
-        if not paused or group.size + self._newcomers.ready < count:
+        if not paused or group.size + self.size.newcomers.ready < count:
             return None
         leavers = tuple(range(count, group.size))
         self._change = _Change("replay", leavers, max(0, count - group.size), round=at)
@@ -384,7 +273,6 @@ class ElasticRun:
         worker holds the whole state in memory, or because all are lost. Workers that are lost or leave are ended. If
         fewer than the least number remain, replacements are started now.
         """
-        assert self._newcomers is not None, "begin comes first"
         change = self._change or _Change(decision.reason)
         self._change = None
         change.lost = decision.lost
@@ -399,18 +287,16 @@ class ElasticRun:
         if not stay or (self._hands_over and newest is None):
             return None
         change.round = collected if newest is None else newest
-        joined = self._newcomers.take(max(decision.joiners, self._least - len(stay)))
-        missing = self._least - len(stay) - len(joined)
+        joined = self.size.newcomers.take(max(decision.joiners, self.size.least - len(stay)))
+        missing = self.size.least - len(stay) - len(joined)
         if missing > 0 and decision.lost:  # too few are left: the others wait for replacements
             joined += self._start_now(missing)
         order = new_ranks(group.size, leaving, len(joined))
         change.size = group.size, len(order)
         change.repeated = 0 if not decision.lost else 1
-        speed, self._speed = self._pace.speed, None
-        if len(order) > group.size and speed is not None and not decision.lost:
-            self._speed = group.size, speed
+        self.size.changed(group.size, len(order), None if decision.lost else self._pace.speed)
         group.change_workers(order, joined)
-        self._formed, self._changed_at = change, time.monotonic()
+        self._formed = change
         if not self._hands_over:
             return None
         self.count_from(change.round, len(order))
@@ -424,9 +310,8 @@ class ElasticRun:
 
     def _start_now(self, count: int) -> list[GroupMember]:
         """Start workers and wait for them, because too few are left to train. Return those that have started."""
-        newcomers = self._newcomers
-        assert newcomers is not None, "begin comes first"
-        newcomers.start(count, self._least)
+        newcomers = self.size.newcomers
+        newcomers.start(count, self.size.least)
         until(lambda: newcomers.ready >= count or not newcomers.starting, 180.0, pause=0.02)
         return newcomers.take(count)
 
@@ -436,10 +321,9 @@ class ElasticRun:
         if change is None or not all(each.position > change.round or each.status == "finished" for each in facts):
             return
         self._formed = None
-        now = time.monotonic()
-        self._changed_at = now
+        self.size.settled()
         before, after = change.size
-        seconds = now - change.began
+        seconds = time.monotonic() - change.began
         event: JsonObject = {
             "from": before,
             "to": after,

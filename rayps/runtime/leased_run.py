@@ -19,14 +19,12 @@ from __future__ import annotations
 import enum
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rayps.cluster.members import GroupMember
-from rayps.cluster.notices import Notice
-from rayps.cluster.room import RoomWatch
 from rayps.core.elastic import ElasticWorkers
 from rayps.core.errors import CheckpointError
 from rayps.core.leases import Leases, Marks, RowLease, lease_size
@@ -34,11 +32,8 @@ from rayps.core.phase_rounds import Calendar
 from rayps.core.values import JsonObject
 from rayps.ps.client.member_requests import MemberRequests
 from rayps.ps.protocol.members import MemberChange, MemberChangeKind
-from rayps.runtime.decide_size import SizeFacts, decide_size
-from rayps.runtime.elastic_run import Allowance
+from rayps.runtime.job_size import Allowance, JobSize
 from rayps.runtime.journal import Journal
-from rayps.runtime.newcomers import Newcomers
-from rayps.runtime.noticed_workers import NoticedWorkers
 from rayps.worker.plan import WorkerFacts
 
 if TYPE_CHECKING:
@@ -149,15 +144,6 @@ class LeaseTerms:
     compresses: bool = False
 
 
-@dataclass(slots=True)
-class _Size:
-    """The number of workers that have joined, the time of its last change, and how often it had been allowed then."""
-
-    workers: int
-    changed: float
-    allowed_at: int = 0
-
-
 class LeasedRun:
     """The driver's part of an elastic job whose workers are not in step."""
 
@@ -166,11 +152,8 @@ class LeasedRun:
     ) -> None:
         """Prepare. `begin` is called when the workers have started."""
         self.slots = elastic.most
-        self._noticed = NoticedWorkers(journal)
-        self._elastic, self._terms, self._calendar = elastic, terms, calendar
-        self._journal, self._allowance = journal, allowance
-        self._newcomers: Newcomers | None = None
-        self._room: RoomWatch | None = None
+        self.size = JobSize(elastic, terms.least, journal, allowance)
+        self._terms, self._calendar, self._journal = terms, calendar, journal
         self._requests: MemberRequests | None = None
         self._leases: Leases | None = None  # None if no rows are left to learn from
         self._workers: dict[int, LeasedWorker] = {}
@@ -178,21 +161,14 @@ class LeasedRun:
         self._admissions: dict[int, Future[int]] = {}
         self._end: Future[int] | None = None
         self._took_last = False  # whether the state after the end was requested
-        self._size = _Size(0, time.monotonic() - elastic.cooldown)
+        self._count = 0  # workers that have joined
         self._repeats: list[MemberChange] = []  # since the newest snapshot
-
-    def begin(self, newcomers: Newcomers, room: RoomWatch, notices: Callable[[], tuple[Notice, ...]]) -> None:
-        """Set what starts newcomers, what knows the free resources, and what returns notices of ends."""
-        self._newcomers, self._room = newcomers, room
-        self._noticed.begin(notices)
-        if self._elastic.most > self._terms.least:
-            room.start()
 
     def close(self) -> None:
         """End newcomers and requests, and stop looking for room."""
-        for each in (self._newcomers, self._room, self._requests):
-            if each is not None:
-                each.close()
+        self.size.close()
+        if self._requests is not None:
+            self._requests.close()
 
     # ---- a generation
 
@@ -248,7 +224,7 @@ class LeasedRun:
         self._requests = MemberRequests(group.opener)
         for member in group.workers:
             self._workers[member.rank] = LeasedWorker(member, counted=True)
-        self._size.workers = len(self._workers)
+        self._count = len(self._workers)
 
     def _tell_servers(self, group: WorkerGroup, floor: int) -> None:
         """Set which ranks take part in a state, of round `floor`, that is loaded into a server from now on."""
@@ -438,45 +414,25 @@ class LeasedRun:
 
     def _change_size(self, group: WorkerGroup, snapshot: Snapshot) -> None:
         """Start newcomers, let those join that are ready, and dismiss workers, as `decide_size` decides."""
-        newcomers, room, leases = self._newcomers, self._room, self._leases
-        assert newcomers is not None, "begin comes first"
-        assert room is not None, "begin comes first"
-        for why in newcomers.failures():
-            self._journal.event("warning", f"a worker that was to join did not start: {why}; another try follows")
+        leases = self._leases
         useful = not self._workers or (leases is not None and leases.unleased > 0)
         staying = [rank for rank, each in sorted(self._workers.items()) if not each.dismissed]
         taken = {*self._workers, *self._removals, *self._admissions}
         free = [rank for rank in range(self.slots) if rank not in taken]
-        allowed, why, number = self._allowance.now
-        if number != self._size.allowed_at:  # a word from outside is also a new attempt to grow, at once
-            self._size.changed, self._size.allowed_at = time.monotonic() - self._elastic.cooldown, number
-        noticed = self._noticed.ranks([each.member for each in self._workers.values()])
-        facts = SizeFacts(
-            len(staying),
-            self._terms.least,
-            self._elastic.most,
-            allowed,
-            why,
-            min(room.room, len(free)) if newcomers.may_start and useful else 0,
-            newcomers.starting,
-            newcomers.ready,
-            {at: noticed[rank] for at, rank in enumerate(staying) if rank in noticed},
-            time.monotonic() - self._size.changed,
-            self._elastic.cooldown,
+        decision = self.size.decide(
+            [self._workers[rank].member for rank in staying], most_more=len(free) if useful else 0, speed=self._speed()
         )
-        decision = decide_size(facts)
-        if decision.drop:
-            newcomers.drop(decision.drop)
-        if decision.start and useful and newcomers.may_start:
-            what = "worker starts" if decision.start == 1 else "workers start"
-            text = f"{decision.start} more {what} while {len(staying)} train: {decision.reason}"
-            self._journal.event("growing", text)
-            newcomers.start(decision.start, self.slots)
         for at in decision.leavers:
             self._workers[staying[at]].dismiss(decision.reason)
-        for newcomer, rank in zip(newcomers.take(min(decision.joiners, len(free))), free, strict=False):
+        for newcomer, rank in zip(self.size.newcomers.take(min(decision.joiners, len(free))), free, strict=False):
             group.join(newcomer, rank, snapshot)
             self._workers[rank] = LeasedWorker(newcomer, joins_because=decision.reason)
+
+    def _speed(self) -> float | None:
+        """Return the rounds per second of all workers that have joined; None if that of one is not known."""
+        paces = [self._workers[rank].seconds for rank in self.joined if rank in self._workers]
+        known = [pace for pace in paces if pace]
+        return sum(1 / pace for pace in known) if known and len(known) == len(paces) else None
 
     def _report_leaver(self, departure: Departure) -> None:
         """Report that a worker has left, if it had joined."""
@@ -490,20 +446,19 @@ class LeasedRun:
 
     def _resized(self, by: int, reason: str, since: float, rest: str = "") -> None:
         """Report that the number of workers has changed, unless `reason` is "", as for the first workers."""
-        size, now = self._size, time.monotonic()
-        before, size.workers = size.workers, size.workers + by
+        before, self._count = self._count, self._count + by
         if not reason:
             return
-        size.changed = now
+        self.size.changed(before, self._count, self._speed())
         positions = [w.member.facts.position for w in self._workers.values() if isinstance(w.member.facts, WorkerFacts)]
         event: JsonObject = {
             "from": before,
-            "to": size.workers,
+            "to": self._count,
             "round": min(filter(None, positions), default=0),
-            "seconds": now - since,
+            "seconds": time.monotonic() - since,
             "reason": reason,
         }
-        text = f"{reason}: the job has {size.workers} workers instead of {before}, and no other worker has waited{rest}"
+        text = f"{reason}: the job has {self._count} workers instead of {before}, and no other worker has waited{rest}"
         self._journal.event("resized", text, **event)
 
 

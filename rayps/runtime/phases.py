@@ -14,6 +14,7 @@ from rayps.parallel.division.division import Division
 from rayps.ps.protocol.space import SparseTable
 from rayps.runtime.cost_report import CostReport, cost_report_of
 from rayps.runtime.elastic_run import ElasticRun
+from rayps.runtime.job_size import JobSize
 from rayps.runtime.journal import Journal
 from rayps.runtime.leased_run import LeasedRun
 from rayps.strategies.job import JobSpec
@@ -41,6 +42,12 @@ class RunPlan:
     start: StartPoint | None = None  # the first parameters, if a file has them
     elastic: ElasticRun | None = None  # what changes workers that are in step; None if their number is fixed
     leased: LeasedRun | None = None  # what changes workers that are not in step
+
+    @property
+    def size(self) -> JobSize | None:
+        """What decides on the number of workers; None if the number is fixed."""
+        run = self.elastic or self.leased
+        return None if run is None else run.size
 
     def phase(self, number: int) -> PhaseRun:
         """Return the phase with this number, and its current rounds, which change if earlier phases end early."""
