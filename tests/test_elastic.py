@@ -18,6 +18,7 @@ from rayps.core.errors import CheckpointError, ConfigError, TrainingError
 from rayps.runtime.job_size import Allowance
 from rayps.runtime.membership import Membership
 from rayps.runtime.worker_actor import WorkerActor
+from rayps.worker.handover import hand_over
 
 ROWS: list[tuple[int, ...]] = []  # (row, tag) of each row whose loss was computed; looked up by import
 
@@ -157,6 +158,26 @@ def test_the_living_continue_from_memory_after_deaths(victims, tag):
     assert any(event["lost"] for event in events)
     assert not any(event["kind"] in ("restarted", "resumed") for event in found.events)
     alone = train(Small(n=120, batch=4, optimizer="adam"), 1, epochs=4, elastic={"most": 1}, global_batch=12)
+    torch.testing.assert_close(params(found), params(alone), rtol=1e-10, atol=1e-12)
+
+
+def test_a_newcomer_that_dies_while_it_joins_costs_no_round(monkeypatch):
+    """The others have the state in memory before and after: nobody returns to the snapshot."""
+    cluster, died = Watched(), []
+
+    def dying(plan, rank, base, held, ring):
+        if held is None and not died:
+            died.append(rank)
+            [newcomer] = [handle for (_, number), handle in cluster.actors.items() if number == 2]
+            cluster.kill(newcomer)
+        return hand_over(plan, rank, base, held, ring)
+
+    monkeypatch.setattr("rayps.worker.run.hand_over", dying)
+    work = Small(n=120, batch=4, optimizer="adam", pause=0.01)
+    found = train(work, (2, 3), epochs=3, cluster=cluster, global_batch=12, elastic={"replay": [[7, 3]]})
+    assert died == [2]
+    assert not any(event["kind"] == "restarted" for event in found.events)
+    alone = train(Small(n=120, batch=4, optimizer="adam"), 1, epochs=3, elastic={"most": 1}, global_batch=12)
     torch.testing.assert_close(params(found), params(alone), rtol=1e-10, atol=1e-12)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rayps.cluster.notices import Notice
 from rayps.core.elastic import ElasticWorkers
 from rayps.runtime import job_size
 from rayps.runtime.job_size import Allowance, GrowthGain, JobSize
@@ -123,5 +124,19 @@ def test_no_more_join_than_there_are_places(now: list[float]) -> None:
     size.begin(newcomers, room, tuple)  # type: ignore[arg-type]
     size.decide(workers(2), most_more=0)
     assert newcomers.starting == 0
+    size.decide(workers(2), useful=False)
+    assert newcomers.starting == 0
     size.decide(workers(2), most_more=1)
     assert newcomers.starting == 1
+
+
+def test_a_replacement_starts_although_no_place_is_free() -> None:
+    newcomers, room = FakeNewcomers(), SimpleNamespace(room=0, start=lambda: None, close=lambda: None)
+    size = JobSize(ElasticWorkers(2, cooldown=0), 2, Journal(), Allowance(2))
+    notice = Notice("", "h", 20.0, "spot")
+    size.begin(newcomers, room, lambda: (notice,))  # type: ignore[arg-type]
+    both = workers(2)
+    both[1].place = SimpleNamespace(notice=lambda notices: notices[0])
+    size.decide(both, most_more=0)
+    assert newcomers.starting == 1
+    assert size.noticed(both) == [both[1]]

@@ -443,7 +443,9 @@ class Driver:
         allowed = recoveries.failures < self.spec.max_failures
         recoveries.late.look(self._group, points, self._checkpoints.round, allowed=allowed)
         decision = self._decided(self._facts(phase))
-        if not isinstance(decision, (Fail, Replace, EndEarly, Regroup)):
+        if not isinstance(decision, (Fail, Replace, EndEarly)) and not (
+            isinstance(decision, Regroup) and decision.lost
+        ):
             self._collect()
         if self._callbacks.is_stopping:
             self._group.snapshot_soon()
@@ -606,7 +608,8 @@ class Driver:
 
     def _decided(self, facts: RunFacts) -> states.Decision:
         decision = decide(facts)
-        if isinstance(decision, (Restart, RebuildLost, Replace)) or (isinstance(decision, Regroup) and decision.lost):
+        planned = decision is facts.change
+        if isinstance(decision, (Restart, RebuildLost, Replace, Regroup)) and not planned:
             self._recoveries.failures += 1
         return decision
 

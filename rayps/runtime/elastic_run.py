@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from rayps.runtime.worker_group import WorkerGroup
     from rayps.tensors.snapshot import Snapshot
 
+TAKEN_SECONDS = 60.0  # seconds for the driver to take the state of the round in which all workers have stopped
 HALT_SECONDS = 30.0  # seconds for a worker to end its generation; a step of the user's code cannot be interrupted
 MEASURED_SECONDS = 5.0  # seconds of training after a change before its speed is measured
 
@@ -50,7 +51,7 @@ class _Change:
     began: float = field(default_factory=time.monotonic)  # when the workers were told to stop, or the loss was seen
     round: int = 0  # the round from which the new generation continues
     size: tuple[int, int] = (0, 0)  # workers before and after
-    repeated: int = 0  # rounds that some worker had begun and that are computed again
+    paused: float = 0.0  # when all workers had stopped, as time.monotonic; 0 before
 
 
 class _Pace:
@@ -109,6 +110,7 @@ class ElasticRun:
 
         `continues`: how it continues from the workers' states; None if it starts from the snapshot.
         """
+        self._change = None  # a generation that began for another reason has not stopped for it
         self._hands_over, self._compresses = hands_over(strategy), compression_in(strategy) is not None
         # the next round is the earliest of which servers can still retain the state
         self._margin = 0 if servers_of(strategy) is None else 1
@@ -255,8 +257,17 @@ class ElasticRun:
             for worker in group.workers:
                 worker.await_reply(worker.handle.call("resume"))
             return None
-        if any(each.status != "paused" for each in facts) or not (self._hands_over or collected >= change.round):
+        if any(each.status != "paused" for each in facts):
             return None
+        if not self._hands_over and collected < change.round:
+            change.paused = change.paused or time.monotonic()
+            if time.monotonic() - change.paused < TAKEN_SECONDS:
+                return None
+            self._journal.event(
+                "warning",
+                f"the state of round {change.round}, in which the workers stopped to change their number, was not "
+                f"taken within {TAKEN_SECONDS:g} s: they continue from round {collected}",
+            )
         return Regroup((), change.leavers, change.joiners, change.reason)
 
     @property
@@ -273,9 +284,8 @@ class ElasticRun:
         worker holds the whole state in memory, or because all are lost. Workers that are lost or leave are ended. If
         fewer than the least number remain, replacements are started now.
         """
-        change = self._change or _Change(decision.reason)
-        self._change = None
-        change.lost = decision.lost
+        planned, self._change = self._change, None
+        change = planned if planned is not None and not decision.lost else _Change(decision.reason, lost=decision.lost)
         gone = {rank for rank, worker in enumerate(group.workers) if worker.dead or worker.name in decision.lost}
         living = [rank for rank in range(group.size) if rank not in gone]
         kept = self._kept_rounds(group, living) if self._hands_over else {}
@@ -284,20 +294,20 @@ class ElasticRun:
         stay = [rank for rank in range(group.size) if rank not in leaving]
         newest = max((kept[rank] for rank in kept if rank in stay), default=None)
         holders = {rank for rank in kept if rank in stay and kept[rank] == newest}
-        if not stay or (self._hands_over and newest is None):
+        if not stay:
             return None
         change.round = collected if newest is None else newest
         joined = self.size.newcomers.take(max(decision.joiners, self.size.least - len(stay)))
         missing = self.size.least - len(stay) - len(joined)
         if missing > 0 and decision.lost:  # too few are left: the others wait for replacements
+            group.end_workers(gone)  # replacements may need their resources
             joined += self._start_now(missing)
         order = new_ranks(group.size, leaving, len(joined))
         change.size = group.size, len(order)
-        change.repeated = 0 if not decision.lost else 1
         self.size.changed(group.size, len(order), None if decision.lost else self._pace.speed)
         group.change_workers(order, joined)
         self._formed = change
-        if not self._hands_over:
+        if newest is None:
             return None
         self.count_from(change.round, len(order))
         return Handover(change.round, tuple(rank for rank, old in enumerate(order) if old in holders))

@@ -122,12 +122,18 @@ class JobSize:
         return self._gain.ceiling
 
     def decide(
-        self, workers: Sequence[GroupMember], *, most_more: int | None = None, speed: float | None = None
+        self,
+        workers: Sequence[GroupMember],
+        *,
+        most_more: int | None = None,
+        useful: bool = True,
+        speed: float | None = None,
     ) -> SizeDecision:
         """Decide on the number of workers, and start and drop newcomers. The caller lets workers join and leave.
 
-        `workers` are those that stay, and the leavers of the decision are their indices. No more than `most_more`
-        newcomers may join. `speed` is the samples per second of all workers, None if they are not known now.
+        `workers` are those that stay, and the leavers of the decision are their indices. The job grows by no more than
+        `most_more`, and starts no worker unless that is `useful`. `speed` is the samples per second of all workers;
+        None if they are not known now.
         """
         assert self._held is not None, "begin comes first"
         newcomers, room = self._held
@@ -158,7 +164,7 @@ class JobSize:
         )
         if decision.drop:
             newcomers.drop(decision.drop)
-        if decision.start and (most_more == 0 or not newcomers.may_start):
+        if decision.start and not (useful and newcomers.may_start):
             return replace(decision, start=0)
         if decision.start:
             what = "worker starts" if decision.start == 1 else "workers start"
@@ -166,6 +172,11 @@ class JobSize:
             self._journal.event("growing", text)
             newcomers.start(decision.start, len(workers))
         return decision
+
+    def noticed(self, workers: Sequence[GroupMember]) -> list[GroupMember]:
+        """Return those of `workers` that are under notice."""
+        ranks = self._noticed.ranks(workers)
+        return [worker for worker in workers if worker.rank in ranks]
 
     def changed(self, before: int, after: int, speed: float | None = None) -> None:
         """Record that the number of workers has changed. `speed` is that before the change, None if it is not known."""

@@ -296,7 +296,7 @@ class LeasedRun:
         """Repeat the requests whose answers were not processed, because a server was restored from an older state."""
         requests = self._requests
         assert requests is not None, "a generation has begun"
-        for rank in self._admissions:
+        for rank in self._admissions.keys() & self._workers.keys():  # the others have died
             self._admissions[rank] = requests.admit(rank, self._workers[rank].incarnation)
         for rank, (_, departure) in self._removals.items():
             self._removals[rank] = requests.remove(rank), departure
@@ -419,9 +419,11 @@ class LeasedRun:
         staying = [rank for rank, each in sorted(self._workers.items()) if not each.dismissed]
         taken = {*self._workers, *self._removals, *self._admissions}
         free = [rank for rank in range(self.slots) if rank not in taken]
-        decision = self.size.decide(
-            [self._workers[rank].member for rank in staying], most_more=len(free) if useful else 0, speed=self._speed()
-        )
+        members = [self._workers[rank].member for rank in staying]
+        decision = self.size.decide(members, most_more=len(free), useful=useful, speed=self._speed())
+        if decision.joiners and not free:  # those under notice leave first: servers have the state
+            for member in self.size.noticed(members):
+                self._workers[member.rank].dismiss(decision.reason)
         for at in decision.leavers:
             self._workers[staying[at]].dismiss(decision.reason)
         for newcomer, rank in zip(self.size.newcomers.take(min(decision.joiners, len(free))), free, strict=False):

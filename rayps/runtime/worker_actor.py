@@ -45,6 +45,7 @@ from rayps.workload.base import Workload
 from rayps.workload.model import drawn
 
 MOST_ENDS = 10  # the largest number of ended threads that one poll reports
+KEPT_SECONDS = 25.0  # the same if the state that the plan holds is needed; the driver waits longer
 JOIN_SECONDS = 5.0  # seconds for a thread to notice that its plan has ended
 
 
@@ -206,8 +207,11 @@ class WorkerActor:
 
     def kept_round(self) -> int | None:
         """End the plan, and return the round of the newest complete state in memory; None if there is none."""
-        self.abort()
-        return None if self._current is None else self._current.kept_round
+        with self._ending:
+            if self._current is None:
+                return None
+            self._current.end(KEPT_SECONDS)
+            return self._current.kept_round
 
     def poll(self, wanted: int, taken: int = 0) -> WorkerFacts:
         """Return the facts since the last poll. Each point and each log line is returned once.

@@ -130,6 +130,7 @@ class WorkerLauncher:
             self.cluster.kill(member.handle)
             if member.resources is not None:
                 member.resources.release()
+                member.resources = None
 
     def end_one(self, member: GroupMember) -> None:
         """End the process of one member, and release its resources."""
@@ -432,6 +433,10 @@ class WorkerGroup:
             worker.name = f"worker-{rank}"
         self.workers, self.size = workers, len(workers)
         self._received = _ReceivedPoints(self.size)
+
+    def end_workers(self, ranks: Iterable[int]) -> None:
+        """End workers that are lost, and release their resources. `change_workers` removes them from the group."""
+        self._launcher.end(self.workers[rank] for rank in ranks)
 
     def newcomers(self) -> Newcomers:
         """Return what starts more workers for this group in the background."""

@@ -66,6 +66,8 @@ class GenerationRun:
         self._times, self._account = times, times.begin(plan, self._connections)
         self._thread: threading.Thread | None = None
         self._run: PlanRun | None = None
+        # the state of the generation before, from which this one continues, until the first round is complete
+        self._held: HeldState | None = None
         self._gate = RoundGate(max(plan.start, 0), None if plan.elastic is None else plan.elastic.stop)
 
     def start(
@@ -82,6 +84,7 @@ class GenerationRun:
         `held` is this worker's own state of the generation before, if its plan continues from the workers' memory.
         `companions` are the objects that families of strategies store between generations: see `rayps.worker.loop`.
         """
+        self._held = held
         given = [(snapshot, held)]  # these are as large as the model: the thread removes them from the list
 
         def prepare() -> PlanRun:
@@ -207,13 +210,17 @@ class GenerationRun:
 
         It is not known before the plan has started, and while a call of the user's code has not returned.
         """
-        if self._run is None or (self._thread is not None and self._thread.is_alive()):
+        if self._thread is not None and self._thread.is_alive():
             return None
-        return self._run.loop.kept_round
+        kept = None if self._run is None else self._run.loop.kept_round
+        return kept if kept is not None or self._held is None else self._held.round
 
     def held_state(self) -> HeldState | None:
         """Return the state after the newest complete round, after `end`; None if it is not known."""
-        return None if self._run is None or self.kept_round is None else self._run.loop.held_state()
+        if self.kept_round is None:
+            return None
+        own = None if self._run is None or self._run.loop.kept_round is None else self._run.loop.held_state()
+        return self._held if own is None else own
 
     def rewire(self, found: SpaceMap) -> None:
         """Use the map `found`, in which a shard is replaced, and repeat the pushes that the new shard lacks."""
@@ -330,6 +337,7 @@ class GenerationRun:
             if self._stop.is_set():
                 return False
             self._facts.points.append(point)
+            self._held = None  # the loop has a newer state
             if self._backup is not None:
                 self._backup.add_point(point)
             if point["kind"] == "round":
