@@ -86,6 +86,12 @@ class ElasticWorkers:
                     "rounds",
                     field="replay",
                 )
+            if count > self.most:
+                raise ConfigError(
+                    f"replay has {count} workers after round {at}, and workers is ({least}, {self.most}): raise the "
+                    "most number of workers",
+                    field="replay",
+                )
             last = at
         return self
 

@@ -463,11 +463,12 @@ def open_ray(address: str | None, spec: JobSpec, journal: Journal) -> Cluster:
 
     if address is not None:
         return RayCluster.join(address)
-    cpus = math.ceil(spec.workers * spec.resources["cpu"])
+    workers = spec.workers if spec.elastic is None else spec.elastic.most  # room for an elastic job to grow
+    cpus = math.ceil(workers * spec.resources["cpu"])
     cores = os.cpu_count() or 1
     if cpus > (most := max(LOCAL_CPUS, cores)):
         raise ConfigError(
-            f"the job needs {cpus} CPUs ({spec.workers} workers x {spec.resources['cpu']:g}), and a private Ray on "
+            f"the job needs {cpus} CPUs ({workers} workers x {spec.resources['cpu']:g}), and a private Ray on "
             f"this machine has at most {most}:\nuse fewer workers, or less CPU for each (--cpus-per-worker, resources) "
             "if the memory suffices for so many processes, or join a cluster with address=",
             field="workers",
@@ -475,10 +476,9 @@ def open_ray(address: str | None, spec: JobSpec, journal: Journal) -> Cluster:
         )
     if cpus > cores:
         journal.event(
-            "warning",
-            f"{spec.workers} workers share {cores} cores: enough to try the job, but too slow for real training",
+            "warning", f"{workers} workers share {cores} cores: enough to try the job, but too slow for real training"
         )
-    gpus = math.ceil(spec.workers * spec.resources.get("gpu", 0) + gpus_of_servers(spec)) or None
+    gpus = math.ceil(workers * spec.resources.get("gpu", 0) + gpus_of_servers(spec)) or None
     return RayCluster.local(max(cpus, 1), None if gpus else 0)
 
 
