@@ -163,6 +163,7 @@ def test_an_elastic_job_in_the_wire_form() -> None:
         ([2, 8], {"gain": 1.5}, "at most 1"),
         ([2, 8], {"replay": [[4, 2], [4, 3]]}, "increasing rounds"),
         ([2, 8], {"replay": 3}, "pairs"),
+        ([2, 8], {"balance": "yes"}, "True or False"),
         ([2, 8], {"replay": [[4, 9]]}, "raise the most"),
         (4, {"most": 2}, "in this order"),
     ],

@@ -46,7 +46,7 @@ def check_elastic(name: str, strategy: StrategyView, elastic: ElasticWorkers, *,
     if replica_of(strategy) is not None:
         why = "a replica is several workers"
     elif backup_in(strategy):
-        why = "a worker that is late has rows and means of its own"
+        why = "a worker that is late has rows and means of its own: leave out backup"
     elif tables:
         why = "the model has sparse tables"
     elif by_client and has_remote_clients(strategy):
@@ -61,8 +61,8 @@ def check_elastic(name: str, strategy: StrategyView, elastic: ElasticWorkers, *,
         why = "all workers share one vector in memory, or the loop is not one of rayps"
     if why is not None:
         raise ConfigError(
-            f"workers is a range or elastic, and under {name} {why}: give a fixed number of workers, or use "
-            "all_reduce, parameter_server with staleness=0, local_sgd or diloco",
+            f"workers is a range or elastic, and under {name} {why}\ngive a fixed number of workers, or "
+            "use all_reduce, parameter_server, local_sgd or diloco without these options",
             field="workers",
         )
     if servers is not None and elastic.lr_scaling != "keep":

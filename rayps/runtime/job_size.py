@@ -192,5 +192,5 @@ class JobSize:
         if speed is None or not self._gain.is_open or time.monotonic() - self._changed_at < wait:
             return
         text = self._gain.measure(workers, speed)
-        if text is not None:
+        if text is not None and workers < self._elastic.most:
             self._journal.event("warning", text)

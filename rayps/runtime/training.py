@@ -327,7 +327,7 @@ def elastic_options(
     With a fixed number of workers and one of these two, the most workers are the least ones.
     """
     own: JsonObject = {} if global_batch is None else {"global_batch": global_batch}
-    own |= {"balance": True} if balance else {}
+    own |= {"balance": balance} if balance else {}
     if not own:
         return None if elastic is None else dict(elastic)
     most: JsonObject = {"most": workers} if isinstance(workers, int) else {}
