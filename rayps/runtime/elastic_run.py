@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rayps.cluster.local import until
+from rayps.cluster.local import ActorReply, until
 from rayps.cluster.members import GroupMember
 from rayps.core.elastic import ElasticWorkers
 from rayps.core.errors import CheckpointError, ClusterError
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 TAKEN_SECONDS = 60.0  # seconds for the driver to take the state of the round in which all workers have stopped
 HALT_SECONDS = 30.0  # seconds for a worker to end its generation; a step of the user's code cannot be interrupted
-MEASURED_SECONDS = 5.0  # seconds of training after a change before its speed is measured
 
 
 @dataclass(slots=True)
@@ -225,6 +224,7 @@ class ElasticRun:
         if following is None:
             return None
         at, count = following
+        self.size.report_failures()
         held = group.size + self.size.newcomers.ready + self.size.newcomers.starting
         if held < count:
             self.size.newcomers.start(count - held, held)
@@ -361,10 +361,10 @@ class ElasticRun:
         return f"{text}; the error feedback of the compression was dropped" if self._compresses else text
 
 
-def _answer(worker: GroupMember, reply: object, seconds: float = HALT_SECONDS) -> int | None:
+def _answer(worker: GroupMember, reply: ActorReply, seconds: float = HALT_SECONDS) -> int | None:
     """Return the answer of a worker. If there is none in time, the worker counts as dead."""
     try:
-        found: int | None = reply.result(seconds)  # type: ignore[attr-defined]
+        found: int | None = reply.result(seconds)
         return found
     except ClusterError as error:
         worker.dead = str(error.data.get("reason", error))

@@ -137,8 +137,7 @@ class JobSize:
         """
         assert self._held is not None, "begin comes first"
         newcomers, room = self._held
-        for why in newcomers.failures():
-            self._journal.event("warning", f"a worker that was to join did not start: {why}; another try follows")
+        self.report_failures()
         allowed, reason, number = self._allowance.now
         if number != self._allowed_at:  # a word from outside is also a new attempt to grow, at once
             self._allowed_at, self._changed_at = number, time.monotonic() - self._elastic.cooldown
@@ -172,6 +171,11 @@ class JobSize:
             self._journal.event("growing", text)
             newcomers.start(decision.start, len(workers))
         return decision
+
+    def report_failures(self) -> None:
+        """Report the newcomers that have not started."""
+        for why in self.newcomers.failures():
+            self._journal.event("warning", f"a worker that was to join did not start: {why}; another try follows")
 
     def noticed(self, workers: Sequence[GroupMember]) -> list[GroupMember]:
         """Return those of `workers` that are under notice."""
