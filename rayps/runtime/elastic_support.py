@@ -115,12 +115,6 @@ def check_leased(phases: Sequence[Phase], elastic: ElasticWorkers, *, tables: bo
         why = "the model has sparse tables"
     elif isinstance(servers.consistency, Adaptive):
         why = "the staleness bound moves"
-    if why is not None:
-        raise ConfigError(
-            f"workers is a range, and under {name} {why}: use parameter_server in one phase, or give a fixed number of "
-            "workers",
-            field="workers",
-        )
     fixed = elastic.global_batch is not None or elastic.lr_scaling != "keep" or elastic.replay is not None
     if fixed or elastic.balance:
         raise ConfigError(
@@ -128,6 +122,12 @@ def check_leased(phases: Sequence[Phase], elastic: ElasticWorkers, *, tables: bo
             "with the N workers that take part, and no run is repeated exactly:\n"
             "leave out global_batch, lr_scaling, replay and balance, or use all_reduce",
             field="elastic",
+        )
+    if why is not None:
+        raise ConfigError(
+            f"workers is a range, and under {name} {why}: use parameter_server in one phase, or give a fixed number of "
+            "workers",
+            field="workers",
         )
     if by_epoch:
         raise ConfigError(
