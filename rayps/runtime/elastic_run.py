@@ -26,6 +26,7 @@ from rayps.recovery.backup_assignment import RebuildPlan
 from rayps.runtime.decide_recovery import Regroup
 from rayps.runtime.decide_size import new_ranks
 from rayps.runtime.elastic_support import hands_over
+from rayps.runtime.hold_workers import hold_workers
 from rayps.runtime.job_size import Allowance, JobSize
 from rayps.runtime.journal import Journal
 from rayps.runtime.membership import Membership
@@ -237,12 +238,10 @@ class ElasticRun:
 
     def _stop(self, group: WorkerGroup) -> None:
         """Let all workers end after the same round."""
-        replies = [(worker, worker.handle.call("hold")) for worker in group.workers]
-        begun = [_answer(worker, reply) for worker, reply in replies]
-        known = [each for each in begun if each is not None]
-        if self._change is None or len(known) < len(begun):
+        begun = hold_workers(group.workers)
+        if self._change is None or begun is None:
             return  # the next poll reports the death
-        self._change.round = last = max(known) + self._margin
+        self._change.round = last = begun + self._margin
         if not self._hands_over:
             group.take_at(last)
         for worker in group.workers:

@@ -13,13 +13,11 @@ from typing import Protocol
 
 from rayps.cluster.members import GroupMember
 from rayps.core.balanced_shares import LONGEST_WINDOW, WINDOW, RowSpeeds, balanced_shares, round_seconds
-from rayps.core.errors import ClusterError
 from rayps.core.records import Point
 from rayps.core.row_shares import RowShares
 from rayps.core.slow_ranks import SlowRank, SlowRanks
+from rayps.runtime.hold_workers import hold_workers
 from rayps.runtime.journal import Journal
-
-HOLD_SECONDS = 30.0  # seconds for a worker to answer that it holds
 
 
 class DealtRounds(Protocol):
@@ -71,7 +69,7 @@ class ShareBalancer:
         found = balanced_shares(before, seconds)
         if found is None:
             return
-        at = self._hold(workers)
+        at = hold_workers(workers)
         if at is None:
             return
         rows = dealt.deal(at, found)
@@ -93,22 +91,6 @@ class ShareBalancer:
 
     def _measure_anew(self, first: dict[int, int]) -> None:
         self._speeds, self._first = RowSpeeds(self._size, self._window), first
-
-    def _hold(self, workers: list[GroupMember]) -> int | None:
-        """Hold all workers. Return after how many rounds they all hold; None if one has died, and the others go on."""
-        replies = [(worker, worker.handle.call("hold")) for worker in workers]
-        begun: list[int] = []
-        for worker, reply in replies:
-            try:
-                begun.append(reply.result(HOLD_SECONDS))
-            except (ClusterError, TimeoutError) as error:
-                worker.dead = worker.dead or f"it did not answer: {error}"
-        if len(begun) == len(workers):
-            return max(begun)
-        for worker in workers:
-            if not worker.dead:
-                worker.await_reply(worker.handle.call("resume"))
-        return None
 
     def _report(self, slow: SlowRank) -> None:
         times = slow.seconds / slow.others if slow.others else float("inf")
