@@ -62,6 +62,9 @@ class FakeNewcomers:
     def failures(self) -> list[str]:
         return []
 
+    def end_noticed(self) -> None:
+        pass
+
     def start(self, count: int, number: int) -> None:
         self.starting += count
 

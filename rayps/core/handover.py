@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -18,3 +19,11 @@ class Handover:
     def lacking(self, size: int) -> list[int]:
         """Return the ranks, of `size`, that do not hold the state."""
         return [rank for rank in range(size) if rank not in self.holders]
+
+    def among(self, order: Sequence[int | None]) -> Handover | None:
+        """Return the same for other workers; None if no holder is one of them.
+
+        `order` has for each new rank the rank before, or None for a worker that joins.
+        """
+        holders = tuple(rank for rank, old in enumerate(order) if old in self.holders)
+        return Handover(self.round, holders) if holders else None

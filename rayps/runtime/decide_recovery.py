@@ -219,7 +219,7 @@ class EnterPhase(_Step):
 
 @dataclass(frozen=True, slots=True)
 class BeginGeneration(_Step):
-    """Start a generation on every member.
+    """Start a generation on every member, when an elastic job has the workers that it needs.
 
     `rebuild`: workers start from their own states and from backups. `handover`: they start from the state that some of
     them have in memory. If both are None, they start from the snapshot.
@@ -315,11 +315,12 @@ State = (
 class Findings:
     """The result of a state's effect. The comment of a field names the states that set it."""
 
-    stopped: bool = False  # StartWorkers: a stop was requested before the workers had started
+    stopped: bool = False  # StartWorkers, BeginGeneration: a stop was requested before the workers had started
     phases: int = 1  # EnterPhase: the number of phases of the run
     work: bool = True  # EnterPhase: whether rounds or an evaluation of this phase remain
     decision: Decision | None = None  # Train, Evaluate: what to do next; None in Evaluate if the metrics are known
     complete: bool = False  # Train: whether the newest snapshot is the last one of the phase
+    waiting: bool = False  # BeginGeneration: whether workers are awaited; `rebuild` and `handover` then still hold
     rebuild: RebuildPlan | None = None  # Recover: how workers continue without the snapshot; None if they cannot
     handover: Handover | None = None  # ChangeWorkers: how workers continue from their memory; None if they cannot
     saving: bool = False  # RequestCheckpoint, AwaitCheckpoint: whether the last snapshot is still to be saved
@@ -334,6 +335,10 @@ def next_state(state: State, found: Findings) -> State:
             return RunEnded(Status.SUCCEEDED, "trained to the end")
         case EnterPhase(phase):
             return BeginGeneration(phase) if found.work else EnterPhase(phase + 1)
+        case BeginGeneration() if found.stopped:
+            return RunEnded(Status.STOPPED)
+        case BeginGeneration(phase) if found.waiting:
+            return BeginGeneration(phase, found.rebuild, found.handover)
         case BeginGeneration(phase) | ReplaceMembers(phase):
             return Train(phase)
         case Train(phase):

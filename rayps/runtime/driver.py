@@ -64,6 +64,7 @@ from rayps.runtime.decide_recovery import (
 )
 from rayps.runtime.driver_move import DriverMove
 from rayps.runtime.elastic_run import ElasticRun
+from rayps.runtime.gather_workers import Gathering
 from rayps.runtime.job_servers import space_of
 from rayps.runtime.job_size import Allowance
 from rayps.runtime.journal import Journal
@@ -242,8 +243,9 @@ class Driver:
         elastic = self.spec.elastic
         if elastic is None or found.rows is None:
             return None
-        membership = Membership(elastic, *found.rows, self.spec.workers)
-        return ElasticRun(elastic, self.spec.workers, membership, calendar, self.journal, self._allowance)
+        least, timeout = self.spec.workers, self.spec.timeout
+        membership = Membership(elastic, *found.rows, least)
+        return ElasticRun(elastic, least, membership, calendar, self.journal, self._allowance, timeout=timeout)
 
     def close(self) -> None:
         """End the child process that the preflight may have started. `run` calls this method too."""
@@ -404,6 +406,11 @@ class Driver:
     def _begin_generation(self, state: states.BeginGeneration) -> Findings:
         elastic, group = self._plan.elastic, self._group
         if elastic is not None:
+            gathered = self._gather(elastic, state)
+            if gathered.waits or gathered.ends:
+                rebuild, handover = gathered.rebuild, gathered.handover
+                return Findings(stopped=gathered.ends, waiting=True, rebuild=rebuild, handover=handover)
+            state = replace(state, rebuild=gathered.rebuild, handover=gathered.handover)
             strategy = self._plan.phase(state.phase).phase.strategy
             continues = state.rebuild or state.handover
             elastic.begin_generation(strategy, self._checkpoints.snapshot, group.size, continues)
@@ -437,6 +444,20 @@ class Driver:
         if self._again and self._generation == 1:
             self._move.report_arrival(self._checkpoints.round)
         return Findings()
+
+    def _gather(self, elastic: ElasticRun, state: states.BeginGeneration) -> Gathering:
+        """Let the workers of an elastic job be those of the next generation; wait a moment if it lacks some."""
+        group, at = self._group, self._checkpoints.round
+        stops = self._stop.is_set() or self._callbacks.is_stopping
+        found = elastic.gather(group, state.rebuild, state.handover, at, stops=stops)
+        if found.size[0] != found.size[1]:
+            self._record.change_workers(group.size)
+        if (state.rebuild or state.handover) and not (found.rebuild or found.handover):
+            self._recoveries.give_up_memory(group.size, at, self._generation + 1)
+        if found.waits:
+            self._record.set_status(Status.RECOVERING if self._generation else Status.STARTING, found.waits)
+            self._stop.wait(POLL_SECONDS)
+        return found
 
     def _train(self, phase: PhaseRun) -> Findings:
         points, recoveries = self._poll(), self._recoveries

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rayps.cluster.local import ActorReply, until
+from rayps.cluster.local import ActorReply
 from rayps.cluster.members import GroupMember
 from rayps.core.elastic import ElasticWorkers
 from rayps.core.errors import CheckpointError, ClusterError
@@ -26,6 +26,7 @@ from rayps.recovery.backup_assignment import RebuildPlan
 from rayps.runtime.decide_recovery import Regroup
 from rayps.runtime.decide_size import new_ranks
 from rayps.runtime.elastic_support import hands_over
+from rayps.runtime.gather_workers import Gathering, GatherWorkers
 from rayps.runtime.hold_workers import hold_workers
 from rayps.runtime.job_size import Allowance, JobSize
 from rayps.runtime.journal import Journal
@@ -52,6 +53,8 @@ class _Change:
     round: int = 0  # the round from which the new generation continues
     size: tuple[int, int] = (0, 0)  # workers before and after
     paused: float = 0.0  # when all workers had stopped, as time.monotonic; 0 before
+    in_memory: bool = False  # whether workers that stay have the state of this round in memory
+    silent: bool = False  # whether it is reported only if the number of workers is another one
 
 
 class _Pace:
@@ -90,18 +93,53 @@ class ElasticRun:
         calendar: Calendar,
         journal: Journal,
         allowance: Allowance,
+        *,
+        timeout: float,
     ) -> None:
-        """Prepare. `size.begin` is called when the workers have started."""
+        """Prepare. `size.begin` is called when the workers have started. `timeout`: the job's option, in seconds."""
         self.membership = membership
         self.size = JobSize(elastic, least, journal, allowance)
         self._elastic, self._calendar, self._journal = elastic, calendar, journal
         self._change: _Change | None = None  # the workers stop for this change
         self._formed: _Change | None = None  # its first new round is awaited
         self._pace = _Pace()
+        self._gatherer = GatherWorkers(self.size, timeout)
+        self._begun = False  # whether a generation has begun
         self._compresses = False
         self._hands_over, self._margin = True, 0  # of the strategy of the current phase
 
     # ---- a generation
+
+    def gather(
+        self, group: WorkerGroup, rebuild: RebuildPlan | None, handover: Handover | None, collected: int, *, stops: bool
+    ) -> Gathering:
+        """Drop the dead, and let newcomers join until the next generation can begin. Call it again while it waits.
+
+        `rebuild` or `handover` is how the generation continues; if both are None, it starts from the newest snapshot,
+        which is of round `collected`. `stops`: whether the run is to end.
+
+        Raises:
+            NoResources: see `GatherWorkers.look`.
+        """
+        replay = None
+        if not self._begun and self._elastic.replay is not None:
+            replay = collected, self.membership.replayed_at(collected)
+        found = self._gatherer.look(group, rebuild, handover, replay=replay, stops=stops)
+        before, after = found.size
+        if found.lost:
+            formed = self._formed or _Change(found.reason, silent=True, size=found.size)
+            formed.lost = (*formed.lost, *found.lost)
+            self._formed = formed
+        if self._formed is not None and before != after:
+            self._formed.size = self._formed.size[0], after
+        if not found.waits and not found.ends:
+            self._gatherer.ready()
+            self._begun = True
+            continues = found.rebuild or found.handover
+            if self._formed is not None:
+                self._formed.round = collected if continues is None else continues.round
+                self._formed.in_memory = continues is not None
+        return found
 
     def begin_generation(
         self, strategy: StrategyView, snapshot: Snapshot, workers: int, continues: Handover | RebuildPlan | None
@@ -117,8 +155,7 @@ class ElasticRun:
         if continues is None:
             self.restart(snapshot, workers)
             return
-        if isinstance(continues, RebuildPlan):
-            self.count_from(continues.round, workers)
+        self.count_from(continues.round, workers)
         self.continue_from(snapshot)
 
     def plan(self, handover: Handover | None) -> ElasticPlan:
@@ -225,13 +262,17 @@ class ElasticRun:
         if following is None:
             return None
         at, count = following
-        self.size.report_failures()
-        held = group.size + self.size.newcomers.ready + self.size.newcomers.starting
-        if held < count:
-            self.size.newcomers.start(count - held, held)
-        paused = all(each.status == "paused" and each.position == at for each in facts)
-        if not paused or group.size + self.size.newcomers.ready < count:
+        self.size.check_newcomers()
+        newcomers = self.size.newcomers
+        held = group.size + newcomers.ready + newcomers.starting
+        if held < count and newcomers.may_start:
+            newcomers.start(count - held, held)
+        if not all(each.status == "paused" and each.position == at for each in facts):
             return None
+        if group.size + newcomers.ready < count:
+            self._gatherer.lacks(group, following)
+            return None
+        self._gatherer.ready()
         leavers = tuple(range(count, group.size))
         self._change = _Change("replay", leavers, max(0, count - group.size), round=at)
         return self._stopped(group, facts, collected)
@@ -281,7 +322,7 @@ class ElasticRun:
 
         The result is None if the group continues from the newest snapshot, which is of round `collected`: because no
         worker holds the whole state in memory, or because all are lost. Workers that are lost or leave are ended. If
-        fewer than the least number remain, replacements are started now.
+        fewer than the least number remain, `gather` waits for others.
         """
         planned, self._change = self._change, None
         change = planned if planned is not None and not decision.lost else _Change(decision.reason, lost=decision.lost)
@@ -291,16 +332,15 @@ class ElasticRun:
         gone |= {rank for rank in living if group.workers[rank].dead}
         leaving = gone | set(decision.leavers)
         stay = [rank for rank in range(group.size) if rank not in leaving]
+        if not stay:  # those that were to stay have died: the others leave when newcomers have their state
+            leaving = gone
+            stay = [rank for rank in range(group.size) if rank not in leaving]
         newest = max((kept[rank] for rank in kept if rank in stay), default=None)
         holders = {rank for rank in kept if rank in stay and kept[rank] == newest}
         if not stay:
             return None
         change.round = collected if newest is None else newest
         joined = self.size.newcomers.take(max(decision.joiners, self.size.least - len(stay)))
-        missing = self.size.least - len(stay) - len(joined)
-        if missing > 0 and decision.lost:  # too few are left: the others wait for replacements
-            group.end_workers(gone)  # replacements may need their resources
-            joined += self._start_now(missing)
         order = new_ranks(group.size, leaving, len(joined))
         change.size = group.size, len(order)
         self.size.changed(group.size, len(order), None if decision.lost else self._pace.speed)
@@ -308,7 +348,6 @@ class ElasticRun:
         self._formed = change
         if newest is None:
             return None
-        self.count_from(change.round, len(order))
         return Handover(change.round, tuple(rank for rank, old in enumerate(order) if old in holders))
 
     def _kept_rounds(self, group: WorkerGroup, ranks: Sequence[int]) -> dict[int, int]:
@@ -316,13 +355,6 @@ class ElasticRun:
         replies = [(rank, group.workers[rank].handle.call("kept_round")) for rank in ranks]
         found = {rank: _answer(group.workers[rank], reply, HALT_SECONDS) for rank, reply in replies}
         return {rank: kept for rank, kept in found.items() if kept is not None}
-
-    def _start_now(self, count: int) -> list[GroupMember]:
-        """Start workers and wait for them, because too few are left to train. Return those that have started."""
-        newcomers = self.size.newcomers
-        newcomers.start(count, self.size.least)
-        until(lambda: newcomers.ready >= count or not newcomers.starting, 180.0, pause=0.02)
-        return newcomers.take(count)
 
     def _check_formed(self, facts: Sequence[WorkerFacts]) -> None:
         """Report a change when its first new round is complete."""
@@ -332,6 +364,8 @@ class ElasticRun:
         self._formed = None
         self.size.settled()
         before, after = change.size
+        if change.silent and before == after:
+            return
         seconds = time.monotonic() - change.began
         event: JsonObject = {
             "from": before,
@@ -347,7 +381,7 @@ class ElasticRun:
         """Return what the event of a change says; `seconds`: from its begin to the end of the first new round."""
         before, after = change.size
         if change.lost:
-            origin = "which they had in memory" if self._hands_over else "that of the newest snapshot"
+            origin = "which they had in memory" if change.in_memory else "that of the newest snapshot"
             text = (
                 f"{change.reason}: {after} workers continued from round {change.round}, {origin}; their first round "
                 f"ended {seconds:.2f} s after the failure was detected"

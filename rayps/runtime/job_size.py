@@ -97,13 +97,13 @@ class JobSize:
         self._gain = GrowthGain(elastic.gain)
         self._changed_at = time.monotonic() - elastic.cooldown
         self._allowed_at = 0
+        self.last_failure = ""  # why the last newcomer that failed did not start; "" after a change of the workers
 
     def begin(self, newcomers: Newcomers, room: RoomWatch, notices: Callable[[], tuple[Notice, ...]]) -> None:
         """Set what starts newcomers, what knows the free resources, and what returns notices of ends."""
         self._held = newcomers, room
         self._noticed.begin(notices)
-        if self._elastic.most > self.least:
-            room.start()
+        room.start()
 
     def close(self) -> None:
         """End newcomers, and stop looking for room."""
@@ -115,6 +115,12 @@ class JobSize:
         """What starts newcomers."""
         assert self._held is not None, "begin comes first"
         return self._held[0]
+
+    @property
+    def room(self) -> int:
+        """How many more workers fit into the free resources, as of the last look."""
+        assert self._held is not None, "begin comes first"
+        return self._held[1].room
 
     @property
     def wanted(self) -> int | None:
@@ -137,7 +143,7 @@ class JobSize:
         """
         assert self._held is not None, "begin comes first"
         newcomers, room = self._held
-        self.report_failures()
+        self.check_newcomers()
         allowed, reason, number = self._allowance.now
         if number != self._allowed_at:  # a word from outside is also a new attempt to grow, at once
             self._allowed_at, self._changed_at = number, time.monotonic() - self._elastic.cooldown
@@ -172,10 +178,17 @@ class JobSize:
             newcomers.start(decision.start, len(workers))
         return decision
 
-    def report_failures(self) -> None:
-        """Report the newcomers that have not started."""
+    def check_newcomers(self) -> None:
+        """End newcomers that are under notice, and report those that have not started: each reason once in a row."""
+        self.newcomers.end_noticed()
         for why in self.newcomers.failures():
-            self._journal.event("warning", f"a worker that was to join did not start: {why}; another try follows")
+            if why != self.last_failure:
+                self.last_failure = why
+                self._journal.event("warning", f"a worker that was to join did not start: {why}; other tries follow")
+
+    def report_wait(self, text: str) -> None:
+        """Report that the job waits for newcomers, and why."""
+        self._journal.event("warning", text)
 
     def noticed(self, workers: Sequence[GroupMember]) -> list[GroupMember]:
         """Return those of `workers` that are under notice."""
@@ -184,7 +197,7 @@ class JobSize:
 
     def changed(self, before: int, after: int, speed: float | None = None) -> None:
         """Record that the number of workers has changed. `speed` is that before the change, None if it is not known."""
-        self._changed_at = time.monotonic()
+        self._changed_at, self.last_failure = time.monotonic(), ""
         self._gain.changed(before, after, speed)
 
     def settled(self) -> None:

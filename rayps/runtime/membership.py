@@ -74,3 +74,8 @@ class Membership:
         """Return the next pair (round, workers) to replay after `done` rounds; None if there is none."""
         pairs: Sequence[tuple[int, int]] = self.elastic.replay or ()
         return next(((at, count) for at, count in pairs if at > done), None)
+
+    def replayed_at(self, done: int) -> int:
+        """Return the number of workers that a replay has after `done` rounds."""
+        pairs: Sequence[tuple[int, int]] = self.elastic.replay or ()
+        return next((count for at, count in reversed(pairs) if at <= done), self._least)

@@ -192,6 +192,19 @@ class RecoveryExecutor:
             generation=generation,
         )
 
+    def give_up_memory(self, workers: int, begin: int, generation: int) -> None:
+        """Report that workers continue from the snapshot of round `begin`, and not from memory as was planned."""
+        failure, self._failure = self._failure, None
+        reason = "workers that had a newer state in memory have died" if failure is None else failure.reason
+        self.journal.event(
+            "restarted",
+            f"{reason}: there is no worker in whose memory the lost state can be rebuilt; {workers} workers continue "
+            f"from round {begin}",
+            lost=[] if failure is None else failure.lost,
+            round=begin,
+            generation=generation,
+        )
+
     def replace(self, group: WorkerGroup, decision: Replace, snapshot: Snapshot) -> None:
         """Start new processes for the lost members, while the other members continue.
 

@@ -431,8 +431,10 @@ class WorkerGroup:
         self._launcher.end(worker for worker in self.workers if id(worker) not in kept)
         for rank, worker in enumerate(workers):
             worker.name = f"worker-{rank}"
+        in_places = len(order) == self.size and all(old in (None, rank) for rank, old in enumerate(order))
         self.workers, self.size = workers, len(workers)
-        self._received = _ReceivedPoints(self.size)
+        if not in_places:
+            self._received = _ReceivedPoints(self.size)
 
     def end_workers(self, ranks: Iterable[int]) -> None:
         """End workers that are lost, and release their resources. `change_workers` removes them from the group."""
@@ -440,8 +442,9 @@ class WorkerGroup:
 
     def newcomers(self) -> Newcomers:
         """Return what starts more workers for this group in the background."""
-        launcher = self._launcher
-        return Newcomers(launcher.reserve_one, launcher.start, launcher.end_one, self._start_seconds())
+        launcher, seconds = self._launcher, self._start_seconds()
+        notices = self.cluster.notices
+        return Newcomers(launcher.reserve_one, launcher.start, launcher.end_one, seconds, notices=notices)
 
     def last_points(self, seconds: float = 5.0) -> list[Point]:
         """Return the points of the living workers until now, before their generation is ended."""
