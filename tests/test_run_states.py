@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from rayps.core.errors import TrainingError, WorkloadError
+from rayps.core.handover import Handover
 from rayps.core.job_status import Status
 from rayps.recovery.backup_assignment import RebuildPlan
 from rayps.runtime.decide_recovery import (
@@ -31,6 +32,7 @@ from rayps.runtime.decide_recovery import (
 
 PHASES = 2
 REBUILD = RebuildPlan(7, {})
+HANDOVER = Handover(7, (0,))
 RESTART, REBUILD_LOST, REPLACE = (kind(("worker-1",), "worker-1 died") for kind in (Restart, RebuildLost, Replace))
 USERS = WorkloadError("loss() raised ValueError")
 DECISIONS = [
@@ -61,9 +63,9 @@ STATES = [
 ]
 FLAGS = [False, True]
 EVERY = [
-    Findings(stopped, PHASES, work, decision, complete, rebuild, saving=saving)
-    for stopped, work, decision, complete, rebuild, saving in itertools.product(
-        FLAGS, FLAGS, [None, *DECISIONS], FLAGS, [None, REBUILD], FLAGS
+    Findings(stopped, PHASES, work, decision, complete, waiting, rebuild, handover, saving)
+    for stopped, work, decision, complete, waiting, rebuild, handover, saving in itertools.product(
+        FLAGS, FLAGS, [None, *DECISIONS], FLAGS, FLAGS, [None, REBUILD], [None, HANDOVER], FLAGS
     )
 ]
 
@@ -82,7 +84,7 @@ def law(state, found):
     return {
         StartWorkers: RunEnded if found.stopped else EnterPhase,
         EnterPhase: BeginGeneration if found.work else EnterPhase,
-        BeginGeneration: Train,
+        BeginGeneration: RunEnded if found.stopped else BeginGeneration if found.waiting else Train,
         Train: Evaluate if decision is Finish and found.complete else after_poll.get(decision, Train),
         Recover: BeginGeneration,
         ReplaceMembers: Train,
@@ -117,7 +119,9 @@ def test_what_is_handed_on():
             assert (after.decision.lost, after.decision.reason) == (("worker-1",), "worker-1 died")
             assert not after.evaluating or isinstance(after.decision, Restart)  # no state of a peer is newer
         if isinstance(after, BeginGeneration):
-            assert after.rebuild is (found.rebuild if isinstance(state, Recover) else None)
+            waits = isinstance(state, BeginGeneration)
+            assert after.rebuild is (found.rebuild if isinstance(state, Recover) or waits else None)
+            assert after.handover is (found.handover if waits else None)
         if isinstance(after, RunEnded) and not state.terminal:
             asked = found.stopped or isinstance(found.decision, Stop) or "Checkpoint" in type(state).__name__
             assert (after.status is Status.SUCCEEDED) == (state == EnterPhase(PHASES))
@@ -139,6 +143,9 @@ def matters(state):
             return [*polls, Findings(decision=Finish(), complete=True)]
         case Evaluate():
             return [Findings(decision=decision) for decision in [None, Stop(), DECISIONS[4], RESTART]]
+        case BeginGeneration(_, rebuild):
+            waits = [Findings(waiting=True, rebuild=each) for each in ([None, rebuild] if rebuild else [None])]
+            return [Findings(), Findings(stopped=True), *waits]
         case Recover(_, RebuildLost()):
             return [Findings(), Findings(rebuild=REBUILD)]
         case RequestCheckpoint() | AwaitCheckpoint():
@@ -185,7 +192,12 @@ class Nested:
     def train(self, phase):
         rebuild = None
         while True:
-            self.find(BeginGeneration(phase, rebuild))
+            found = self.find(BeginGeneration(phase, rebuild))
+            if found.stopped:
+                return Status.STOPPED
+            if found.waiting:
+                rebuild = found.rebuild
+                continue
             broken = self.watch(phase)
             if not isinstance(broken, (Restart, RebuildLost)):
                 return broken

@@ -59,7 +59,7 @@ class BeginStep:
 def decide_begin(facts: BeginFacts) -> BeginStep:
     """Return the step for these facts."""
     living, coming = facts.living, facts.ready + facts.starting
-    if facts.rebuilds and facts.dead:
+    if facts.rebuilds and facts.dead and living + facts.dead >= facts.wanted:
         if facts.ready >= facts.dead:
             return BeginStep(begin=True, keep=living, join=facts.dead)
         if not facts.stops and (facts.may_start or coming >= facts.dead):

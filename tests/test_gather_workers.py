@@ -1,0 +1,192 @@
+"""The workers with which a generation of an elastic job begins: the dead are dropped, and newcomers are awaited."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+
+import pytest
+import torch
+from small_work import Small, Watched
+
+import rayps
+from rayps.core.elastic import ElasticWorkers
+from rayps.core.errors import NoResources
+from rayps.core.handover import Handover
+from rayps.runtime import gather_workers
+from rayps.runtime.gather_workers import BeginFacts, BeginStep, decide_begin
+from rayps.runtime.membership import Membership
+
+
+def test_the_living_go_on_without_the_dead() -> None:
+    assert decide_begin(BeginFacts(3, 1, 2)) == BeginStep(begin=True, drop=True, keep=3)
+    assert decide_begin(BeginFacts(2, 0, 2, ready=1)) == BeginStep(begin=True, drop=True, keep=2)  # it joins later
+
+
+def test_too_few_wait_for_newcomers() -> None:
+    assert decide_begin(BeginFacts(1, 1, 3)) == BeginStep(drop=True, keep=1, start=2)
+    assert decide_begin(BeginFacts(1, 0, 3, starting=2)) == BeginStep(drop=True, keep=1)
+    assert decide_begin(BeginFacts(1, 0, 3, ready=1, may_start=False)) == BeginStep(drop=True, keep=1)
+    assert decide_begin(BeginFacts(1, 0, 3, ready=2)) == BeginStep(begin=True, drop=True, keep=1, join=2)
+
+
+def test_states_are_rebuilt_in_the_places_of_the_dead_if_there_is_room() -> None:
+    facts = {"rebuilds": True}
+    assert decide_begin(BeginFacts(3, 1, 2, **facts)) == BeginStep(keep=3, start=1)  # type: ignore[arg-type]
+    assert decide_begin(BeginFacts(3, 1, 2, ready=1, **facts)) == BeginStep(begin=True, keep=3, join=1)  # type: ignore[arg-type]
+    given_up = decide_begin(BeginFacts(3, 1, 2, may_start=False, **facts))  # type: ignore[arg-type]
+    assert given_up == BeginStep(begin=True, drop=True, keep=3)
+
+
+def test_a_stop_ends_the_wait() -> None:
+    assert decide_begin(BeginFacts(1, 1, 3, stops=True)) == BeginStep(begin=True, drop=True, keep=1)
+    assert decide_begin(BeginFacts(0, 2, 3, stops=True)) == BeginStep(stop=True, drop=True)
+
+
+def test_a_replay_begins_with_exactly_its_number() -> None:
+    assert decide_begin(BeginFacts(4, 0, 2, exact=True)) == BeginStep(begin=True, drop=True, keep=2)
+    assert decide_begin(BeginFacts(2, 0, 4, exact=True)) == BeginStep(drop=True, keep=2, start=2)
+
+
+def test_what_holds_for_all_facts() -> None:
+    few, flags = range(4), (False, True)
+    for *counts, may_start, rebuilds, exact, stops in itertools.product(*[few] * 5, flags, flags, flags, flags):
+        living, dead, wanted, ready, _ = counts
+        facts = BeginFacts(*counts, may_start, rebuilds, exact, stops)
+        step = decide_begin(facts)
+        assert not (step.begin and step.stop)
+        assert step.join <= ready
+        assert step.keep <= living
+        assert (step.keep == living) or exact
+        if step.begin and not stops:
+            assert step.keep + step.join >= min(wanted, living + ready)
+        if step.begin and not step.drop:
+            assert (rebuilds, step.join) == (True, dead)
+        if step.start:
+            assert may_start
+            assert not (step.begin or step.stop)
+        if stops:
+            assert step.begin or step.stop
+        if living >= wanted and not (rebuilds and dead):
+            assert step.begin
+
+
+def test_the_holders_of_a_state_among_other_workers() -> None:
+    handover = Handover(7, (0, 2))
+    assert handover.among([2, 1, None]) == Handover(7, (0,))
+    assert handover.among([1, None]) is None
+
+
+@pytest.mark.parametrize(("done", "workers"), [(0, 2), (2, 2), (3, 4), (8, 4), (9, 3), (50, 3)])
+def test_the_workers_of_a_replay_after_some_rounds(done: int, workers: int) -> None:
+    elastic = ElasticWorkers(4, replay=((3, 4), (9, 3)))
+    assert Membership(elastic, 100, 2, 2).replayed_at(done) == workers
+
+
+class Homes(Watched):
+    """Threads on hosts of one CPU each. A host that is gone takes its worker with it, and has no room any more."""
+
+    def __init__(self, hosts: int) -> None:
+        super().__init__()
+        self.left = hosts  # free hosts
+        self.tried = 0  # reservations without room
+
+    def hosts(self, free: bool = True):
+        return {f"free-{i}": {"cpu": 1.0, "gpu": 0.0} for i in range(self.left)}
+
+    def reserve(self, bundles, timeout, avoid=()):
+        if self.left < len(bundles):
+            self.tried += 1
+            raise NoResources("no room", needed=bundles, free={"cpu": float(self.left)})
+        self.left -= len(bundles)
+        return super().reserve(bundles, timeout)  # a host that is gone does not come back
+
+    def spawn(self, target, *args, gang=None, index=None, **options):
+        if gang is not None and getattr(gang, "used", False):
+            raise AssertionError("a process was started in the place of a dead one, whose host is gone")
+        if gang is not None:
+            gang.used = True
+        return super().spawn(target, *args, gang=gang, index=index, **options)
+
+
+def train(work, workers, cluster, **options):
+    try:
+        return rayps.train(work, workers=workers, seed=5, cluster=cluster, progress=False, timeout=20, **options)
+    finally:
+        cluster.close()
+
+
+def alone(n: int, epochs: int, kind: str = "adam"):
+    work = Small(n=n, batch=4, optimizer=kind)
+    return train(work, 1, Watched(), epochs=epochs, elastic={"most": 1}, global_batch=12).snapshot.params
+
+
+class EvaluatedOn(Small):
+    """A worker dies in its first evaluation after the last round."""
+
+    def evaluate(self, model, batch):
+        shared = importlib.import_module("test_gather_workers")
+        if shared.DYING:
+            shared.DYING.pop()()
+        return super().evaluate(model, batch)
+
+
+DYING: list = []
+
+
+def test_a_death_in_the_last_evaluation_is_not_awaited() -> None:
+    """No process starts in the dead worker's place, whose host is gone."""
+    cluster = Homes(3)
+
+    def die():
+        cluster.kill(cluster.actors["WorkerActor", 1])
+
+    DYING.append(die)
+    work = EvaluatedOn(n=36, batch=4, optimizer="adam")
+    found = train(work, (2, 3), cluster, epochs=1, global_batch=12, elastic={"replay": [[1, 3]]}, evaluate_every=100)
+    assert not DYING
+    assert found.metrics
+    torch.testing.assert_close(found.snapshot.params, alone(36, 1), rtol=1e-10, atol=1e-12)
+
+
+def test_without_room_states_are_not_rebuilt_and_the_living_go_on() -> None:
+    tag, cluster, strategy = "gone", Homes(3), "all_reduce:shard=optimizer,slice_backup=true"
+    work = Small(n=120, batch=4, optimizer="adam", tag=tag, pause=0.005)
+    killer = cluster.kill_when(tag, 60, ("WorkerActor", 1))
+    found = train(work, (1, 3), cluster, strategy=strategy, epochs=4, global_batch=12, elastic={"replay": [[1, 3]]})
+    killer.join()
+    changes = [event for event in found.events if event["kind"] == "resized"]
+    assert [(event["from"], event["to"]) for event in changes] == [(1, 3), (3, 2)]
+    assert changes[1]["lost"] == ["worker-1"]
+    assert [event["lost"] for event in found.events if event["kind"] == "restarted"] == [["worker-1"]]
+    assert not any(event["kind"] == "mended" for event in found.events)
+    torch.testing.assert_close(found.snapshot.loaded().params, alone(120, 4), rtol=1e-10, atol=1e-12)
+
+
+def test_if_all_die_others_begin_wherever_there_is_room() -> None:
+    tag, cluster = "all-gone", Homes(3)
+    work = Small(n=120, batch=4, optimizer="adam", tag=tag, pause=0.005)
+    killer = cluster.kill_when(tag, 40, ("WorkerActor", 0), ("WorkerActor", 1))
+    options = {"replay": [[1, 2]]}
+    found = train(work, (1, 2), cluster, epochs=3, global_batch=12, elastic=options, checkpoint_every=5)
+    killer.join()
+    changes = [(event["from"], event["to"]) for event in found.events if event["kind"] == "resized"]
+    assert changes in ([(1, 2), (2, 1)], [(1, 2), (2, 1), (1, 1)])  # the second may die a moment later
+    assert cluster.left == 0
+    torch.testing.assert_close(found.snapshot.params, alone(120, 3), rtol=1e-10, atol=1e-12)
+
+
+def test_without_room_the_job_waits_and_then_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather_workers, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("rayps.runtime.newcomers.BACKOFF_SECONDS", 0.02)
+    tag, cluster = "no-room", Homes(2)
+    work = Small(n=120, batch=4, tag=tag, pause=0.005)
+    killer = cluster.kill_when(tag, 20, ("WorkerActor", 1))
+    with pytest.raises(NoResources) as caught:
+        rayps.train(work, workers=(2, 2), seed=5, cluster=cluster, progress=False, timeout=1, epochs=4)
+    killer.join()
+    cluster.close()
+    assert "the least number of workers is 2, and the job has 1 after a wait of" in str(caught.value)
+    assert "room for 0 more" in str(caught.value)
+    assert "raise timeout, which is 1 s" in str(caught.value)
+    assert cluster.tried
