@@ -13,9 +13,15 @@ import rayps
 from rayps.core.elastic import ElasticWorkers
 from rayps.core.errors import NoResources
 from rayps.core.handover import Handover
+from rayps.core.job_status import Status
 from rayps.runtime import gather_workers
+from rayps.runtime.driver import Driver
 from rayps.runtime.gather_workers import BeginFacts, BeginStep, decide_begin
+from rayps.runtime.job_size import JobSize
+from rayps.runtime.journal import Journal
 from rayps.runtime.membership import Membership
+from rayps.strategies.catalogue import parse, wire
+from rayps.strategies.job import JobSpec
 
 
 def test_the_living_go_on_without_the_dead() -> None:
@@ -145,6 +151,8 @@ def test_a_death_in_the_last_evaluation_is_not_awaited() -> None:
     work = EvaluatedOn(n=36, batch=4, optimizer="adam")
     found = train(work, (2, 3), cluster, epochs=1, global_batch=12, elastic={"replay": [[1, 3]]}, evaluate_every=100)
     assert not DYING
+    [restarted] = [event for event in found.events if event["kind"] == "restarted"]
+    assert restarted["lost"] == ["worker-1"]
     assert found.metrics
     torch.testing.assert_close(found.snapshot.params, alone(36, 1), rtol=1e-10, atol=1e-12)
 
@@ -190,3 +198,57 @@ def test_without_room_the_job_waits_and_then_says_what_it_lacks(monkeypatch: pyt
     assert "room for 0 more" in str(caught.value)
     assert "raise timeout, which is 1 s" in str(caught.value)
     assert cluster.tried
+
+
+# ---- a replay
+
+
+@pytest.mark.parametrize("done", [2, 3, 6, 9])
+def test_a_resumed_replay_has_the_workers_of_the_round(tmp_path, done: int) -> None:
+    """It has the bits of the whole run, whose rounds have other rows with another number of workers."""
+    options = {"replay": [[3, 4], [9, 3]]}
+    whole = train(Small(n=120, batch=4), (2, 4), Watched(), epochs=1, elastic=options)
+    train(Small(n=120, batch=4), (2, 4), Watched(), steps=done, elastic=options, checkpoint=tmp_path)
+    found = train(Small(n=120, batch=4), (2, 4), Watched(), epochs=1, elastic=options, checkpoint=tmp_path, resume=True)
+    assert found.snapshot.round == whole.snapshot.round
+    assert torch.equal(found.snapshot.params, whole.snapshot.params)
+
+
+def test_a_replay_without_room_ends_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayps.runtime.newcomers.BACKOFF_SECONDS", 0.02)
+    cluster, options = Homes(2), {"replay": [[3, 3]]}
+    with pytest.raises(NoResources) as caught:
+        rayps.train(
+            Small(), workers=(2, 3), seed=5, cluster=cluster, progress=False, timeout=0.5, epochs=2, elastic=options
+        )
+    cluster.close()
+    text = str(caught.value)
+    assert "replay has 3 workers after round 3, and the job has 2 after a wait of" in text
+    assert "room for 0 more, and the last newcomer did not start: the resources of one more worker are not free" in text
+    assert "raise timeout, which is 0.5 s" in text
+
+
+class StopsTheRun(rayps.Callback):
+    """Stops the run when the workers have stopped for a change that has no room."""
+
+    def on_round(self, run, point):
+        if point["round"] == 2:
+            run.stop("a test stops it")
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "parameter_server:shards=2"])
+@pytest.mark.parametrize("asks", ["callback", "driver"])
+def test_a_stop_in_the_pause_of_a_replay_ends_the_run(tmp_path, monkeypatch, asks: str, strategy: str) -> None:
+    cluster, journal = Homes(2), Journal()
+    elastic = ElasticWorkers(3, replay=((3, 3),))
+    spec = JobSpec("x:Work", wire(parse(strategy)), 2, epochs=2, seed=5, elastic=elastic)
+    callbacks = [StopsTheRun()] if asks == "callback" else []
+    driver = Driver(Small(), spec, journal, checkpoints=tmp_path, capture=False, callbacks=callbacks)
+    if asks == "driver":
+        monkeypatch.setattr(JobSize, "report_wait", lambda self, text: driver.stop())
+    outcome = driver.run(cluster)
+    cluster.close()
+    assert outcome.status is (Status.SUCCEEDED if asks == "callback" else Status.STOPPED), outcome.message
+    assert outcome.snapshot is not None
+    assert outcome.snapshot.round == 3
+    assert outcome.checkpoint is not None

@@ -582,7 +582,9 @@ class Driver:
         moves = self._move.reason is not None  # the job then goes on: a job that is STOPPING never runs again
         self._record.set_status(Status.RECOVERING if moves else Status.STOPPING, "saving a checkpoint")
         seconds = self._move.seconds if moves else LEAVE_SECONDS
-        self._last = LastCheckpoint(self._group, self._checkpoints.round, phase.end, seconds)
+        stop = None if self._plan.elastic is None else self._plan.elastic.stop_round
+        end = phase.end if stop is None else min(phase.end, stop)
+        self._last = LastCheckpoint(self._group, self._checkpoints.round, end, seconds)
         return Findings(saving=True)
 
     def _await_checkpoint(self, phase: PhaseRun) -> Findings:

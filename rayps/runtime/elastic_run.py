@@ -54,7 +54,7 @@ class _Change:
     size: tuple[int, int] = (0, 0)  # workers before and after
     paused: float = 0.0  # when all workers had stopped, as time.monotonic; 0 before
     in_memory: bool = False  # whether workers that stay have the state of this round in memory
-    silent: bool = False  # whether it is reported only if the number of workers is another one
+    silent: bool = False  # whether it is reported only if later rounds have another number of workers
 
 
 class _Pace:
@@ -364,7 +364,7 @@ class ElasticRun:
         self._formed = None
         self.size.settled()
         before, after = change.size
-        if change.silent and before == after:
+        if change.silent and (before == after or change.round >= self._calendar.rounds):
             return
         seconds = time.monotonic() - change.began
         event: JsonObject = {

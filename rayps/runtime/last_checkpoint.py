@@ -42,7 +42,8 @@ class LastCheckpoint:
     def __init__(self, group: WorkerGroup, saved: int, end: int, seconds: float) -> None:
         """Hold the workers and request the state. `saved` is the round of the newest state now.
 
-        `end` is the last round of the generation, and `seconds` the time until the run ends without the state.
+        `end` is the last round of the generation, or that after which its workers pause, and `seconds` the time until
+        the run ends without the state.
         """
         self._saved, self._end, self._deadline = saved, end, time.monotonic() + seconds
         self._round, self._limits = 0, dict[int, int]()

@@ -461,7 +461,7 @@ class PlanRun:
             self._await_boundaries()
         if self.paused:
             elastic = plan.elastic
-            if elastic is not None and not elastic.hands_over:
+            if elastic is not None and (not elastic.hands_over or w.position == elastic.stop):
                 with self.account.span("checkpoint"):
                     loop.settle()
                     loop.retain(w.position)
