@@ -125,9 +125,14 @@ ON_RAY = """
     second = made.add_node(num_cpus=1)
     try:
         cluster = RayCluster.join(made.address)
+        gang = cluster.reserve([{"cpu": 1.0}], 60, [cluster.node])
+        names = cluster.host_names()
+        reserved = gang.hosts()[0] != cluster.node, sorted(names) == sorted(cluster.hosts()), cluster.held()
+        gang.release()
         actors = [cluster.spawn("test_notices:Placed", cpus=1) for _ in range(2)]
         places = [actor.call("place").result(60) for actor in actors]
         found = {"nodes": len({place.node for place in places}), "before": len(cluster.notices())}
+        found["reserved"] = reserved
         other = next(place for place in places if place.node != cluster.node)
         here = next(place for place in places if place.node == cluster.node)
 
@@ -192,6 +197,7 @@ def test_ray_announces_drains_terminations_and_what_others_announced():
     assert done.stderr.count("does not list its draining nodes") == 1, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {
         "nodes": 2,
+        "reserved": [True, True, None],
         "before": 0,
         "avoids": True,
         "term": [termination.REASON, True, True],

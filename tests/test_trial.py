@@ -34,9 +34,9 @@ class Waits:
 
     driver, patience = None, PATIENCE
 
-    def reserve(self, bundles, timeout):
+    def reserve(self, bundles, timeout, avoid=()):
         self.driver.trial.wait(self.patience)
-        return super().reserve(bundles, timeout)
+        return super().reserve(bundles, timeout, avoid)
 
     def spawn(self, target, *args, **options):
         self.spawned = [*getattr(self, "spawned", []), target]

@@ -11,7 +11,7 @@ import os
 import pickle
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -173,7 +173,15 @@ class HostCluster:
         """Return the resources of each host."""
         return {f"host-{host}": self.free() for host in range(len(self._hosts.addresses))}
 
-    def reserve(self, bundles: list[Bundle], timeout: float) -> Reservation | None:
+    def held(self) -> list[Bundle] | None:
+        """Return None: reservations use no resources."""
+        return None
+
+    def host_names(self) -> dict[str, tuple[str, ...]]:
+        """Return the names of each host."""
+        return {f"host-{host}": (address,) for host, address in enumerate(self._hosts.addresses)}
+
+    def reserve(self, bundles: list[Bundle], timeout: float, avoid: Collection[str] = ()) -> Reservation | None:
         """Reserve nothing: the hosts have room for all."""
         return None
 

@@ -7,10 +7,11 @@ methods at once. If an actor has a method `close()`, this method is called when 
 from __future__ import annotations
 
 import importlib
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -136,8 +137,19 @@ class Cluster(Actors, Protocol):
     def share(self, value: _Shared) -> _Shared:
         """Store a value once for several calls. Pass the returned reference to these calls instead of the value."""
 
-    def reserve(self, bundles: list[Bundle], timeout: float) -> Reservation | None:
+    def held(self) -> list[Bundle] | None:
+        """Return the free bundles inside which this process reserves, such as those of a trial of Ray Tune.
+
+        None: it reserves anywhere in the cluster.
+        """
+
+    def host_names(self) -> dict[str, tuple[str, ...]]:
+        """Return the names and addresses of each host, by its id as in `hosts`."""
+
+    def reserve(self, bundles: list[Bundle], timeout: float, avoid: Collection[str] = ()) -> Reservation | None:
         """Reserve all bundles or none; return None if they need no resources.
+
+        `avoid`: the ids of hosts on which no bundle is reserved. A cluster of threads ignores it.
 
         Raises NoResources if the cluster is too small, or too few resources are free within `timeout` seconds.
         """
@@ -357,7 +369,15 @@ class LocalCluster:
         """Return all resources, as those of one host."""
         return {"here": dict(self._total)}
 
-    def reserve(self, bundles: list[Bundle], timeout: float) -> Reservation:
+    def held(self) -> list[Bundle] | None:
+        """Return None: reservations use no resources."""
+        return None
+
+    def host_names(self) -> dict[str, tuple[str, ...]]:
+        """Return the names of this process's host."""
+        return {"here": (socket.gethostname(), "127.0.0.1")}
+
+    def reserve(self, bundles: list[Bundle], timeout: float, avoid: Collection[str] = ()) -> Reservation:
         """Return a reservation that uses no resources. Raises NoResources if the cluster is too small."""
         refuse_if_too_large(bundles, self._total)
         return _LocalReservation(len(bundles))
@@ -421,10 +441,14 @@ def refuse_if_too_large(bundles: list[Bundle], total: Bundle) -> None:
             )
 
 
-def not_free(bundles: list[Bundle], free: Bundle, timeout: float) -> NoResources:
-    """Return the error for resources that other jobs still used after a wait of `timeout` seconds."""
+def not_free(bundles: list[Bundle], free: Bundle, timeout: float, avoid: Collection[str] = ()) -> NoResources:
+    """Return the error for resources that other jobs still used after a wait of `timeout` seconds.
+
+    `avoid`: hosts of which nothing was reserved, because they will end.
+    """
+    but = f", also on {len(avoid)} hosts that will end and are not used," if avoid else ""
     return NoResources(
-        f"the job needs {sum(b.get('cpu', 0) for b in bundles):g} CPUs at once, and {free['cpu']:g} are free "
+        f"the job needs {sum(b.get('cpu', 0) for b in bundles):g} CPUs at once, and {free['cpu']:g} are free{but} "
         f"after {timeout:g} s:\nwait for other jobs, use fewer workers, or raise timeout",
         needed=bundles,
         free=free,

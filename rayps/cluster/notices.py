@@ -11,6 +11,7 @@ that are left there.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from rayps.core.values import Keywords
@@ -45,6 +46,15 @@ class Notice:
         if self.node and node:
             return self.node == node
         return bool(self.host) and self.host in (host, address.rpartition(":")[0].rpartition("@")[2].strip("[]"))
+
+    def ends_host(self, node: str, names: Collection[str]) -> bool:
+        """Return whether a whole host will end: its id in the cluster, and its names and addresses.
+
+        Ids are compared if the notice has one; otherwise the notice's host must be one of the names.
+        """
+        if self.pid is not None:
+            return False
+        return self.node == node if self.node else self.host in names
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +96,8 @@ class StoredNotice:
 def earliest(notices: tuple[Notice, ...]) -> Notice | None:
     """Return the notice that ends first; one without a deadline is the last. None if there is none."""
     return min(notices, key=lambda one: float("inf") if one.seconds is None else one.seconds, default=None)
+
+
+def ending_hosts(notices: Collection[Notice], names: Mapping[str, Collection[str]]) -> frozenset[str]:
+    """Return the ids of the hosts that will end. `names`: from the id of each host to its names and addresses."""
+    return frozenset(node for node, own in names.items() if any(one.ends_host(node, own) for one in notices))

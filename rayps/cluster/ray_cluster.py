@@ -14,7 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -265,10 +265,14 @@ def _shell(target: str) -> type:
 
 
 class HeldReservation:
-    """Bundles of a placement group that other code has reserved, such as a trial of Ray Tune; it is not released."""
+    """Bundles of a placement group that other code has reserved, such as a trial of Ray Tune; it is not released.
 
-    def __init__(self, group: PlacementGroup, index: list[int]) -> None:
+    Until `release`, no other reservation of this process gets the same resources of the group.
+    """
+
+    def __init__(self, group: PlacementGroup, index: list[int], bundles: Sequence[Bundle]) -> None:
         self.group, self.index = group, index  # for each of our bundles, the index of the group's bundle
+        self.bundles = [dict(bundle) for bundle in bundles]
 
     def hosts(self) -> list[str]:
         """Return the host (its Ray node id) of each bundle."""
@@ -276,35 +280,64 @@ class HeldReservation:
         return [found[i] for i in self.index]
 
     def release(self) -> None:
-        """Do nothing: the code that reserved the group releases it."""
+        """Let other reservations of this process have the bundles. The code that reserved the group releases it."""
+        with _holding:
+            _held_now.discard(self)
 
 
-def _held(bundles: list[Bundle]) -> HeldReservation | None:
+_holding = threading.Lock()
+_held_now: set[HeldReservation] = set()  # of this process
+
+
+def _surrounding_group() -> PlacementGroup | None:
+    """Return the placement group of this process's task or actor, if it captures its children."""
+    group = get_current_placement_group()
+    captures = group is not None and ray.get_runtime_context().should_capture_child_tasks_in_placement_group
+    return group if captures else None
+
+
+def _free_bundles(group: PlacementGroup) -> list[Bundle]:
+    """Return what is free of each bundle of this process's group. Call it under `_holding`."""
+    names = {"CPU": "cpu", "GPU": "gpu", "memory": "memory"}
+    free = [{names[k]: v for k, v in bundle.items() if k in names} for bundle in group.bundle_specs]
+    used = ray.get_runtime_context().get_assigned_resources()  # by this process, in the first bundle
+    free[0] = {kind: amount - used.get(kind.upper(), 0.0) for kind, amount in free[0].items()}
+    for one in _held_now:
+        for at, bundle in zip(one.index, one.bundles, strict=True) if one.group.id == group.id else ():
+            for kind, amount in bundle.items():
+                free[at][kind] = free[at].get(kind, 0.0) - amount
+    return free
+
+
+def _held(bundles: list[Bundle], avoid: Collection[str]) -> HeldReservation | None:
     """Return our bundles inside the placement group of this process's task or actor, if it captures its children.
+
+    None of them is on a host in `avoid`.
 
     Raises:
         NoResources: the group is too small.
     """
-    group = get_current_placement_group()
-    if group is None or not ray.get_runtime_context().should_capture_child_tasks_in_placement_group:
+    group = _surrounding_group()
+    if group is None:
         return None
-    names = {"CPU": "cpu", "GPU": "gpu", "memory": "memory"}
-    held = [{names[k]: v for k, v in bundle.items() if k in names} for bundle in group.bundle_specs]
-    used = ray.get_runtime_context().get_assigned_resources()  # by this process, in the first bundle
-    held[0] = {kind: amount - used.get(kind.upper(), 0.0) for kind, amount in held[0].items()}
-    index = within(held, bundles)
-    if index is None:
-        one = bundles[0]
-        cpu = one.get("cpu", 0.0)
-        raise NoResources(
-            f"the placement group of this task or trial has no room for {len(bundles)} workers of {cpu:g} CPU beside "
-            f"the task itself, which uses {used.get('CPU', 0.0):g}: its bundles are {group.bundle_specs}\n"
-            "give it one more bundle for each worker: "
-            f"tune.PlacementGroupFactory([{{'CPU': 1}}] + [{{'CPU': {cpu:g}}}] * {len(bundles)})",
-            needed=bundles,
-            free=group.bundle_specs,
-        )
-    return HeldReservation(group, index)
+    nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"] if avoid else {}
+    with _holding:
+        free = [{} if nodes.get(at) in avoid else has for at, has in enumerate(_free_bundles(group))]
+        index = within(free, bundles)
+        if index is not None:
+            found = HeldReservation(group, index, bundles)
+            _held_now.add(found)
+            return found
+    used = ray.get_runtime_context().get_assigned_resources()
+    cpu = bundles[0].get("cpu", 0.0)
+    raise NoResources(
+        f"the placement group of this task or trial has no room for {len(bundles)} more workers of {cpu:g} CPU beside "
+        f"the task itself, which uses {used.get('CPU', 0.0):g}, and its other workers: its bundles are "
+        f"{group.bundle_specs}\ngive it one bundle for each worker: "
+        f"tune.PlacementGroupFactory([{{'CPU': 1}}] + [{{'CPU': {cpu:g}}}] * {len(bundles)})",
+        needed=bundles,
+        free=group.bundle_specs,
+    )
 
 
 class RayReservation:
@@ -716,25 +749,46 @@ class RayCluster:
             alive = {name: now.get(name, {}) for name in alive}
         return {name: _bundle(has) | {"memory": has.get("memory", 0.0)} for name, has in alive.items()}
 
-    def reserve(self, bundles: list[Bundle], timeout: float) -> RayReservation | HeldReservation | None:
-        """Reserve all bundles or none; return None if no bundle needs anything.
+    def held(self) -> list[Bundle] | None:
+        """Return the free bundles of the placement group of this process's task or actor, if it captures its children.
+
+        None: reservations are anywhere in the cluster.
+        """
+        self._check()
+        group = _surrounding_group()
+        if group is None:
+            return None
+        with _holding:
+            return _free_bundles(group)
+
+    def host_names(self) -> dict[str, tuple[str, ...]]:
+        """Return the name and the IP address of each running host, by its Ray node id."""
+        self._check()
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        return {node["NodeID"]: (node["NodeManagerHostname"], node["NodeManagerAddress"]) for node in alive}
+
+    def reserve(
+        self, bundles: list[Bundle], timeout: float, avoid: Collection[str] = ()
+    ) -> RayReservation | HeldReservation | None:
+        """Reserve all bundles or none; return None if no bundle needs anything. `avoid`: Ray node ids.
 
         In a task or actor whose placement group captures its children, such as a trial of Ray Tune, the bundles are
         those of that group.
 
         Raises NoResources if the cluster is too small, or too few resources are free within `timeout` seconds.
         """
-        held = _held(bundles)
+        held = _held(bundles, avoid)
         if held is not None:
             return held
         refuse_if_too_large(bundles, self.total())
         wanted = [_ray_bundle(bundle) for bundle in bundles]
         if not any(wanted):
             return None  # there is nothing to reserve, and Ray accepts no empty bundle
-        group = placement_group(wanted, strategy="PACK")
+        others = [{"ray.io/node-id": f"!in({','.join(sorted(avoid))})"}] * len(wanted) if avoid else None
+        group = placement_group(wanted, strategy="PACK", bundle_label_selector=others)
         if not group.wait(timeout):
             remove_placement_group(group)
-            raise not_free(bundles, self.free(), timeout)
+            raise not_free(bundles, self.free(), timeout, avoid)
         return RayReservation(group, self._gangs)
 
     def reserve_named(self, name: str, bundle: Bundle, node: str, timeout: float, *, detached: bool) -> RayReservation:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterable
 
 from rayps.cluster.local import Bundle, Cluster
+from rayps.cluster.notices import ending_hosts
 from rayps.cluster.placement import slots
 
 log = logging.getLogger(__name__)
@@ -43,15 +45,25 @@ class RoomWatch:
     def _look(self) -> None:
         while not self._stop.is_set():
             try:
-                ending = {notice.node for notice in self._cluster.notices() if notice.pid is None}
-                hosts = {name: free for name, free in self._cluster.hosts().items() if name not in ending}
-                self._found = room_in(hosts, self._bundle)
+                held = self._cluster.held()
+                if held is None:
+                    ending = avoided_hosts(self._cluster)
+                    hosts = {name: free for name, free in self._cluster.hosts().items() if name not in ending}
+                    self._found = room_in(hosts.values(), self._bundle)
+                else:
+                    self._found = room_in(held, self._bundle)
                 self._at = time.monotonic()
             except Exception as error:  # a cluster that ends or does not answer; the next look may succeed
                 log.debug("the free resources are not known: %s", error)
             self._stop.wait(self._every)
 
 
-def room_in(hosts: dict[str, Bundle], bundle: Bundle) -> int:
-    """Return how many workers that each need `bundle` fit into the free resources of all hosts."""
-    return sum(slots(free, bundle) for free in hosts.values())
+def room_in(free: Iterable[Bundle], bundle: Bundle) -> int:
+    """Return how many workers that each need `bundle` fit into the `free` resources, each on one host."""
+    return sum(max(0, slots(each, bundle)) for each in free)
+
+
+def avoided_hosts(cluster: Cluster) -> frozenset[str]:
+    """Return the ids of the hosts on which nothing more starts, because they are under notice."""
+    notices = [one for one in cluster.notices() if one.pid is None]
+    return ending_hosts(notices, cluster.host_names()) if notices else frozenset()

@@ -17,6 +17,7 @@ from rayps.cluster.local import ActorReply, Bundle, Cluster, LocalCluster, refus
 from rayps.cluster.members import GroupMember, leave, place, settle
 from rayps.cluster.notices import Notice
 from rayps.cluster.reservation import WorkerResources, reserve, torch_threads
+from rayps.cluster.room import avoided_hosts
 from rayps.cluster.user_packages import install_seconds
 from rayps.core.errors import ActorDied, ClusterError, LinkError, RaypsError
 from rayps.core.grid import Grid
@@ -68,8 +69,12 @@ class WorkerLauncher:
     _reserved: WorkerResources = field(default_factory=WorkerResources)
 
     def reserve_one(self, timeout: float) -> WorkerResources:
-        """Reserve the resources of one worker alone. Raises NoResources if they are not free within `timeout` s."""
-        return reserve(self.cluster, self.resources, Grid(1), timeout)
+        """Reserve the resources of one worker alone, on a host that is not under notice.
+
+        Raises NoResources if they are not free within `timeout` s.
+        """
+        gang = self.cluster.reserve([self.resources], timeout, avoided_hosts(self.cluster))
+        return WorkerResources(gang, [0], others=1)
 
     def reserve_each(self, count: int, timeout: float) -> list[WorkerResources]:
         """Reserve the resources of `count` workers, so that each can be released alone: of all, or of none.

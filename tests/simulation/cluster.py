@@ -7,7 +7,7 @@ learns of it later, with ActorDied, whether the call was carried out or not.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from rayps.cluster.local import not_free_there, refuse_if_too_large, resolve
@@ -299,7 +299,15 @@ class SimCluster:
     def share(self, value: Any) -> Any:
         return value
 
-    def reserve(self, bundles: list[dict[str, float]], timeout: float) -> SimReservation | None:
+    def held(self) -> None:
+        return None
+
+    def host_names(self) -> dict[str, tuple[str, ...]]:
+        return {host: (host,) for host in self._world.hosts}
+
+    def reserve(
+        self, bundles: list[dict[str, float]], timeout: float, avoid: Collection[str] = ()
+    ) -> SimReservation | None:
         world = self._world
         if not any(sum(bundle.values()) for bundle in bundles):
             return None
