@@ -52,6 +52,8 @@ def trial(config):
     mine = ray.get_runtime_context().get_placement_group_id()
     results = rayps.run(train_fn, workers=2, params=config, address="auto", progress=False)
     rayps.train(Line(), workers=2, epochs=1, progress=False)
+    grown = rayps.train(Line(), workers=(1, 2), epochs=2, progress=False, elastic={"replay": [[1, 2]]})
+    assert [event["to"] for event in grown.events if event["kind"] == "resized"] == [2], grown.events
     try:
         rayps.run(train_fn, workers=3, progress=False)
     except rayps.RaypsError as error:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from rayps.tensors.snapshot import Snapshot
 
 PACE_SECONDS = 0.2  # the least time over which the pace of a worker is measured
+UNDISTURBED = ", and no other worker has waited"  # in the event of a change
 
 
 class WorkerStage(enum.StrEnum):
@@ -387,7 +388,7 @@ class LeasedRun:
             worker.begin(first)
             if not worker.counted:
                 worker.counted = True
-                self._resized(1, worker.joins_because, worker.since)
+                self._resized(1, worker.joins_because, worker.since, UNDISTURBED)
 
     def _removed(self, group: WorkerGroup, rank: int, marks: Marks, departure: Departure) -> None:
         worker, leases = self._workers.get(rank), self._leases
@@ -440,13 +441,14 @@ class LeasedRun:
         """Report that a worker has left, if it had joined."""
         if not departure.counted or departure.waits:
             return
-        rest = ""
+        # at the staleness bound, others may have waited for a worker that has died, until the servers removed its clock
+        rest = "" if departure.lost else UNDISTURBED
         if self._terms.compresses:
             fate = "is lost" if departure.lost else "was pushed"
-            rest = f"; what the compression of its gradients had left out {fate}"
+            rest += f"; what the compression of its gradients had left out {fate}"
         self._resized(-1, departure.reason, departure.since, rest)
 
-    def _resized(self, by: int, reason: str, since: float, rest: str = "") -> None:
+    def _resized(self, by: int, reason: str, since: float, rest: str) -> None:
         """Report that the number of workers has changed, unless `reason` is "", as for the first workers."""
         before, self._count = self._count, self._count + by
         if not reason:
@@ -460,7 +462,7 @@ class LeasedRun:
             "seconds": time.monotonic() - since,
             "reason": reason,
         }
-        text = f"{reason}: the job has {self._count} workers instead of {before}, and no other worker has waited{rest}"
+        text = f"{reason}: the job has {self._count} workers instead of {before}{rest}"
         self._journal.event("resized", text, **event)
 
 

@@ -137,10 +137,6 @@ class WorkerLauncher:
                 member.resources.release()
                 member.resources = None
 
-    def end_one(self, member: GroupMember) -> None:
-        """End the process of one member, and release its resources."""
-        self.end([member])
-
     def release(self) -> None:
         """Release the resources."""
         self._reserved.release()
@@ -262,10 +258,8 @@ class WorkerGroup:
     def close(self) -> None:
         """End every member, delete the job's data on a server group, and release the resources."""
         if self._code.leaves_files:
-            leave(self.members, "leave_code")
-        if not isinstance(self.cluster, LocalCluster):  # threads share the files of the caller's process
-            leave(self.workers, "release_files")
-        self._launcher.end(self.workers)
+            leave(self.shards, "leave_code")
+        self._dismiss(self.workers)
         self.workers = []
         if self._client_states is not None:
             self._client_states.close()
@@ -273,6 +267,14 @@ class WorkerGroup:
         if self.space is not None:
             self.space.close()
         self._launcher.release()
+
+    def _dismiss(self, workers: Sequence[GroupMember]) -> None:
+        """Let workers remove their files from their hosts, and end their processes."""
+        if self._code.leaves_files:
+            leave(workers, "leave_code")
+        if not isinstance(self.cluster, LocalCluster):  # threads share the files of the caller's process
+            leave(workers, "release_files")
+        self._launcher.end(workers)
 
     # ---- a generation
 
@@ -401,8 +403,8 @@ class WorkerGroup:
         newcomer.incarnation = _incarnation(plan)
 
     def drop(self, worker: GroupMember) -> None:
-        """End a worker's process, and release its resources."""
-        self._launcher.end_one(worker)
+        """Let a worker remove its files from its host, end its process, and release its resources."""
+        self._dismiss([worker])
         self.workers = [each for each in self.workers if each is not worker]
         self.size = len(self.workers)
 
@@ -433,7 +435,7 @@ class WorkerGroup:
         new = iter(joined)
         workers = [next(new) if old is None else self.workers[old] for old in order]
         kept = {id(worker) for worker in workers}
-        self._launcher.end(worker for worker in self.workers if id(worker) not in kept)
+        self._dismiss([worker for worker in self.workers if id(worker) not in kept])
         for rank, worker in enumerate(workers):
             worker.name = f"worker-{rank}"
         in_places = len(order) == self.size and all(old in (None, rank) for rank, old in enumerate(order))
@@ -449,7 +451,9 @@ class WorkerGroup:
         """Return what starts more workers for this group in the background."""
         launcher, seconds = self._launcher, self._start_seconds()
         notices = self.cluster.notices
-        return Newcomers(launcher.reserve_one, launcher.start, launcher.end_one, seconds, notices=notices)
+        return Newcomers(
+            launcher.reserve_one, launcher.start, lambda one: self._dismiss([one]), seconds, notices=notices
+        )
 
     def last_points(self, seconds: float = 5.0) -> list[Point]:
         """Return the points of the living workers until now, before their generation is ended."""
