@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
+from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import LocalCluster, until
 from rayps.cluster.members import ActorHost, GroupMember
 from rayps.cluster.notices import Notice, ending_hosts
@@ -15,7 +17,7 @@ from rayps.cluster.reservation import WorkerResources
 from rayps.cluster.room import RoomWatch, avoided_hosts
 from rayps.core.errors import ClusterError, NoResources
 from rayps.runtime.newcomers import BACKOFF_SECONDS, LONGEST_BACKOFF, Newcomers, StartBackoff
-from rayps.runtime.worker_group import WorkerLauncher
+from rayps.runtime.worker_group import WorkerGroup, WorkerLauncher
 
 SECONDS = 60.0
 SPOT = Notice("n1", "alpha", 30.0, "spot")
@@ -202,3 +204,38 @@ def test_the_room_of_a_trial_is_what_is_free_of_its_bundles() -> None:
         assert room.room == 1
     finally:
         room.close()
+
+
+# ---- those who leave
+
+
+CALLS: list[tuple[int, str]] = []  # looked up by import
+
+
+class Recorder:
+    """An actor that records which of its methods are called."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def leave_code(self) -> None:
+        importlib.import_module("test_newcomers").CALLS.append((self._rank, "leave_code"))
+
+    def close(self) -> None:
+        importlib.import_module("test_newcomers").CALLS.append((self._rank, "close"))
+
+
+def test_workers_that_leave_remove_their_files_before_they_end() -> None:
+    cluster = LocalCluster()
+    group = WorkerGroup(cluster, b"", 4, {"cpu": 1.0}, JobCode("", requirements=("six",)), elastic=True)
+    handles = [cluster.spawn("test_newcomers:Recorder", rank) for rank in range(4)]
+    recorders = importlib.import_module("test_newcomers").CALLS
+    recorders.clear()
+    group.workers = [GroupMember(f"worker-{rank}", handle) for rank, handle in enumerate(handles)]
+    group.workers[2].dead = "killed"
+    group.change_workers([0, 3], [])
+    assert recorders == [(1, "leave_code"), (1, "close"), (2, "close")]
+    assert [worker.name for worker in group.workers] == ["worker-0", "worker-1"]
+    group.drop(group.workers[1])
+    assert recorders[3:] == [(3, "leave_code"), (3, "close")]
+    cluster.close()

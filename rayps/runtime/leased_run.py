@@ -205,9 +205,15 @@ class LeasedRun:
         snapshot.enter_phase(span)
 
     def begin_generation(self, snapshot: Snapshot, group: WorkerGroup) -> None:
-        """Prepare the next generation, which begins with `snapshot`. Call it before the group begins."""
+        """Prepare the next generation, which begins with `snapshot`. Call it before the group begins.
+
+        The dead are dropped, unless all workers have died: these start again.
+        """
         if self._requests is not None:
             self._requests.close()
+        if any(not member.dead for member in group.workers):  # newcomers take the places of the dead when there is room
+            for member in [each for each in group.workers if each.dead]:
+                group.drop(member)
         self._workers, self._removals, self._admissions = {}, {}, {}
         self._requests, self._end, self._took_last = None, None, False
         self._repeats = []
