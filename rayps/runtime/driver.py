@@ -64,7 +64,7 @@ from rayps.runtime.decide_recovery import (
 )
 from rayps.runtime.driver_move import DriverMove
 from rayps.runtime.elastic_run import ElasticRun
-from rayps.runtime.gather_workers import Gathering
+from rayps.runtime.gather_workers import GatheredWorkers
 from rayps.runtime.job_servers import space_of
 from rayps.runtime.job_size import Allowance
 from rayps.runtime.journal import Journal
@@ -445,7 +445,7 @@ class Driver:
             self._move.report_arrival(self._checkpoints.round)
         return Findings()
 
-    def _gather(self, elastic: ElasticRun, state: states.BeginGeneration) -> Gathering:
+    def _gather(self, elastic: ElasticRun, state: states.BeginGeneration) -> GatheredWorkers:
         """Let the workers of an elastic job be those of the next generation; wait a moment if it lacks some."""
         group, at = self._group, self._checkpoints.round
         stops = self._stop.is_set() or self._callbacks.is_stopping

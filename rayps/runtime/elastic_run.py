@@ -26,7 +26,7 @@ from rayps.recovery.backup_assignment import RebuildPlan
 from rayps.runtime.decide_recovery import Regroup
 from rayps.runtime.decide_size import new_ranks
 from rayps.runtime.elastic_support import hands_over
-from rayps.runtime.gather_workers import Gathering, GatherWorkers
+from rayps.runtime.gather_workers import GatheredWorkers, GatherWorkers
 from rayps.runtime.hold_workers import hold_workers
 from rayps.runtime.job_size import Allowance, JobSize
 from rayps.runtime.journal import Journal
@@ -112,7 +112,7 @@ class ElasticRun:
 
     def gather(
         self, group: WorkerGroup, rebuild: RebuildPlan | None, handover: Handover | None, collected: int, *, stops: bool
-    ) -> Gathering:
+    ) -> GatheredWorkers:
         """Drop the dead, and let newcomers join until the next generation can begin. Call it again while it waits.
 
         `rebuild` or `handover` is how the generation continues; if both are None, it starts from the newest snapshot,

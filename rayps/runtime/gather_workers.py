@@ -112,7 +112,7 @@ class WorkersWait:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathering:
+class GatheredWorkers:
     """Whether a generation can begin with the workers that there are, and how it then continues.
 
     `waits`: what the job waits for; "" if the generation begins now. `ends`: the run ends, because a stop was requested
@@ -147,7 +147,7 @@ class GatherWorkers:
         *,
         replay: tuple[int, int] | None,
         stops: bool,
-    ) -> Gathering:
+    ) -> GatheredWorkers:
         """Drop the dead and take newcomers. Call it again while the result waits.
 
         `rebuild` or `handover` is how the generation continues; if both are None, it starts from the newest snapshot.
@@ -188,7 +188,7 @@ class GatherWorkers:
             waits = self._wait(living, wanted, replay) if step.drop else places
         reason = "; ".join(f"{worker.name} died ({worker.dead})" for worker in lost)
         names = tuple(worker.name for worker in lost)
-        return Gathering(rebuild, handover, waits, step.stop, names, reason, (before, group.size))
+        return GatheredWorkers(rebuild, handover, waits, step.stop, names, reason, (before, group.size))
 
     def lacks(self, group: WorkerGroup, replay: tuple[int, int]) -> str:
         """Return what the workers wait for that have stopped at a pair (round, workers) of a replay.
