@@ -216,7 +216,6 @@ def test_history_that_a_snapshot_has_is_dropped():
         leases.lease(0, 2)
     leases.saved({0: Marks(4, 4)})
     assert leases.undone({0: Marks(4, 5)}) == [BlockRange(0, 4, 5, (PushId(0, 4),)), BlockRange(0, 5, 6)]
-    assert leases.of(0, 5) == leases.of(0, 4) and len(leases.of(0, 4)) == 1
 
 
 def test_ranges_that_follow_each_other_are_joined():

@@ -536,10 +536,12 @@ class Driver:
             gone = [member.rank for member in group.workers if member.name in decision.lost]
             decision = replace(decision, lost=tuple(name for name in decision.lost if name.startswith("shard-")))
             leased.lose(group, gone, decision.reason)
+            if decision.lost:
+                leased.before_restore(group, self._checkpoints.snapshot)
         if decision.lost or leased is None:
             self._recoveries.replace(group, decision, self._checkpoints.snapshot)
         if leased is not None and decision.lost:
-            leased.restored()
+            leased.restored(self._checkpoints.snapshot)
         self._record.set_status(Status.RUNNING, "")
         return Findings()
 

@@ -292,12 +292,21 @@ class LeasedRun:
                 self._depart(rank, worker, Departure(reason, lost=True, counted=worker.counted))
                 group.drop(worker.member)
 
-    def restored(self) -> None:
-        """Repeat the requests whose answers were not processed, because a server was restored from an older state."""
+    def before_restore(self, group: WorkerGroup, snapshot: Snapshot) -> None:
+        """Prepare for servers that will be restored from `snapshot`, the newest one."""
+        self._tell_servers(group, snapshot.round)
+
+    def restored(self, snapshot: Snapshot) -> None:
+        """Lease again what no worker will push again to servers that were restored from `snapshot`, the newest one.
+
+        Repeat the requests whose answers were not processed, because the servers have forgotten them.
+        """
         requests = self._requests
         assert requests is not None, "a generation has begun"
+        if self._leases is not None:
+            self._leases.restore(marks_of(snapshot))
         for rank in self._admissions.keys() & self._workers.keys():  # the others have died
-            self._admissions[rank] = requests.admit(rank, self._workers[rank].incarnation)
+            self._admissions[rank] = self._admit(rank, self._workers[rank])
         for rank, (_, departure) in self._removals.items():
             self._removals[rank] = requests.remove(rank), departure
 
@@ -314,7 +323,7 @@ class LeasedRun:
                 worker.end_plan(None)
             elif leases.unleased:
                 worker.stage = WorkerStage.JOINS
-                self._admissions[rank] = requests.admit(rank, worker.incarnation)
+                self._admissions[rank] = self._admit(rank, worker)
         elif worker.stage is WorkerStage.TRAINS and worker.dismissed:
             assert leases is not None, "it has joined"
             worker.stage = WorkerStage.LEAVES
@@ -323,6 +332,11 @@ class LeasedRun:
             self._supply(rank, worker, facts)
         elif worker.stage is WorkerStage.LEAVES and facts.status == "finished":
             self._depart(rank, worker, worker.dismissal)
+
+    def _admit(self, rank: int, worker: LeasedWorker) -> Future[int]:
+        assert self._leases is not None, "there are blocks to give"
+        assert self._requests is not None, "a generation has begun"
+        return self._requests.admit(rank, worker.incarnation, self._leases.least_first(rank))
 
     def _supply(self, rank: int, worker: LeasedWorker, facts: WorkerFacts) -> None:
         """Give a worker its next lease. If there is no block for it, remove it, so that no clock waits for it."""
@@ -370,15 +384,21 @@ class LeasedRun:
         """Process the servers' answers."""
         changed = False
         for rank in [rank for rank, each in self._admissions.items() if each.done()]:
+            self._forget_repeats(rank)
             self._admitted(rank, self._admissions.pop(rank).result())
             changed = True
         for rank, (removal, departure) in list(self._removals.items()):
             if removal.done() and rank not in self._admissions:
                 del self._removals[rank]
+                self._forget_repeats(rank)
                 self._removed(group, rank, removal.result(), departure)
                 changed = True
         if changed:
             self._tell_servers(group, snapshot.round)
+
+    def _forget_repeats(self, rank: int) -> None:
+        """Forget which pushes of a worker are repetitions: it has left, and a later worker has other steps."""
+        self._repeats = [each for each in self._repeats if each.rank != rank]
 
     def _admitted(self, rank: int, first: int) -> None:
         worker = self._workers.get(rank)
@@ -466,6 +486,8 @@ class LeasedRun:
 
 def marks_of(snapshot: Snapshot) -> dict[int, Marks]:
     """Return for each rank its lowest and highest next step in a snapshot."""
+    if not snapshot.ledgers:  # no server has written it
+        return {rank: Marks(at, at) for rank, at in enumerate(snapshot.positions)}
     ledgers = [ledger for _, _, ledger in snapshot.ledgers]
     found: dict[int, Sequence[int]] = {rank: [each.marks[rank] for each in ledgers] for rank in ledgers[0].marks}
     return {rank: Marks(min(marks), max(marks)) for rank, marks in found.items()}
