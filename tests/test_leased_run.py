@@ -13,6 +13,9 @@ import rayps
 from rayps.cluster.local import until
 from rayps.core.errors import ConfigError
 from rayps.core.job_status import Status
+from rayps.ps.client.member_requests import MemberRequests
+from rayps.runtime.leased_run import WorkerStage
+from rayps.runtime.worker_group import WorkerGroup
 
 SSP, ASP = Counting(shards=2, staleness=2), Counting(shards=2, staleness=None)
 
@@ -141,6 +144,45 @@ def test_a_fixed_server_that_dies_knows_the_members(tag):
     job.cluster.kill(job.group.shards[1].handle)
     assert job.counts() == [2] * 500
     assert "replaced" in [event["kind"] for event in job.journal.events]
+
+
+def test_rows_of_a_worker_that_waits_are_applied_once_when_a_server_dies(tag):
+    """Worker 0 has pushed its rows and waits, so servers have removed it; the restored server lacks its pushes."""
+    job = Job(Counted(n=60, tag=tag), Counting(shards=2, staleness=None), workers=(2, 2))
+    hung, over = threading.Event(), threading.Event()
+
+    def hook(rank):
+        if rank == 1 and rounds_of(tag, 1) > 3:
+            hung.set()
+            over.wait(SECONDS)
+
+    HOOKS[tag] = hook
+    try:
+        job.wait(hung.is_set)
+        leased = job.driver._plan.leased
+        job.wait(lambda: leased._workers[0].stage is WorkerStage.WAITS and rounds_of(tag, 0) > 3)
+        job.cluster.kill(job.group.shards[1].handle)
+        job.wait(lambda: "replaced" in [event["kind"] for event in job.journal.events])
+    finally:
+        over.set()
+    assert job.counts() == [1] * 60
+
+
+@pytest.mark.parametrize(("owner", "name"), [(MemberRequests, "end"), (WorkerGroup, "take_at")], ids=["end", "take"])
+def test_a_fixed_server_that_dies_at_the_end_does_not_hang_the_job(tag, monkeypatch, owner, name):
+    """It dies before the servers are told to end, or after all have answered; its values are not collected yet."""
+    job, call, deaths = None, getattr(owner, name), []
+
+    def dies(*args):
+        if not deaths:
+            deaths.append(name)
+            job.cluster.kill(job.group.shards[1].handle)
+        return call(*args)
+
+    monkeypatch.setattr(owner, name, dies)
+    job = Job(Counted(n=40, tag=tag), SSP, workers=(2, 2))
+    assert job.counts() == [1] * 40
+    assert "restarted" in [event["kind"] for event in job.journal.events]
 
 
 PLACES = ["session: between servers", "session: sent, not answered"]

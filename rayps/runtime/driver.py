@@ -649,6 +649,9 @@ class Driver:
         declared, group = phase.phase.strategy.recovery, self._group
         if self._plan.elastic is not None and not isinstance(declared, Rebuild):
             return RestartAll() if any(shard.dead for shard in group.shards) else RegroupLiving()
+        leased = self._plan.leased
+        if leased is not None and leased.ends and any(shard.dead for shard in group.shards):
+            return RestartAll()
         if self._plan.calendar.open and isinstance(declared, Rebuild):
             return RestartAll()  # backups of workers do not have their positions in data without a length
         return recovery_now(declared, holds_tables=group.holds_tables, rejoins=self._recoveries.may_replace(group))

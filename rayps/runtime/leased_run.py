@@ -263,6 +263,14 @@ class LeasedRun:
         """From each rank that takes part to its first round."""
         return {rank: each.first for rank, each in self._workers.items() if each.stage is WorkerStage.TRAINS}
 
+    @property
+    def ends(self) -> bool:
+        """Whether the servers were told to end. A server that is restored now would lack the end and the last pushes.
+
+        All members must then start again from the newest snapshot.
+        """
+        return self._end is not None
+
     # ---- after each poll
 
     def look(self, group: WorkerGroup, generation: int, snapshot: Snapshot) -> None:
@@ -384,21 +392,16 @@ class LeasedRun:
         """Process the servers' answers."""
         changed = False
         for rank in [rank for rank, each in self._admissions.items() if each.done()]:
-            self._forget_repeats(rank)
             self._admitted(rank, self._admissions.pop(rank).result())
             changed = True
         for rank, (removal, departure) in list(self._removals.items()):
             if removal.done() and rank not in self._admissions:
                 del self._removals[rank]
-                self._forget_repeats(rank)
+                self._repeats = [each for each in self._repeats if each.rank != rank]  # no push of them will come
                 self._removed(group, rank, removal.result(), departure)
                 changed = True
         if changed:
             self._tell_servers(group, snapshot.round)
-
-    def _forget_repeats(self, rank: int) -> None:
-        """Forget which pushes of a worker are repetitions: it has left, and a later worker has other steps."""
-        self._repeats = [each for each in self._repeats if each.rank != rank]
 
     def _admitted(self, rank: int, first: int) -> None:
         worker = self._workers.get(rank)
