@@ -22,6 +22,7 @@ from rayps.core.leases import (
 from rayps.core.repeated_pushes import Ledger
 from rayps.core.staleness_bound import ActiveRanks
 from rayps.ps.protocol.members import MemberChange, MemberChangeKind, with_members
+from rayps.runtime.leased_run import Visits
 
 
 class Servers:
@@ -360,6 +361,16 @@ def test_ranges_that_follow_each_other_are_joined():
     ]  # fmt: skip
 
 
+def test_the_longest_time_between_two_visits():
+    visits = Visits()
+    for now in (10.0, 10.5, 13.5, 14.0):
+        visits.record(now)
+    visits.interrupt()  # all workers start again
+    visits.record(99.0)
+    visits.record(99.5)
+    assert visits.longest == 3.0
+
+
 @pytest.mark.parametrize(
     "data", [{}, {"blocks": 2, "next": [0], "undone": []}, {"blocks": 2, "next": [0, 0], "undone": [1]}]
 )
@@ -375,3 +386,7 @@ def test_the_size_of_a_lease():
     assert lease_size(30.0, 1000, 2) == 1
     assert lease_size(0.01, 100, 2) == 25  # half an equal share of what is left
     assert lease_size(0.01, 4, 2) == round(LEAST_SECONDS / 0.01)
+    assert lease_size(0.1, 1000, 2, gap=3.0) == 60  # twice the longest time between two visits
+    assert lease_size(0.1, 1000, 2, gap=LEASE_SECONDS / 4) == lease_size(0.1, 1000, 2)
+    assert lease_size(0.1, 40, 2, gap=3.0) == 10  # all workers still end at about the same time
+    assert lease_size(0.001, 10_000, 2, gap=60.0) == MOST_BLOCKS

@@ -291,20 +291,21 @@ def joined(ranges: Sequence[BlockRange]) -> list[BlockRange]:
     return found
 
 
-def lease_size(seconds: float | None, left: int, workers: int) -> int:
+def lease_size(seconds: float | None, left: int, workers: int, gap: float = 0.0) -> int:
     """Return how many blocks the next lease of a worker should have.
 
     `seconds`: how long one of its rounds takes, or None if this is not known yet. `left`: how many blocks no worker
-    has. `workers`: the number of workers.
+    has. `workers`: the number of workers. `gap`: the longest time between two occasions to give a lease.
 
-    A lease lasts about `LEASE_SECONDS`. Near the end, leases are half an equal share of what is left, but not shorter
+    A lease lasts about `LEASE_SECONDS`, and at least twice `gap`, so that a worker that gets its next lease when half
+    of its lease is left does not wait for it. Near the end, leases are half an equal share of what is left, but not shorter
     than `LEAST_SECONDS`, so that all workers end at about the same time (Polychronopoulos and Kuck, "Guided
     self-scheduling", IEEE Transactions on Computers 1987).
     """
     if seconds is None:
         return 1
     share = math.ceil(left / (2 * max(1, workers)))
-    return min(_blocks(LEASE_SECONDS, seconds), max(_blocks(LEAST_SECONDS, seconds), share))
+    return min(_blocks(max(LEASE_SECONDS, 2 * gap), seconds), max(_blocks(LEAST_SECONDS, seconds), share))
 
 
 def _blocks(duration: float, seconds: float) -> int:

@@ -131,6 +131,24 @@ class LeasedWorker:
             self.seen = now, position
 
 
+@dataclass(slots=True)
+class Visits:
+    """The times at which workers can get leases. The driver also collects, saves, and calls callbacks in its thread."""
+
+    longest: float = 0.0  # seconds between two visits
+    _last: float | None = None
+
+    def record(self, now: float) -> None:
+        """Record a visit."""
+        if self._last is not None:
+            self.longest = max(self.longest, now - self._last)
+        self._last = now
+
+    def interrupt(self) -> None:
+        """Do not count the time until the next visit, because no worker trains."""
+        self._last = None
+
+
 @dataclass(frozen=True, slots=True)
 class LeaseTerms:
     """The blocks of an epoch, and the block (epoch, number) before which the job ends. `least`: workers of the job.
@@ -162,6 +180,7 @@ class LeasedRun:
         self._end: Future[int] | None = None
         self._took_last = False  # whether the state after the end was requested
         self._count = 0  # workers that have joined
+        self._visits = Visits()
         self._repeats: list[MemberChange] = []  # since the newest snapshot
 
     def close(self) -> None:
@@ -210,6 +229,7 @@ class LeasedRun:
         self._workers, self._removals, self._admissions = {}, {}, {}
         self._requests, self._end, self._took_last = None, None, False
         self._repeats = []
+        self._visits.interrupt()
         saved = snapshot.leases
         if saved is None:
             self._leases = Leases(self._terms.blocks, self._terms.end)
@@ -280,6 +300,7 @@ class LeasedRun:
         """
         if self._requests is None:
             return
+        self._visits.record(time.monotonic())
         self._take_answers(group, snapshot)
         for rank, worker in list(self._workers.items()):
             facts = worker.member.facts
@@ -360,7 +381,7 @@ class LeasedRun:
             self._depart(rank, worker, Departure("", waits=True))
             return
         share = -(-leases.unleased // (2 * max(1, len(self.joined))))
-        size = lease_size(worker.seconds, leases.unleased, len(self.joined))
+        size = lease_size(worker.seconds, leases.unleased, len(self.joined), self._visits.longest)
         if starved:  # its pace was measured while it waited for leases
             size = max(size, min(2 * worker.size, share))
         if held < max(1, size // 2):
@@ -449,8 +470,10 @@ class LeasedRun:
                 self._workers[member.rank].dismiss(decision.reason)
         for at in decision.leavers:
             self._workers[staying[at]].dismiss(decision.reason)
-        for newcomer, rank in zip(self.size.newcomers.take(min(decision.joiners, len(free))), free, strict=False):
-            group.join(newcomer, rank, snapshot)
+        joiners = self.size.newcomers.take(min(decision.joiners, len(free)))
+        joining = dict(zip(free, joiners, strict=False))
+        group.join(joining, snapshot)
+        for rank, newcomer in joining.items():
             self._workers[rank] = LeasedWorker(newcomer, joins_because=decision.reason)
 
     def _speed(self) -> float | None:
