@@ -298,8 +298,8 @@ def lease_size(seconds: float | None, left: int, workers: int, gap: float = 0.0)
     has. `workers`: the number of workers. `gap`: the longest time between two occasions to give a lease.
 
     A lease lasts about `LEASE_SECONDS`, and at least twice `gap`, so that a worker that gets its next lease when half
-    of its lease is left does not wait for it. Near the end, leases are half an equal share of what is left, but not shorter
-    than `LEAST_SECONDS`, so that all workers end at about the same time (Polychronopoulos and Kuck, "Guided
+    of its lease is left does not wait for it. Near the end, leases are half an equal share of what is left, but not
+    shorter than `LEAST_SECONDS`, so that all workers end at about the same time (Polychronopoulos and Kuck, "Guided
     self-scheduling", IEEE Transactions on Computers 1987).
     """
     if seconds is None:
