@@ -42,7 +42,21 @@ METHODS = {  # what a service calls, by protocol. A change of a name or an argum
         "ManagerActor.stop": "()",
         "_Shell": "(target, *args, **kwargs)",
         "_Shell.call": "(method, *args, **kwargs)",
-    }
+    },
+    2: {
+        "DriverActor": "(spec, folder, attempt, failures=0, *, anywhere=False)",
+        "DriverActor.stop": "()",
+        "DriverActor.allow": "(workers, reason)",
+        "ManagerActor": "(name, servers=2, replicas=1, folder=None, *, cluster=None, options=None)",
+        "ManagerActor.facts": "()",
+        "ManagerActor.resize": "(servers)",
+        "ManagerActor.drain": "(server)",
+        "ManagerActor.set_quota": "(name, quota)",
+        "ManagerActor.drop": "(name)",
+        "ManagerActor.stop": "()",
+        "_Shell": "(target, *args, **kwargs)",
+        "_Shell.call": "(method, *args, **kwargs)",
+    },
 }
 
 
