@@ -225,7 +225,7 @@ def test_a_leaver_pushes_what_the_compression_has_left_out(tag):
 
 @pytest.mark.parametrize("ranks", [[1], [0, 1, 2]], ids=["one", "all"])
 def test_workers_under_notice_leave_after_their_round(tag, monkeypatch, ranks):
-    """They are no failure, and nothing is computed twice. If all will end, newcomers join before the last one leaves."""
+    """They are no failure, and nothing is computed twice. If all will end, newcomers take their places."""
     place, numbers = WorkerActor.place, itertools.count()
     names = defaultdict(lambda: f"host-{next(numbers)}")
     monkeypatch.setattr(WorkerActor, "place", lambda self: replace(place(self), host=names[id(self)]))
