@@ -48,6 +48,7 @@ FAULTS_PER_SECOND = 0.7
 LIMIT_SECONDS = 4000.0  # virtual seconds within which everything must have ended
 END_SECONDS = 60.0  # seconds from the end of the last job until nothing of a job runs any more
 STALL_SECONDS = 60.0
+CRASHES = ("OSError: [Errno 28]", "ClusterError", "Killed")  # errors with which a fault may end a driver
 KINDS = ["kill", "freeze", "away", "forget", "clock", "cut", "copy", "restore", "full"]
 JOBS = SimPath("/state/jobs")
 TARGETS["rayps.runtime.worker_actor:WorkerActor"] = "simulation.worker:SimWorker"
@@ -333,6 +334,8 @@ class Jobs:
             self._attempts[job], self._owners[job] = attempt, process.pid
             if crash := json.loads(data).get("crash"):
                 sim.log("crash", f"the driver of job {job} ends: {crash}")
+                if not crash.startswith(CRASHES):
+                    raise Broken(f"the driver of job {job} ends with an error that no fault explains: {crash}")
         elif self._owners.get(job) != process.pid:
             raise Broken(f"I6: a driver of job {job} writes {parts[-1]} after a later one has begun")
         if parts[4] == "outcome.json":
@@ -341,6 +344,8 @@ class Jobs:
             self._outcomes.add(job)
             found = json.loads(data)
             sim.log("outcome", f"job {job}: {found['status']}: {str(found['message'])[:300]}")
+            if found["message"].startswith("rayps failed"):
+                raise Broken(f"the driver of job {job} has a defect: {found['message']}")
 
     # ---- the operator
 

@@ -329,16 +329,42 @@ class SimOs:
         simulation().alive().process.end()
 
     @staticmethod
-    def open(path: Any, flags: int = 0, mode: int = 0o600) -> Any:
-        return path
+    def open(path: Any, flags: int = 0, mode: int = 0o600) -> int:
+        sim = simulation()
+        if flags & os.O_CREAT and flags & os.O_APPEND and not path.is_file():
+            path.write(b"")
+        number = sim.number()
+        sim.disk.opened[number] = path
+        return number
 
     @staticmethod
-    def fdopen(path: Any, mode: str = "r", encoding: str | None = None) -> Any:
-        return path.open(mode)
+    def write(descriptor: int, data: Any) -> int:
+        path = simulation().disk.opened[descriptor]
+        path.write((path.read_bytes() if path.is_file() else b"") + bytes(data))
+        return len(data)
+
+    @staticmethod
+    def pread(descriptor: int, count: int, offset: int) -> bytes:
+        return bytes(simulation().disk.opened[descriptor].read_bytes()[offset : offset + count])
+
+    @staticmethod
+    def fstat(descriptor: int) -> Any:
+        return simulation().disk.opened[descriptor].stat()
+
+    @staticmethod
+    def close(descriptor: int) -> None:
+        simulation().disk.opened.pop(descriptor, None)
+
+    @staticmethod
+    def fdopen(descriptor: int, mode: str = "r", encoding: str | None = None) -> Any:
+        return simulation().disk.opened.pop(descriptor).open(mode)
 
     @staticmethod
     def fsync(file: Any) -> None:
-        file.sync()
+        if isinstance(file, int):  # what `write` has written is on the disk
+            simulation().alive()
+        else:
+            file.sync()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)

@@ -12,6 +12,7 @@ import torch
 
 from rayps.cluster.members import ActorHost
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
+from rayps.core.member_times import MemberTimes
 from rayps.core.metrics import Total
 from rayps.recovery.backup_assignment import HeldRounds
 from rayps.runtime.worker_actor import OpenCalls
@@ -41,7 +42,7 @@ class SimWorker:
     def __init__(self, rank: int, secret: bytes, workload: bytes, **_: Any) -> None:
         sim = self._sim = simulation()
         self._process = sim.alive().process
-        self._rank = rank
+        self._rank, self._began = rank, sim.now
         self.address = f"worker-{rank}@{self._process.host}:{sim.network.port()}/"
         sim.ring[self.address] = self
         self._run: Run | None = None
@@ -92,6 +93,10 @@ class SimWorker:
             self._rank, run.plan.generation, run.status, run.position, run.error, parts=sorted(run.parts)
         )
 
+    def times(self) -> MemberTimes:
+        wall = self._sim.now - self._began
+        return MemberTimes({"idle": wall})
+
     def calls(self) -> OpenCalls:
         return OpenCalls((), [])
 
@@ -101,7 +106,7 @@ class SimWorker:
             return None
         return run.parts.get(max(run.parts, default=0) if rounds is None else rounds)
 
-    def evaluate(self, vector: torch.Tensor, buffers: Any) -> dict[str, Total]:
+    def evaluate(self, vector: torch.Tensor, buffers: Any, share: Any = None) -> dict[str, Total]:
         self._sim.park(0.2 + self._sim.rng.random())
         return {"value": Total(float(vector[0]), 1.0)}
 
