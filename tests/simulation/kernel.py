@@ -76,6 +76,7 @@ class Process:
         self.pid = sim.number()
         self.dead: str | None = None  # why it was killed
         self.frozen_until = 0.0  # a stopped process (SIGSTOP) runs nothing before this time
+        self.owner: Process | None = None  # the process that has started this one as an actor
         self.wall_offset = 0.0  # seconds by which the wall clock of this process is wrong
         self.tasks: dict[int, Task] = {}
         self.on_death: list[Callable[[], None]] = []
