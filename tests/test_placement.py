@@ -116,7 +116,7 @@ class Hosts(LocalCluster):
         now = self.free_cpus[min(self.asked, len(self.free_cpus)) - 1] if free else [self.held] * 2
         return {f"host{i}": {"cpu": float(cpus)} for i, cpus in enumerate(now)}
 
-    def reserve(self, bundles, timeout):
+    def reserve(self, bundles, timeout, avoid=()):
         room = list(self.hosts_now())
         for bundle in sorted(bundles, key=lambda b: -b["cpu"]):
             at = max(range(2), key=lambda i: room[i])

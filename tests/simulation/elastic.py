@@ -7,7 +7,7 @@ service's store of notices, end at these deadlines, and new ones come. A driver 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from rayps.cluster.notices import LINGER_SECONDS, Notice, StoredNotice
@@ -25,8 +25,8 @@ from simulation.store import Database
 KINDS = ["kill", "away", "sigterm", "freeze"]
 FAULTS_PER_SECOND = 0.25
 COOLDOWN = 5.0
-WAIT_SECONDS = 45.0  # seconds without faults within which a job that could have its least number of workers starts
-HEARD_SECONDS = 2.0  # seconds after which each process knows a notice
+WAIT_SECONDS = 20.0  # seconds without faults within which a job that could have its least number of workers starts
+HEARD_SECONDS = 12.0  # seconds after which no reservation is made by a decision from before a notice
 QUIET_BEFORE = 25.0  # seconds without faults, and at least so long a notice, for which its host must be left in time
 
 
@@ -36,7 +36,7 @@ class RowLedger:
     def __init__(self) -> None:
         self._rounds: dict[str, dict[int, dict[int, tuple[int, list[int]]]]] = {}  # job -> round -> rank -> epoch, rows
         self._newest: dict[str, tuple[int, int]] = {}  # job -> driver's process id and generation
-        self.sizes: dict[str, set[int]] = {}
+        self.begun: list[Callable[[str, int], None]] = []  # called with the job and the size of each new generation
 
     def take(self, driver: Process, plan: Any, at: int) -> None:
         """Record the rows that a worker takes in the round after `at` rounds."""
@@ -49,7 +49,8 @@ class RowLedger:
             self._newest[job] = order
             for later in [each for each in rounds if each >= plan.start]:
                 del rounds[later]
-            self.sizes.setdefault(job, set()).add(plan.size)
+            for call in self.begun:
+                call(job, plan.size)
         shares = plan.elastic.rows
         epoch, taken = shares.after(at, ROWS)
         own = [taken + place for place in dealt(shares.shares, plan.rank) if taken + place < ROWS]
@@ -118,9 +119,10 @@ class ElasticJobs(Jobs):
         super().__init__(seed, keep_trace=keep_trace)
         sim, rng = self.sim, self.sim.rng
         sim.rows, sim.ranges = RowLedger(), {}
+        sim.rows.begun.append(self._check_size)
         self.kinds = rng.sample(KINDS, rng.randint(0, len(KINDS)))
         sim.crash_at_places = rng.choice([0.0, 0.0, 0.0005]) if self.kinds else 0.0
-        sim.network.scale = 1.0
+        sim.network.scale, sim.pace = 1.0, 2.5
         self.world = ElasticWorld(sim, dict.fromkeys(["host-a", "host-b", "host-c"][: rng.choice([2, 3])], 2.0))
         self.database = ElasticDatabase()
         self._hosts = len(self.world.hosts)
@@ -184,6 +186,9 @@ class ElasticJobs(Jobs):
             self._ask(lambda each, notice=notice: each.scheduler.notices.add(notice), 2.0)
             sim.log("notice", f"{host} ends in {seconds:g} s")
             self._announced.append((notice.key, sim.now + seconds + LINGER_SECONDS))
+            if "kill" in self.kinds and rng.random() < 0.5:
+                self._disturb(45.0)
+                self.service.process.kill("a fault, just after it has acknowledged a notice")
             if rng.random() < 0.25:
                 sim.park(rng.random() * 5.0)
                 self._withdraw(host, notice)
@@ -274,19 +279,17 @@ class ElasticJobs(Jobs):
         elif self.sim.now - self._could_start[1] > WAIT_SECONDS:
             raise Broken(f"job {waiting} waits for {WAIT_SECONDS:g} s, although elastic jobs could give it room")
 
-    def _check_jobs(self, jobs: Iterable[tuple[str, JobSpec]]) -> None:
-        for job, spec in jobs:
-            sizes = self.sim.rows.sizes.get(job, set())
-            least, most = self.sim.ranges[job]
-            if any(not least <= size <= most for size in sizes):
-                raise Broken(f"job {job} has had {sorted(sizes)} workers, and its range is {least} to {most}")
+    def _check_size(self, job: str, size: int) -> None:
+        """Check a new generation: replacements join before workers under notice leave, and deaths leave too few."""
+        least, most = self.sim.ranges.get(job, (1, 9))
+        self.sim.log("generation", f"job {job} trains with {size} workers")
+        if size > most and not self.world.notices:
+            raise Broken(f"job {job} has {size} workers, and its range is {least} to {most}")
+        if size < least and self.quiet_for(0.0):
+            raise Broken(f"job {job} has {size} workers without a fault, and its range is {least} to {most}")
 
     def _rounds_of(self, job: str, spec: JobSpec) -> int | None:
         return spec.epochs * ROWS // spec.workers if spec.elastic is None else self.sim.rows.check(job, spec.epochs)
-
-    def _check_end(self) -> None:
-        self._check_jobs(self.acknowledged.items())
-        super()._check_end()
 
     # ---- faults
 

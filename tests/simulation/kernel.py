@@ -125,6 +125,7 @@ class Simulation:
         self.last: deque[tuple[float, str, str]] = deque(maxlen=40)
         self.checks: list[Callable[[], None]] = []  # the invariants, checked after an event that has changed something
         self.changed = False
+        self.pace = 1.0  # factor of the seconds of a round of a job
         self.crash_at_places = 0.0  # probability that a visit of a failpoint kills the process
         self.may_crash: Callable[[Process, str], bool] = lambda process, place: False
         # whether a thread may end with this error because of a fault

@@ -159,7 +159,7 @@ class SimWorker:
                 if not run.gate.begin(run.position, lambda: run.ended):
                     run.status = "running" if run.ended else "paused"
                     return
-                sim.park(0.1 + sim.rng.random() * 0.4)
+                sim.park(sim.pace * (0.1 + sim.rng.random() * 0.4))
                 self._take_rows(run)
                 self._exchange(run)
                 if run.ended:
