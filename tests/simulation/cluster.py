@@ -240,9 +240,7 @@ class World:
 class SimReservation:
     """Resources that a process has reserved."""
 
-    def __init__(
-        self, world: World, owner: Process | None, bundles: list[dict[str, float]], places: list[str]
-    ) -> None:
+    def __init__(self, world: World, owner: Process | None, bundles: list[dict[str, float]], places: list[str]) -> None:
         self.bundles, self.places, self.released, self._world = bundles, places, False, world
         world.held.append(self)
         if owner is not None:

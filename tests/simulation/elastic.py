@@ -227,7 +227,9 @@ class ElasticJobs(Jobs):
             others = sum(each.host != host for each in group)
             least = self.sim.ranges.get(job, (9, 9))[0]
             if self._elastic(job) and others >= least and self.sim.now - actor.process.began > QUIET_BEFORE:
-                raise Broken(f"{host} ends, and {actor.name} of job {job} is still there, with {others} workers elsewhere")
+                raise Broken(
+                    f"{host} ends, and {actor.name} of job {job} is there, with {others} workers elsewhere"
+                )
 
     def _elastic(self, job: str) -> bool:
         spec = self.acknowledged.get(job)

@@ -20,7 +20,7 @@ from rayps.ps.manager.record import RecordFile
 from rayps.ps.protocol.messages import Event
 from rayps.ps.server import replication, requests
 from rayps.recovery import backup_assignment
-from rayps.runtime import driver, noticed_workers, recover
+from rayps.runtime import noticed_workers, recover
 from rayps.runtime.driver_actor import DriverActor
 from rayps.service import adoption, drivers, elastic_jobs, elastic_plan, job_folders, notice_store, scheduler, store
 from simulation.service import SimCheckpoints
@@ -203,11 +203,6 @@ PLANTED |= {
         "elastic",
         "workers stay on a host until it ends",
         lambda: [(noticed_workers.NoticedWorkers, "ranks", lambda self, workers: {})],
-    ),
-    "spin": Planted(
-        "elastic",
-        "the driver does not wait between two polls while workers stop",
-        lambda: [(driver, "STOPPING_SECONDS", 0.0)],
     ),
 }
 
