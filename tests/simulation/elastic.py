@@ -1,7 +1,7 @@
 """The scenario of elastic jobs: their number of workers follows room, waiting jobs, requests and notices.
 
-It is the scenario of the service with other jobs, other hosts and other faults. Hosts get notices with deadlines, by the
-service's store of notices, end at these deadlines, and new ones come. A driver gets SIGTERM, and moves.
+It is the scenario of the service with other jobs, other hosts and other faults. Hosts get notices with deadlines, by
+the service's store of notices, end at these deadlines, and new ones come. A driver gets SIGTERM, and moves.
 """
 
 from __future__ import annotations
@@ -227,9 +227,7 @@ class ElasticJobs(Jobs):
             others = sum(each.host != host for each in group)
             least = self.sim.ranges.get(job, (9, 9))[0]
             if self._elastic(job) and others >= least and self.sim.now - actor.process.began > QUIET_BEFORE:
-                raise Broken(
-                    f"{host} ends, and {actor.name} of job {job} is there, with {others} workers elsewhere"
-                )
+                raise Broken(f"{host} ends, and {actor.name} of job {job} is there, with {others} workers elsewhere")
 
     def _elastic(self, job: str) -> bool:
         spec = self.acknowledged.get(job)
