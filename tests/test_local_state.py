@@ -236,7 +236,7 @@ def test_the_next_phase_begins_where_one_was_done(tmp_path):
     assert result.history.column("epoch").to_pylist() == [0] * 7 + [2] * 10
     halfway = train(work, phases, workers=2, checkpoint=tmp_path / "half", checkpoint_every=4)
     assert torch.equal(halfway.snapshot.params, result.snapshot.params)
-    at = [path for path in (tmp_path / "half").iterdir() if path.name != "step-00000017"]
+    at = [path for path in (tmp_path / "half").glob("step-*") if path.name != "step-00000017"]
     assert at
     for path in at:
         resumed = train(work, phases, workers=2, checkpoint=tmp_path / path.name, resume=str(path))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from service_site import Site
 
+from rayps.cluster.local import PROTOCOL
 from rayps.core.errors import ActorDied, ClusterError
 from rayps.service import processes
 from rayps.service.ray_place import OwnRay
@@ -61,8 +62,8 @@ def test_actors_are_known_by_name(join: Callable[..., ClusterProcess], tmp_path:
     first = join()
     handle = first.spawn("module:Class", 1, {"two": 2}, name="a", detached=True, here=True, more=[3])
     assert (tmp_path / "a.json").read_text() == (
-        '["module:Class", [1, {"two": 2}], {"cpus": 0.0, "gpus": 0.0, "detached": true, "here": true, "restarts": 0, '
-        '"warm": false, "more": [3]}]'
+        '["module:Class", [1, {"two": 2}], {"cpus": 0.0, "gpus": 0.0, "detached": true, "here": true, "avoid": [], '
+        '"restarts": 0, "warm": false, "node": null, "more": [3]}]'
     )
     assert handle.call("run", 1, 2).result(timeout=60) == ["run", [1, 2], {}]
     assert first.free() == first.total() == first.hosts()["here"] == {"cpu": 4.0, "gpu": 0.0}
@@ -185,6 +186,8 @@ def test_a_child_that_hears_nothing_ends_itself(tmp_path: Path, mode: str) -> No
                 str(tmp_path),
                 "--dead-man",
                 "2",
+                "--protocol",
+                str(PROTOCOL),
             ],
             pass_fds=[theirs.fileno()],
             stderr=subprocess.PIPE,

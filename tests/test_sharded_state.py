@@ -262,7 +262,7 @@ def test_another_number_of_workers_resumes_the_state(tmp_path, shard):
             for key, value in state.items():
                 assert torch.equal(found[0].moments[name][key], value), (name, key)
         for kind in ("parts", "whole"):
-            for path in (tmp_path / f"{kind}{workers}").iterdir():
+            for path in (tmp_path / f"{kind}{workers}").glob("step-*"):
                 for file in path.iterdir():
                     file.unlink()
                 path.rmdir()
