@@ -142,7 +142,7 @@ class ElasticJobs(Jobs):
             strategy="all_reduce",
             workers=least if elastic is not None else 2,
             elastic=elastic,
-            epochs=rng.randint(1, 4),
+            epochs=rng.randint(1, 2),
             checkpoint_every=rng.randint(2, 8),
             timeout=10.0,
             max_failures=8,
