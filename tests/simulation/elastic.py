@@ -280,12 +280,12 @@ class ElasticJobs(Jobs):
             raise Broken(f"job {waiting} waits for {WAIT_SECONDS:g} s, although elastic jobs could give it room")
 
     def _check_size(self, job: str, size: int) -> None:
-        """Check a new generation: replacements join before workers under notice leave, and deaths leave too few."""
+        """Check a new generation. Replacements of workers under notice join before these leave, or come too late."""
         least, most = self.sim.ranges.get(job, (1, 9))
         self.sim.log("generation", f"job {job} trains with {size} workers")
         if size > most and not self.world.notices:
             raise Broken(f"job {job} has {size} workers, and its range is {least} to {most}")
-        if size < least and self.quiet_for(0.0):
+        if size < least and self.quiet_for(0.0) and not self.world.notices:
             raise Broken(f"job {job} has {size} workers without a fault, and its range is {least} to {most}")
 
     def _rounds_of(self, job: str, spec: JobSpec) -> int | None:
