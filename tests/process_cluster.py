@@ -66,7 +66,7 @@ class ProcessCluster:
 
     free = total
 
-    def reserve(self, bundles, timeout):
+    def reserve(self, bundles, timeout, avoid=()):
         return None if not bundles else _Gang(bundles)
 
     def hosts(self, free=True):

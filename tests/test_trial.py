@@ -34,7 +34,7 @@ class Waits:
 
     driver, patience = None, PATIENCE
 
-    def reserve(self, bundles, timeout):
+    def reserve(self, bundles, timeout, avoid=()):
         self.driver.trial.wait(self.patience)
         return super().reserve(bundles, timeout)
 

@@ -173,7 +173,7 @@ class HostCluster:
         """Return the resources of each host."""
         return {f"host-{host}": self.free() for host in range(len(self._hosts.addresses))}
 
-    def reserve(self, bundles: list[Bundle], timeout: float) -> Reservation | None:
+    def reserve(self, bundles: list[Bundle], timeout: float, avoid: Sequence[str] = ()) -> Reservation | None:
         """Reserve nothing: the hosts have room for all."""
         return None
 

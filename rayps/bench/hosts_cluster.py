@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, TypeVar
@@ -120,7 +121,7 @@ class HostsCluster:
         """Return the resources of each host."""
         return {forker.name: {"cpu": _CPUS, "gpu": 0.0} for forker in self._forkers}
 
-    def reserve(self, bundles: list[Bundle], timeout: float) -> HostsReservation:
+    def reserve(self, bundles: list[Bundle], timeout: float, avoid: Sequence[str] = ()) -> HostsReservation:
         """Return a reservation whose bundles are on the hosts in blocks of about equal size."""
         refuse_if_too_large(bundles, self.free())
         count = len(self._forkers)

@@ -136,8 +136,8 @@ class Cluster(Actors, Protocol):
     def share(self, value: _Shared) -> _Shared:
         """Store a value once for several calls. Pass the returned reference to these calls instead of the value."""
 
-    def reserve(self, bundles: list[Bundle], timeout: float) -> Reservation | None:
-        """Reserve all bundles or none; return None if they need no resources.
+    def reserve(self, bundles: list[Bundle], timeout: float, avoid: Sequence[str] = ()) -> Reservation | None:
+        """Reserve all bundles or none; return None if they need no resources. `avoid`: hosts that have none of them.
 
         Raises NoResources if the cluster is too small, or too few resources are free within `timeout` seconds.
         """
@@ -357,7 +357,7 @@ class LocalCluster:
         """Return all resources, as those of one host."""
         return {"here": dict(self._total)}
 
-    def reserve(self, bundles: list[Bundle], timeout: float) -> Reservation:
+    def reserve(self, bundles: list[Bundle], timeout: float, avoid: Sequence[str] = ()) -> Reservation:
         """Return a reservation that uses no resources. Raises NoResources if the cluster is too small."""
         refuse_if_too_large(bundles, self._total)
         return _LocalReservation(len(bundles))

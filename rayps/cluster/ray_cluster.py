@@ -716,8 +716,10 @@ class RayCluster:
             alive = {name: now.get(name, {}) for name in alive}
         return {name: _bundle(has) | {"memory": has.get("memory", 0.0)} for name, has in alive.items()}
 
-    def reserve(self, bundles: list[Bundle], timeout: float) -> RayReservation | HeldReservation | None:
-        """Reserve all bundles or none; return None if no bundle needs anything.
+    def reserve(
+        self, bundles: list[Bundle], timeout: float, avoid: Sequence[str] = ()
+    ) -> RayReservation | HeldReservation | None:
+        """Reserve all bundles or none; return None if no bundle needs anything. `avoid`: nodes that have none of them.
 
         In a task or actor whose placement group captures its children, such as a trial of Ray Tune, the bundles are
         those of that group.
@@ -731,7 +733,8 @@ class RayCluster:
         wanted = [_ray_bundle(bundle) for bundle in bundles]
         if not any(wanted):
             return None  # there is nothing to reserve, and Ray accepts no empty bundle
-        group = placement_group(wanted, strategy="PACK")
+        selector = [{"ray.io/node-id": f"!in({','.join(avoid)})"}] * len(wanted) if avoid else None
+        group = placement_group(wanted, strategy="PACK", bundle_label_selector=selector)
         if not group.wait(timeout):
             remove_placement_group(group)
             raise not_free(bundles, self.free(), timeout)

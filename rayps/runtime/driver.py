@@ -458,7 +458,10 @@ class Driver:
                 stopping = elastic is not None and elastic.is_stopping
                 if elastic is not None and not stopping:
                     self._shares.balance(self._group.workers, elastic.membership)
-                self._stop.wait(STOPPING_SECONDS if stopping else POLL_SECONDS)
+                if stopping:
+                    time.sleep(STOPPING_SECONDS)  # a stop is requested, too, if the driver moves meanwhile
+                else:
+                    self._stop.wait(POLL_SECONDS)
             case EndEarly():
                 self._end_early()
             case Finish():
