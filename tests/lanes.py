@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 TABLE = Path(__file__).with_name("durations.json")
-UNKNOWN = 1.0  # seconds that a test function is taken to last while the table does not have it
+UNKNOWN = 1.0  # seconds that a test function is taken to last, all parameters together, while the table lacks it
+UNKNOWN_PROCESSES = 30.0  # the same for a function that starts a Ray, a service or a browser, or kills processes
 LONG = 60.0  # seconds from which a file without shared fixtures is divided by test function
 
 
@@ -46,13 +47,19 @@ def shared(item):
     return Path(item.path).stem if wide else None
 
 
+def guess(item):
+    """Seconds of a function that the table does not have: a dear one that starts last would leave the others idle."""
+    dear = any(map(item.get_closest_marker, ("ray", "chaos", "browser")))
+    return UNKNOWN_PROCESSES if dear else UNKNOWN
+
+
 def group(items):
     """Give each item a group, and order the items so that the longest groups come first."""
     table = known()
     calls = defaultdict(int)
     for item in items:
         calls[key(item)] += 1
-    cost = {item: table.get(key(item), UNKNOWN) / (calls[key(item)] if key(item) in table else 1) for item in items}
+    cost = {item: table.get(key(item), guess(item)) / calls[key(item)] for item in items}
     files, bound = defaultdict(float), set()
     for item in items:
         files[item.path] += cost[item]

@@ -57,7 +57,7 @@ JOB = "workload: a:B\nworkers: 2\n"
         (["nothing"], 2, "nothing"),
         (["train"], 2, "TARGET"),
         (["train", "nothing.py:W"], 2, "nothing.py"),
-        (["train", "a:B", "--workers", "x"], 2, "--workers"),
+        (["train", "a:B", "--workers", "x"], 2, "workers is 'x'"),
         (["train", "a:B", "--workers", "0"], 2, "workers"),
         (["train", "a:B", "--strategy", "all_redcue"], 2, "did you mean 'all_reduce'"),
         (["train", "a:B", "--strategy", "parameter_server:shards"], 2, "shards=..."),

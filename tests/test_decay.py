@@ -32,11 +32,11 @@ class Pull(nn.Module):
 
 
 KINDS = {
-    "sgd": lambda p: SGD(p, lr=0.03, weight_decay=DECAY),
+    "sgd": lambda p: SGD(p, lr=0.06, weight_decay=DECAY),
     "momentum": lambda p: SGD(p, lr=0.003, momentum=0.9, weight_decay=DECAY),
     "nesterov": lambda p: SGD(p, lr=0.003, momentum=0.9, nesterov=True, weight_decay=DECAY),
     "adagrad": lambda p: Adagrad(p, lr=0.3, weight_decay=DECAY),
-    "adam": lambda p: Adam(p, lr=0.01, weight_decay=DECAY),
+    "adam": lambda p: Adam(p, lr=0.02, weight_decay=DECAY),
 }
 
 
@@ -78,7 +78,7 @@ CASES = [(strategy, "sgd") for strategy in STRATEGIES] + [
 
 @pytest.mark.parametrize(("strategy", "kind"), CASES, ids=str)
 def test_the_fixed_point_is_the_same_whatever_the_workers_and_the_pushes(strategy, kind):
-    result = train(Quadratic(kind), strategy, workers=WORKERS, steps=300)
+    result = train(Quadratic(kind), strategy, workers=WORKERS, steps=180)
     assert result.model().w.tolist() == pytest.approx([1 / (1 + DECAY)] * 3, abs=5e-3)
 
 

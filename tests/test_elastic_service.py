@@ -291,13 +291,13 @@ def test_an_elastic_job_is_submitted_scaled_and_shown(site: Site) -> None:
 @pytest.mark.parametrize(
     ("fields", "pointer", "message"),
     [
-        ({"workers": [2]}, "/workers", "at least 2 items"),
-        ({"workers": [2, 4, 8]}, "/workers", "at most 2 items"),
-        ({"workers": [0, 4]}, "/workers/0", "greater than or equal to 1"),
+        ({"workers": [2]}, "/workers", "such as [2, 8]"),
+        ({"workers": [2, 4, 8]}, "/workers", "such as [2, 8]"),
+        ({"workers": [0, 4]}, "/workers/0", "give a whole number of at least 1"),
         ({"workers": [4, 2]}, "/workers", "workers is [4, 2]"),
         ({"workers": "2-4"}, "/workers", "valid integer"),
         ({"workers": [2, 4], "elastic": {"most": 8}}, "/elastic", "leave out elastic.most"),
-        ({"workers": 2, "elastic": {"global_batch": 8}}, "/elastic", "lacks most"),
+        ({"workers": 2, "elastic": {"cooldown": 8}}, "/elastic", "lacks most"),
         ({"workers": [2, 4], "elastic": {"global_batch": 3}}, "/global_batch", "at least 4"),
         ({"workers": [2, 4], "elastic": {"lr_scaling": "square"}}, "/lr_scaling", "one of keep, linear, sqrt"),
     ],

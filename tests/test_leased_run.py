@@ -1,8 +1,11 @@
 """Elastic jobs whose workers are not in step: workers join, leave and die, and the servers apply each row once."""
 
 import importlib
+import itertools
 import threading
 import time
+from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from leased_work import HOOKS, LOG, SECONDS, Counted, Counting, Job, rounds_of
@@ -11,8 +14,13 @@ from small_work import SEEN, Paced, Small, plain, train
 
 import rayps
 from rayps.cluster.local import until
+from rayps.cluster.notices import Notice
 from rayps.core.errors import ConfigError
 from rayps.core.job_status import Status
+from rayps.ps.client.member_requests import MemberRequests
+from rayps.runtime.leased_run import WorkerStage
+from rayps.runtime.worker_actor import WorkerActor
+from rayps.runtime.worker_group import WorkerGroup
 
 SSP, ASP = Counting(shards=2, staleness=2), Counting(shards=2, staleness=None)
 
@@ -134,6 +142,12 @@ def test_rows_are_applied_once_with_backups_when_a_server_dies(tag):
 
 def test_a_fixed_server_that_dies_knows_the_members(tag):
     """The workers repeat the pushes that the restored server lacks, also those of a newcomer."""
+
+    def hook(rank):
+        if rank == 0 and rounds_of(tag, 0) > 100 and min(rounds_of(tag, 1), rounds_of(tag, 2)) <= 10:
+            time.sleep(0.05)  # so that rows are left for the newcomers, which are not ahead of it by more than two
+
+    HOOKS[tag] = hook
     job = Job(Counted(n=500, tag=tag), SSP, workers=(1, 3), epochs=2)
     job.wait(lambda: rounds_of(tag) > 100)
     job.driver.allow(3, "the test")
@@ -141,6 +155,45 @@ def test_a_fixed_server_that_dies_knows_the_members(tag):
     job.cluster.kill(job.group.shards[1].handle)
     assert job.counts() == [2] * 500
     assert "replaced" in [event["kind"] for event in job.journal.events]
+
+
+def test_rows_of_a_worker_that_waits_are_applied_once_when_a_server_dies(tag):
+    """Worker 0 has pushed its rows and waits, so servers have removed it; the restored server lacks its pushes."""
+    job = Job(Counted(n=60, tag=tag), Counting(shards=2, staleness=None), workers=(2, 2))
+    hung, over = threading.Event(), threading.Event()
+
+    def hook(rank):
+        if rank == 1 and rounds_of(tag, 1) > 3:
+            hung.set()
+            over.wait(SECONDS)
+
+    HOOKS[tag] = hook
+    try:
+        job.wait(hung.is_set)
+        leased = job.driver._plan.leased
+        job.wait(lambda: leased._workers[0].stage is WorkerStage.WAITS and rounds_of(tag, 0) > 3)
+        job.cluster.kill(job.group.shards[1].handle)
+        job.wait(lambda: "replaced" in [event["kind"] for event in job.journal.events])
+    finally:
+        over.set()
+    assert job.counts() == [1] * 60
+
+
+@pytest.mark.parametrize(("owner", "name"), [(MemberRequests, "end"), (WorkerGroup, "take_at")], ids=["end", "take"])
+def test_a_fixed_server_that_dies_at_the_end_does_not_hang_the_job(tag, monkeypatch, owner, name):
+    """It dies before the servers are told to end, or after all have answered; its values are not collected yet."""
+    job, call, deaths = None, getattr(owner, name), []
+
+    def dies(*args):
+        if not deaths:
+            deaths.append(name)
+            job.cluster.kill(job.group.shards[1].handle)
+        return call(*args)
+
+    monkeypatch.setattr(owner, name, dies)
+    job = Job(Counted(n=40, tag=tag), SSP, workers=(2, 2))
+    assert job.counts() == [1] * 40
+    assert "restarted" in [event["kind"] for event in job.journal.events]
 
 
 PLACES = ["session: between servers", "session: sent, not answered"]
@@ -168,6 +221,25 @@ def test_a_leaver_pushes_what_the_compression_has_left_out(tag):
     events = [event["message"] for event in job.journal.events if event["kind"] == "resized"]
     assert "had left out was pushed" in events[-1]
     assert job.end().status is Status.SUCCEEDED
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 1, 2]], ids=["one", "all"])
+def test_workers_under_notice_leave_after_their_round(tag, monkeypatch, ranks):
+    """They are no failure, and nothing is computed twice. If all will end, newcomers take their places."""
+    place, numbers = WorkerActor.place, itertools.count()
+    names = defaultdict(lambda: f"host-{next(numbers)}")
+    monkeypatch.setattr(WorkerActor, "place", lambda self: replace(place(self), host=names[id(self)]))
+    job = Job(Counted(n=700, tag=tag), SSP, workers=(1, 3), start=3, max_failures=0)
+    job.wait(lambda: rounds_of(tag) > 20)
+    of_rank = {worker.rank: worker.place.host for worker in job.group.workers}
+    for rank in ranks:
+        job.cluster.announce(Notice("", of_rank[rank], 600.0, "a test preempts it"))
+    job.wait(lambda: sum(1 for before, after in job.resized() if after < before) == len(ranks))
+    assert job.counts() == [1] * 700 and job.outcome.status is Status.SUCCEEDED
+    assert len([entry for entry in LOG if entry[0] == tag]) == 350
+    reasons = [event["message"] for event in job.journal.events if event["kind"] == "resized"]
+    assert any("notice for worker-" in reason for reason in reasons)
+    assert [event["rank"] for event in job.journal.events if event["kind"] == "notice"] == ranks
 
 
 REFUSED = [

@@ -21,6 +21,8 @@ from rayps.core.leases import (
 )
 from rayps.core.repeated_pushes import Ledger
 from rayps.core.staleness_bound import ActiveRanks
+from rayps.ps.protocol.members import MemberChange, MemberChangeKind, with_members
+from rayps.runtime.leased_run import Visits
 
 
 class Servers:
@@ -34,8 +36,8 @@ class Servers:
         if self.ledgers[segment].takes_part(rank) and self.ledgers[segment].add(rank, step):
             self.applied[segment][block] += 1
 
-    def admit(self, rank: int) -> int:
-        first = max(ledger.admit(rank, 0) for ledger in self.ledgers)
+    def admit(self, rank: int, first: int) -> int:
+        first = max(ledger.admit(rank, first) for ledger in self.ledgers)
         assert {ledger.admit(rank, first) for ledger in self.ledgers} == {first}
         return first
 
@@ -63,7 +65,7 @@ class Run:
 
     def join(self, rank: int) -> None:
         if rank not in self.steps:
-            first = self.servers.admit(rank)
+            first = self.servers.admit(rank, self.leases.least_first(rank))
             self.leases.join(rank, first)
             self.steps[rank], self.sent[rank], self.left[rank] = first, set(), []
 
@@ -110,6 +112,96 @@ class Run:
         assert all(applied == law for applied in self.servers.applied)
 
 
+class Restored(Run):
+    """A run whose segments die, and are restored from the newest snapshot of the whole state.
+
+    Workers retain all their pushes. A worker pushes again what a restored segment lacks before its next push to it, or
+    later, or dies first. A worker that waits for rows stays, with its pushes, and may be admitted again.
+    """
+
+    def __init__(self, leases: Leases, servers: Servers) -> None:
+        super().__init__(leases, servers)
+        slots = len(servers.ledgers[0].marks)
+        self.firsts: dict[int, int] = {}  # rank -> the first step of the worker that takes part
+        self.retained: dict[int, list] = {rank: [] for rank in range(slots)}  # rank -> pushes (segment, step, block)
+        self.repeats: list = []  # (rank, step, earlier)
+        self.snapshot: list = []
+        self.save()
+
+    def join(self, rank: int) -> None:
+        joins = rank not in self.steps
+        super().join(rank)
+        if joins:
+            self.firsts[rank] = self.steps[rank]
+            self.repeats = [each for each in self.repeats if each[0] != rank]
+
+    def lease(self, rank: int, count: int) -> None:
+        before = len(self.left.get(rank, []))
+        super().lease(rank, count)
+        for lease in self.left.get(rank, [])[before:]:
+            if lease.blocks.earlier:
+                self.repeats.append((rank, lease.first, lease.blocks.earlier))
+
+    def push(self, rank: int, segment: int) -> None:
+        segment %= len(self.servers.ledgers)
+        if rank in self.steps:
+            self.catch_up(rank, segment)
+            step = self.steps[rank]
+            lease = next((each for each in self.left[rank] if each.first <= step < each.end), None)
+            if lease is not None:
+                self.retained[rank].append((segment, step, lease.block_of(step)))
+        super().push(rank, segment)
+
+    def train(self, rank: int, count: int) -> None:
+        """Let a worker join and complete some blocks, or all that there are."""
+        self.join(rank)
+        for _ in range(count):
+            if not self.leases.held(rank, self.steps[rank]):
+                self.lease(rank, 1)
+            for segment in range(len(self.servers.ledgers)):
+                self.push(rank, segment)
+
+    def catch_up(self, rank: int, segment: int) -> None:
+        """Push all retained pushes of a rank to a segment again."""
+        segment %= len(self.servers.ledgers)
+        for at, step, block in self.retained[rank]:
+            if at == segment:
+                self.servers.push(segment, rank, step, block)
+
+    def wait(self, rank: int) -> None:
+        """Let a worker that has pushed all its blocks wait: the servers remove it."""
+        if rank in self.steps and not self.sent[rank] and not self.leases.held(rank, self.steps[rank]):
+            super().die(rank)
+
+    def die(self, rank: int) -> None:
+        super().die(rank)
+        self.retained[rank] = []
+
+    def save(self) -> None:
+        """Save a snapshot."""
+        self.snapshot = [
+            (ledger.copy(), Counter(applied))
+            for ledger, applied in zip(self.servers.ledgers, self.servers.applied, strict=True)
+        ]
+        self.leases.saved(self.marks())
+
+    def marks(self) -> dict[int, Marks]:
+        """The marks in the snapshot."""
+        marks = {rank: [ledger.marks[rank] for ledger, _ in self.snapshot] for rank in self.retained}
+        return {rank: Marks(min(each), max(each)) for rank, each in marks.items()}
+
+    def restore(self, *segments: int) -> None:
+        """Restore segments, which have died at once, from the snapshot."""
+        for segment in {each % len(self.snapshot) for each in segments}:
+            ledger, applied = self.snapshot[segment]
+            changes = [MemberChange(MemberChangeKind.BEGIN)]
+            changes += [MemberChange(MemberChangeKind.RESUME, rank, self.firsts[rank]) for rank in self.steps]
+            changes += [MemberChange(MemberChangeKind.REPEAT, *each) for each in self.repeats]
+            self.servers.ledgers[segment] = with_members(ledger, changes)
+            self.servers.applied[segment] = Counter(applied)
+        self.leases.restore(self.marks())
+
+
 OPERATIONS = st.one_of(
     st.tuples(st.just("join"), st.integers(0, 2)),
     st.tuples(st.just("die"), st.integers(0, 2)),
@@ -123,7 +215,7 @@ def carried_out(run: Run, operations) -> None:
         getattr(run, name)(*given_)
 
 
-@settings(max_examples=120)
+@settings(max_examples=120, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 2), st.lists(OPERATIONS, max_size=60), st.integers(0, 2))
 def test_each_block_is_applied_once_on_each_segment(blocks, epochs, operations, last):
     run = Run(Leases(blocks, (epochs, 0)), Servers(2, 3))
@@ -132,7 +224,7 @@ def test_each_block_is_applied_once_on_each_segment(blocks, epochs, operations, 
     run.check(epochs)
 
 
-@settings(max_examples=120)
+@settings(max_examples=120, deadline=None)
 @given(st.integers(1, 5), st.lists(OPERATIONS, max_size=40), st.lists(OPERATIONS, max_size=30), st.integers(0, 2))
 def test_a_run_resumes_from_states_that_segments_took_at_different_moments(blocks, before, after, last):
     """Segment 0 takes its state between `before` and `after`, segment 1 after both; the leases are read at the end."""
@@ -151,6 +243,50 @@ def test_a_run_resumes_from_states_that_segments_took_at_different_moments(block
     again = Run(leases, resumed)
     again.complete(last)
     again.check(2)
+
+
+RANKS = st.integers(0, 1)
+RESTORES = st.one_of(
+    st.tuples(st.just("train"), RANKS, st.integers(1, 3)),
+    st.tuples(st.just("train"), RANKS, st.integers(1, 3)),
+    st.tuples(st.just("lease"), RANKS, st.integers(1, 3)),
+    st.tuples(st.just("push"), RANKS, st.integers(0, 1)),
+    st.tuples(st.just("die"), RANKS),
+    st.tuples(st.just("wait"), RANKS),
+    st.tuples(st.just("catch_up"), RANKS, st.integers(0, 1)),
+    st.tuples(st.just("save")),
+    st.tuples(st.just("restore"), st.integers(0, 1)),
+    st.tuples(st.just("restore"), st.just(0), st.just(1)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(2, 6), st.integers(1, 2), st.lists(RESTORES, min_size=4, max_size=25), st.integers(0, 1))
+def test_each_block_is_applied_once_on_segments_that_are_restored(blocks, segments, operations, last):
+    run = Restored(Leases(blocks, (2, 0)), Servers(segments, 2))
+    carried_out(run, operations)
+    run.complete(last)
+    run.check(2)
+
+
+HISTORIES = {
+    "the worker waits": (2, "train 0 3, join 1, lease 1 3, wait 0, restore 1", 1),
+    "all segments are restored, and the rank is used again": (
+        1, "train 0 2, die 0, restore 0, join 1, lease 1 1, join 0, lease 0 1, push 0 0, die 1", 0
+    ),
+    "the repetition was announced before": (
+        2, "join 0, lease 0 1, push 0 1, die 0, save, join 1, lease 1 1, restore 1", 1
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_histories_with_restored_segments(name):
+    segments, text, last = HISTORIES[name]
+    run = Restored(Leases(5, (1, 0)), Servers(segments, 2))
+    carried_out(run, [(each.split()[0], *map(int, each.split()[1:])) for each in text.split(", ")])
+    run.complete(last)
+    run.check(1)
 
 
 def test_every_order_of_two_deaths_of_a_step_that_one_segment_has():
@@ -216,7 +352,6 @@ def test_history_that_a_snapshot_has_is_dropped():
         leases.lease(0, 2)
     leases.saved({0: Marks(4, 4)})
     assert leases.undone({0: Marks(4, 5)}) == [BlockRange(0, 4, 5, (PushId(0, 4),)), BlockRange(0, 5, 6)]
-    assert leases.of(0, 5) == leases.of(0, 4) and len(leases.of(0, 4)) == 1
 
 
 def test_ranges_that_follow_each_other_are_joined():
@@ -224,6 +359,16 @@ def test_ranges_that_follow_each_other_are_joined():
     assert joined([BlockRange(0, 0, 1), BlockRange(0, 1, 2), one, BlockRange(0, 3, 4), BlockRange(1, 4, 5)]) == [
         BlockRange(0, 0, 2), one, BlockRange(0, 3, 4), BlockRange(1, 4, 5)
     ]  # fmt: skip
+
+
+def test_the_longest_time_between_two_visits():
+    visits = Visits()
+    for now in (10.0, 10.5, 13.5, 14.0):
+        visits.record(now)
+    visits.interrupt()  # all workers start again
+    visits.record(99.0)
+    visits.record(99.5)
+    assert visits.longest == 3.0
 
 
 @pytest.mark.parametrize(
@@ -241,3 +386,7 @@ def test_the_size_of_a_lease():
     assert lease_size(30.0, 1000, 2) == 1
     assert lease_size(0.01, 100, 2) == 25  # half an equal share of what is left
     assert lease_size(0.01, 4, 2) == round(LEAST_SECONDS / 0.01)
+    assert lease_size(0.1, 1000, 2, gap=3.0) == 60  # twice the longest time between two visits
+    assert lease_size(0.1, 1000, 2, gap=LEASE_SECONDS / 4) == lease_size(0.1, 1000, 2)
+    assert lease_size(0.1, 40, 2, gap=3.0) == 10  # all workers still end at about the same time
+    assert lease_size(0.001, 10_000, 2, gap=60.0) == MOST_BLOCKS

@@ -10,8 +10,9 @@ from small_work import Small, train
 
 from rayps import AllReduce, Pipeline
 from rayps.cluster.local import LocalCluster
+from rayps.cluster.notices import Notice
 from rayps.cluster.placement import Placement, bundles, describe, place_ranks, slots, together
-from rayps.cluster.reservation import reserve
+from rayps.cluster.reservation import reserve, to_avoid
 from rayps.core.errors import NoResources
 from rayps.core.grid import Grid
 
@@ -116,7 +117,7 @@ class Hosts(LocalCluster):
         now = self.free_cpus[min(self.asked, len(self.free_cpus)) - 1] if free else [self.held] * 2
         return {f"host{i}": {"cpu": float(cpus)} for i, cpus in enumerate(now)}
 
-    def reserve(self, bundles, timeout):
+    def reserve(self, bundles, timeout, avoid=()):
         room = list(self.hosts_now())
         for bundle in sorted(bundles, key=lambda b: -b["cpu"]):
             at = max(range(2), key=lambda i: room[i])
@@ -164,6 +165,8 @@ NODES = """
     from rayps.core.grid import Grid
     from rayps.cluster.ray_cluster import RayCluster
     from rayps.cluster.reservation import reserve
+    from rayps.cluster.local import until
+    from rayps.cluster.notices import Notice
 
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     nodes.add_node(num_cpus=2)
@@ -183,6 +186,12 @@ NODES = """
                 for actor in actors:
                     cluster.kill(actor)
             berths.release()
+        ending = max(cluster.hosts(), key=lambda node: cluster.hosts()[node]["cpu"])
+        cluster.announce(Notice(ending, "", 60.0, "drill"))
+        assert until(cluster.notices, 30)
+        berths = reserve(cluster, {"cpu": 1.0}, Grid(2), 30)
+        print("avoids", ending not in berths.gang.hosts())
+        berths.release()
         cluster.close()
     finally:
         nodes.shutdown()
@@ -200,3 +209,20 @@ def test_on_several_hosts_of_ray():
     assert "no host has 4 free CPUs left" in said[2]
     assert said[3] == "[1, 2]"
     assert said[4] == str([64.0] * 8)
+    assert "avoids True" in run.stdout
+
+
+def test_hosts_under_notice_are_avoided_if_the_others_have_room():
+    class Hosts(LocalCluster):
+        def hosts(self, free=True):
+            return {"a": {"cpu": 2.0}, "b": {"cpu": 4.0}}
+
+    cluster = Hosts()
+    assert to_avoid(cluster, [ONE]) == []
+    cluster.announce(Notice("b", "", 30.0, "spot", pid=7))
+    assert to_avoid(cluster, [ONE]) == []  # one process ends, not the host
+    cluster.announce(Notice("b", "", 30.0, "spot"))
+    assert to_avoid(cluster, [ONE, ONE]) == ["b"]
+    assert to_avoid(cluster, [ONE, ONE, ONE]) == []
+    cluster.announce(Notice("a", "", 30.0, "spot"))
+    assert to_avoid(cluster, [ONE]) == []

@@ -337,7 +337,7 @@ def point(rank, n, **more):
 def test_what_is_said_after_a_run():
     strategy = of("pipeline:stages=2,micro_batches=4")
     formula = costs(strategy, 4, Sizes(100, owned=(50, 50), batch=8, crossings=(Crossing(0, 1, 4.0, 4.0),)))
-    report = CostReport(strategy, 4, lambda: formula)
+    report = CostReport(strategy, 4, lambda workers: formula)
     report.add_points(
         [
             point(rank, 0, compute=9.0, busy=9.0, idle=9.0, messages=99, activations=1, stage_bytes=0)
@@ -376,7 +376,7 @@ def test_what_is_said_after_a_run():
 
 def test_how_a_step_went_is_drawn_once_beside_its_table():
     strategy = of("pipeline:stages=2,micro_batches=1")
-    report = CostReport(strategy, 4, lambda: costs(strategy, 4, Sizes(10)))
+    report = CostReport(strategy, 4, lambda workers: costs(strategy, workers, Sizes(10)))
     stages = [
         [("0F0", 5.0, 6.0), ("0B0", 9.0, 11.0)],
         [("1F0", 90.5, 91.0), ("1F0", 91.0, 91.5), ("1B0", 91.5, 93.5)],
@@ -406,7 +406,7 @@ def test_formulas_never_fail_a_run():
 def test_nothing_measured_is_no_error():
     formula = costs(of("all_reduce"), 2, Sizes(10))
     assert measured({}, formula.grid) == {} and words(formula, {}) == "no step was measured"
-    report = CostReport(of("all_reduce"), 2, lambda: formula)
+    report = CostReport(of("all_reduce"), 2, lambda workers: formula)
     assert report.event() is None
     report.add_points([point(0, 0, compute=0.0)])
     event = report.event()
@@ -499,3 +499,15 @@ def test_sleeping_stages_wait_and_send_as_the_formulas_say(schedule, stages, chu
     assert (measured["stage_bytes"], measured["messages"]) == (between["bytes"], between["messages"])
     (drawn,) = [event for event in result.events if event["kind"] == "schedule"]
     assert [[each[0] for each in row] for row in drawn["measured"]] == [[e[0] for e in row] for row in drawn["theory"]]
+
+
+def test_after_a_change_of_the_workers_only_steps_of_the_new_number_count():
+    strategy = of("all_reduce")
+    report = CostReport(strategy, 1, lambda workers: costs(strategy, workers, Sizes(10)))
+    report.add_points([point(0, n, compute=1.0, bytes=0) for n in range(3)])
+    report.change_workers(2)
+    assert report.event() is None
+    report.add_points([point(rank, n, compute=1.0, bytes=40) for n in (3, 4) for rank in (0, 1)])
+    report.change_workers(2)
+    event = report.event()
+    assert event["workers"] == 2 and event["measured"]["bytes"] == event["formula"]["bytes"] == 80

@@ -1,6 +1,8 @@
 """The account of time in whole runs: on threads, over deaths, restarts and drivers; what rings and servers report."""
 
+import errno
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -314,3 +316,21 @@ def test_a_folder_that_does_not_exist_yet_gets_all_lines_when_it_does(tmp_path):
     record.add_event({"time": 2.0, "kind": "finished", "message": "b"})
     record.close()
     assert [event.message for event in read_job_time(tmp_path / "later" / FILE).events] == ["a", "b"]
+
+
+def test_a_full_disk_ends_no_job_and_loses_no_line(tmp_path, monkeypatch):
+    full, write = True, os.write
+
+    def limited(descriptor, data):
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", limited)
+    record = TimeRecord(tmp_path)
+    for number in range(3):
+        record.add_event({"seq": number, "time": float(number), "kind": "warning", "message": str(number)})
+    full = False
+    record.add_event({"seq": 3, "time": 3.0, "kind": "warning", "message": "3"})
+    record.close()
+    assert [event.message for event in read_job_time(tmp_path / "time.jsonl").events] == ["0", "1", "2", "3"]

@@ -29,21 +29,10 @@ from rayps.service.plan import EndJob, Kill, OpenJob, RequestStop, plan
 from rayps.service.ray_process import ClusterProcess
 
 OTHER = PROTOCOL + 1
-METHODS = {  # what a service calls, by protocol. A change of a name or an argument is another protocol: add a row
+# What a service calls, by protocol. A changed or removed name or argument is another protocol: add a row. A new method,
+# or a new argument with a default, is not, if it is not called for jobs that an earlier version started.
+METHODS = {
     1: {
-        "DriverActor": "(spec, folder, attempt, failures=0)",
-        "DriverActor.stop": "()",
-        "ManagerActor": "(name, servers=2, replicas=1, folder=None, *, cluster=None, options=None)",
-        "ManagerActor.facts": "()",
-        "ManagerActor.resize": "(servers)",
-        "ManagerActor.drain": "(server)",
-        "ManagerActor.set_quota": "(name, quota)",
-        "ManagerActor.drop": "(name)",
-        "ManagerActor.stop": "()",
-        "_Shell": "(target, *args, **kwargs)",
-        "_Shell.call": "(method, *args, **kwargs)",
-    },
-    2: {
         "DriverActor": "(spec, folder, attempt, failures=0, *, anywhere=False)",
         "DriverActor.stop": "()",
         "DriverActor.allow": "(workers, reason)",
@@ -56,7 +45,7 @@ METHODS = {  # what a service calls, by protocol. A change of a name or an argum
         "ManagerActor.stop": "()",
         "_Shell": "(target, *args, **kwargs)",
         "_Shell.call": "(method, *args, **kwargs)",
-    },
+    }
 }
 
 

@@ -15,6 +15,7 @@ from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
+from rayps.core.elastic import ElasticWorkers, misplaced
 from rayps.core.errors import ConfigError, Conflict, NotFound, RaypsError, Unauthorized, UserError
 from rayps.service.state_disk import StateDisk, is_full
 from rayps.service.store import LOCKED_SECONDS, is_locked
@@ -146,7 +147,15 @@ def _explain(error: Any, fields: Sequence[str]) -> dict[str, str]:
     where = [str(part) for part in error["loc"] if part not in skipped]
     name = where[-1] if where else "the body"
     kind = error["type"]
-    if kind == "extra_forbidden":
+    if A_RANGE in error["loc"]:
+        message = (
+            f"workers has {error.get('input')!r:.60}: give a whole number of at least 1, or the least and the most "
+            "of an elastic job, such as [2, 8]"
+        )
+    elif kind == "extra_forbidden" and (reason := misplaced(name)) is not None and len(where) == 1:
+        message = reason
+    elif kind == "extra_forbidden":
+        fields = tuple(ElasticWorkers.__dataclass_fields__) if where[0] == "elastic" else fields
         near = difflib.get_close_matches(name, fields, 1)
         hint = f": did you mean {near[0]!r}?" if near else f": the fields are {', '.join(fields)}"
         message = f"there is no field {name!r}{hint}"

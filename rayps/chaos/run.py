@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from rayps.strategies.job import JobSpec
 LEDGER = "rayps.chaos.ledger_work:LedgerWork"
 _START_SECONDS = 300.0  # seconds in which a job must start to train
 _POLL_SECONDS = 0.2
+_TELL_SECONDS = 30.0  # seconds between two lines about a wait for a job's end
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +80,22 @@ class JobUnderChaos:
                 raise ClusterError(f"job {self.job.id} did not complete a round within {seconds:g} s", job=self.job.id)
             time.sleep(_POLL_SECONDS)
 
-    def wait_end(self, seconds: float) -> bool:
-        """Wait until the service reports the job's end; return whether it did within `seconds`."""
-        try:
-            self.job.wait(timeout=seconds)
-        except (TimeoutError, ServiceError):
-            return False
-        return True
+    def wait_end(self, seconds: float, tell: Callable[[str], None]) -> bool:
+        """Wait until the service reports the job's end; return whether it did within `seconds`.
+
+        `tell` is called with what is waited for, now and every `_TELL_SECONDS`.
+        """
+        begun = time.monotonic()
+        while (left := begun + seconds - time.monotonic()) > 0:
+            tell(f"waiting for the end of job {self.job.id}, {self.job.data['status']}, for at most {left:.0f} s")
+            try:
+                self.job.wait(timeout=min(left, _TELL_SECONDS))
+                return True
+            except TimeoutError:
+                continue
+            except ServiceError:
+                return False
+        return False
 
     def facts(self, means: ChaosMeans) -> ChaosFacts:
         """Return what there is to disturb."""
@@ -143,7 +154,7 @@ def chaos_on_file(fields: JsonObject, options: ChaosOptions, tell: Callable[[str
         client = service.client()
         law = JobUnderChaos(client, client.submit(**dict(fields)), service.state)  # type: ignore[arg-type]
         tell(f"job {law.job.id} runs without faults")
-        if not law.wait_end(_START_SECONDS + options.deadline) or law.job.data["status"] != "SUCCEEDED":
+        if not law.wait_end(_START_SECONDS + options.deadline, tell) or law.job.data["status"] != "SUCCEEDED":
             reason = law.job.data.get("reason") or law.job.data["status"]
             raise ClusterError(f"the job without faults did not succeed: {reason}", job=law.job.id)
         trained = law.history()
@@ -162,15 +173,18 @@ def _campaign(
 ) -> ChaosReport | ChaosPlan:
     times = (options.every, options.seconds or 20 * options.every)
     plan = draw_plan(options.seed, options.wanted, under.facts(site.means), options.allowed, times)
+    by_reason = defaultdict[str, list[str]](list)
     for fault, reason in plan.left_out.items():
-        site.tell(f"not injected: {fault}: {reason}")
+        by_reason[reason].append(str(fault))
+    for reason, faults in by_reason.items():
+        site.tell(f"not injected, because {reason}: {', '.join(faults)}")
     for planned in plan.faults:
         site.tell(f"planned: at {planned.at:7.1f} s {planned.words}")
     if options.dry_run:
         return plan
     done = carry_out(plan.faults, site)
     site.revive()
-    ended = under.wait_end(options.deadline)
+    ended = under.wait_end(options.deadline, site.tell)
     history = under.history()
     bounds = HistoryBounds(times[1] + _START_SECONDS + options.deadline, options.longest_gap, frozenset([under.job.id]))
     checks = check_history(history, bounds)

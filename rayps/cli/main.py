@@ -128,6 +128,13 @@ def train(
     global_batch: Annotated[
         int | None, typer.Option(metavar="ROWS", help="Rows of a round over all workers, whatever their number.")
     ] = None,
+    elastic: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="An option of elastic workers: cooldown, gain, lr_scaling, replay; or balance=true.",
+        ),
+    ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Set a parameter of the workload, e.g. --set lr=0.3."),
@@ -145,6 +152,7 @@ def train(
             strategy=strategy,
             workers=workers_of_text(workers),
             global_batch=global_batch,
+            elastic=assignments(elastic, "--elastic", "cooldown=10") if elastic else None,
             epochs=epochs,
             steps=steps,
             seed=seed,

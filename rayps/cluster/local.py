@@ -21,7 +21,7 @@ from rayps.core.errors import ActorDied, ConfigError, NoResources
 
 _Shared = TypeVar("_Shared")
 Bundle = dict[str, float]
-PROTOCOL = 2  # version of the calls between a service and actors that outlive it; increment it with each change
+PROTOCOL = 1  # version of the calls between a service and actors that outlive it; increment it with each change
 FIRST_PROTOCOL = 1  # the PROTOCOL of rayps 0.1.0, whose actors do not report a version
 LOCAL_CPUS = 16  # least number of logical CPUs of a Ray that rayps starts
 WORKER_NICENESS = "0"  # niceness of workers; at Ray's default, 15, one busy program almost stops the workers

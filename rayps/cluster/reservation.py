@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rayps.cluster.local import Bundle, Cluster, Reservation, not_free
-from rayps.cluster.placement import bundles, describe, place_ranks
+from rayps.cluster.placement import bundles, describe, place_ranks, slots
+from rayps.cluster.room import avoided_hosts
 from rayps.core.errors import NoResources
 from rayps.core.grid import Grid
 
@@ -43,13 +44,15 @@ def reserve(
     """Reserve the resources of all workers, and the bundles `others` of other actors, or none of them.
 
     If too few resources are free, wait until enough are. Each check of the free resources places the replicas anew.
+    If the actors fit on hosts without a notice, they are placed there.
 
     Raises:
         NoResources: the cluster is too small, or too few resources are free within `timeout` seconds.
     """
     one_each = [resources] * grid.size
     if grid.columns == 1 or not any(resources.values()):
-        gang = cluster.reserve([*one_each, *others], timeout)
+        all_bundles = [*one_each, *others]
+        gang = cluster.reserve(all_bundles, timeout, to_avoid(cluster, all_bundles))
         return WorkerResources(gang, list(range(grid.size)), others=grid.size)
     end, pause = time.monotonic() + timeout, _CHECK_SECONDS
     while True:
@@ -60,7 +63,8 @@ def reserve(
             wanted, index = bundles(placement.hosts, grid, resources)
         left = end - time.monotonic()
         try:
-            gang = cluster.reserve([*wanted, *others], max(min(pause, left), 0.1))
+            all_bundles = [*wanted, *others]
+            gang = cluster.reserve(all_bundles, max(min(pause, left), 0.1), to_avoid(cluster, all_bundles))
         except NoResources as error:
             if "free" not in error.data:  # the whole cluster is too small
                 raise
@@ -73,3 +77,18 @@ def reserve(
         held = gang.hosts()
         reasons = {} if placement is None else placement.reasons
         return WorkerResources(gang, index, describe([held[i] for i in index], grid, reasons), len(wanted))
+
+
+def to_avoid(cluster: Cluster, wanted: Sequence[Bundle]) -> list[str]:
+    """Return the hosts under notice, if the others have room for `wanted` now; otherwise none."""
+    ending = avoided_hosts(cluster)
+    if not ending:
+        return []
+    rest = [dict(free) for name, free in cluster.hosts().items() if name not in ending]
+    for bundle in sorted(wanted, key=lambda each: sum(each.values()), reverse=True):
+        host = next((free for free in rest if slots(free, bundle)), None)
+        if host is None:
+            return []
+        for kind, amount in bundle.items():
+            host[kind] = host.get(kind, 0.0) - amount
+    return sorted(ending)

@@ -131,6 +131,13 @@ class ElasticWorkers:
         return cls(**values)  # type: ignore[arg-type]
 
 
+def misplaced(name: object) -> str | None:
+    """Return the way out if a job has the field `name` beside `workers` that belongs into `elastic`, else None."""
+    if name in ElasticWorkers.__dataclass_fields__:
+        return f"a job has no field {name!r} itself: write it into elastic, as in elastic: {{{name}: ...}}"
+    return None
+
+
 def range_of(workers: object) -> tuple[int, int] | None:
     """Return (least, most) if `workers` is a pair, or None if it is one number.
 
@@ -151,7 +158,7 @@ def range_of(workers: object) -> tuple[int, int] | None:
 
 
 def workers_of_text(text: str) -> int | tuple[int, int]:
-    """Return the number of workers that the option --workers means by "4", or the range that it means by "2..8".
+    """Return the number of workers that the text "4" means, or the range that "2..8" means.
 
     Raises:
         ConfigError: the text is neither.
@@ -161,7 +168,7 @@ def workers_of_text(text: str) -> int | tuple[int, int]:
         found = (int(least), int(most)) if dots else int(least)
     except ValueError:
         raise ConfigError(
-            f"--workers is {text!r}: give a number such as 4, or the least and the most of an elastic job: 2..8",
+            f"workers is {text!r}: give a number such as 4, or the least and the most of an elastic job: 2..8",
             field="workers",
         ) from None
     range_of(found)

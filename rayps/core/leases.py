@@ -9,6 +9,9 @@ A worker may die when only some servers have its push. The block then comes back
 another worker gets the block, each server that has the earlier push records the new one as a repetition
 (`rayps.core.repeated_pushes.Ledger.repeats`), so that the block counts once on every server.
 
+A server that dies may be restored from a snapshot. Workers that take part then push again what it lacks. The blocks of
+workers that have left since the snapshot come back, in the same way as those of a push that only some servers have.
+
 The state of the leases at a snapshot follows from the marks in the snapshot's ledgers: the history of the leases tells
 which blocks were not done then. A run can therefore continue with any number of workers.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
@@ -96,10 +99,13 @@ class Leases:
         self.blocks, self.end = blocks, end
         self._next = begin  # the first block that was never leased
         self._returned: list[BlockRange] = []  # in order
-        # for each rank that has had leases: those since the last saved snapshot, in the order of their steps
+        # for each rank that takes part: its leases since the last saved snapshot, in the order of their steps
         self._held: dict[int, list[RowLease]] = {}
+        # done leases since the last saved snapshot, with their ranks, of workers that have left
+        self._left: list[tuple[int, RowLease]] = []
         self._step: dict[int, int] = {}  # for each rank that takes part: the step after its last lease
         self._done: dict[int, int] = {}  # for each rank that takes part: all its steps below this one are done
+        self._used: dict[int, int] = {}  # for each rank that has left: the step after all steps of its workers
 
     # ---- workers
 
@@ -111,19 +117,39 @@ class Leases:
     def join(self, rank: int, first: int) -> None:
         """Let a rank take part from its step `first` on."""
         self._step[rank] = self._done[rank] = first
-        self._held.setdefault(rank, [])
+        self._held[rank] = []
+
+    def least_first(self, rank: int) -> int:
+        """Return the least first step for a worker that joins as `rank`, so that no two pushes have one identity.
+
+        Servers that were all restored from a snapshot do not know which steps an earlier worker of the rank has used.
+        """
+        return self._used.get(rank, 0)
 
     def leave(self, rank: int, marks: Marks) -> list[BlockRange]:
         """End the part of a rank, no later push of which will be applied. Return the blocks that come back."""
-        del self._step[rank], self._done[rank]
-        kept: list[RowLease] = []
+        # the step after the last lease may be a push of what compression has left out
+        self._used[rank] = max(self._step.pop(rank) + 1, marks.high)
+        del self._done[rank]
+        return self._parted([(rank, lease, marks) for lease in self._held.pop(rank)])
+
+    def restore(self, marks: Mapping[int, Marks]) -> list[BlockRange]:
+        """Take back the blocks of ranks that have left that a server's restored state lacks; return these blocks.
+
+        `marks` is that of the newest saved snapshot, from which the server was restored. Servers that have the push of
+        such a block ignore its repetition. Workers that take part push again what the server lacks.
+        """
+        left, self._left = self._left, []
+        return self._parted([(rank, lease, Marks(marks[rank].low, lease.end)) for rank, lease in left])
+
+    def _parted(self, leases: Iterable[tuple[int, RowLease, Marks]]) -> list[BlockRange]:
+        """Keep the done part of leases of ranks that have left, and return the blocks of the rest, which come back."""
         back: list[BlockRange] = []
-        for lease in self._held[rank]:
+        for rank, lease, marks in leases:
             done = max(0, min(marks.low - lease.first, len(lease.blocks)))
             if done:
-                kept.append(replace(lease, blocks=lease.blocks.parted(done)[0]))
+                self._left.append((rank, replace(lease, blocks=lease.blocks.parted(done)[0])))
             back += _undone(rank, lease, marks)
-        self._held[rank] = kept
         for each in back:
             insort(self._returned, each)
         return back
@@ -166,10 +192,6 @@ class Leases:
         """Return the step after the last lease of a rank that takes part."""
         return self._step[rank]
 
-    def of(self, rank: int, step: int) -> list[RowLease]:
-        """Return the leases of a rank with a step at or after `step`, for a process that continues as this rank."""
-        return [lease for lease in self._held.get(rank, []) if lease.end > step]
-
     @property
     def unleased(self) -> int:
         """The number of blocks that no rank has."""
@@ -194,9 +216,10 @@ class Leases:
 
     def saved(self, marks: Mapping[int, Marks]) -> None:
         """Drop the history that no later snapshot needs, because there is a snapshot with these marks."""
+        low = {rank: each.low for rank, each in marks.items()}
         for rank, leases in self._held.items():
-            low = marks[rank].low if rank in marks else 0
-            self._held[rank] = [lease for lease in leases if lease.end > low]
+            self._held[rank] = [lease for lease in leases if lease.end > low.get(rank, 0)]
+        self._left = [(rank, lease) for rank, lease in self._left if lease.end > low.get(rank, 0)]
 
     def undone(self, marks: Mapping[int, Marks]) -> list[BlockRange]:
         """Return the blocks that were leased and are not done in a state with these marks, in order.
@@ -204,9 +227,8 @@ class Leases:
         `marks` has each rank that has had leases since the last saved snapshot.
         """
         back = list(self._returned)
-        for rank, leases in self._held.items():
-            for lease in leases:
-                back += _undone(rank, lease, marks[rank])
+        for rank, lease in [*((rank, lease) for rank, held in self._held.items() for lease in held), *self._left]:
+            back += _undone(rank, lease, marks[rank])
         return joined(sorted(back))
 
     def to_json(self, marks: Mapping[int, Marks]) -> JsonObject:
@@ -269,20 +291,21 @@ def joined(ranges: Sequence[BlockRange]) -> list[BlockRange]:
     return found
 
 
-def lease_size(seconds: float | None, left: int, workers: int) -> int:
+def lease_size(seconds: float | None, left: int, workers: int, gap: float = 0.0) -> int:
     """Return how many blocks the next lease of a worker should have.
 
     `seconds`: how long one of its rounds takes, or None if this is not known yet. `left`: how many blocks no worker
-    has. `workers`: the number of workers.
+    has. `workers`: the number of workers. `gap`: the longest time between two occasions to give a lease.
 
-    A lease lasts about `LEASE_SECONDS`. Near the end, leases are half an equal share of what is left, but not shorter
-    than `LEAST_SECONDS`, so that all workers end at about the same time (Polychronopoulos and Kuck, "Guided
+    A lease lasts about `LEASE_SECONDS`, and at least twice `gap`, so that a worker that gets its next lease when half
+    of its lease is left does not wait for it. Near the end, leases are half an equal share of what is left, but not
+    shorter than `LEAST_SECONDS`, so that all workers end at about the same time (Polychronopoulos and Kuck, "Guided
     self-scheduling", IEEE Transactions on Computers 1987).
     """
     if seconds is None:
         return 1
     share = math.ceil(left / (2 * max(1, workers)))
-    return min(_blocks(LEASE_SECONDS, seconds), max(_blocks(LEAST_SECONDS, seconds), share))
+    return min(_blocks(max(LEASE_SECONDS, 2 * gap), seconds), max(_blocks(LEAST_SECONDS, seconds), share))
 
 
 def _blocks(duration: float, seconds: float) -> int:

@@ -71,14 +71,25 @@ class MeasuredCosts(TypedDict, total=False):
 class CostReport:
     """Collects the points of single workers in one phase. `event()` reports the costs of the phase's steps."""
 
-    def __init__(self, strategy: StrategyView, workers: int, formula: Callable[[], Costs]) -> None:
-        """Prepare the report. `formula()` returns the costs by formula; it is called at the end of the phase only."""
-        self._strategy, self._grid, self._formula = strategy.name, strategy.grid(workers), formula
+    def __init__(self, strategy: StrategyView, workers: int, formula: Callable[[int], Costs]) -> None:
+        """Prepare the report.
+
+        `formula(workers)` returns the costs by formula; it is called at the end of the phase only.
+        """
+        self._strategy, self._workers, self._formula = strategy, workers, formula
+        self._grid = strategy.grid(workers)
         self._turn = "round" if learns_by_client(strategy) else "step"
         self._replica = pipeline_of(replica_of(strategy))
         self._spans: dict[int, list[Span]] = {}  # from a rank to its timeline of one step of the pipeline
         self._points: dict[int, list[Point]] = defaultdict(list)  # from a rank to its newest points
         self._seen: dict[int, int] = defaultdict(int)  # from a rank to its number of points so far
+
+    def change_workers(self, workers: int) -> None:
+        """Report only steps of the new number of workers from now on."""
+        if workers != self._workers:
+            self._workers, self._grid = workers, self._strategy.grid(workers)
+            self._points.clear()
+            self._seen.clear()
 
     def add_points(self, points: list[Point]) -> list[Event]:
         """Add points of single ranks, which are not merged yet. Return the events that the journal must write."""
@@ -120,11 +131,12 @@ class CostReport:
         found = measured(self._points, self._grid)
         if not found:
             return None
-        costs = self._formula()
+        costs = self._formula(self._workers)
         return {
             "kind": "costs",
             "message": words(costs, found, self._turn),
-            "strategy": self._strategy,
+            "strategy": self._strategy.name,
+            "workers": self._workers,
             "measured": found,
             "formula": costs.to_dict(),
         }
@@ -285,7 +297,7 @@ def cost_report_of(
 ) -> CostReport:
     """Return the CostReport of a phase. The model is run once more for the formula, but only if it is divided."""
 
-    def formula() -> Costs:
+    def formula(workers: int) -> Costs:
         if division is not None:
             try:
                 return expected(workload, strategy, workers, division)

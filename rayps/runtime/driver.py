@@ -479,7 +479,10 @@ class Driver:
                 stopping = elastic is not None and elastic.is_stopping
                 if elastic is not None and not stopping:
                     self._shares.balance(self._group.workers, elastic.membership)
-                self._stop.wait(STOPPING_SECONDS if stopping else POLL_SECONDS)
+                if stopping:
+                    time.sleep(STOPPING_SECONDS)  # a stop is requested, too, if the driver moves meanwhile
+                else:
+                    self._stop.wait(POLL_SECONDS)
             case EndEarly():
                 self._end_early()
             case Finish():
@@ -557,10 +560,12 @@ class Driver:
             gone = [member.rank for member in group.workers if member.name in decision.lost]
             decision = replace(decision, lost=tuple(name for name in decision.lost if name.startswith("shard-")))
             leased.lose(group, gone, decision.reason)
+            if decision.lost:
+                leased.before_restore(group, self._checkpoints.snapshot)
         if decision.lost or leased is None:
             self._recoveries.replace(group, decision, self._checkpoints.snapshot)
         if leased is not None and decision.lost:
-            leased.restored()
+            leased.restored(self._checkpoints.snapshot)
         self._record.set_status(Status.RUNNING, "")
         return Findings()
 
@@ -670,6 +675,9 @@ class Driver:
         declared, group = phase.phase.strategy.recovery, self._group
         if self._plan.elastic is not None and not isinstance(declared, Rebuild):
             return RestartAll() if any(shard.dead for shard in group.shards) else RegroupLiving()
+        leased = self._plan.leased
+        if leased is not None and leased.ends and any(shard.dead for shard in group.shards):
+            return RestartAll()
         if self._plan.calendar.open and isinstance(declared, Rebuild):
             return RestartAll()  # backups of workers do not have their positions in data without a length
         return recovery_now(declared, holds_tables=group.holds_tables, rejoins=self._recoveries.may_replace(group))

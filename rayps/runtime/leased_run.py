@@ -132,6 +132,24 @@ class LeasedWorker:
             self.seen = now, position
 
 
+@dataclass(slots=True)
+class Visits:
+    """The times at which workers can get leases. The driver also collects, saves, and calls callbacks in its thread."""
+
+    longest: float = 0.0  # seconds between two visits
+    _last: float | None = None
+
+    def record(self, now: float) -> None:
+        """Record a visit."""
+        if self._last is not None:
+            self.longest = max(self.longest, now - self._last)
+        self._last = now
+
+    def interrupt(self) -> None:
+        """Do not count the time until the next visit, because no worker trains."""
+        self._last = None
+
+
 @dataclass(frozen=True, slots=True)
 class LeaseTerms:
     """The blocks of an epoch, and the block (epoch, number) before which the job ends. `least`: workers of the job.
@@ -163,6 +181,7 @@ class LeasedRun:
         self._end: Future[int] | None = None
         self._took_last = False  # whether the state after the end was requested
         self._count = 0  # workers that have joined
+        self._visits = Visits()
         self._repeats: list[MemberChange] = []  # since the newest snapshot
 
     def close(self) -> None:
@@ -217,6 +236,7 @@ class LeasedRun:
         self._workers, self._removals, self._admissions = {}, {}, {}
         self._requests, self._end, self._took_last = None, None, False
         self._repeats = []
+        self._visits.interrupt()
         saved = snapshot.leases
         if saved is None:
             self._leases = Leases(self._terms.blocks, self._terms.end)
@@ -270,6 +290,14 @@ class LeasedRun:
         """From each rank that takes part to its first round."""
         return {rank: each.first for rank, each in self._workers.items() if each.stage is WorkerStage.TRAINS}
 
+    @property
+    def ends(self) -> bool:
+        """Whether the servers were told to end. A server that is restored now would lack the end and the last pushes.
+
+        All members must then start again from the newest snapshot.
+        """
+        return self._end is not None
+
     # ---- after each poll
 
     def look(self, group: WorkerGroup, generation: int, snapshot: Snapshot) -> None:
@@ -279,6 +307,7 @@ class LeasedRun:
         """
         if self._requests is None:
             return
+        self._visits.record(time.monotonic())
         self._take_answers(group, snapshot)
         for rank, worker in list(self._workers.items()):
             facts = worker.member.facts
@@ -299,12 +328,21 @@ class LeasedRun:
                 self._depart(rank, worker, Departure(reason, lost=True, counted=worker.counted))
                 group.drop(worker.member)
 
-    def restored(self) -> None:
-        """Repeat the requests whose answers were not processed, because a server was restored from an older state."""
+    def before_restore(self, group: WorkerGroup, snapshot: Snapshot) -> None:
+        """Prepare for servers that will be restored from `snapshot`, the newest one."""
+        self._tell_servers(group, snapshot.round)
+
+    def restored(self, snapshot: Snapshot) -> None:
+        """Lease again what no worker will push again to servers that were restored from `snapshot`, the newest one.
+
+        Repeat the requests whose answers were not processed, because the servers have forgotten them.
+        """
         requests = self._requests
         assert requests is not None, "a generation has begun"
+        if self._leases is not None:
+            self._leases.restore(marks_of(snapshot))
         for rank in self._admissions.keys() & self._workers.keys():  # the others have died
-            self._admissions[rank] = requests.admit(rank, self._workers[rank].incarnation)
+            self._admissions[rank] = self._admit(rank, self._workers[rank])
         for rank, (_, departure) in self._removals.items():
             self._removals[rank] = requests.remove(rank), departure
 
@@ -321,7 +359,7 @@ class LeasedRun:
                 worker.end_plan(None)
             elif leases.unleased:
                 worker.stage = WorkerStage.JOINS
-                self._admissions[rank] = requests.admit(rank, worker.incarnation)
+                self._admissions[rank] = self._admit(rank, worker)
         elif worker.stage is WorkerStage.TRAINS and worker.dismissed:
             assert leases is not None, "it has joined"
             worker.stage = WorkerStage.LEAVES
@@ -330,6 +368,11 @@ class LeasedRun:
             self._supply(rank, worker, facts)
         elif worker.stage is WorkerStage.LEAVES and facts.status == "finished":
             self._depart(rank, worker, worker.dismissal)
+
+    def _admit(self, rank: int, worker: LeasedWorker) -> Future[int]:
+        assert self._leases is not None, "there are blocks to give"
+        assert self._requests is not None, "a generation has begun"
+        return self._requests.admit(rank, worker.incarnation, self._leases.least_first(rank))
 
     def _supply(self, rank: int, worker: LeasedWorker, facts: WorkerFacts) -> None:
         """Give a worker its next lease. If there is no block for it, remove it, so that no clock waits for it."""
@@ -345,7 +388,7 @@ class LeasedRun:
             self._depart(rank, worker, Departure("", waits=True))
             return
         share = -(-leases.unleased // (2 * max(1, len(self.joined))))
-        size = lease_size(worker.seconds, leases.unleased, len(self.joined))
+        size = lease_size(worker.seconds, leases.unleased, len(self.joined), self._visits.longest)
         if starved:  # its pace was measured while it waited for leases
             size = max(size, min(2 * worker.size, share))
         if held < max(1, size // 2):
@@ -382,6 +425,7 @@ class LeasedRun:
         for rank, (removal, departure) in list(self._removals.items()):
             if removal.done() and rank not in self._admissions:
                 del self._removals[rank]
+                self._repeats = [each for each in self._repeats if each.rank != rank]  # no push of them will come
                 self._removed(group, rank, removal.result(), departure)
                 changed = True
         if changed:
@@ -433,8 +477,10 @@ class LeasedRun:
                 self._workers[member.rank].dismiss(decision.reason)
         for at in decision.leavers:
             self._workers[staying[at]].dismiss(decision.reason)
-        for newcomer, rank in zip(self.size.newcomers.take(min(decision.joiners, len(free))), free, strict=False):
-            group.join(newcomer, rank, snapshot)
+        joiners = self.size.newcomers.take(min(decision.joiners, len(free)))
+        joining = dict(zip(free, joiners, strict=False))
+        group.join(joining, snapshot)
+        for rank, newcomer in joining.items():
             self._workers[rank] = LeasedWorker(newcomer, joins_because=decision.reason)
 
     def _speed(self) -> float | None:
@@ -474,6 +520,8 @@ class LeasedRun:
 
 def marks_of(snapshot: Snapshot) -> dict[int, Marks]:
     """Return for each rank its lowest and highest next step in a snapshot."""
+    if not snapshot.ledgers:  # no server has written it
+        return {rank: Marks(at, at) for rank, at in enumerate(snapshot.positions)}
     ledgers = [ledger for _, _, ledger in snapshot.ledgers]
     found: dict[int, Sequence[int]] = {rank: [each.marks[rank] for each in ledgers] for rank in ledgers[0].marks}
     return {rank: Marks(min(marks), max(marks)) for rank, marks in found.items()}

@@ -8,17 +8,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
 from rayps.cluster.local import until
 from rayps.cluster.members import GroupMember
 from rayps.core.errors import ClusterError
+from rayps.core.full_disk import reports_full_disk
 from rayps.core.goodput import FILE, JobTime, ProcessTimes, TimeEvent, job_time, read_job_time, read_lines
 from rayps.core.member_times import MemberTimes, added
 from rayps.core.records import AccountRecord, Event, Point
 from rayps.core.time_account import USEFUL, named_waits
 from rayps.core.time_verdict import verdict
 from rayps.core.values import JsonObject
+from rayps.runtime.line_file import LineFile
 
 LAST_SECONDS = 2.0  # the longest wait for the members' last reports
 SHOW_SECONDS = 0.5  # seconds between two computations of what the progress shows
@@ -131,7 +132,7 @@ class TimeRecord:
         self._servers: dict[str, _GroupServer] = {}  # of a server group, by name
         self._path = None if folder is None else folder / FILE
         self._lines: list[JsonObject] = []  # that are not in the file yet
-        self._file: IO[str] | None = None
+        self._file: LineFile | None = None
         self._continues = False  # whether an earlier driver has written reports
         self._shown: AccountRecord | None = None  # what `account` has returned, until a new one is due
         self._shown_until = 0.0
@@ -288,15 +289,16 @@ class TimeRecord:
             self._write(process.line())
 
     def _write(self, line: JsonObject) -> None:
-        """Write a line to the file, if its folder exists, else keep it."""
+        """Write a line to the file, if its folder exists, else keep it. If the disk is full, the file keeps it."""
         self._lines.append(line)
         if self._file is None and self._path is not None and self._path.parent.is_dir():
-            self._file = self._path.open("a", encoding="utf-8")
-            if self._continues:
-                self._file.write("\n")  # a killed driver may have left half a line
+            try:
+                self._file = LineFile(self._path)
+            except OSError as error:  # no entry of a folder can be added
+                if not reports_full_disk(error):
+                    raise
         if self._file is not None:
-            self._file.writelines(json.dumps(each) + "\n" for each in self._lines)
-            self._file.flush()
+            self._file.append([json.dumps(each) for each in self._lines])
             self._lines = []
 
 

@@ -243,7 +243,7 @@ def train(
     """
     phases = parse(strategy, Path.cwd())
     kind = workload if isinstance(workload, str) else f"{type(workload).__module__}:{type(workload).__qualname__}"
-    size = elastic_fields(workers, elastic_options(workers, elastic, global_batch, balance=balance))
+    size = elastic_fields(workers, _elastic_options(elastic, global_batch, balance=balance))
     spec = JobSpec(
         kind,
         wire(phases),
@@ -313,25 +313,6 @@ def train(
         if display:
             display.close()
     return _result(outcome, journal, workload, driver.job_time())
-
-
-def elastic_options(
-    workers: int | tuple[int, int],
-    elastic: Mapping[str, Json] | None,
-    global_batch: int | None,
-    *,
-    balance: bool = False,
-) -> JsonObject | None:
-    """Return the options of an elastic job, with `global_batch` and `balance` among them; None if there are none.
-
-    With a fixed number of workers and one of these two, the most workers are the least ones.
-    """
-    own: JsonObject = {} if global_batch is None else {"global_batch": global_batch}
-    own |= {"balance": balance} if balance else {}
-    if not own:
-        return None if elastic is None else dict(elastic)
-    most: JsonObject = {"most": workers} if isinstance(workers, int) else {}
-    return most | dict(elastic or {}) | own
 
 
 def _result(outcome: Outcome, journal: Journal, workload: Workload, time: JobTime) -> Result:
@@ -571,3 +552,9 @@ def stops(driver: Stoppable, notify: Callable[[str], None]) -> Iterator[list[int
         yield received
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _elastic_options(elastic: Mapping[str, Json] | None, rows: int | None, *, balance: bool) -> JsonObject | None:
+    own: JsonObject = {} if rows is None else {"global_batch": rows}
+    own |= {"balance": balance} if balance else {}
+    return dict(elastic or {}) | own if own or elastic is not None else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -86,7 +86,8 @@ class WorkerLauncher:
         deadline = time.monotonic() + timeout
         try:
             for _ in range(count):
-                found.append(self.reserve_one(max(0.1, deadline - time.monotonic())))
+                left = max(0.1, deadline - time.monotonic())
+                found.append(reserve(self.cluster, self.resources, Grid(1), left))
         except BaseException:
             for each in found:
                 each.release()
@@ -391,16 +392,20 @@ class WorkerGroup:
 
     # ---- workers that join and leave at any time
 
-    def join(self, newcomer: GroupMember, rank: int, snapshot: Snapshot) -> None:
-        """Begin the current generation on a newcomer, as worker `rank`. The worker then waits for a lease."""
-        newcomer.name = f"worker-{rank}"
-        self.workers = sorted([*self.workers, newcomer], key=lambda worker: worker.rank)
-        self.size = len(self.workers)
-        plan = self._worker_plan(rank, -1)
-        newcomer.facts = newcomer.pending = None
-        newcomer.await_reply(newcomer.handle.call("begin", plan, self.cluster.share(snapshot)))
-        self._has_frozen(newcomer, snapshot)
-        newcomer.incarnation = _incarnation(plan)
+    def join(self, newcomers: Mapping[int, GroupMember], snapshot: Snapshot) -> None:
+        """Begin the current generation on newcomers, from their ranks. They then wait for leases."""
+        if not newcomers:
+            return
+        shared = self.cluster.share(snapshot)  # once for all: a copy of the parameters, during which no lease is given
+        for rank, newcomer in newcomers.items():
+            newcomer.name = f"worker-{rank}"
+            self.workers = sorted([*self.workers, newcomer], key=lambda worker: worker.rank)
+            self.size = len(self.workers)
+            plan = self._worker_plan(rank, -1)
+            newcomer.facts = newcomer.pending = None
+            newcomer.await_reply(newcomer.handle.call("begin", plan, shared))
+            self._has_frozen(newcomer, snapshot)
+            newcomer.incarnation = _incarnation(plan)
 
     def drop(self, worker: GroupMember) -> None:
         """Let a worker remove its files from its host, end its process, and release its resources."""

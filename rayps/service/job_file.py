@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from rayps.core.elastic import misplaced, workers_of_text
 from rayps.core.errors import ConfigError
 from rayps.core.requirements import read_requirements
 from rayps.core.values import JsonObject, Keywords
@@ -56,7 +57,7 @@ def read(path: Path, changes: Sequence[str] = ()) -> Keywords:
         _apply_change(data, _in_full(change))
     for key in data:
         if key not in JobSpec.__dataclass_fields__:
-            raise ConfigError(f"{path}: a job has no field {key!r}{_suggestion(str(key))}", field=str(key))
+            raise ConfigError(f"{path}: {_no_field(key)}", field=str(key))
     if data.get("workload") is None and data.get("run") is None:
         raise ConfigError(
             f"{path}: a job needs a workload, e.g. `workload: digits.py:Digits`, or `run: train.py:train_fn`",
@@ -64,6 +65,9 @@ def read(path: Path, changes: Sequence[str] = ()) -> Keywords:
         )
     if isinstance(data.get("workload"), str) and (reason := misnamed(data["workload"])) is not None:
         raise ConfigError(f"{path}: {reason}", field="workload")
+    if isinstance(data.get("workers"), str):
+        count = workers_of_text(data["workers"])
+        data["workers"] = count if isinstance(count, int) else list(count)
     if isinstance(data.get("working_dir"), str):
         data["working_dir"] = str((path.parent / data["working_dir"]).resolve())
     if isinstance(data.get("requirements"), str):
@@ -78,7 +82,7 @@ def changed(fields: Keywords, changes: Sequence[str]) -> Keywords:
         _apply_change(found, _in_full(change))
     for key in found:
         if key not in JobSpec.__dataclass_fields__:
-            raise ConfigError(f"a job has no field {key!r}{_suggestion(str(key))}", field=str(key))
+            raise ConfigError(_no_field(key), field=str(key))
     return found
 
 
@@ -115,8 +119,10 @@ def _read_text(path: Path) -> str:
     return text
 
 
-def assignments(changes: Sequence[str]) -> JsonObject:
+def assignments(changes: Sequence[str], option: str = "--set", example: str = "lr=0.3") -> JsonObject:
     """Return the values that `NAME=VALUE` texts give to names. A value is YAML: 3, 0.1, true, null, [64, 32], or text.
+
+    Errors name the `option` of the command, with an `example` of its value.
 
     Raises:
         ConfigError: a text is not NAME=VALUE, its value is not valid YAML, or a name occurs twice.
@@ -125,10 +131,10 @@ def assignments(changes: Sequence[str]) -> JsonObject:
     for change in changes:
         name, equals, text = change.partition("=")
         if not equals or not name:
-            raise ConfigError(f"--set {change!r} should be NAME=VALUE, e.g. --set lr=0.3", field="set")
+            raise ConfigError(f"{option} {change!r} should be NAME=VALUE, e.g. {option} {example}", field=option[2:])
         if name in found:
-            raise ConfigError(f"--set {name} was given twice: give one value", field="set")
-        found[name] = load(text, f"--set {name}")
+            raise ConfigError(f"{option} {name} was given twice: give one value", field=option[2:])
+        found[name] = load(text, f"{option} {name}")
     return found
 
 
@@ -172,10 +178,13 @@ def _in_full(change: str) -> str:
     return change if known or "=" not in change else f"params.{change}"
 
 
-def _suggestion(key: str) -> str:
+def _no_field(key: object) -> str:
     fields = sorted(JobSpec.__dataclass_fields__)
-    found = difflib.get_close_matches(key, fields, 1)
-    return f": did you mean {found[0]!r}, or params.{key}?" if found else f": the fields are {', '.join(fields)}"
+    if (reason := misplaced(key)) is not None:
+        return reason
+    found = difflib.get_close_matches(str(key), fields, 1)
+    hint = f"did you mean {found[0]!r}, or params.{key}?" if found else f"the fields are {', '.join(fields)}"
+    return f"a job has no field {key!r}: {hint}"
 
 
 class _Loader(yaml.SafeLoader):

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NotRequired, TypeAlias, TypedDict, TypeGuard, TypeVar
 
+from rayps.core.elastic import misplaced
 from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.nested_options import Option, options_of
 from rayps.core.phase_rounds import phase_ends
@@ -395,6 +396,9 @@ def _build(what: str, kind: type[_Kind], item: Mapping[str, StrategySpec]) -> _K
 
 def _hint_other_owner(key: str, known: list[str]) -> str:
     """Return the end of an error: a hint which strategies or replicas have the option `key`, or "" if none has it."""
+    if misplaced(key) is not None:
+        own = f"; {key} is an option of the workers, beside the strategy: elastic={{{key!r}: ...}}, --elastic {key}=..."
+        return own + ("; or of replica=pipeline(...)" if key == "balance" and "replica" in known else "")
     if "replica" in known and any(key == f.name for replica in REPLICAS.values() for f in options_of(replica)):
         return f"; {key} is an option of replica, written in parentheses: replica=pipeline(stages=4,micro_batches=8)"
     if "rule" in known:

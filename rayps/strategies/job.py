@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Self, TypeGuard
 
 from rayps.core.code_archive import is_hash
-from rayps.core.elastic import ElasticWorkers, range_of
+from rayps.core.elastic import ElasticWorkers, misplaced, range_of, workers_of_text
 from rayps.core.errors import ConfigError
 from rayps.core.requirements import refused_requirement
 from rayps.core.topology import shard_bundles
@@ -245,6 +245,8 @@ class JobSpec:
         """
         known = set(cls.__dataclass_fields__)
         for key in data:
+            if key not in known and (reason := misplaced(key)) is not None:
+                raise ConfigError(reason, field=key)
             if key not in known:
                 raise ConfigError(f"a job has no field {key!r}: the fields are {', '.join(sorted(known))}", field=key)
         given = {key: value for key, value in data.items() if key != "workload" or value is not None}
@@ -260,16 +262,21 @@ class JobSpec:
 def elastic_fields(workers: object, elastic: object) -> Keywords:
     """Return the fields `workers` and `elastic` of a job from what a user gives for them.
 
-    `workers` is a number or a pair (least, most). `elastic` is None or a mapping, in which `most` may be left out if
-    `workers` is a pair.
+    `workers` is a number, a pair (least, most), or the text "2..8" for such a pair. `elastic` is None or a mapping, in
+    which `most` may be left out if `workers` is a pair. With one number, `global_batch` and `balance` are for
+    that number of workers.
 
     Raises:
         ConfigError: the two contradict each other, or are not valid.
     """
     if elastic is not None and not isinstance(elastic, (Mapping, ElasticWorkers)):
         raise ConfigError(f"elastic is {elastic!r:.100}: give a mapping, e.g. {{global_batch: 256}}", field="elastic")
+    if isinstance(workers, str):
+        workers = workers_of_text(workers)
     pair = range_of(workers) if isinstance(workers, (tuple, list)) else None
     if pair is None:
+        if isinstance(elastic, Mapping) and not {"global_batch", "balance"}.isdisjoint(elastic):
+            elastic = {"most": workers} | dict(elastic)
         held = ElasticWorkers.of(elastic) if isinstance(elastic, Mapping) else elastic
         return {"workers": workers, "elastic": held}
     least, most = pair

@@ -79,6 +79,7 @@ class Actor:
         self.args, self.kwargs = args, kwargs
         self.restarts = 0
         self.detached = False
+        self.owner: Process | None = None
         self.bundle: dict[str, float] = {}
         self.object: Any = None
         self.process: Process | None = None
@@ -90,6 +91,10 @@ class Actor:
     def start(self, delay: float) -> None:
         """Start the actor's process."""
         process = self.process = Process(self.cluster.sim, self.name, self.host)
+        process.owner = self.owner
+        if self.host not in self.cluster.hosts:
+            process.dead = self.reason = f"its host {self.host} has ended"
+            return
         process.on_death.append(lambda: self._died(process))
         process.start("main", lambda: self._construct(process), delay)
 
@@ -200,26 +205,49 @@ class World:
         for actor in self.owners.pop(process.pid, []):
             self.sim.after(self.sim.rng.random() * 2.0, lambda actor=actor: actor.kill("its owner has died"))
 
+    def free_by_host(self) -> dict[str, float]:
+        """Return each host's CPUs that are not reserved."""
+        left = dict(self.hosts)
+        for each in self.held:
+            for host, bundle in zip(each.places, each.bundles, strict=True):
+                if host in left:
+                    left[host] -= bundle.get("cpu", 0.0)
+        return left
+
     def free(self) -> dict[str, float]:
         """Return the resources that are not reserved."""
-        used = sum(sum(bundle.get("cpu", 0.0) for bundle in each.bundles) for each in self.held if not each.released)
-        return {"cpu": max(0.0, sum(self.hosts.values()) - used), "gpu": 0.0}
+        return {"cpu": max(0.0, sum(self.free_by_host().values())), "gpu": 0.0}
+
+    def place(self, bundles: list[dict[str, float]], avoid: Collection[str] = ()) -> list[str] | None:
+        """Return a host with room for each bundle, or None if there is too little room."""
+        left, found = self.free_by_host(), []
+        for bundle in bundles:
+            fitting = [host for host in sorted(left) if left[host] >= bundle.get("cpu", 0.0) and host not in avoid]
+            if not fitting:
+                return None
+            found.append(self.sim.rng.choice(fitting))
+            left[found[-1]] -= bundle.get("cpu", 0.0)
+        return found
+
+    def end_host(self, host: str) -> None:
+        """End a host with all its processes."""
+        self.sim.log("fault", f"{host} ends")
+        del self.hosts[host]
+        for process in [each for each in self.sim.processes if each.host == host and not each.root]:
+            process.kill(f"its host {host} has ended")
 
 
 class SimReservation:
     """Resources that a process has reserved."""
 
-    def __init__(
-        self, world: World, owner: Process | None, bundles: list[dict[str, float]], node: str | None = None
-    ) -> None:
-        self.bundles, self.released, self.node, self._world = bundles, False, node, world
+    def __init__(self, world: World, owner: Process | None, bundles: list[dict[str, float]], places: list[str]) -> None:
+        self.bundles, self.places, self.released, self._world = bundles, places, False, world
         world.held.append(self)
         if owner is not None:
             owner.on_death.append(lambda: world.sim.after(1.0, self.release))
 
     def hosts(self) -> list[str]:
-        names = [self.node] if self.node else sorted(self._world.hosts)
-        return [names[at % len(names)] for at in range(len(self.bundles))]
+        return list(self.places)
 
     def release(self) -> None:
         self.released = True
@@ -253,6 +281,7 @@ class SimCluster:
         gang: SimReservation | None = None,
         index: int | None = None,
         node: str | None = None,
+        avoid: Collection[str] = (),
         restarts: int = 0,
         warm: bool = False,
         **kwargs: Any,
@@ -263,13 +292,13 @@ class SimCluster:
         sim.park(sim.rng.random() * 0.01)
         if name in world.names:
             raise ClusterError(f"cannot start actor {name!r}: the name is taken")
-        host = owner.host if here else sim.rng.choice(sorted(world.hosts))
+        host = owner.host if here and owner.host not in avoid else sim.rng.choice(sorted(set(world.hosts) - {*avoid}))
         if node:
             host = node
         if gang is not None:
             host = gang.hosts()[index or 0]
         actor = Actor(world, name, host, target, args, kwargs)
-        actor.restarts, actor.detached = restarts, detached
+        actor.restarts, actor.detached, actor.owner = restarts, detached, owner
         world.names[name] = actor
         if not detached:
             world.owners.setdefault(owner.pid, []).append(actor)
@@ -291,7 +320,8 @@ class SimCluster:
         return {"cpu": sum(self._world.hosts.values()), "gpu": 0.0}
 
     def hosts(self, free: bool = True) -> dict[str, dict[str, float]]:
-        return {host: {"cpu": cpus} for host, cpus in self._world.hosts.items()}
+        world = self._world
+        return {host: {"cpu": cpus} for host, cpus in (world.free_by_host() if free else world.hosts).items()}
 
     def keep_warm(self, wanted: int) -> WarmState:
         return WarmState(wanted)
@@ -313,23 +343,23 @@ class SimCluster:
             return None
         refuse_if_too_large(bundles, self.total())
         needed, end = sum(bundle.get("cpu", 0.0) for bundle in bundles), world.sim.now + timeout
-        while world.free()["cpu"] < needed:
+        while (places := world.place(bundles, avoid)) is None:
             if world.sim.now >= end:
-                raise NoResources(f"{needed:g} CPUs are not free after {timeout:g} s", needed=bundles)
+                raise NoResources(f"{needed:g} CPUs are not free after {timeout:g} s", needed=bundles, free=self.free())
             world.sim.park(0.5)
-        return SimReservation(world, world.sim.alive().process, bundles)
+        return SimReservation(world, world.sim.alive().process, bundles, places)
 
     def reserve_named(
         self, name: str, bundle: dict[str, float], node: str, timeout: float, *, detached: bool
     ) -> SimReservation:
         world = self._world
         end = world.sim.now + timeout
-        while world.free()["cpu"] < bundle.get("cpu", 0.0):
+        while world.free_by_host().get(node, 0.0) < bundle.get("cpu", 0.0):
             if world.sim.now >= end:
                 raise not_free_there(bundle, node, timeout)
             world.sim.park(0.5)
         owner = None if detached else world.sim.alive().process
-        found = world.reservations[name] = SimReservation(world, owner, [bundle], node)
+        found = world.reservations[name] = SimReservation(world, owner, [bundle], [node])
         return found
 
     def reservation(self, name: str) -> SimReservation | None:

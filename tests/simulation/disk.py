@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import fnmatch
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -22,6 +22,7 @@ class Disk:
         self.files: dict[str, bytes] = {}
         self.folders: set[str] = {"/"}
         self.stamps: dict[str, int] = {}  # path -> number of the last write
+        self.opened: dict[int, SimPath] = {}  # by descriptor
         self.full = False  # whether a write fails
         self.watch: list[Any] = []  # called with (path, content) after each change of a file
         self._writes = 0
@@ -57,6 +58,9 @@ class SimFile:
     def write(self, data: Any) -> int:
         self._buffer += data.encode() if isinstance(data, str) else bytes(data)
         return len(data)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
 
     def flush(self) -> None:
         if self._buffer:

@@ -76,6 +76,8 @@ class Process:
         self.pid = sim.number()
         self.dead: str | None = None  # why it was killed
         self.frozen_until = 0.0  # a stopped process (SIGSTOP) runs nothing before this time
+        self.began = sim.now
+        self.owner: Process | None = None  # the process that has started this one as an actor
         self.wall_offset = 0.0  # seconds by which the wall clock of this process is wrong
         self.tasks: dict[int, Task] = {}
         self.on_death: list[Callable[[], None]] = []
@@ -123,6 +125,7 @@ class Simulation:
         self.last: deque[tuple[float, str, str]] = deque(maxlen=40)
         self.checks: list[Callable[[], None]] = []  # the invariants, checked after an event that has changed something
         self.changed = False
+        self.pace = 1.0  # factor of the seconds of a round of a job
         self.crash_at_places = 0.0  # probability that a visit of a failpoint kills the process
         self.may_crash: Callable[[Process, str], bool] = lambda process, place: False
         # whether a thread may end with this error because of a fault
@@ -303,35 +306,36 @@ class Waiters:
     __slots__ = ("_tasks",)
 
     def __init__(self) -> None:
-        self._tasks: deque[tuple[Task, int]] = deque()
+        self._tasks: dict[Task, int] = {}  # from a task to its token, in the order in which they wait
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until `wake_all` or `wake_one`; return False after `timeout` seconds."""
         sim = simulation()
         task = sim.alive()
-        entry = (task, task.token)
-        self._tasks.append(entry)
+        self.add(task)
         found = bool(sim.park(timeout))
-        if not found and entry in self._tasks:
-            self._tasks.remove(entry)
+        if not found:
+            self.discard(task)
         return found
 
     def add(self, task: Task) -> None:
         """Wake this task too; it waits by itself."""
-        self._tasks.append((task, task.token))
+        self._tasks.pop(task, None)
+        self._tasks[task] = task.token
 
     def discard(self, task: Task) -> None:
         """Remove a task."""
-        if self._tasks:
-            self._tasks = deque(entry for entry in self._tasks if entry[0] is not task)
+        self._tasks.pop(task, None)
 
     def wake_all(self) -> None:
         """Wake all tasks."""
-        sim = simulation()
-        while self._tasks:
-            sim.wake(*self._tasks.popleft(), True)
+        if self._tasks:
+            sim, tasks, self._tasks = simulation(), self._tasks, {}
+            for task, token in tasks.items():
+                sim.wake(task, token, True)
 
     def wake_one(self) -> None:
         """Wake the task that has waited longest."""
         if self._tasks:
-            simulation().wake(*self._tasks.popleft(), True)
+            task = next(iter(self._tasks))
+            simulation().wake(task, self._tasks.pop(task), True)

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rayps.cluster import reservation
 from rayps.core.repeated_pushes import Ledger
+from rayps.core.row_shares import RowShares
 from rayps.ps.client.replay_buffer import ReplayBuffer
 from rayps.ps.manager import assign_segments
 from rayps.ps.manager.group_state import GroupState
@@ -18,9 +20,9 @@ from rayps.ps.manager.record import RecordFile
 from rayps.ps.protocol.messages import Event
 from rayps.ps.server import replication, requests
 from rayps.recovery import backup_assignment
-from rayps.runtime import recover
+from rayps.runtime import noticed_workers, recover
 from rayps.runtime.driver_actor import DriverActor
-from rayps.service import adoption, drivers, job_folders, scheduler, store
+from rayps.service import adoption, drivers, elastic_jobs, elastic_plan, job_folders, notice_store, scheduler, store
 from simulation.service import SimCheckpoints
 
 
@@ -169,6 +171,58 @@ PLANTED: dict[str, Planted] = {
         lambda: [(SimCheckpoints, "usable", staticmethod(lambda folder: (None, [])))],
     ),
 }
+
+
+PLANTED |= {
+    "greedy": Planted(
+        "elastic",
+        "elastic jobs give up no worker for a job that waits",
+        lambda: [(elastic_plan, "_shrink_for", lambda *_: False)],
+    ),
+    "rows": Planted(
+        "elastic",
+        "a change of the workers begins the epoch's rows again",
+        lambda: [(RowShares, "followed_by", _from_the_first_row)],
+    ),
+    "cooldown": Planted(
+        "elastic",
+        "a job may grow within its cooldown",
+        lambda: [(scheduler, "elastic_job", _settled(elastic_jobs.elastic_job))],
+    ),
+    "placement": Planted(
+        "elastic",
+        "workers start on hosts that will end",
+        lambda: [(reservation, "to_avoid", lambda cluster, wanted: [])],
+    ),
+    "notice": Planted(
+        "elastic",
+        "a service that starts does not read the notices that it has acknowledged",
+        lambda: [(notice_store.NoticeStore, "_rows", _not_read)],
+    ),
+    "leavers": Planted(
+        "elastic",
+        "workers stay on a host until it ends",
+        lambda: [(noticed_workers.NoticedWorkers, "ranks", lambda self, workers: {})],
+    ),
+}
+
+
+def _from_the_first_row(self: RowShares, round: int, shares: Any, rows: int) -> RowShares:
+    return RowShares(round, self.after(round, rows)[0], 0, tuple(shares))
+
+
+def _settled(facts_of: Any) -> Any:
+    def settled(*args: Any, **options: Any) -> Any:
+        found = facts_of(*args, **options)
+        return None if found is None else replace(found, settled=float("inf"))
+
+    return settled
+
+
+async def _not_read(self: Any) -> Any:
+    if self._held is None:
+        self._held = {}
+    return self._held
 
 
 def _registered_without_end(registered: Any) -> Any:

@@ -18,11 +18,16 @@ from typing import Any
 
 import torch
 
-from simulation import servers, service
+from simulation import elastic, servers, service
 from simulation.kernel import Broken, Simulation
 from simulation.planted import PLANTED, Planted
 
-SCENARIOS: list[tuple[str, Any]] = [("servers", servers), ("service", service)]
+SCENARIOS: list[tuple[str, Any]] = [
+    ("servers", servers),
+    ("service", service),
+    ("servers", servers),
+    ("elastic", elastic),
+]
 FAILED = Path(__file__).with_name("failed_seeds.txt")
 FIRST_DAY = datetime.date(2026, 1, 1)
 CHUNK = 20  # seeds that a process runs before it reports

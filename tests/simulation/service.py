@@ -48,9 +48,13 @@ FAULTS_PER_SECOND = 0.7
 LIMIT_SECONDS = 4000.0  # virtual seconds within which everything must have ended
 END_SECONDS = 60.0  # seconds from the end of the last job until nothing of a job runs any more
 STALL_SECONDS = 60.0
+CRASHES = ("OSError: [Errno 28]", "ClusterError", "Killed")  # errors with which a fault may end a driver
 KINDS = ["kill", "freeze", "away", "forget", "clock", "cut", "copy", "restore", "full"]
 JOBS = SimPath("/state/jobs")
 TARGETS["rayps.runtime.worker_actor:WorkerActor"] = "simulation.worker:SimWorker"
+
+
+ROWS = 64  # of an epoch
 
 
 class Counting(rayps.Workload):
@@ -60,7 +64,7 @@ class Counting(rayps.Workload):
         return nn.Linear(1, 1, bias=False).double()
 
     def data(self) -> Any:
-        return rayps.data.tensors(torch.zeros(64, 1).double(), torch.zeros(64, 1).double(), batch_size=1)
+        return rayps.data.tensors(torch.zeros(ROWS, 1).double(), torch.zeros(ROWS, 1).double(), batch_size=1)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         return model(batch.x).sum()
@@ -96,7 +100,7 @@ _known: dict[Any, Any] = {}
 
 def preflight(workload: Any, phases: Any, spec: JobSpec, begin: Any = None) -> Any:
     """Stand in for the driver's `preflight`, whose result for equal jobs is the same."""
-    key = (str(spec.strategy), spec.workers)
+    key = (str(spec.strategy), spec.workers, spec.elastic is None)
     if key not in _known:
         _known[key] = preflight_module.preflight(workload, phases, spec, begin)
     return copy.copy(_known[key])
@@ -333,6 +337,8 @@ class Jobs:
             self._attempts[job], self._owners[job] = attempt, process.pid
             if crash := json.loads(data).get("crash"):
                 sim.log("crash", f"the driver of job {job} ends: {crash}")
+                if not crash.startswith(CRASHES):
+                    raise Broken(f"the driver of job {job} ends with an error that no fault explains: {crash}")
         elif self._owners.get(job) != process.pid:
             raise Broken(f"I6: a driver of job {job} writes {parts[-1]} after a later one has begun")
         if parts[4] == "outcome.json":
@@ -341,6 +347,8 @@ class Jobs:
             self._outcomes.add(job)
             found = json.loads(data)
             sim.log("outcome", f"job {job}: {found['status']}: {str(found['message'])[:300]}")
+            if found["message"].startswith("rayps failed"):
+                raise Broken(f"the driver of job {job} has a defect: {found['message']}")
 
     # ---- the operator
 
@@ -381,6 +389,10 @@ class Jobs:
             raise Broken(f"I3: job {missing[0]} was acknowledged, and the store does not have it")
         return not missing and all(status.terminal for status in statuses.values())
 
+    def _rounds_of(self, job: str, spec: JobSpec) -> int | None:
+        """Return the rounds of a job that has succeeded."""
+        return spec.steps
+
     def _check_end(self) -> None:
         rows = len(self.database.statuses)
         if rows > self.submitted and not self.database.restored:
@@ -393,8 +405,9 @@ class Jobs:
                 raise Broken(f"I3: job {job} is {status}, and its outcome says {outcome['status']}")
             if status is Status.SUCCEEDED:
                 value = (outcome or {}).get("metrics", {}).get("value")
-                if value != spec.steps:
-                    raise Broken(f"I4: job {job} ended with value {value} after {spec.steps} rounds")
+                rounds = self._rounds_of(job, spec)
+                if value != rounds:
+                    raise Broken(f"I4: job {job} ended with value {value} after {rounds} rounds")
             if status is Status.STOPPED and job not in self.stopped:
                 raise Broken(f"job {job} is STOPPED, and nobody has asked for this")
 
@@ -544,6 +557,9 @@ MORE = [
     ("rayps.runtime.driver", "pack", lambda _: _packed()),
     ("rayps.runtime.driver", "preflight", preflight),
     ("rayps.runtime.driver", "POLL_SECONDS", 0.5),
+    ("rayps.runtime.driver", "STOPPING_SECONDS", 0.1),
+    ("rayps.runtime.driver_move", "_LOOK_SECONDS", 1.0),
+    ("rayps.worker.round_gate", "_CHECK_SECONDS", 0.2),
     ("rayps.runtime.snapshots", "Path", SimPath),
     ("rayps.runtime.snapshots", "checkpoint", SimCheckpoints()),
     ("rayps.runtime.snapshots", "CheckpointPlace", _Places),

@@ -7,6 +7,7 @@ name that refers to one of the originals in `_ORIGINALS`. All other code of thes
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import queue
@@ -24,7 +25,7 @@ from typing import Any
 
 from rayps.cluster import local
 from rayps.comm.link import listener, wakeup
-from rayps.core import failpoint
+from rayps.core import failpoint, memory
 from simulation.cluster import host_address, surrounding
 from simulation.kernel import EPOCH, Task, Waiters, simulation
 from simulation.network import SimListener, SimPoll, SimWakeup, connect
@@ -329,16 +330,42 @@ class SimOs:
         simulation().alive().process.end()
 
     @staticmethod
-    def open(path: Any, flags: int = 0, mode: int = 0o600) -> Any:
-        return path
+    def open(path: Any, flags: int = 0, mode: int = 0o600) -> int:
+        sim = simulation()
+        if flags & os.O_CREAT and flags & os.O_APPEND and not path.is_file():
+            path.write(b"")
+        number = sim.number()
+        sim.disk.opened[number] = path
+        return number
 
     @staticmethod
-    def fdopen(path: Any, mode: str = "r", encoding: str | None = None) -> Any:
-        return path.open(mode)
+    def write(descriptor: int, data: Any) -> int:
+        path = simulation().disk.opened[descriptor]
+        path.write((path.read_bytes() if path.is_file() else b"") + bytes(data))
+        return len(data)
+
+    @staticmethod
+    def pread(descriptor: int, count: int, offset: int) -> bytes:
+        return bytes(simulation().disk.opened[descriptor].read_bytes()[offset : offset + count])
+
+    @staticmethod
+    def fstat(descriptor: int) -> Any:
+        return simulation().disk.opened[descriptor].stat()
+
+    @staticmethod
+    def close(descriptor: int) -> None:
+        simulation().disk.opened.pop(descriptor, None)
+
+    @staticmethod
+    def fdopen(descriptor: int, mode: str = "r", encoding: str | None = None) -> Any:
+        return simulation().disk.opened.pop(descriptor).open(mode)
 
     @staticmethod
     def fsync(file: Any) -> None:
-        file.sync()
+        if isinstance(file, int):  # what `write` has written is on the disk
+            simulation().alive()
+        else:
+            file.sync()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
@@ -404,23 +431,31 @@ _ORIGINALS: list[tuple[Any, Any]] = [
     (listener.connect, connect),
     (wakeup.Wakeup, SimWakeup),
     (failpoint.passing, _passing),
+    (memory.available_bytes, lambda: 1 << 40),
+    (memory.total_bytes, lambda: 1 << 41),
     (local.surrounding, surrounding),
     (local.rendezvous, surrounding),
     (local.host_address, host_address),
 ]
 
 
+@functools.lru_cache(maxsize=8)
+def _places_of_originals(names: frozenset[str]) -> list[tuple[Any, str, Any]]:
+    """Return (module, attribute, original) of each place in the modules `names` that refers to an original."""
+    originals = {id(original) for original, _ in _ORIGINALS}
+    return [
+        (sys.modules[name], attribute, value)
+        for name in sorted(names)
+        for attribute, value in vars(sys.modules[name]).items()
+        if id(value) in originals and not attribute.startswith("__")
+    ]
+
+
 @contextlib.contextmanager
 def installed(more: list[tuple[str, str, Any]] = []) -> Iterator[None]:  # noqa: B006  it is not changed
     """Replace the originals in all loaded modules of rayps, and `more`: (module, name, what stands in for it)."""
     by_id = {id(original): simulated for original, simulated in _ORIGINALS}
-    undo: list[tuple[Any, str, Any]] = []
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] != "rayps" or module is None:
-            continue
-        for attribute, value in list(vars(module).items()):
-            if id(value) in by_id and not attribute.startswith("__"):
-                undo.append((module, attribute, value))
+    undo = list(_places_of_originals(frozenset(name for name in sys.modules if name.startswith("rayps."))))
     changes = [(module, attribute, by_id[id(value)]) for module, attribute, value in undo]
     for name, attribute, value in more:
         module = sys.modules[name]

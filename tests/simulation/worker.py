@@ -12,12 +12,15 @@ import torch
 
 from rayps.cluster.members import ActorHost
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
+from rayps.core.handover import Handover
+from rayps.core.member_times import MemberTimes
 from rayps.core.metrics import Total
 from rayps.recovery.backup_assignment import HeldRounds
 from rayps.runtime.worker_actor import OpenCalls
 from rayps.tensors.flat import Layout
 from rayps.tensors.snapshot import RetainedParts, Snapshot
 from rayps.worker.plan import WorkerFacts, WorkerPart
+from rayps.worker.round_gate import RoundGate
 from simulation.kernel import Broken, Waiters, simulation
 
 LAYOUT = Layout.of([("weight", torch.zeros(1, 1, dtype=torch.float64))])
@@ -33,6 +36,8 @@ class Run:
         self.parts: RetainedParts[WorkerPart] = RetainedParts()
         self.ended = False
         self.lost: str | None = None  # the peer whose connection broke
+        elastic = plan.elastic
+        self.gate = RoundGate(plan.start, None if elastic is None else elastic.stop)
 
 
 class SimWorker:
@@ -41,7 +46,7 @@ class SimWorker:
     def __init__(self, rank: int, secret: bytes, workload: bytes, **_: Any) -> None:
         sim = self._sim = simulation()
         self._process = sim.alive().process
-        self._rank = rank
+        self._rank, self._began = rank, sim.now
         self.address = f"worker-{rank}@{self._process.host}:{sim.network.port()}/"
         sim.ring[self.address] = self
         self._run: Run | None = None
@@ -50,12 +55,13 @@ class SimWorker:
         self._generation = 0
         self._own: dict[int, dict[int, float]] = {}  # base generation -> round -> value
         self._held: dict[tuple[int, int], dict[int, float]] = {}  # (base generation, owner) -> round -> value
+        self.kept: tuple[int, float] | None = None  # round and value of the newest state, if workers may change
         self._process.on_death.append(self._leave)
 
     # ---- calls of the driver
 
     def place(self) -> ActorHost:
-        return ActorHost(self._process.host, self._process.pid, self.address)
+        return ActorHost(self._process.host, self._process.pid, self.address, self._process.host)
 
     def backup_address(self) -> str:
         return self.address
@@ -78,10 +84,32 @@ class SimWorker:
 
     def begin(self, plan: Any, snapshot: Snapshot, own: Any = None) -> bool:
         self._abort()
-        self._generation = plan.generation
+        self._generation, self._rank = plan.generation, plan.rank
+        if plan.elastic is None or plan.elastic.handover is None:
+            self.kept = None
         self._run = run = Run(plan)
         self._process.start("rounds", lambda: self._work(run, snapshot))
         return True
+
+    def prepare(self) -> Layout:
+        return LAYOUT
+
+    def hold(self) -> int:
+        return self._run.gate.hold()
+
+    def stop_after(self, rounds: int) -> None:
+        self._run.gate.stop_after(rounds)
+
+    def train_until(self, rounds: int, retained: int) -> None:
+        self._run.gate.train_until(rounds, retained)
+
+    def resume(self) -> None:
+        if self._run is not None:
+            self._run.gate.resume()
+
+    def kept_round(self) -> int | None:
+        self._abort()
+        return None if self._run is None or self.kept is None else self.kept[0]
 
     def poll(self, wanted: int, taken: int = 0) -> WorkerFacts:
         run = self._run
@@ -92,6 +120,10 @@ class SimWorker:
             self._rank, run.plan.generation, run.status, run.position, run.error, parts=sorted(run.parts)
         )
 
+    def times(self) -> MemberTimes:
+        wall = self._sim.now - self._began
+        return MemberTimes({"idle": wall})
+
     def calls(self) -> OpenCalls:
         return OpenCalls((), [])
 
@@ -101,7 +133,7 @@ class SimWorker:
             return None
         return run.parts.get(max(run.parts, default=0) if rounds is None else rounds)
 
-    def evaluate(self, vector: torch.Tensor, buffers: Any) -> dict[str, Total]:
+    def evaluate(self, vector: torch.Tensor, buffers: Any, share: Any = None) -> dict[str, Total]:
         self._sim.park(0.2 + self._sim.rng.random())
         return {"value": Total(float(vector[0]), 1.0)}
 
@@ -122,8 +154,13 @@ class SimWorker:
                 raise Broken(f"I4: {self.address} starts round {plan.start} with the state of round {run.value:g}")
             self._own = {base: {plan.start: run.value}}
             self._held = {key: states for key, states in self._held.items() if key[0] == base}
+            self._keep(run)
             while run.position < plan.end and not run.ended:
-                sim.park(0.1 + sim.rng.random() * 0.4)
+                if not run.gate.begin(run.position, lambda: run.ended):
+                    run.status = "running" if run.ended else "paused"
+                    return
+                sim.park(sim.pace * (0.1 + sim.rng.random() * 0.4))
+                self._take_rows(run)
                 self._exchange(run)
                 if run.ended:
                     return
@@ -135,14 +172,25 @@ class SimWorker:
                     del mine[old]
                 if assignment is not None:
                     self._back_up(assignment, base, at, run.value)
-                if at < plan.end and at == run.parts.wanted:
+                if at < plan.end and at in (run.parts.wanted, run.gate.retained):
                     run.parts.retain(at, self._part(at, run.value))
                 run.position = at
+                self._keep(run)
             if not run.ended:
                 run.parts.retain(plan.end, self._part(plan.end, run.value))
                 run.status = "finished"
         except LinkError as error:
             run.status, run.error = "failed", error
+
+    def _keep(self, run: Run) -> None:
+        """Keep the newest state in memory, from which a group of other workers may continue."""
+        if run.plan.elastic is not None and not run.ended:
+            self.kept = run.position, run.value
+
+    def _take_rows(self, run: Run) -> None:
+        """Record which rows of the data this worker takes in its next round."""
+        if run.plan.elastic is not None and not run.ended:
+            self._sim.rows.take(self._process.owner, run.plan, run.position)
 
     def _part(self, at: int, value: float) -> WorkerPart:
         params = torch.full((1,), value, dtype=torch.float64) if self._rank == 0 else None
@@ -151,6 +199,8 @@ class SimWorker:
     def _first(self, run: Run, snapshot: Snapshot) -> float:
         """Return the state from which a generation starts: the snapshot, an own state, or another worker's copy."""
         plan, assignment = run.plan, run.plan.backup_assignment
+        if plan.elastic is not None and plan.elastic.handover is not None:
+            return self._handed_over(plan.elastic.handover, plan)
         if assignment is None or not assignment.restores_state:
             return float(snapshot.params[0])
         base = assignment.base_generation
@@ -167,6 +217,18 @@ class SimWorker:
         if plan.start not in states.get(base, {}):
             raise PeerLost(f"worker-{source.holder} has dropped the state", peer=f"worker-{source.holder}")
         return states[base][plan.start]
+
+    def _handed_over(self, handover: Handover, plan: Any) -> float:
+        """Return the state that this worker or another one has kept, as `rayps.worker.handover` does."""
+        sim, holder = self._sim, self
+        if plan.rank not in handover.holders:
+            address = plan.peers.ring[handover.holders[0]]
+            sim.park(2 * sim.network.delay(self._process.host, _host(address)))
+            holder = sim.ring.get(address)
+        kept = None if holder is None else holder.kept
+        if kept is None or kept[0] != handover.round:
+            raise PeerLost("a worker has lost the state that is handed over", peer=f"worker-{handover.holders[0]}")
+        return kept[1]
 
     def _back_up(self, assignment: Any, base: int, at: int, value: float) -> None:
         if assignment.holder is None:

@@ -39,12 +39,12 @@ class MemberRequests:
         self._thread = threading.Thread(target=self._run, daemon=True, name="members")
         self._thread.start()
 
-    def admit(self, rank: int, incarnation: int) -> Future[int]:
+    def admit(self, rank: int, incarnation: int, first: int) -> Future[int]:
         """Let a worker join as `rank`; the answer is its first step, which is the same on all segments.
 
-        Servers refuse requests of earlier incarnations of the rank.
+        The first step is at least `first`. Servers refuse requests of earlier incarnations of the rank.
         """
-        return self._submit(lambda session: _admit(session, rank, incarnation))
+        return self._submit(lambda session: _admit(session, rank, incarnation, first))
 
     def remove(self, rank: int) -> Future[Marks]:
         """Let the worker `rank` leave. The answer has its steps on the servers, which do not change afterwards."""
@@ -111,9 +111,8 @@ def _marks_of(rank: int, marks: list[list[int]]) -> Marks:
     return Marks(min(found), max(found))
 
 
-def _admit(session: Session, rank: int, incarnation: int) -> int:
-    """Admit a rank on all segments, until its first step is the same on all of them."""
-    first = 0
+def _admit(session: Session, rank: int, incarnation: int, first: int) -> int:
+    """Admit a rank on all segments, until its first step, at least `first`, is the same on all of them."""
     while True:
         change = MemberChange(MemberChangeKind.ADMIT, rank, first)
         low, first = _marks_of(rank, _asked(session, change, incarnation))
