@@ -414,6 +414,8 @@ class Driver:
             strategy = self._plan.phase(state.phase).phase.strategy
             continues = state.rebuild or state.handover
             elastic.begin_generation(strategy, self._checkpoints.snapshot, group.size, continues)
+            if self.journal.cost_report is not None:
+                self.journal.cost_report.change_workers(group.size)
         leased = self._plan.leased
         if leased is not None:
             leased.begin_generation(self._checkpoints.snapshot, group)
