@@ -375,7 +375,7 @@ class LocalCluster:
 
     def host_names(self) -> dict[str, tuple[str, ...]]:
         """Return the names of this process's host."""
-        return {"here": (socket.gethostname(), "127.0.0.1")}
+        return {name: (socket.gethostname(), "127.0.0.1") for name in self.hosts(free=False)}
 
     def reserve(self, bundles: list[Bundle], timeout: float, avoid: Collection[str] = ()) -> Reservation:
         """Return a reservation that uses no resources. Raises NoResources if the cluster is too small."""
