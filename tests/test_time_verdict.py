@@ -4,18 +4,19 @@ import itertools
 
 import pytest
 
-from rayps.core.goodput import JobTime, MemberTotals
+from rayps.core.goodput import JobTime, MemberTotals, ProcessTimes, TimeEvent, TimeSlice, job_time
 from rayps.core.machine_waits import MachineWaits
 from rayps.core.member_times import LineFacts, MemberTimes
-from rayps.core.time_verdict import TimeVerdict, rates_of, slow_ends, verdict
+from rayps.core.time_together import together
+from rayps.core.time_verdict import FAILED, TimeVerdict, rates_of, slow_ends, verdict
 
 MB = 1e6
 
 
-def member(name, machine=None, lines=None, rounds=100, waits=None, **parts):
+def member(name, machine=None, lines=None, rounds=100, waits=None, host="", **parts):
     times = MemberTimes(parts, waits or {}, machine or MachineWaits(), lines or {}, rounds)
     kind = "worker" if name.startswith("worker-") else "server"
-    return MemberTotals(name, kind, "", 0.0, sum(parts.values()), times)
+    return MemberTotals(name, kind, host, 0.0, sum(parts.values()), times)
 
 
 def job(*members):
@@ -32,7 +33,7 @@ SLOWER = {  # what the slow worker does longer than the others, 40 s in 100 roun
     "blocked": ({"compute": 50.0}, MachineWaits(cpu=10.0, cpu_wait=4.0)),
     "disk": ({"compute": 10.0, "data": 40.0}, MachineWaits(cpu=10.0, disk=35.0)),
     "data": ({"compute": 10.0, "data": 40.0}, MachineWaits(cpu=10.0, disk=2.0)),
-    "network": ({"compute": 10.0, "communication": 40.0}, MachineWaits(cpu=10.0)),
+    "exchange": ({"compute": 10.0, "communication": 40.0}, MachineWaits(cpu=10.0)),
 }
 
 
@@ -118,6 +119,42 @@ def test_the_start_is_named_last_and_only_if_it_is_most_of_the_time():
     assert [each.cause for each in work(90.0).findings] == ["data", "start"]
     assert [each.cause for each in work(5.0).findings] == ["data"]
     assert work(90.0).findings[0].cost == pytest.approx(0.2)  # of the time after the start
+
+
+def with_straggler(cost, **more):
+    """Two workers of 100 s, of which worker-1 holds up worker-0 in `cost` seconds, and both lose `more`."""
+    left = 100.0 - cost - sum(more.values())
+    return verdict(
+        job(
+            member("worker-0", MachineWaits(cpu=left), compute=left, waiting=cost, **more),
+            member("worker-1", MachineWaits(cpu=left), compute=left + cost, **more),
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("cost", "more", "causes"),
+    [
+        (13.0, {}, ["blocked"]),
+        (13.0, {"recovery": 20.0}, ["blocked", "recovery"]),  # more than half
+        (11.0, {"recovery": 24.0}, ["recovery", "blocked"]),  # less than half
+        (9.0, {"recovery": 10.0}, ["recovery", "blocked"]),  # less than `NAMED_COST`
+        (13.0, {"recovery": 50.0, "idle": 20.0}, ["recovery", "blocked", "idle"]),
+    ],
+)
+def test_a_worker_that_can_be_named_comes_before_a_cost_of_at_most_twice_its_own(cost, more, causes):
+    found = with_straggler(cost, **more)
+    assert [each.cause for each in found.findings] == causes
+    assert found.guilty == (("worker-1",) if causes[0] == "blocked" else ())
+
+
+def test_waits_of_all_for_a_cpu_do_not_come_before_a_worker():
+    waits = MachineWaits(cpu=10.0, cpu_wait=80.0)
+    found = verdict(
+        job(member("worker-0", waits, compute=80.0, waiting=20.0), member("worker-1", waits, compute=100.0))
+    )
+    assert [(each.cause, each.guilty) for each in found.findings] == [("blocked", ("worker-1",)), ("cpu", ())]
+    assert found.findings[1].cost > 2 * found.findings[0].cost
 
 
 def test_the_largest_cost_comes_first():
@@ -209,3 +246,160 @@ def test_a_network_that_limits_all_alike_names_nobody():
     ]
     found = verdict(job(*members))
     assert (found.cause, found.guilty) == ("network", ()) and "all lines alike" in found.summary
+
+
+# ---- one worker that communicates longer
+
+
+def communicating(hosts, lines):
+    """Three workers, of which worker-1 communicates for 40 of 50 s in 100 rounds. `lines`: between any two members."""
+    names = [f"worker-{rank}" for rank in range(3)]
+    own = {name: {b: found for (a, b), found in lines.items() if a == name} for name in names}
+    slow = {"compute": 10.0, "communication": 40.0}
+    return verdict(
+        job(
+            *(
+                member(name, lines=own[name], host=host, **(slow if rank == 1 else {"compute": 10.0, "waiting": 40.0}))
+                for rank, (name, host) in enumerate(zip(names, hosts, strict=True))
+            )
+        )
+    )
+
+
+ALIKE = {pair: line(100 * MB, 2.0) for pair in ring(3, lambda a, b: False)}
+BUSY = {pair: line(100 * MB, 30.0) for pair in ring(3, lambda a, b: False)}
+SLOW = ring(3, lambda a, b: "worker-1" in (a, b))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "lines", "cause"),
+    [
+        ("aaa", {}, "exchange"),
+        ("aba", {}, "exchange"),
+        ("aaa", ALIKE, "exchange"),
+        ("aba", ALIKE, "exchange"),
+        ("aaa", BUSY, "exchange"),  # of one host: processes without a CPU read late
+        ("aba", BUSY, "network"),
+        ("abb", BUSY, "exchange"),  # worker-2 is on the same host
+        ("aaa", SLOW, "network"),
+        ("abc", SLOW, "network"),
+    ],
+)
+def test_a_network_line_is_blamed_only_if_it_is_measured(hosts, lines, cause):
+    found = communicating(hosts, lines)
+    assert (found.cause, found.guilty) == (cause, ("worker-1",))
+    [finding] = [each for each in found.findings if each.guilty == ("worker-1",)]
+    assert ("its network line is slow" in finding.summary) == (cause == "network")
+    assert any("per round, it spends 400 ms more in communication" in each for each in finding.evidence)
+    assert any("network connections are not known" in each for each in finding.evidence) == (not lines)
+    assert any("data is under way for" in each for each in finding.evidence) == bool(lines)
+    assert "worker-1" in finding.advice
+
+
+# ---- workers that join and leave
+
+
+def reports(name, began, *seconds, start=0.0, replaces=False):
+    """Return the lines of a process that reports after each second: (rounds, parts) of this second."""
+    found, total, rounds, parts = [], start, 0, {"start": start}
+    for more, spent in seconds:
+        total, rounds = total + sum(spent.values()), rounds + more
+        parts = {part: parts.get(part, 0.0) + spent.get(part, 0.0) for part in {**parts, **spent}}
+        times = MemberTimes(dict(parts), rounds=rounds)
+        found.append(ProcessTimes(name, began, total, times, "vm", replaces).to_json())
+    return found
+
+
+def resized(at, lost=False):
+    return TimeEvent(at, "resized", "the job has other workers", lost).to_json()
+
+
+ALONE = (1, {"compute": 0.95, "waiting": 0.05})  # all rows of a round in each second
+SHARED = (3, {"compute": 0.85, "waiting": 0.15})  # a third of them
+SLOWED = (3, {"compute": 1.0})
+HELD = (3, {"compute": 0.3, "waiting": 0.7})
+
+
+def test_a_worker_that_was_alone_for_a_while_is_not_slower():
+    rest = [(3, {"compute": 0.8, "waiting": 0.2})] * 30
+    lines = [*reports("worker-0", 0.0, *[ALONE] * 90, *[SHARED] * 30), resized(90.0)]
+    lines += reports("worker-1", 80.0, *rest, start=10.0) + reports("worker-2", 80.0, *rest, start=10.0)
+    assert not any(each.guilty for each in verdict(job_time(lines)).findings)
+    # the totals alone would name it: the event says that the workers have changed
+    unchanged = verdict(job_time([each for each in lines if "event" not in each]))
+    assert ("worker-0",) in [each.guilty for each in unchanged.findings]
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_a_slow_worker_of_an_elastic_job_is_found_while_it_is_with_others(slow):
+    seconds = [[SLOWED if rank == slow else HELD] * 30 for rank in range(3)]
+    lines = [*reports("worker-0", 0.0, *[ALONE] * 30, *seconds[0]), resized(30.0)]
+    lines += [each for rank in (1, 2) for each in reports(f"worker-{rank}", 20.0, *seconds[rank], start=10.0)]
+    found = verdict(job_time(lines))
+    assert found.guilty == (f"worker-{slow}",)
+    assert found.findings[0].cost == pytest.approx(0.7 * 90 / 120, rel=0.01)
+    assert any("measured in 75% of the workers' time" in each for each in found.findings[0].evidence)
+
+
+def test_the_costs_of_a_slow_worker_before_and_after_a_change_add_up():
+    lines = [*reports("worker-0", 0.0, *[HELD] * 80), *reports("worker-1", 0.0, *[SLOWED] * 80), resized(40.0)]
+    lines += reports("worker-2", 30.0, *[HELD] * 40, start=10.0)
+    found = verdict(job_time(lines))
+    assert found.guilty == ("worker-1",) and found.findings[0].cost == pytest.approx(0.7, rel=0.01)
+
+
+def test_a_worker_that_left_is_not_compared_with_those_that_had_more_rows_later():
+    lines = [*reports("worker-0", 0.0, *[SHARED] * 20, *[ALONE] * 40), resized(20.0)]
+    lines += [each for rank in (1, 2) for each in reports(f"worker-{rank}", 0.0, *[SHARED] * 20)]
+    assert not any(each.guilty for each in verdict(job_time(lines)).findings)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_slow_worker_whose_process_was_replaced_is_found(changed):
+    lines = [*reports("worker-0", 0.0, *[HELD] * 45), *reports("worker-1", 0.0, *[SLOWED] * 20)]
+    lines += reports("worker-1", 25.0, *[SLOWED] * 20, replaces=True)
+    found = verdict(job_time([*lines, resized(25.0)] if changed else lines))
+    assert found.guilty == ("worker-1",)
+
+
+def test_the_spans_of_a_job_have_each_slice_at_most_once():
+    lines = [*reports("worker-0", 0.0, *[HELD] * 50), resized(20.0)]
+    lines += reports("worker-1", 0.0, *[HELD] * 20) + reports("worker-1", 30.0, *[HELD] * 20)
+    lines += reports("worker-2", 10.3, *[HELD] * 30)
+    time = job_time(lines)
+    spans = together(time)
+    assert [[each.name for each in span.workers] for span in spans] == [
+        ["worker-0", "worker-1"],
+        ["worker-0", "worker-1", "worker-2"],
+        ["worker-0", "worker-2"],
+        ["worker-0", "worker-1", "worker-2"],
+        ["worker-0", "worker-1"],
+    ]
+    for worker in time.workers:
+        rounds = sum(each.times.rounds for span in spans for each in span.workers if each.name == worker.name)
+        assert worker.times.rounds - 6 * 3 < rounds <= worker.times.rounds  # a slice at each edge may be left out
+    assert sum(span.share for span in spans) <= 1
+
+
+PLANNED = [("resized", False)]
+
+
+@pytest.mark.parametrize(
+    ("events", "planned"),
+    [
+        (PLANNED, True),
+        ([*PLANNED, ("notice", False), ("checkpoint", False)], True),
+        ([], False),
+        ([("resized", True)], False),
+        ([*PLANNED, ("resized", True)], False),
+        *([([*PLANNED, (kind, False)], False) for kind in sorted(FAILED)]),
+    ],
+)
+def test_planned_changes_of_the_workers_are_told_from_failures(events, planned):
+    members = tuple(member(f"worker-{rank}", compute=12.0, recovery=88.0) for rank in range(2))
+    slices = {each.name: (TimeSlice(0.0, 100.0, each.parts, 100),) for each in members}
+    found = verdict(JobTime(members, slices, tuple(TimeEvent(5.0, kind, "", lost) for kind, lost in events)))
+    assert found.cause == "recovery" and found.findings[0].cost == pytest.approx(0.88)
+    assert ("changes of the number of workers" in found.summary) == planned
+    assert ("failures" in found.summary) != planned
+    assert ("rayps serve --warm" in found.findings[0].advice) == planned

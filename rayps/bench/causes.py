@@ -3,7 +3,8 @@
 The workers are processes on simulated hosts (`rayps.bench.netns`). The scenes:
 
 - `none`: nothing is slowed.
-- `cpu`: other processes use the core on which worker 1 runs.
+- `cpu`: other processes use the core on which worker 1 runs. The other workers share another core, on which they come
+  before all other processes of the machine: what else runs here must not slow them as much as worker 1.
 - `blocked`: worker 1 sleeps in its loss.
 - `disk`: worker 1 reads its rows from a disk whose rate the kernel limits (a blkio cgroup, version 1). All workers drop
   their rows from the page cache, as if the data were larger than the memory.
@@ -53,6 +54,7 @@ ROW_BYTES = 4096
 WIDTH = 128
 _BLKIO = Path("/sys/fs/cgroup/blkio")
 _BURNERS = 12  # programs on the core of the slow worker
+_FIRST = -15  # the priority of the other workers, 28 times the share of a usual process
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,9 @@ def _measure(scene: str, strategy: str, work: SlowedWork, workers: int, rounds: 
         rank: [0] if rank != SLOW else [(os.cpu_count() or 2) - 1] for rank in range(workers)
     }
     with Hosts(workers + 1, RATE, slow=slow) as hosts, contextlib.ExitStack() as stack:
-        cluster = HostCluster(hosts, workers, cores if scene == "cpu" else None)
+        crowded = scene == "cpu"
+        first = {rank: _FIRST for rank in range(workers) if rank != SLOW}
+        cluster = HostCluster(hosts, workers, cores if crowded else None, first if crowded else None)
         stack.callback(cluster.close)
         driver = Driver(work, spec, Journal(), phases=phases, capture=False)
         if scene == "cpu":

@@ -13,6 +13,7 @@ import queue
 import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rayps.bench.netns import Hosts, NamespaceActor
@@ -27,20 +28,32 @@ _CPUS = 64.0  # logical CPUs of the cluster
 Value = TypeVar("Value")
 
 
+@dataclass(frozen=True, slots=True)
+class ActorPlace:
+    """Where the process of an actor runs."""
+
+    host: str
+    address: str  # at which its peers reach it
+    cores: tuple[int, ...] = ()  # () means all
+    nice: int = 0  # its priority for the kernel, -20 (first) to 19; below 0 needs root
+
+
 class HostedActor:
     """The process of one actor on a simulated host: it makes the actor, and passes calls on to it."""
 
-    def __init__(self, host: str, address: str, cores: Sequence[int], target: str, packed: bytes) -> None:
-        """Make `target(*args, **options)`, whose peers reach it at `address`, on these cores; () means on all.
+    def __init__(self, place: ActorPlace, target: str, packed: bytes) -> None:
+        """Make `target(*args, **options)` at `place`.
 
         `packed` are the pickled (args, options), by value: tensors are not sent as file descriptors.
         """
-        if cores:
-            os.sched_setaffinity(0, cores)
+        if place.cores:
+            os.sched_setaffinity(0, place.cores)
+        if place.nice:
+            os.setpriority(os.PRIO_PROCESS, 0, place.nice)  # this thread's, which the actor's threads inherit
         values, cluster = rendezvous(), LocalCluster()
-        register_provider(lambda: (values, cluster, address))
+        register_provider(lambda: (values, cluster, place.address))
         args, options = pickle.loads(packed)
-        self._host, self._actor = host, resolve(target)(*args, **options)
+        self._host, self._actor = place.host, resolve(target)(*args, **options)
 
     def call(self, method: str, packed: bytes) -> bytes:
         """Call a method of the actor with pickled arguments, and return its pickled result.
@@ -98,9 +111,18 @@ class HostedHandle:
 class HostCluster:
     """A cluster of processes on `hosts`: see `rayps.cluster.local.Cluster`. Workers are on the first hosts, by rank."""
 
-    def __init__(self, hosts: Hosts, workers: int, cores: dict[int, Sequence[int]] | None = None) -> None:
-        """`cores` maps a worker's rank to the cores on which its process runs; by default these are all."""
-        self._hosts, self._workers, self._cores = hosts, workers, cores or {}
+    def __init__(
+        self,
+        hosts: Hosts,
+        workers: int,
+        cores: dict[int, Sequence[int]] | None = None,
+        nice: dict[int, int] | None = None,
+    ) -> None:
+        """`cores` maps a worker's rank to the cores on which its process runs; by default these are all.
+
+        `nice` maps a rank to the priority of its process: see `ActorPlace`.
+        """
+        self._hosts, self._workers, self._cores, self._nice = hosts, workers, cores or {}, nice or {}
         self.handles: list[HostedHandle] = []
         self._servers = 0
 
@@ -126,9 +148,10 @@ class HostCluster:
         else:
             host = self._workers + self._servers % max(1, len(self._hosts.addresses) - self._workers)
             self._servers += 1
-        place = f"host-{host}", self._hosts.addresses[host], tuple(self._cores.get(host, ()))
+        cores, nice = tuple(self._cores.get(host, ())), self._nice.get(host, 0)
+        place = ActorPlace(f"host-{host}", self._hosts.addresses[host], cores, nice)
         actor = self._hosts.spawn(
-            host, "rayps.bench.host_cluster:HostedActor", *place, target, pickle.dumps((args, options))
+            host, "rayps.bench.host_cluster:HostedActor", place, target, pickle.dumps((args, options))
         )
         handle = HostedHandle(name or f"{kind}-{host}", actor)
         self.handles.append(handle)

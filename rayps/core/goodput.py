@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from rayps.core.machine_waits import MachineWaits
 from rayps.core.member_times import SERVERS, MemberTimes, added, member_times
 from rayps.core.time_account import PARTS, USEFUL
 from rayps.core.values import JsonObject
@@ -57,10 +58,12 @@ class TimeEvent:
     time: float
     kind: str
     message: str
+    lost: bool = False  # whether the event names members that have died
 
     def to_json(self) -> JsonObject:
         """Return the event as a line of the file."""
-        return {"event": self.kind, "time": round(self.time, 4), "message": self.message}
+        known: JsonObject = {"event": self.kind, "time": round(self.time, 4), "message": self.message}
+        return {**known, "lost": True} if self.lost else known
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,8 @@ class TimeSlice:
     begin: float  # time of day in seconds since 1970
     end: float
     parts: dict[str, float]  # seconds
+    rounds: int = 0  # that ended in it
+    machine: MachineWaits = field(default_factory=MachineWaits)  # of the thread that trains
 
     def to_json(self) -> JsonObject:
         """Return the slice as JSON data."""
@@ -173,7 +178,8 @@ def job_time(lines: Iterable[JsonObject]) -> JobTime:
     events: list[TimeEvent] = []
     for line in lines:
         if "event" in line:
-            events.append(TimeEvent(_number(line.get("time")), str(line["event"]), str(line.get("message", ""))))
+            kind, message = str(line["event"]), str(line.get("message", ""))
+            events.append(TimeEvent(_number(line.get("time")), kind, message, bool(line.get("lost"))))
         elif isinstance(line.get("name"), str) and isinstance(line.get("parts"), dict):
             found = ProcessTimes(
                 str(line["name"]),
@@ -240,12 +246,14 @@ def _slices(reports: Sequence[ProcessTimes]) -> tuple[TimeSlice, ...]:
     for began in sorted(by_process):
         if found and began > found[-1].end and by_process[began][0].replaces:
             found.append(TimeSlice(found[-1].end, began, {"recovery": began - found[-1].end}))
-        before: dict[str, float] = {}
-        at = began
+        before, at = MemberTimes(), began
         for report in by_process[began]:
-            parts = {part: value - before.get(part, 0.0) for part, value in report.times.parts.items()}
-            found.append(TimeSlice(at, report.ended, {part: max(0.0, value) for part, value in parts.items() if value}))
-            before, at = report.times.parts, report.ended
+            times = report.times
+            parts = {part: value - before.parts.get(part, 0.0) for part, value in times.parts.items()}
+            parts = {part: max(0.0, value) for part, value in parts.items() if value}
+            rounds, machine = max(0, times.rounds - before.rounds), times.machine.since(before.machine)
+            found.append(TimeSlice(at, report.ended, parts, rounds, machine))
+            before, at = times, report.ended
     return _thinned([each for each in found if each.end > each.begin])
 
 
@@ -254,10 +262,10 @@ def _thinned(slices: list[TimeSlice]) -> tuple[TimeSlice, ...]:
     groups = [slices[at : at + step] for at in range(0, len(slices), step)] if step > 1 else [[one] for one in slices]
     found = []
     for group in groups:
-        parts: dict[str, float] = {}
-        for each in group:
-            parts = added(parts, each.parts)
-        found.append(TimeSlice(group[0].begin, group[-1].end, parts))
+        parts, machine = group[0].parts, group[0].machine
+        for each in group[1:]:
+            parts, machine = added(parts, each.parts), machine.plus(each.machine)
+        found.append(TimeSlice(group[0].begin, group[-1].end, parts, sum(each.rounds for each in group), machine))
     return tuple(found)
 
 

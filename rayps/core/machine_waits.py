@@ -38,6 +38,16 @@ class MachineWaits:
             self.sampled and other.sampled,
         )
 
+    def since(self, begin: MachineWaits) -> MachineWaits:
+        """Return what was counted after `begin`, of the same thread."""
+        return MachineWaits(
+            max(0.0, self.cpu - begin.cpu),
+            max(0.0, self.cpu_wait - begin.cpu_wait),
+            max(0.0, self.disk - begin.disk),
+            max(0, self.read_bytes - begin.read_bytes),
+            self.sampled,
+        )
+
 
 class ThreadWaits:
     """Reads the waits of one thread of this process, which other threads may do. Without /proc, all values are 0."""

@@ -1,39 +1,47 @@
 """What costs a job most of its time, which worker causes it, and what to change. Pure: the facts are a `JobTime`.
 
 Each possible cause has a cost: the share of the workers' time after their start that would be useful without it. The
-largest cost is the verdict. Causes that one member can be named for come first if they cost enough: what all workers
-wait for a CPU is within what counts as computing, and cannot be compared with the others. The start is no cost of this
-kind: it happens once, and its share shrinks by itself. It is named last, and only if it is most of the time.
-The causes:
+largest cost is the verdict, with one exception: a cause that one member can be named for comes first if it costs at
+least `NAMED_COST`, and at least `NAMED_SHARE` of each larger cost, because the member can be looked at. The time in
+which all workers wait for a CPU does not count as a larger cost here: it is within what counts as computing, so that
+it cannot be compared with the others. The start is no cost of this kind: it happens once, and its share shrinks by
+itself. It is named last, and only if it is most of the time. The causes:
 
 - One worker holds up the others. Its excess is what its own seconds per round (computing, data, communication) exceed
-  the median of the other workers by. Its cause is what explains most of the excess: the time that the worker's thread
-  is measured to wait for a CPU (`cpu`) or a disk (`disk`), or to use a CPU (`code`), longer than the others. If what is
-  left is more, the cause is `data` or `network` if this is the part of the account in which the excess is, else
-  `blocked`: the thread waits for something else.
+  the median of the other workers by, over the time in which they took part together (`rayps.core.time_together`). If
+  most of it is communication, the cause is `network` if the measured lines show it, else `exchange`. Otherwise the
+  cause is what explains most of the excess: the time that the worker's thread is measured to wait for a CPU (`cpu`) or
+  a disk (`disk`), or to use a CPU (`code`), longer than the others. If what is left is more, the cause is `data` if
+  this is the part of the account in which the excess is, else `blocked`: the thread waits for something else.
 - All workers wait for data (`data`, `disk`), for a CPU (`cpu`), for the network (`network`), for servers that are busy
   (`servers`), or exchange for another reason (`exchange`).
-- The time is spent outside of rounds: `start`, `evaluation`, `checkpoint`, `recovery`, `idle`.
+- The time is spent outside of rounds: `start`, `evaluation`, `checkpoint`, `recovery`, `idle`. `recovery` is the time
+  after failures, and in an elastic job also that of each change of the workers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from rayps.core.goodput import JobTime, MemberTotals
 from rayps.core.member_times import LineFacts
+from rayps.core.time_together import CHANGED, together
 from rayps.core.values import JsonObject
 
 LEAST_COST = 0.05  # share of the time that is worth a verdict
-NAMED_COST = 0.1  # share of the time from which a cause that one member can be named for comes first
+NAMED_COST = 0.1  # share of the time from which a cause that one member can be named for may come first
+NAMED_SHARE = 0.5  # the share of a larger cost from which it comes before that one
 LEAST_START = 0.5  # share of all time from which the start is named
 EXPLAINS = 0.4  # the share of the waits for data that waits for a disk must have, to be their cause
 BUSY = 0.5  # the share of its time that a server computes or communicates if it limits the workers
 ON_LINES = 0.3  # the share of the exchange in which data is under way if the network limits it
+ON_ONE_LINE = 0.5  # the share of one worker's excess in which data is under way if its line is the cause
 SLOWER = 0.5  # a line is slow if its rate is below this share of the next one
 LEAST_BYTES, LEAST_BUSY = 1 << 16, 0.02  # a line with less traffic has no rate
+
+FAILED = frozenset({"restarted", "mending", "mended", "replaced", "rejoined", "server_lost"})  # kinds of events
 
 Line = tuple[str, str]  # (the member that sends, the member that receives)
 
@@ -101,30 +109,50 @@ def verdict(time: JobTime) -> TimeVerdict:
     workers = [each for each in time.workers if each.after_start > 0]
     if not workers:
         return TimeVerdict()
-    slow = _straggler(workers, time)
+    slow = _straggler(time)
     found = [slow] if slow is not None else []
     explained = slow.cost if slow is not None else 0.0
     found += [finding for rule in _RULES if (finding := rule(time, workers, explained)) is not None]
     costly = [each for each in found if each.cost >= LEAST_COST]
-    ranked = sorted(costly, key=lambda each: (not (len(each.guilty) == 1 and each.cost >= NAMED_COST), -each.cost))
-    return TimeVerdict((*ranked, *_start(time)), time.goodput)
+    return TimeVerdict((*_ranked(costly), *_start(time)), time.goodput)
+
+
+def _ranked(found: Sequence[TimeFinding]) -> list[TimeFinding]:
+    """Return the findings, the verdict first, as this module says."""
+    largest = max((each.cost for each in found if each.guilty or each.cause != "cpu"), default=0.0)
+    least = max(NAMED_COST, NAMED_SHARE * largest)
+    return sorted(found, key=lambda each: (not (len(each.guilty) == 1 and each.cost >= least), -each.cost))
 
 
 # ---- one worker holds up the others
 
 
-def _straggler(workers: Sequence[MemberTotals], time: JobTime) -> TimeFinding | None:
-    """Return the finding that one worker is slower than the others, or None if the workers are alike."""
-    timed = [each for each in workers if each.times.rounds > 0]
-    if len(timed) < 2:
+def _straggler(time: JobTime) -> TimeFinding | None:
+    """Return the finding that one worker is slower than the others, or None if the workers are alike.
+
+    What a worker costs in several spans of time adds up; the evidence is that of the span with the largest cost.
+    """
+    spans: dict[str, list[TimeFinding]] = {}
+    for span in together(time):
+        found = _slowest(span.workers, span.share, time)
+        if found is not None:
+            spans.setdefault(found.guilty[0], []).append(found)
+    costs = {name: sum(each.cost for each in findings) for name, findings in spans.items()}
+    name = max(costs, key=lambda each: costs[each], default="")
+    if not name or costs[name] < LEAST_COST:
         return None
+    return replace(max(spans[name], key=lambda each: each.cost), cost=costs[name])
+
+
+def _slowest(timed: Sequence[MemberTotals], share: float, time: JobTime) -> TimeFinding | None:
+    """Return the finding that one of the workers is slower than the others, in a span that has `share` of the time."""
     slowest = max(timed, key=_own)
     others = [each for each in timed if each is not slowest]
     excess = _own(slowest) - median(_own(each) for each in others)
     # what the others lose to it cannot be more than what they wait, without what the exchange itself takes
     lost = median(each.share("waiting") + each.share("idle") for each in others)
     cost = min(excess * slowest.times.rounds / slowest.after_start, lost)
-    if cost < LEAST_COST:
+    if cost < LEAST_COST:  # of the span: workers that are alike in it cost nothing
         return None
     cause, evidence = _reason(slowest, others, excess, time)
     name = _placed(slowest)
@@ -133,9 +161,11 @@ def _straggler(workers: Sequence[MemberTotals], time: JobTime) -> TimeFinding | 
         f"{name} needs {own} of its own for a round, the median of the others is {usual}",
         f"the others wait or are idle in {lost:.0%} of their time",
     ]
+    if share < 1:
+        seconds.append(f"this is measured in {share:.0%} of the workers' time, in which the same workers took part")
     return TimeFinding(
         cause,
-        cost,
+        cost * share,
         (slowest.name,),
         f"{name} holds up the others: {_WHY[cause]}",
         (*seconds, *evidence),
@@ -169,14 +199,34 @@ def _reason(
         for cause, seconds in measured.items()
         if seconds > excess / 10
     ]
-    rest = excess - sum(max(0.0, seconds) for seconds in measured.values())
     if most == "communication":
-        return "network", [*evidence, *_rates(_lines_of(time))]
+        on_lines, lines = _on_lines(slowest, others, parts[most], time)
+        return ("network" if on_lines else "exchange"), [*evidence, *lines]
+    rest = excess - sum(max(0.0, seconds) for seconds in measured.values())
     cause = max(measured, key=lambda each: measured[each])
     if measured[cause] >= rest:
         return cause, evidence
     evidence.append(f"per round, its thread is {_ms(rest)} longer neither on a CPU, nor waiting for a CPU or a disk")
     return ("data" if most == "data" else "blocked"), evidence
+
+
+def _on_lines(
+    slowest: MemberTotals, others: Sequence[MemberTotals], excess: float, time: JobTime
+) -> tuple[bool, list[str]]:
+    """Return whether a worker communicates longer because of its network lines, and the measurements that say so.
+
+    `excess`: the seconds per round that it communicates longer. Between processes of one host, data may be under way
+    for long because a process has no CPU; then only lines that are slower than all others count.
+    """
+    lines = _lines_of(time)
+    if not lines:
+        return False, ["the kernel's counts of the network connections are not known"]
+    name, whole = slowest.name, next(each for each in time.members if each.name == slowest.name)
+    under_way = max((_per_round(whole, line.busy) for ends, line in lines.items() if name in ends), default=0.0)
+    apart = bool(slowest.host) and all(each.host != slowest.host for each in others)
+    evidence = f"per round, data is under way for {_ms(under_way)} on its busiest line"
+    found = slow_ends(lines) == (name,) or (apart and under_way >= ON_ONE_LINE * excess)
+    return found, [evidence, *_rates(lines)]
 
 
 # ---- all workers
@@ -248,9 +298,17 @@ def _outside(
         evidence = tuple(
             f"{share:.0%} of the time after the start is {name}" for name, share in shares.items() if share
         )
+        if part == "recovery" and _as_planned(time):
+            return TimeFinding(part, cost, (), _WHY_CHANGED, evidence, _ADVICE_CHANGED)
         return TimeFinding(part, cost, (), _WHY[part], evidence, _advice(part, None))
 
     return rule
+
+
+def _as_planned(time: JobTime) -> bool:
+    """Return whether the workers have changed, and none of the job's members has died."""
+    changed = any(event.kind == CHANGED for event in time.events)
+    return changed and not any(event.lost or event.kind in FAILED for event in time.events)
 
 
 def _start(time: JobTime) -> tuple[TimeFinding, ...]:
@@ -344,6 +402,7 @@ _WHY = {
     "disk": "it waits for a disk",
     "data": "its batches are not ready in time",
     "network": "its network line is slow",
+    "exchange": "it communicates longer, but no network line is measured to be the cause",
     "code": "it computes longer, on a CPU",
     "blocked": "its code neither uses a CPU nor waits for one (it sleeps, or waits for a lock, a device or a call)",
     "start": "the start takes a large part of the time",
@@ -351,6 +410,14 @@ _WHY = {
     "checkpoint": "copying and writing states takes a large part of the time",
     "recovery": "failures and the rounds that were repeated after them take a large part of the time",
     "idle": "workers have nothing to do",
+}
+_WHY_CHANGED = "changes of the number of workers take a large part of the time; no worker has failed"
+_ADVICE_CHANGED = (
+    "change the workers less often: a longer elastic.cooldown, or fewer changes in elastic.replay; and if workers wait "
+    "for newcomers to start: a service keeps processes ready with `rayps serve --warm N`"
+)
+_ADVICE_ONE = {  # for one worker, where it differs
+    "exchange": "look at what else runs on {host}; or exchange less often: larger batches, accumulate=, or local_sgd"
 }
 _ADVICE = {
     "cpu": "end or move the other processes on {host}, or reserve more CPUs for each worker: resources={{'cpu': 2}} "
@@ -380,7 +447,8 @@ def _advice(cause: str, member: MemberTotals | None) -> str:
         if member is None
         else f"the host of {member.name}" + (f" ({member.host})" if member.host else "")
     )
-    return _ADVICE[cause].format(host=host)
+    text = _ADVICE[cause] if member is None else _ADVICE_ONE.get(cause, _ADVICE[cause])
+    return text.format(host=host)
 
 
 def _placed(member: MemberTotals) -> str:

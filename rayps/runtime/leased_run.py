@@ -411,7 +411,7 @@ class LeasedRun:
         assert self._requests is not None, "a generation has begun"
         worker.outbox.clear()
         if worker.stage is WorkerStage.WAITS:
-            self._report_leaver(departure)
+            self._report_leaver(departure, rank)
         else:
             worker.stage = WorkerStage.ENDS
             self._removals[rank] = self._requests.remove(rank), departure
@@ -450,7 +450,7 @@ class LeasedRun:
         if worker is not None:
             del self._workers[rank]
             group.drop(worker.member)
-        self._report_leaver(departure)
+        self._report_leaver(departure, rank)
 
     def _end_phase(self) -> None:
         """End the phase at the servers when all blocks are done and no worker trains."""
@@ -489,8 +489,8 @@ class LeasedRun:
         known = [pace for pace in paces if pace]
         return sum(1 / pace for pace in known) if known and len(known) == len(paces) else None
 
-    def _report_leaver(self, departure: Departure) -> None:
-        """Report that a worker has left, if it had joined."""
+    def _report_leaver(self, departure: Departure, rank: int) -> None:
+        """Report that the worker of a rank has left, if it had joined."""
         if not departure.counted or departure.waits:
             return
         # at the staleness bound, others may have waited for a worker that has died, until the servers removed its clock
@@ -498,10 +498,14 @@ class LeasedRun:
         if self._terms.compresses:
             fate = "is lost" if departure.lost else "was pushed"
             rest += f"; what the compression of its gradients had left out {fate}"
-        self._resized(-1, departure.reason, departure.since, rest)
+        lost = [f"worker-{rank}"] if departure.lost else []
+        self._resized(-1, departure.reason, departure.since, rest, lost)
 
-    def _resized(self, by: int, reason: str, since: float, rest: str) -> None:
-        """Report that the number of workers has changed, unless `reason` is "", as for the first workers."""
+    def _resized(self, by: int, reason: str, since: float, rest: str, lost: Sequence[str] = ()) -> None:
+        """Report that the number of workers has changed, unless `reason` is "", as for the first workers.
+
+        `lost`: the names of workers that have died.
+        """
         before, self._count = self._count, self._count + by
         if not reason:
             return
@@ -513,6 +517,7 @@ class LeasedRun:
             "round": min(filter(None, positions), default=0),
             "seconds": time.monotonic() - since,
             "reason": reason,
+            "lost": list(lost),
         }
         text = f"{reason}: the job has {self._count} workers instead of {before}{rest}"
         self._journal.event("resized", text, **event)

@@ -127,6 +127,7 @@ class TimeRecord:
         self._earlier: dict[str, dict[str, float]] = {}  # seconds by part of each member's earlier processes
         self._alive: set[float] = set()  # `spawned` of the group's present members
         self._reached: dict[str, int] = {}  # from a worker's name to the rounds that it has reported
+        self._events: dict[tuple[str, bool], JsonObject] = {}  # the newest, by kind and whether members have died
         self._reached_before = 0  # rounds that the workers of earlier drivers have reported
         self.recovering = False  # whether the next generation follows a failure
         self._servers: dict[str, _GroupServer] = {}  # of a server group, by name
@@ -186,7 +187,9 @@ class TimeRecord:
     def add_event(self, event: Event) -> None:
         """Write an event, if it is of a kind that the timeline shows."""
         if event["kind"] in SHOWN:
-            found = TimeEvent(float(event["time"]), str(event["kind"]), str(event["message"]))
+            kind, lost = str(event["kind"]), bool(event.get("lost"))
+            found = TimeEvent(float(event["time"]), kind, str(event["message"]), lost)
+            self._events[kind, lost] = found.to_json()
             self._write(found.to_json())
 
     def end(self, members: Iterable[GroupMember]) -> None:
@@ -244,7 +247,8 @@ class TimeRecord:
         whole = sum(seconds.values())
         members |= {name: server.times.parts for name, server in self._servers.items()}
         lines = [process.line() for process in self._processes.values() if process.times is not None]
-        found = verdict(job_time([*lines, *(server.line() for server in self._servers.values())]))
+        lines += [server.line() for server in self._servers.values()]
+        found = verdict(job_time([*lines, *self._events.values()]))
         return {
             "goodput": seconds.get(USEFUL, 0.0) / whole if whole > 0 else None,
             "seconds": _rounded(seconds),
