@@ -34,6 +34,7 @@ from rayps.service.state_disk import is_full
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint
+from rayps.tensors.checkpoint_manifest import unwritten
 from rayps.workload import parameters
 from simulation import asyncio_loop
 from simulation.cluster import TARGETS, SimCluster, World
@@ -132,9 +133,12 @@ class SimCheckpoints:
         newest = max(_rounds(folder), default=-1)
         if step <= newest:
             raise Broken(f"job {job} saves round {step} after round {newest}: checkpoints go back")
-        part.write(str(step).encode())
-        sim.saved[str(final)] = copy.deepcopy(state)
-        part.rename(final)
+        try:
+            part.write(str(step).encode())
+            sim.saved[str(final)] = copy.deepcopy(state)
+            part.rename(final)
+        except OSError as error:
+            raise unwritten(error, str(final)) from error
         for old in sorted(_rounds(folder))[:-keep]:
             (folder / f"step-{old}").unlink(missing_ok=True)
         sim.log("checkpoint", f"job {job}: round {step}")
