@@ -123,7 +123,7 @@ class ElasticJobs(Jobs):
         sim.rows.begun.append(self._check_size)
         self.kinds = rng.sample(KINDS, rng.randint(0, len(KINDS)))
         sim.crash_at_places = rng.choice([0.0, 0.0, 0.0005]) if self.kinds else 0.0
-        sim.network.scale, sim.pace = 1.0, 2.5
+        sim.network.scale, sim.pace = 1.0, 5.0
         self.world = ElasticWorld(sim, dict.fromkeys(["host-a", "host-b", "host-c"][: rng.choice([2, 3])], 2.0))
         self.database = ElasticDatabase()
         self._hosts = len(self.world.hosts)

@@ -25,8 +25,8 @@ from simulation.kernel import Broken, Process, Simulation, enter, leave, simulat
 from simulation.network import Network
 from simulation.substitutes import installed
 
-FAULT_SECONDS = 12.0  # virtual seconds in which faults happen
-FAULTS_PER_SECOND = 2.0
+FAULT_SECONDS = 8.0  # virtual seconds in which faults happen
+FAULTS_PER_SECOND = 2.5
 RECOVER_SECONDS = 4.0  # seconds after a fault until its server counts as one that can be relied on
 LIMIT_SECONDS = 400.0  # virtual seconds within which everything must have ended
 GROUP = "g"
@@ -135,6 +135,7 @@ MORE = [
     ("rayps.ps.manager.manager", "POLL_SECONDS", 1.0),
     ("rayps.ps.manager.publisher", "HEARTBEAT_SECONDS", 2.0),
     ("rayps.ps.server.server", "NAP_SECONDS", 2.0),
+    ("rayps.ps.server.outbound", "AGAIN_SECONDS", 0.5),
 ]
 
 
@@ -149,7 +150,7 @@ class Servers:
         workers, self.replicas = rng.randint(1, 3), rng.choice([1, 1, 1, 2])
         self.count = rng.randint(self.replicas + 1, 4)
         staleness = rng.choice([None, None, 0, 1, 2])
-        self.ledger = sim.ledger = Ledger(workers, rng.randint(5, 20), rng.randint(1, 3), staleness)
+        self.ledger = sim.ledger = Ledger(workers, rng.randint(4, 12), rng.randint(1, 3), staleness)
         self.operator = Process(sim, "operator", "host-a", root=True)
         self.done = False
         self.quiet = False  # whether no more faults happen

@@ -481,8 +481,8 @@ def installed(more: list[tuple[str, str, Any]] = []) -> Iterator[None]:  # noqa:
     changes = [(module, attribute, by_id[id(value)]) for module, attribute, value in undo]
     for name, attribute, value in more:
         module = sys.modules[name]
-        target, _, attribute = ("", "", attribute) if "." not in attribute else attribute.partition(".")
-        owner = getattr(module, target) if target else module
+        *path, attribute = attribute.split(".")
+        owner = functools.reduce(getattr, path, module)
         undo.append((owner, attribute, getattr(owner, attribute)))
         changes.append((owner, attribute, value))
     disabled = logging.root.manager.disable
