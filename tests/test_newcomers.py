@@ -234,6 +234,7 @@ def test_workers_that_leave_remove_their_files_before_they_end() -> None:
     group.workers = [GroupMember(f"worker-{rank}", handle) for rank, handle in enumerate(handles)]
     group.workers[2].dead = "killed"
     group.change_workers([0, 3], [])
+    group.end_leavers()
     assert recorders == [(1, "leave_code"), (1, "close"), (2, "close")]
     assert [worker.name for worker in group.workers] == ["worker-0", "worker-1"]
     group.drop(group.workers[1])

@@ -189,6 +189,7 @@ NODES = """
         ending = max(cluster.hosts(), key=lambda node: cluster.hosts()[node]["cpu"])
         cluster.announce(Notice(ending, "", 60.0, "drill"))
         assert until(cluster.notices, 30)
+        assert until(lambda: cluster.free()["cpu"] == 8, 60), cluster.free()  # Ray has released the earlier groups
         berths = reserve(cluster, {"cpu": 1.0}, Grid(2), 30)
         print("avoids", ending not in berths.gang.hosts())
         berths.release()

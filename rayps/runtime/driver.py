@@ -408,6 +408,7 @@ class Driver:
         if elastic is not None:
             gathered = self._gather(elastic, state)
             if gathered.waits or gathered.ends:
+                group.end_leavers()
                 rebuild, handover = gathered.rebuild, gathered.handover
                 return Findings(stopped=gathered.ends, waiting=True, rebuild=rebuild, handover=handover)
             state = replace(state, rebuild=gathered.rebuild, handover=gathered.handover)
@@ -438,6 +439,7 @@ class Driver:
         if parts is None:
             self._checkpoints.load_newest()
         group.begin(orders, self._checkpoints.snapshot, state.rebuild)
+        group.end_leavers()
         if leased is not None:
             leased.begun(group)
         self._bound.begin(orders.strategy)

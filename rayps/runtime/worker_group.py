@@ -66,6 +66,7 @@ class WorkerLauncher:
     code: JobCode | None = None  # as `Cluster.share` returned it
     capture: bool = True
     warm: bool = True  # whether workers may take warm processes
+    leavers: list[GroupMember] = field(default_factory=list)  # that left the group, and whose processes still live
     _reserved: WorkerResources = field(default_factory=WorkerResources)
 
     def reserve_one(self, timeout: float) -> WorkerResources:
@@ -260,8 +261,8 @@ class WorkerGroup:
         """End every member, delete the job's data on a server group, and release the resources."""
         if self._code.leaves_files:
             leave(self.shards, "leave_code")
-        self._dismiss(self.workers)
-        self.workers = []
+        self._dismiss([*self.workers, *self._launcher.leavers])
+        self.workers, self._launcher.leavers = [], []
         if self._client_states is not None:
             self._client_states.close()
         self._fixed.close()
@@ -433,20 +434,25 @@ class WorkerGroup:
         return self._launcher.start(rank, member.resources)
 
     def change_workers(self, order: Sequence[int | None], joined: Sequence[GroupMember]) -> None:
-        """Let other workers be the group from now on; those that are not in it are ended.
+        """Let other workers be the group from now on. `end_leavers` ends those that are not in it.
 
         `order` has for each new rank the old rank, or None for the next of the newcomers `joined`.
         """
         new = iter(joined)
         workers = [next(new) if old is None else self.workers[old] for old in order]
         kept = {id(worker) for worker in workers}
-        self._dismiss([worker for worker in self.workers if id(worker) not in kept])
+        self._launcher.leavers += [worker for worker in self.workers if id(worker) not in kept]
         for rank, worker in enumerate(workers):
             worker.name = f"worker-{rank}"
         in_places = len(order) == self.size and all(old in (None, rank) for rank, old in enumerate(order))
         self.workers, self.size = workers, len(workers)
         if not in_places:
             self._received = _ReceivedPoints(self.size)
+
+    def end_leavers(self) -> None:
+        """End the workers that have left the group. Call it when the others train again: it may take seconds."""
+        leavers, self._launcher.leavers = self._launcher.leavers, []
+        self._dismiss(leavers)
 
     def end_workers(self, ranks: Iterable[int]) -> None:
         """End workers that are lost, and release their resources. `change_workers` removes them from the group."""
