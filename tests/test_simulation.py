@@ -85,7 +85,7 @@ def test_jobs_of_the_simulation_succeed():
     assert any(kind == "status" and text.endswith("SUCCEEDED") for _, kind, text in events)
 
 
-FOUND_SOON = ["ledger", "backups", "two drivers", "job file", "idempotency", "resume", "adoption", "rows"]
+FOUND_SOON = ["ledger", "greedy", "two drivers", "job file", "idempotency", "resume", "adoption", "rows"]
 
 
 @pytest.mark.parametrize("name", FOUND_SOON)

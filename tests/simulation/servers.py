@@ -150,7 +150,7 @@ class Servers:
         workers, self.replicas = rng.randint(1, 3), rng.choice([1, 1, 1, 2])
         self.count = rng.randint(self.replicas + 1, 4)
         staleness = rng.choice([None, None, 0, 1, 2])
-        self.ledger = sim.ledger = Ledger(workers, rng.randint(4, 12), rng.randint(1, 3), staleness)
+        self.ledger = sim.ledger = Ledger(workers, rng.randint(5, 20), rng.randint(1, 3), staleness)
         self.operator = Process(sim, "operator", "host-a", root=True)
         self.done = False
         self.quiet = False  # whether no more faults happen
