@@ -391,6 +391,14 @@ def test_only_old_log_files_of_ended_workers_are_removed(monkeypatch: pytest.Mon
     assert removable(files, {1, 2, 3, 4}, now) == removable([], set(), now) == []
 
 
+def test_files_of_events_of_ended_workers_are_removed_too() -> None:
+    names = ["events/event_CORE_WORKER_{}.log", "export_events/event_EXPORT_TASK_{}.log"]
+    files = [LogFile(name.format(pid), float(pid)) for pid in range(1, 201) for name in names]
+    files.append(LogFile("events/event_GCS.log", 0.0))
+    found = removable(files, {1}, 1000.0)
+    assert len(found) == 2 * 199 - ray_logs.KEPT_FILES and found[:2] == [name.format(2) for name in names]
+
+
 def test_ray_keeps_no_events_of_calls_for_nobody(tmp_path: Path) -> None:
     """Without this, the gcs grew by 4 MB a minute under two jobs."""
     found = environment(tmp_path)

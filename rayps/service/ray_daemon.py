@@ -34,7 +34,7 @@ from types import FrameType
 from rayps.cluster.local import WORKER_NICENESS
 from rayps.service import processes
 from rayps.service.liveness import QuietTime
-from rayps.service.ray_logs import LogFile, removable
+from rayps.service.ray_logs import FOLDERS, LogFile, removable
 from rayps.service.settings import SERVICE_LOCK, private_write
 
 log = logging.getLogger("rayps.service.ray_daemon")
@@ -223,10 +223,11 @@ class Daemon:
     def _prune_logs(self) -> None:
         """Remove old log files of ended processes."""
         folder, found = self._ray_temp / "session_latest" / "logs", list[LogFile]()
-        with contextlib.suppress(OSError):  # Ray is ending
-            for path in folder.iterdir():
-                with contextlib.suppress(OSError):  # the file was removed
-                    found.append(LogFile(path.name, path.stat().st_mtime))
+        for part in FOLDERS:
+            with contextlib.suppress(OSError):  # Ray is ending, or has no such folder
+                for path in (folder / part).iterdir():
+                    with contextlib.suppress(OSError):  # the file was removed
+                        found.append(LogFile(str(path.relative_to(folder)), path.stat().st_mtime))
         for name in removable(found, set(processes.descendants(os.getpid())), time.time()):
             (folder / name).unlink(missing_ok=True)
 

@@ -9,14 +9,16 @@ from typing import NamedTuple
 KEPT_FILES = 200  # the newest files of ended processes that stay
 KEPT_SECONDS = 600.0  # seconds for which a file stays after its last change
 _OF_WORKER = re.compile(
-    r"(?:worker-[0-9a-f]+-[0-9a-f]+-|python-core-(?:worker|driver)-[0-9a-f]+_)(\d+)\.(?:out|err|log)"
+    r"(?:worker-[0-9a-f]+-[0-9a-f]+-|python-core-(?:worker|driver)-[0-9a-f]+_|events/event_CORE_WORKER_"
+    r"|export_events/event_EXPORT_TASK_)(\d+)\.(?:out|err|log)"
 )
+FOLDERS = ("", "events", "export_events")  # of files of single processes, in Ray's folder of logs
 
 
 class LogFile(NamedTuple):
     """A file of Ray's folder of logs."""
 
-    name: str
+    name: str  # relative to the folder
     changed: float  # seconds since the epoch
 
 
