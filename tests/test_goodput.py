@@ -8,6 +8,7 @@ import pytest
 from rayps.cli.report import bar, lines
 from rayps.cli.report_page import page
 from rayps.core.goodput import MOST_SLICES, ProcessTimes, TimeEvent, job_time, read_job_time
+from rayps.core.machine_waits import MachineWaits
 from rayps.core.member_times import MemberTimes
 from rayps.core.time_account import PARTS
 from rayps.core.time_report import COLOURS, report_of
@@ -98,6 +99,18 @@ def test_the_timeline_has_the_differences_between_reports():
         (5.0, 7.0, {"recovery": 2.0}),
         (7.0, 8.0, {"compute": 1.0}),
     ]
+
+
+@pytest.mark.parametrize("count", [5, 3 * MOST_SLICES])
+def test_the_timeline_has_the_rounds_and_the_machines_waits_of_each_slice(count):
+    reports = []
+    for at in range(1, count + 1):
+        times = MemberTimes({"compute": float(at)}, machine=MachineWaits(at / 2, at / 4, at / 8, at), rounds=3 * at)
+        reports.append(ProcessTimes("worker-0", 0.0, float(at), times).to_json())
+    slices = job_time(reports).timeline["worker-0"]
+    each = count // len(slices)
+    assert {one.rounds for one in slices} == {3 * each}
+    assert {one.machine for one in slices} == {MachineWaits(each / 2, each / 4, each / 8, each)}
 
 
 @pytest.mark.parametrize("count", [MOST_SLICES - 1, MOST_SLICES, MOST_SLICES + 1, 10 * MOST_SLICES])

@@ -318,6 +318,20 @@ def test_a_folder_that_does_not_exist_yet_gets_all_lines_when_it_does(tmp_path):
     assert [event.message for event in read_job_time(tmp_path / "later" / FILE).events] == ["a", "b"]
 
 
+def test_the_progress_tells_planned_changes_from_failures():
+    watch = Watch()
+    record = TimeRecord(None, clock=watch)
+    watch.now = 1010.0
+    record.add([worker(0, 1000.0, MemberTimes({"compute": 4.0, "recovery": 6.0}, rounds=4))])
+    record.add_event({"time": 1.0, "kind": "resized", "message": "a", "lost": []})
+    assert "changes of the number of workers" in record.account()["verdict"]
+    record.add_event({"time": 2.0, "kind": "resized", "message": "b", "lost": ["worker-1"]})
+    record.add_event({"time": 3.0, "kind": "resized", "message": "c", "lost": []})
+    watch.now += 1
+    assert "failures" in record.account()["verdict"]
+    assert [event.lost for event in record.job_time().events] == [False, True, False]
+
+
 def test_a_full_disk_ends_no_job_and_loses_no_line(tmp_path, monkeypatch):
     full, write = True, os.write
 
