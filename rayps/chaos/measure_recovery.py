@@ -30,6 +30,8 @@ _FOLLOWS = (
     "lost",
     "failed",
 )
+# the kinds of events after which a member, or the whole job, trains again
+_BACK = ("restarted", "replaced", "rejoined", "mended", "resumed", "began_again", "resized")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,8 @@ class FaultCost:
     """What a fault cost, from its beginning to that of the next fault or the end of the job. Times are in seconds.
 
     `recovery` is the longest time in which no new round was complete, counted from the fault, less the usual time
-    between two reports of new rounds. A repeated round is not new. It is None if there was no new round at all.
+    between two reports of new rounds. A repeated round is not new. It is None if the job failed without a new round.
+    `trained_again` is then the time from the fault to the next round, which was a repeated one; None if there was none.
     """
 
     fault: InjectedFault
@@ -57,6 +60,7 @@ class FaultCost:
     lost: float  # the time less the usual time of the new rounds
     repeated: int  # rounds that were written again
     followed: tuple[str, ...]  # kinds of the events that followed
+    trained_again: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +109,15 @@ def costs(history: JobHistory, faults: Sequence[InjectedFault]) -> list[FaultCos
     rows = []
     for number, fault in enumerate(done):
         until = done[number + 1].at if number + 1 < len(done) else max(history.ended, fault.at)
+        recovery = _recovery(found, fault.at, until, gap, ended=history.status == "SUCCEEDED")
         rows.append(
             FaultCost(
                 fault,
-                _recovery(found, fault.at, until, gap, ended=history.status == "SUCCEEDED"),
+                recovery,
                 max(0.0, until - fault.at - usual * sum(fault.at < at <= until for at, _ in found)),
                 _repeated(history, fault.at, until),
                 _followed(history.events, fault.at, until),
+                _trained_again(history, fault.at, until) if recovery is None else None,
             )
         )
     return rows
@@ -127,6 +133,17 @@ def _recovery(found: Sequence[tuple[float, int]], at: float, until: float, gap: 
     else:
         return None
     return max(0.0, max(b - a for a, b in itertools.pairwise(marks)) - gap)
+
+
+def _trained_again(history: JobHistory, at: float, until: float) -> float | None:
+    """Return the seconds from `at` to the next round, counted from the recovery if there was one before `until`.
+
+    Rounds between the fault and the recovery were complete before the fault had an effect.
+    """
+    back = [event["time"] for event in history.events if at <= event["time"] < until and event["kind"] in _BACK]
+    after = min(back, default=at)
+    times = [point["time"] for point in history.points if point["kind"] == "round" and point["time"] > after]
+    return min(times) - at if times else None
 
 
 def _repeated(history: JobHistory, at: float, until: float) -> int:
