@@ -133,6 +133,7 @@ def test_the_plan_of_a_running_job_is_shown_and_nothing_is_done(
 def test_what_cannot_be_is_refused(site: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     job = site.add()
     home = site.start(job)
+    write(home, os.getpid(), workers=[worker(0, 2**22 + 1)])
     (home / "metrics.jsonl").write_text('{"kind": "round", "round": 0, "generation": 1, "time": 1.0}\n')
     for call, code, words in (
         ([], 2, "give the id of a running job, a job file, or --soak"),

@@ -144,17 +144,25 @@ def test_a_fault_that_costs_nothing_and_one_after_which_nothing_follows():
 
 
 def test_a_fault_after_which_only_rounds_are_repeated_has_the_time_to_the_first_of_them():
-    """Rounds 0 to 9 until 10 s, then each new driver repeats the first five rounds, until the job fails."""
+    """Rounds 0 to 9 until 10 s, then each restart repeats the first five rounds, until the job fails."""
     found = [*points((1, 0, 10)), *points((2, 0, 5), start=13.0), *points((3, 0, 5), start=23.0)]
     events = [("restarted", 12.0, {}), ("restarted", 22.0, {})]
     whole = history(found, status="FAILED", outcome="FAILED", events=events)
     rows = costs(whole, [fault(9.5), fault(19.5), fault(28.0)])
-    assert [row.recovery for row in rows[1:]] == [None, None]
+    assert [row.recovery for row in rows] == [None, None, None]
     assert rows[1].followed == ("restarted",) and rows[1].trained_again == pytest.approx(23.0 - 19.5)
     assert rows[2].trained_again is None  # nothing followed
     late = [{"kind": "round", "generation": 2, "round": 5, "time": 19.8}]  # complete before the kill, reported after it
     late = replace(whole, points=[*found[:15], *late, *found[15:]])
     assert costs(late, [fault(19.5)])[0].trained_again == pytest.approx(23.0 - 19.5)
+    first = costs(late, [fault(9.5), fault(19.5)])[0]  # round 9, at 10 s, was complete before the restart at 12 s
+    assert first.recovery is None and first.trained_again == pytest.approx(13.0 - 9.5)
+
+
+def test_the_fault_that_ended_the_job_has_no_recovery_although_rounds_were_reported_after_it():
+    found = history(points((1, 0, 10)), status="FAILED", outcome="FAILED", events=[("failed", 10.5, {})], ended=10.5)
+    (cost,) = costs(found, [fault(8.5)])
+    assert cost.recovery is None and cost.trained_again is None
     assert costs(history(points((1, 0, 10))), [fault(2.5)])[0].trained_again is None  # its recovery is known
 
 

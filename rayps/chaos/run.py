@@ -94,14 +94,20 @@ class JobUnderChaos:
         return (self.folder / "outcome.json").exists()
 
     def wait_training(self, seconds: float = _START_SECONDS) -> None:
-        """Wait until the job has completed a round or has ended. Raises ClusterError if that takes too long."""
+        """Wait until the job has completed a round and names its workers, or has ended.
+
+        Raises ClusterError if that takes too long.
+        """
         deadline = time.monotonic() + seconds
-        while not self.over and not any(
-            point["kind"] == "round" for point in read_lines(self.folder / "metrics.jsonl")
-        ):
+        while not self.over and not self._trains():
             if time.monotonic() > deadline:
                 raise ClusterError(f"job {self.job.id} did not complete a round within {seconds:g} s", job=self.job.id)
             time.sleep(_POLL_SECONDS)
+
+    def _trains(self) -> bool:
+        """Return whether the folder has a round and the workers' processes: these two are not written at once."""
+        named = (read_json(self.folder / "progress.json") or {}).get("workers")
+        return bool(named) and any(point["kind"] == "round" for point in read_lines(self.folder / "metrics.jsonl"))
 
     def wait_end(self, seconds: float, tell: Callable[[str], None]) -> bool:
         """Wait until the service reports the job's end; return whether it did within `seconds`.
