@@ -119,7 +119,10 @@ def test_a_newcomer_that_is_ready_and_under_notice_does_not_join() -> None:
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (NoResources("none", needed=[], free={}), "the resources of one more worker are not free"),
+        (
+            NoResources("none", needed=[], free={}),
+            "the resources of one more worker are not free on hosts without a notice",
+        ),
         (ClusterError("no", reason="it cannot import x"), "it cannot import x"),
     ],
 )

@@ -158,7 +158,7 @@ def _explain(error: Any, fields: Sequence[str]) -> dict[str, str]:
         fields = tuple(ElasticWorkers.__dataclass_fields__) if where[0] == "elastic" else fields
         near = difflib.get_close_matches(name, fields, 1)
         hint = f": did you mean {near[0]!r}?" if near else f": the fields are {', '.join(fields)}"
-        message = f"there is no field {name!r}{hint}"
+        message = f"{name!r} cannot be set by this request" if near == [name] else f"there is no field {name!r}{hint}"
     elif kind == "missing":
         message = f"{name} is missing" if where else "the request has no JSON body"
     elif kind == "json_invalid":

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from rayps.cluster.local import ActorReply
 from rayps.cluster.members import GroupMember
 from rayps.core.elastic import ElasticWorkers
+from rayps.core.elastic_support import hands_over
 from rayps.core.errors import CheckpointError, ClusterError
 from rayps.core.handover import Handover
 from rayps.core.phase_rounds import Calendar
@@ -25,7 +26,6 @@ from rayps.core.values import JsonObject
 from rayps.recovery.backup_assignment import RebuildPlan
 from rayps.runtime.decide_recovery import Regroup
 from rayps.runtime.decide_size import new_ranks
-from rayps.runtime.elastic_support import hands_over
 from rayps.runtime.gather_workers import GatheredWorkers, GatherWorkers
 from rayps.runtime.hold_workers import hold_workers
 from rayps.runtime.job_size import Allowance, JobSize

@@ -97,6 +97,7 @@ class JobSize:
         self._gain = GrowthGain(elastic.gain)
         self._changed_at = time.monotonic() - elastic.cooldown
         self._allowed_at = 0
+        self._announced = ""  # the newest event of newcomers that start
         self.last_failure = ""  # why the last newcomer that failed did not start; "" after a change of the workers
 
     def begin(self, newcomers: Newcomers, room: RoomWatch, notices: Callable[[], tuple[Notice, ...]]) -> None:
@@ -174,7 +175,9 @@ class JobSize:
         if decision.start:
             what = "worker starts" if decision.start == 1 else "workers start"
             text = f"{decision.start} more {what} while {len(workers)} train: {decision.reason}"
-            self._journal.event("growing", text)
+            if text != self._announced or not self.last_failure:  # another try after a failure is not announced again
+                self._journal.event("growing", text)
+            self._announced = text
             newcomers.start(decision.start, len(workers))
         return decision
 

@@ -196,7 +196,7 @@ def _noticed(notice: Notice) -> str:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, NoResources):
-        return "the resources of one more worker are not free"
+        return "the resources of one more worker are not free on hosts without a notice"
     if isinstance(error, ClusterError):
         return str(error.data.get("reason", error))
     return str(error) or type(error).__name__

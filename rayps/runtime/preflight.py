@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from rayps.core.elastic_support import check_phases, takes_leases
 from rayps.core.errors import ConfigError, RaypsError, WorkloadError
 from rayps.core.grid import Grid
 from rayps.core.phase_rounds import OPEN
@@ -53,7 +54,6 @@ from rayps.ps.tables.row_optimizers import Scheduled
 from rayps.ps.tables.row_optimizers import rule_of as table_rule
 from rayps.runtime.check_average import check_average_under
 from rayps.runtime.check_backup_workers import check_backup_workers
-from rayps.runtime.elastic_support import check_elastic, check_leased, takes_leases
 from rayps.runtime.journal import Journal
 from rayps.runtime.membership import Membership
 from rayps.runtime.model_memory import limited
@@ -161,12 +161,13 @@ def preflight(
             )
     steps = [_steps(data, strategy, grid, workload.accumulate) for strategy, grid in both]
     rows = blocks = None
+    if spec.elastic is not None:
+        check_phases(phases, spec.elastic, tables=bool(tables), by_epoch=_counts_epochs(workload))
     if spec.elastic is not None and takes_leases(phases):
-        check_leased(phases, spec.elastic, tables=bool(tables), by_epoch=_counts_epochs(workload))
         must_have_row_numbers(data)
         blocks, steps = _steps(data, both[0][0], Grid(1), workload.accumulate), [OPEN]
     elif spec.elastic is not None:
-        rows = _rows_of_workers(data, phases, workload, spec, tables=bool(tables))
+        rows = _rows_of_workers(data, phases, workload, spec)
         steps = [Membership(spec.elastic, *rows, spec.workers).current.rounds(rows[0])] * len(phases)
     if max(steps) >= OPEN and blocks is None:
         if _counts_epochs(workload):
@@ -182,27 +183,17 @@ def preflight(
     return PreflightFindings(steps, warnings, tables, divisions, start, (bytes_of(model), bytes_of(data)), rows, blocks)
 
 
-def _rows_of_workers(
-    data: Data, phases: list[Phase], workload: Workload, spec: JobSpec, *, tables: bool
-) -> tuple[int, int]:
+def _rows_of_workers(data: Data, phases: list[Phase], workload: Workload, spec: JobSpec) -> tuple[int, int]:
     """Return the rows of an epoch of an elastic job, and those of one worker in a round.
 
-    Both are 1 if rows belong to clients, because an epoch is one round. `tables`: whether the model has sparse tables.
+    Both are 1 if rows belong to clients, because an epoch is one round.
 
     Raises:
-        ConfigError: a strategy's workers cannot change, the rows cannot be taken by number, or some phases learn by
-            client and others do not.
+        ConfigError: the rows cannot be taken by number.
     """
     elastic, least = spec.elastic, spec.workers
     assert elastic is not None, "the job is elastic"
-    for phase in phases:
-        check_elastic(phase.name, phase.strategy, elastic, tables=tables)
-    by_client = {learns_by_client(phase.strategy) for phase in phases}
-    if len(by_client) > 1:
-        raise ConfigError(
-            "workers is a range, and some phases learn by client: give a fixed number of workers", field="workers"
-        )
-    if by_client == {True}:
+    if learns_by_client(phases[0].strategy):
         return 1, 1
     must_have_row_numbers(data)
     most = None if elastic.global_batch is None else -(-elastic.global_batch // least)

@@ -232,8 +232,8 @@ def train(
         UserError: invalid input (ConfigError, WorkloadError, DataError, CheckpointError).
         NoResources: the cluster lacks the resources for the workers.
         ClusterError: no Ray cluster answers at `address`, it refuses the token, or the process is in another Ray.
-        KeyboardInterrupt: Ctrl-C was pressed. With a `checkpoint` folder a state is saved first. The text says what was
-            saved.
+        KeyboardInterrupt: Ctrl-C was pressed, or SIGTERM came. With a `checkpoint` folder a state is saved first. The
+            text says what was saved.
         TrainingError: the run failed more often than max_failures, or its loss, a gradient, a parameter, a table's row
             or an optimizer's moment is not finite: such values never enter a result or a checkpoint.
 
@@ -413,7 +413,7 @@ def _workload(given: Workload | str, params: JsonObject) -> Workload:
 def _run(driver: Driver, cluster: Cluster | None, address: str | None) -> Outcome:
     """Run the driver on `cluster`, or on a cluster that is opened and closed for this run.
 
-    Raises KeyboardInterrupt after Ctrl-C. Its text says what was saved.
+    Raises KeyboardInterrupt after Ctrl-C or SIGTERM. Its text says what was saved.
     """
     opened = None
     try:
@@ -532,7 +532,8 @@ class Stoppable(Protocol):
 def stops(driver: Stoppable, notify: Callable[[str], None]) -> Iterator[list[int]]:
     """Handle Ctrl-C during a run: the first stops the run after a last checkpoint, the second ends the run at once.
 
-    Yield the list of the SIGINTs received so far. In a thread other than the main thread, Ctrl-C is not handled.
+    SIGTERM has the same effect. Yield the list of the signals received so far. In a thread other than the main thread,
+    signals are not handled.
     """
     received: list[int] = []
 
@@ -547,11 +548,12 @@ def stops(driver: Stoppable, notify: Callable[[str], None]) -> Iterator[list[int
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    before = signal.signal(signal.SIGINT, handle)
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield received
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
 
 
 def _elastic_options(elastic: Mapping[str, Json] | None, rows: int | None, *, balance: bool) -> JsonObject | None:

@@ -65,7 +65,7 @@ def read(path: Path, changes: Sequence[str] = ()) -> Keywords:
         )
     if isinstance(data.get("workload"), str) and (reason := misnamed(data["workload"])) is not None:
         raise ConfigError(f"{path}: {reason}", field="workload")
-    if isinstance(data.get("workers"), str):
+    if isinstance(data.get("workers"), str) and ".." in data["workers"]:
         count = workers_of_text(data["workers"])
         data["workers"] = count if isinstance(count, int) else list(count)
     if isinstance(data.get("working_dir"), str):

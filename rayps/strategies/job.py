@@ -10,6 +10,7 @@ from typing import Self, TypeGuard
 
 from rayps.core.code_archive import is_hash
 from rayps.core.elastic import ElasticWorkers, misplaced, range_of, workers_of_text
+from rayps.core.elastic_support import check_phases
 from rayps.core.errors import ConfigError
 from rayps.core.requirements import refused_requirement
 from rayps.core.topology import shard_bundles
@@ -142,6 +143,8 @@ class JobSpec:
             return  # a user's own strategy is not imported here, but checked before the run
         if self.run is not None:
             check_for_loop(phases)
+        elif self.elastic is not None:
+            check_phases(phases, self.elastic)
         for number, phase in enumerate(phases, 1):
             try:
                 phase.strategy.grid(self.workers)
@@ -271,7 +274,7 @@ def elastic_fields(workers: object, elastic: object) -> Keywords:
     """
     if elastic is not None and not isinstance(elastic, (Mapping, ElasticWorkers)):
         raise ConfigError(f"elastic is {elastic!r:.100}: give a mapping, e.g. {{global_batch: 256}}", field="elastic")
-    if isinstance(workers, str):
+    if isinstance(workers, str) and ".." in workers:
         workers = workers_of_text(workers)
     pair = range_of(workers) if isinstance(workers, (tuple, list)) else None
     if pair is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from asyncio import events
 from collections.abc import Callable
 from typing import Any
@@ -82,5 +83,7 @@ def run(main: Any) -> None:
         loop.run_until_complete(main(loop))
     finally:
         events._set_running_loop(None)
-        for task in asyncio.all_tasks(loop):
+        for task in sorted(asyncio.all_tasks(loop), key=lambda task: int(task.get_name().rpartition("-")[2])):
             task._log_destroy_pending = False  # its process was killed
+            with contextlib.suppress(Killed, RuntimeError):  # it must not end in a later simulation, with the garbage
+                task.get_coro().close()

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
-from simulation.kernel import simulation
+from simulation.kernel import Process, simulation
 
 
 class Disk:
@@ -22,7 +22,7 @@ class Disk:
         self.files: dict[str, bytes] = {}
         self.folders: set[str] = {"/"}
         self.stamps: dict[str, int] = {}  # path -> number of the last write
-        self.opened: dict[int, SimPath] = {}  # by descriptor
+        self.opened: dict[int, tuple[Process, SimPath]] = {}  # by descriptor, with the process that has opened it
         self.full = False  # whether a write fails
         self.watch: list[Any] = []  # called with (path, content) after each change of a file
         self._writes = 0

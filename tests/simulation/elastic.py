@@ -27,6 +27,7 @@ FAULTS_PER_SECOND = 0.25
 COOLDOWN = 5.0
 WAIT_SECONDS = 20.0  # seconds without faults within which a job that could have its least number of workers starts
 HEARD_SECONDS = 12.0  # seconds after which no reservation is made by a decision from before a notice
+LEAVE_SECONDS = 20.0  # seconds within which workers leave that replacements have made superfluous
 QUIET_BEFORE = 25.0  # seconds without faults, and at least so long a notice, for which its host must be left in time
 
 
@@ -122,11 +123,13 @@ class ElasticJobs(Jobs):
         sim.rows.begun.append(self._check_size)
         self.kinds = rng.sample(KINDS, rng.randint(0, len(KINDS)))
         sim.crash_at_places = rng.choice([0.0, 0.0, 0.0005]) if self.kinds else 0.0
-        sim.network.scale, sim.pace = 1.0, 2.5
+        sim.network.scale, sim.pace = 1.0, 5.0
         self.world = ElasticWorld(sim, dict.fromkeys(["host-a", "host-b", "host-c"][: rng.choice([2, 3])], 2.0))
         self.database = ElasticDatabase()
         self._hosts = len(self.world.hosts)
         self._announced: list[tuple[str, float]] = []  # acknowledged notices: key, and when they are over
+        self._noticed = -1e9  # when the cluster last had a notice
+        self._sizes: dict[str, int] = {}  # by job, of its newest generation
         self._could_start: tuple[str, float] = "", 0.0  # the oldest waiting job, and since when it could have started
         self._disturbed = 0.0  # when the last fault ended
 
@@ -251,6 +254,8 @@ class ElasticJobs(Jobs):
         sim, seen = self.sim, dict[str, float]()
         while True:
             sim.park(1.0)
+            if self.world.notices:
+                self._noticed = sim.now
             for key in self.world.notices:
                 self.world.heard.setdefault(key, sim.now)
             for key, over in self._announced:
@@ -283,10 +288,19 @@ class ElasticJobs(Jobs):
         """Check a new generation. Replacements of workers under notice join before these leave, or come too late."""
         least, most = self.sim.ranges.get(job, (1, 9))
         self.sim.log("generation", f"job {job} trains with {size} workers")
-        if size > most and not self.world.notices:
-            raise Broken(f"job {job} has {size} workers, and its range is {least} to {most}")
+        self._sizes[job] = size
+        if size > most:
+            if self.sim.now - self._noticed > LEAVE_SECONDS:
+                raise Broken(f"job {job} has {size} workers, and its range is {least} to {most}")
+            self.sim.after(LEAVE_SECONDS, lambda: self._check_left_group(job, most))
         if size < least and self.quiet_for(0.0) and not self.world.notices:
             raise Broken(f"job {job} has {size} workers without a fault, and its range is {least} to {most}")
+
+    def _check_left_group(self, job: str, most: int) -> None:
+        """Check that a job has no more workers than its range allows, some time after replacements have joined."""
+        running = self.database.statuses.get(job) is Status.RUNNING and self.quiet_for(LEAVE_SECONDS)
+        if running and self.sim.now - self._noticed > LEAVE_SECONDS and self._sizes[job] > most:
+            raise Broken(f"job {job} still has {self._sizes[job]} workers, and may have {most} at most")
 
     def _rounds_of(self, job: str, spec: JobSpec) -> int | None:
         return spec.epochs * ROWS // spec.workers if spec.elastic is None else self.sim.rows.check(job, spec.epochs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import gc
 import multiprocessing
 import os
 import sys
@@ -44,18 +45,28 @@ def scenario_of(seed: int) -> tuple[str, Any]:
 
 @contextlib.contextmanager
 def prepared() -> Iterator[None]:
-    """Prepare this process for simulations: one thread of torch."""
+    """Prepare this process for simulations: one thread of torch, and garbage is collected between simulations only.
+
+    A collection can run code of the product, such as a `finally` in a coroutine. Within a simulation, this would depend
+    on what the process did before.
+    """
     sys.modules.pop("__mp_main__", None)  # `pack` would take the command for a user's module
-    before = torch.get_num_threads()
+    before, collects = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(1)
+    gc.disable()
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
+        if collects:
+            gc.enable()
         torch.set_num_threads(before)
 
 
 def run_seed(seed: int, *, keep_trace: bool = False) -> Simulation:
     """Run one seed. Raises SeedFailed."""
+    gc.collect()
     name, module = scenario_of(seed)
     scenario = module.scenario(seed, keep_trace=keep_trace)
     sim: Simulation = scenario.sim

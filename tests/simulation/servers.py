@@ -25,8 +25,8 @@ from simulation.kernel import Broken, Process, Simulation, enter, leave, simulat
 from simulation.network import Network
 from simulation.substitutes import installed
 
-FAULT_SECONDS = 12.0  # virtual seconds in which faults happen
-FAULTS_PER_SECOND = 2.0
+FAULT_SECONDS = 8.0  # virtual seconds in which faults happen
+FAULTS_PER_SECOND = 2.5
 RECOVER_SECONDS = 4.0  # seconds after a fault until its server counts as one that can be relied on
 LIMIT_SECONDS = 400.0  # virtual seconds within which everything must have ended
 GROUP = "g"
@@ -135,6 +135,7 @@ MORE = [
     ("rayps.ps.manager.manager", "POLL_SECONDS", 1.0),
     ("rayps.ps.manager.publisher", "HEARTBEAT_SECONDS", 2.0),
     ("rayps.ps.server.server", "NAP_SECONDS", 2.0),
+    ("rayps.ps.server.outbound", "AGAIN_SECONDS", 0.5),
 ]
 
 

@@ -34,6 +34,7 @@ from rayps.service.state_disk import is_full
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint
+from rayps.tensors.checkpoint_manifest import unwritten
 from rayps.workload import parameters
 from simulation import asyncio_loop
 from simulation.cluster import TARGETS, SimCluster, World
@@ -43,7 +44,7 @@ from simulation.network import Network
 from simulation.store import Database
 from simulation.substitutes import SimTime, installed
 
-FAULT_SECONDS = 30.0  # virtual seconds in which faults happen
+FAULT_SECONDS = 25.0  # virtual seconds in which faults happen
 FAULTS_PER_SECOND = 0.7
 LIMIT_SECONDS = 4000.0  # virtual seconds within which everything must have ended
 END_SECONDS = 60.0  # seconds from the end of the last job until nothing of a job runs any more
@@ -54,7 +55,7 @@ JOBS = SimPath("/state/jobs")
 TARGETS["rayps.runtime.worker_actor:WorkerActor"] = "simulation.worker:SimWorker"
 
 
-ROWS = 64  # of an epoch
+ROWS = 32  # of an epoch
 
 
 class Counting(rayps.Workload):
@@ -132,9 +133,12 @@ class SimCheckpoints:
         newest = max(_rounds(folder), default=-1)
         if step <= newest:
             raise Broken(f"job {job} saves round {step} after round {newest}: checkpoints go back")
-        part.write(str(step).encode())
-        sim.saved[str(final)] = copy.deepcopy(state)
-        part.rename(final)
+        try:
+            part.write(str(step).encode())
+            sim.saved[str(final)] = copy.deepcopy(state)
+            part.rename(final)
+        except OSError as error:
+            raise unwritten(error, str(final)) from error
         for old in sorted(_rounds(folder))[:-keep]:
             (folder / f"step-{old}").unlink(missing_ok=True)
         sim.log("checkpoint", f"job {job}: round {step}")
@@ -375,7 +379,7 @@ class Jobs:
     def _keep_service(self) -> None:
         sim = self.sim
         while True:
-            sim.park(0.5)
+            sim.park(1.0)
             if self.service is not None and self.service.process.dead is not None:
                 sim.park(sim.rng.choice([0.1, 2.0, 15.0]))
                 self.service = Service(self.database)
@@ -416,12 +420,12 @@ class Jobs:
     def _use(self, number: int) -> None:
         sim = self.sim
         rng = sim.rng
-        sim.park(rng.random() * 15.0)
+        sim.park(rng.random() * 12.0)
         spec = JobSpec(
             workload="counting:Counting",
             strategy=rng.choice(list(STRATEGIES)),
             workers=rng.randint(1, 3 if sum(self.world.hosts.values()) >= 3 else 2),
-            steps=rng.randint(5, 30),
+            steps=rng.randint(5, 20),
             checkpoint_every=rng.randint(2, 8),
             timeout=10.0,
             max_failures=rng.choice([1, 3, 6]),
@@ -556,10 +560,12 @@ MORE = [
     ("rayps.runtime.driver", "parse", parse),
     ("rayps.runtime.driver", "pack", lambda _: _packed()),
     ("rayps.runtime.driver", "preflight", preflight),
-    ("rayps.runtime.driver", "POLL_SECONDS", 0.5),
+    ("rayps.runtime.driver", "POLL_SECONDS", 1.0),
     ("rayps.runtime.driver", "STOPPING_SECONDS", 0.1),
-    ("rayps.runtime.driver_move", "_LOOK_SECONDS", 1.0),
-    ("rayps.worker.round_gate", "_CHECK_SECONDS", 0.2),
+    ("rayps.runtime.driver_move", "_LOOK_SECONDS", 2.0),
+    ("rayps.worker.round_gate", "_CHECK_SECONDS", 0.5),
+    ("rayps.cluster.room", "RoomWatch.__init__.__defaults__", (3.0,)),
+    ("rayps.cluster.local", "until.__defaults__", (0.1,)),
     ("rayps.runtime.snapshots", "Path", SimPath),
     ("rayps.runtime.snapshots", "checkpoint", SimCheckpoints()),
     ("rayps.runtime.snapshots", "CheckpointPlace", _Places),

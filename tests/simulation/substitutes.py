@@ -7,6 +7,7 @@ name that refers to one of the originals in `_ORIGINALS`. All other code of thes
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -27,6 +28,7 @@ from rayps.cluster import local
 from rayps.comm.link import listener, wakeup
 from rayps.core import failpoint, memory
 from simulation.cluster import host_address, surrounding
+from simulation.disk import SimPath
 from simulation.kernel import EPOCH, Task, Waiters, simulation
 from simulation.network import SimListener, SimPoll, SimWakeup, connect
 
@@ -318,6 +320,18 @@ class SimSocket:
         return getattr(socket, name)
 
 
+FIRST_DESCRIPTOR = 1 << 30  # of the simulated disk; smaller ones are the system's, for example of shared memory
+
+
+def _opened(descriptor: int) -> SimPath:
+    """Return the file of a descriptor. Raises OSError if the running process has not opened it, or has closed it."""
+    process = simulation().alive().process
+    owner, path = simulation().disk.opened.get(descriptor, (None, None))
+    if owner is not process:
+        raise OSError(errno.EBADF, f"{process.name} uses descriptor {descriptor}, which it has not open")
+    return path
+
+
 class SimOs:
     """Stands in for `os`, as far as it concerns processes and files of the simulated disk."""
 
@@ -334,31 +348,39 @@ class SimOs:
         sim = simulation()
         if flags & os.O_CREAT and flags & os.O_APPEND and not path.is_file():
             path.write(b"")
-        number = sim.number()
-        sim.disk.opened[number] = path
+        number = FIRST_DESCRIPTOR + sim.number()
+        sim.disk.opened[number] = sim.alive().process, path
         return number
 
     @staticmethod
     def write(descriptor: int, data: Any) -> int:
-        path = simulation().disk.opened[descriptor]
+        if descriptor < FIRST_DESCRIPTOR:
+            return os.write(descriptor, data)
+        path = _opened(descriptor)
         path.write((path.read_bytes() if path.is_file() else b"") + bytes(data))
         return len(data)
 
     @staticmethod
     def pread(descriptor: int, count: int, offset: int) -> bytes:
-        return bytes(simulation().disk.opened[descriptor].read_bytes()[offset : offset + count])
+        return bytes(_opened(descriptor).read_bytes()[offset : offset + count])
 
     @staticmethod
     def fstat(descriptor: int) -> Any:
-        return simulation().disk.opened[descriptor].stat()
+        return os.fstat(descriptor) if descriptor < FIRST_DESCRIPTOR else _opened(descriptor).stat()
 
     @staticmethod
     def close(descriptor: int) -> None:
-        simulation().disk.opened.pop(descriptor, None)
+        if descriptor < FIRST_DESCRIPTOR:  # memory is freed at any time
+            os.close(descriptor)
+        else:
+            _opened(descriptor)
+            del simulation().disk.opened[descriptor]
 
     @staticmethod
     def fdopen(descriptor: int, mode: str = "r", encoding: str | None = None) -> Any:
-        return simulation().disk.opened.pop(descriptor).open(mode)
+        path = _opened(descriptor)
+        del simulation().disk.opened[descriptor]
+        return path.open(mode)
 
     @staticmethod
     def fsync(file: Any) -> None:
@@ -459,8 +481,8 @@ def installed(more: list[tuple[str, str, Any]] = []) -> Iterator[None]:  # noqa:
     changes = [(module, attribute, by_id[id(value)]) for module, attribute, value in undo]
     for name, attribute, value in more:
         module = sys.modules[name]
-        target, _, attribute = ("", "", attribute) if "." not in attribute else attribute.partition(".")
-        owner = getattr(module, target) if target else module
+        *path, attribute = attribute.split(".")
+        owner = functools.reduce(getattr, path, module)
         undo.append((owner, attribute, getattr(owner, attribute)))
         changes.append((owner, attribute, value))
     disabled = logging.root.manager.disable

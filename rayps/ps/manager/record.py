@@ -16,7 +16,7 @@ import io
 import json
 import os
 import pickle
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,18 +151,23 @@ def _replace(path: Path, found: dict[str, Any]) -> None:
     temporary.rename(path)
 
 
+def _values(one: ServerRecord | SegmentAssignment) -> list[Any]:
+    """Return the values of the fields in order, not copied."""
+    return [getattr(one, each.name) for each in fields(one)]
+
+
 def _plain(record: GroupRecord) -> dict[str, Any]:
     """Return a record without its spaces as JSON-ready data: text keys, lists in place of tuples and sets."""
     segments: dict[int, list[Any]] = {number: [] for number in record.spaces}
     for segment in record.segments.values():
-        segments[segment.space].append(astuple(segment))
+        segments[segment.space].append(_values(segment))
     return {
         "format": FORMAT,
         "secret": record.secret.hex(),
         "resizing": record.resizing,
         "range": record.range,
         "pinned": record.pinned,
-        "servers": {name: astuple(server) for name, server in record.servers.items()},
+        "servers": {name: _values(server) for name, server in record.servers.items()},
         "seats": segments,
         "ranks": record.incarnations,
         "placed_by_load": [[*segment, name] for segment, name in record.placed_by_load.items()],

@@ -46,7 +46,7 @@ def check_elastic(name: str, strategy: StrategyView, elastic: ElasticWorkers, *,
     if replica_of(strategy) is not None:
         why = "a replica is several workers"
     elif backup_in(strategy):
-        why = "a worker that is late has rows and means of its own: leave out backup"
+        why = "a worker that is late has rows and means of its own, with backup"
     elif tables:
         why = "the model has sparse tables"
     elif by_client and has_remote_clients(strategy):
@@ -57,12 +57,14 @@ def check_elastic(name: str, strategy: StrategyView, elastic: ElasticWorkers, *,
         why = "the parameters are on a group of servers"
     elif servers is not None and not servers.in_step:
         why = "workers are not in step"
-    elif not isinstance(strategy.topology, (Peers, Servers)) or strategy.loop not in _IN_STEP:
-        why = "all workers share one vector in memory, or the loop is not one of rayps"
+    elif not isinstance(strategy.topology, (Peers, Servers)):
+        why = "all workers share one vector in memory"
+    elif strategy.loop not in _IN_STEP:
+        why = "the loop is not one of rayps"
     if why is not None:
         raise ConfigError(
-            f"workers is a range or elastic, and under {name} {why}\ngive a fixed number of workers, or "
-            "use all_reduce, parameter_server, local_sgd or diloco without these options",
+            f"workers is a range or elastic, and under {name} {why}: give a fixed number of workers, or use "
+            "all_reduce, parameter_server, local_sgd or diloco without these options",
             field="workers",
         )
     if servers is not None and elastic.lr_scaling != "keep":
@@ -82,6 +84,27 @@ def check_elastic(name: str, strategy: StrategyView, elastic: ElasticWorkers, *,
             f"global_batch and lr_scaling are for rows that workers share, and under {name} rows belong to clients: "
             "leave them out",
             field="global_batch",
+        )
+
+
+def check_phases(
+    phases: Sequence[Phase], elastic: ElasticWorkers, *, tables: bool = False, by_epoch: bool = False
+) -> None:
+    """Refuse a job whose workers cannot change: by leases if those of the first phase are not in step, else in step.
+
+    `tables`: whether the model has sparse tables. `by_epoch`: whether the learning rate has a schedule by epoch.
+
+    Raises:
+        ConfigError: the text says why, and what can be used instead.
+    """
+    if takes_leases(phases):
+        check_leased(phases, elastic, tables=tables, by_epoch=by_epoch)
+        return
+    for phase in phases:
+        check_elastic(phase.name, phase.strategy, elastic, tables=tables)
+    if len({learns_by_client(phase.strategy) for phase in phases}) > 1:
+        raise ConfigError(
+            "workers is a range, and some phases learn by client: give a fixed number of workers", field="workers"
         )
 
 
@@ -119,7 +142,7 @@ def check_leased(phases: Sequence[Phase], elastic: ElasticWorkers, *, tables: bo
     if fixed or elastic.balance:
         raise ConfigError(
             f"under {name} workers are not in step: each takes batch_size rows at a time, servers scale a push by 1/N "
-            "with the N workers that take part, and no run is repeated exactly:\n"
+            "with the N workers that take part, and no run is repeated exactly: "
             "leave out global_batch, lr_scaling, replay and balance, or use all_reduce",
             field="elastic",
         )
