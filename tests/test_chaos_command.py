@@ -133,6 +133,7 @@ def test_the_plan_of_a_running_job_is_shown_and_nothing_is_done(
 def test_what_cannot_be_is_refused(site: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     job = site.add()
     home = site.start(job)
+    write(home, os.getpid(), workers=[worker(0, 2**22 + 1)])
     (home / "metrics.jsonl").write_text('{"kind": "round", "round": 0, "generation": 1, "time": 1.0}\n')
     for call, code, words in (
         ([], 2, "give the id of a running job, a job file, or --soak"),
@@ -143,6 +144,12 @@ def test_what_cannot_be_is_refused(site: Site, capsys: pytest.CaptureFixture[str
         ([job, "--state-dir", str(tmp_path / "elsewhere")], 2, "is not in"),
         (["--soak", "never"], 2, "write a time such as 8h"),
         ([str(tmp_path / "none.yaml")], 2, "there is no job file"),
+        ([job, "--every", "nan"], 2, "--every is nan"),
+        ([job, "--every", "-1"], 2, "--every is -1"),
+        ([job, "--for", "0"], 2, "--for is 0"),
+        ([job, "--deadline", "-2"], 2, "--deadline is -2"),
+        ([job, "--longest-gap", "0"], 2, "--longest-gap is 0"),
+        (["--soak", "90s", "--every-service", "inf"], 2, "--every-service is inf"),
     ):
         assert cli.main(["chaos", *call]) == code, call
         assert words in capsys.readouterr().err, call
@@ -159,6 +166,52 @@ checkpoint_every: 20
 max_failures: 9
 params: {step_rows: 2, rows: 400, pause: 0.03}
 """
+
+
+@pytest.fixture
+def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A job file, of which no service may be started."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a service was started")
+
+    monkeypatch.setattr("rayps.chaos.run.ChaosService", refuse)
+    (tmp_path / "job.yaml").write_text(LEDGER)
+    return str(tmp_path / "job.yaml")
+
+
+def test_the_plan_of_a_job_file_is_shown_and_nothing_is_started(
+    job_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["chaos", job_file, "--seed", "7", "--faults", "kill,clock", "--every", "5", "--dry-run", "--json"]
+    assert cli.main(call) == 0
+    shown = capsys.readouterr()
+    plan = json.loads(shown.out)
+    assert len(plan["faults"]) == 20
+    targets = {each["target"] for each in plan["faults"]}
+    assert targets == {"worker-0", "worker-1", "server-0", "server-1", "the driver"}
+    assert set(plan["left_out"]) == {f"kill:{role}" for role in ("manager", "service", "raylet", "gcs")} | {
+        "clock:service"
+    }
+    assert "about as long as the job without faults takes" in shown.err
+    assert "20 of the planned faults count as failures of the job, and its max_failures is 9" in shown.err
+    assert cli.main([*call, "--for", "30"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["faults"] == [each for each in plan["faults"] if each["at"] < 30]
+    assert "without faults" not in shown.err and "max_failures" not in shown.err
+
+
+def test_what_a_job_file_can_never_have_is_refused_before_a_service_starts(
+    job_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for call, words in (
+        (["--faults", "kill:server", "--set", "strategy=all_reduce"], "there is no server process"),
+        (["--faults", "kill:service"], "--allow service"),
+        (["--every", "nan"], "--every is nan"),
+        (["--every", "9", "--for", "1"], "no fault fits into --for 1"),
+    ):
+        assert cli.main(["chaos", job_file, *call]) == 2, call
+        assert words in capsys.readouterr().err, call
 
 
 @pytest.mark.ray

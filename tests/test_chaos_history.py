@@ -1,13 +1,21 @@
 """The checks of a job's records: each finds the violation it is for, and nothing in a history without one."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from rayps.chaos.compare_results import check_slots, compare_metrics, compare_parameters, promises_bits
 from rayps.chaos.faults import FaultOn, FaultRole
-from rayps.chaos.history import HistoryBounds, JobHistory, check_acknowledged, check_history, read_history
+from rayps.chaos.history import (
+    HistoryBounds,
+    JobHistory,
+    check_acknowledged,
+    check_history,
+    check_success,
+    read_history,
+)
 from rayps.chaos.measure_recovery import InjectedFault, by_kind, costs, quantile, usual_gap, usual_round
 from rayps.chaos.plan import PlannedFault
 from rayps.chaos.report import make_report, pace
@@ -63,6 +71,8 @@ def test_a_driver_that_is_started_again_counts_its_generations_anew():
         (points((1, 0, 4), (2, 6, 10)), {"events": [("restarted", 5.0, {})]}, "every round"),
         (points((1, 0, 5), (1, 4, 10)), {}, "repeated with a reason"),  # round 4 twice
         (points((1, 0, 10)), {"status": "RUNNING", "outcome": None}, "ended once"),
+        (points((1, 0, 10)), {"status": "RUNNING", "outcome": None}, "the job succeeded"),
+        (points((1, 0, 10)), {"status": None}, "the job succeeded"),
         (points((1, 0, 10)), {"outcome": "FAILED"}, "ended once"),
         (points((1, 0, 10)), {"events": [("finished", 11.0, {})]}, "ended once"),
         (points((1, 0, 10)), {"outcome": None}, "ended once"),
@@ -80,6 +90,15 @@ def test_a_run_that_ended_early_lacks_no_round():
     assert failed(history(points((1, 0, 6)), events=[("ended_early", 7.0, {})])) == set()
 
 
+def test_a_job_that_failed_does_not_pass_and_its_reason_is_told():
+    found = history(points((1, 0, 6)), status="FAILED", outcome="FAILED")
+    assert failed(found) == {"the job succeeded"}
+    words = check_success(replace(found, reason="worker-1 died\nthat was failure 4, and max_failures is 3")).words
+    assert words == "FAILED: worker-1 died; that was failure 4, and max_failures is 3"
+    assert not make_report(found, [], check_history(found, BOUNDS), seed=0, strategy="s").good
+    assert failed(history(points((1, 0, 6)), status="STOPPED", outcome="STOPPED")) == set()
+
+
 def test_acknowledged_jobs():
     assert check_acknowledged(["a", "b"], ["a"]).good
     found = check_acknowledged(["b"], ["a", "b"])
@@ -92,11 +111,14 @@ def test_what_is_read_is_what_was_written(tmp_path):
     assert read_history(folder, None, [], begun=0.0, ended=1.0).points == []
     text = "\n".join(json.dumps(point) for point in points((1, 0, 3)))
     (folder / "metrics.jsonl").write_text(f'{text}\n{{"kind": "rou')  # the writer was killed
-    (folder / "outcome.json").write_text('{"status": "STOPPED"}')
+    (folder / "outcome.json").write_text('{"status": "STOPPED", "message": "by the user"}')
     (folder / "progress.json").write_text('{"rounds": 3}')
     found = read_history(folder, {"status": "STOPPED"}, [], begun=0.0, ended=1.0)
     assert found.numbers == [(1, 0), (1, 1), (1, 2)] and found.rounds == 3
-    assert found.status == "STOPPED" and found.outcome == {"status": "STOPPED"}
+    assert found.status == "STOPPED" and found.outcome == {"status": "STOPPED", "message": "by the user"}
+    assert found.reason == "by the user"
+    row = {"status": "STOPPED", "reason": "of the service"}
+    assert read_history(folder, row, [], begun=0.0, ended=1.0).reason == "of the service"
 
 
 def fault(at, kind="kill", role=FaultRole.WORKER, **more):
@@ -119,6 +141,29 @@ def test_a_fault_that_costs_nothing_and_one_after_which_nothing_follows():
     assert first.recovery == 0.0 and first.followed == () and last.recovery is None
     after = history(points((1, 0, 10)), ended=22.0)
     assert costs(after, [fault(20.0)])[0].recovery == pytest.approx(1.0)  # until the end of the job
+
+
+def test_a_fault_after_which_only_rounds_are_repeated_has_the_time_to_the_first_of_them():
+    """Rounds 0 to 9 until 10 s, then each restart repeats the first five rounds, until the job fails."""
+    found = [*points((1, 0, 10)), *points((2, 0, 5), start=13.0), *points((3, 0, 5), start=23.0)]
+    events = [("restarted", 12.0, {}), ("restarted", 22.0, {})]
+    whole = history(found, status="FAILED", outcome="FAILED", events=events)
+    rows = costs(whole, [fault(9.5), fault(19.5), fault(28.0)])
+    assert [row.recovery for row in rows] == [None, None, None]
+    assert rows[1].followed == ("restarted",) and rows[1].trained_again == pytest.approx(23.0 - 19.5)
+    assert rows[2].trained_again is None  # nothing followed
+    late = [{"kind": "round", "generation": 2, "round": 5, "time": 19.8}]  # complete before the kill, reported after it
+    late = replace(whole, points=[*found[:15], *late, *found[15:]])
+    assert costs(late, [fault(19.5)])[0].trained_again == pytest.approx(23.0 - 19.5)
+    first = costs(late, [fault(9.5), fault(19.5)])[0]  # round 9, at 10 s, was complete before the restart at 12 s
+    assert first.recovery is None and first.trained_again == pytest.approx(13.0 - 9.5)
+
+
+def test_the_fault_that_ended_the_job_has_no_recovery_although_rounds_were_reported_after_it():
+    found = history(points((1, 0, 10)), status="FAILED", outcome="FAILED", events=[("failed", 10.5, {})], ended=10.5)
+    (cost,) = costs(found, [fault(8.5)])
+    assert cost.recovery is None and cost.trained_again is None
+    assert costs(history(points((1, 0, 10))), [fault(2.5)])[0].trained_again is None  # its recovery is known
 
 
 def test_rounds_that_are_reported_together_have_the_usual_time_of_their_stretch():

@@ -1,12 +1,18 @@
 """The plan of faults is a function of its seed and of what there is; nothing that was not allowed is in it."""
 
 import itertools
+import math
 
 import pytest
 
+from rayps.chaos.expected_processes import expected_facts, possible_facts
 from rayps.chaos.faults import ALL_FAULTS, KINDS, FaultOn, FaultRole, Scope, parse_faults, parse_scopes, scope_of
-from rayps.chaos.plan import ChaosFacts, draw_plan, why_not
+from rayps.chaos.plan import USUAL_FAULTS, ChaosFacts, draw_plan, too_many_failures, why_not
+from rayps.chaos.run import ChaosOptions
+from rayps.chaos.soak import SoakOptions
 from rayps.core.errors import ConfigError
+from rayps.strategies.catalogue import parse
+from rayps.strategies.job import JobSpec
 
 ALL = frozenset(Scope)
 MANY = dict.fromkeys(FaultRole, 1) | {FaultRole.WORKER: 3, FaultRole.SERVER: 2}
@@ -65,10 +71,96 @@ def test_servers_that_jobs_share_need_a_permission():
     assert scope_of(FaultRole.MANAGER, shared_group=True) is Scope.GROUP
 
 
-@pytest.mark.parametrize("times", [(0.0, 10.0), (10.0, 0.0), (-1.0, 10.0)])
-def test_times_that_are_none(times):
-    with pytest.raises(ConfigError, match="above 0"):
+BAD_SECONDS = (0.0, -1.0, math.inf, -math.inf, math.nan)
+
+
+@pytest.mark.parametrize("wrong", BAD_SECONDS, ids=str)
+@pytest.mark.parametrize("option", ["--every", "--for"])
+def test_times_that_are_none(option, wrong):
+    times = (wrong, 10.0) if option == "--every" else (10.0, wrong)
+    with pytest.raises(ConfigError, match=f"^{option} is .*above 0") as error:
         draw_plan(0, ALL_FAULTS, ChaosFacts(MANY), ALL, times)
+    assert error.value.data["field"] == option.removeprefix("--")
+
+
+@pytest.mark.parametrize("wrong", BAD_SECONDS, ids=str)
+@pytest.mark.parametrize("name", ["every", "seconds", "deadline", "longest_gap"])
+def test_each_time_of_a_run_is_checked_with_the_name_of_its_option(name, wrong):
+    option = {"seconds": "--for"}.get(name, f"--{name.replace('_', '-')}")
+    with pytest.raises(ConfigError, match=f"^{option} is .*above 0"):
+        ChaosOptions(0, ALL_FAULTS, ALL, **{name: wrong})
+    for each in ("every", "every_service"):
+        with pytest.raises(ConfigError, match=f"^--{each.replace('_', '-')} is .*above 0"):
+            SoakOptions(60.0, 0, ALL_FAULTS, **{each: wrong})
+
+
+def test_a_plan_without_an_end_has_twenty_faults_and_begins_every_longer_plan():
+    facts = ChaosFacts(MANY)
+    first = draw_plan(5, ALL_FAULTS, facts, ALL, (10.0, None)).faults
+    assert len(first) == USUAL_FAULTS == 20
+    assert draw_plan(5, ALL_FAULTS, facts, ALL, (10.0, 5000.0)).faults[:20] == first
+
+
+def test_a_time_too_short_for_a_fault_is_refused():
+    short = ChaosOptions(0, ALL_FAULTS, ALL, every=15.0, seconds=2.0)
+    with pytest.raises(ConfigError, match="no fault fits into --for 2 with --every 15"):
+        short.draw(ChaosFacts(MANY))
+
+
+@pytest.mark.parametrize(
+    ("text", "manager", "counted"),
+    [
+        ("kill:worker", 0, True),
+        ("kill:server", 0, True),
+        ("kill:server", 1, False),  # the manager replaces it
+        ("kill:driver", 0, True),  # the service counts the loss of a driver
+        ("kill:gcs", 0, True),
+        ("kill:raylet", 0, True),
+        ("kill:manager", 1, False),
+        ("kill:service", 0, False),
+        ("stop:worker", 0, False),
+        ("burn:machine", 0, False),
+    ],
+)
+def test_more_failures_than_the_job_survives_are_told_with_both_numbers(text, manager, counted):
+    facts = ChaosFacts(MANY | {FaultRole.MANAGER: manager})
+    plan = draw_plan(0, parse_faults(text), facts, ALL, (10.0, None))
+    told = too_many_failures(plan, facts, 3)
+    assert (told is not None) is counted
+    assert too_many_failures(plan, facts, 20) is None  # as many as there are
+    if told is not None:
+        assert told.startswith("20 of the planned faults") and "max_failures is 3" in told
+        assert all(way in told for way in ("--faults", "--every", "at least 20"))
+        assert too_many_failures(plan, facts, 19) is not None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "servers", "manager"),
+    [
+        ("all_reduce", 0, 0),
+        ("hogwild", 0, 0),
+        ("parameter_server:shards=3", 3, 0),
+        ("parameter_server:shards=2,replicas=1", 2, 1),
+        ("hybrid", 2, 1),  # for its tables
+        ("1*all_reduce > parameter_server:shards=2", 2, 0),
+    ],
+)
+def test_the_processes_of_a_job_follow_from_its_specification(strategy, servers, manager):
+    spec = JobSpec("a:B", strategy, workers=3)
+    facts = expected_facts(spec, [phase.strategy for phase in parse(strategy)], {})
+    assert set(facts.counts) == set(FaultRole) and not facts.shared_group
+    assert facts.counts == MANY | {FaultRole.WORKER: 3, FaultRole.SERVER: servers, FaultRole.MANAGER: manager}
+    kill = FaultOn("kill", FaultRole.SERVER)
+    assert (why_not(kill, possible_facts(spec, facts), ALL) is None) is bool(servers)
+
+
+def test_servers_that_a_specification_does_not_exclude_are_possible():
+    loop = JobSpec("", "all_reduce", run="a.py:f")
+    facts = expected_facts(loop, [phase.strategy for phase in parse("all_reduce")], {})
+    assert facts.counts[FaultRole.SERVER] == 0 and possible_facts(loop, facts).counts[FaultRole.SERVER] == 1
+    shared = JobSpec("a:B", "parameter_server", server_group="g")
+    facts = expected_facts(shared, [phase.strategy for phase in parse("parameter_server")], {})
+    assert facts.shared_group and facts.counts[FaultRole.SERVER] and facts.counts[FaultRole.MANAGER]
 
 
 def test_a_plan_without_any_fault_is_refused():

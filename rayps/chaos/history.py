@@ -35,6 +35,7 @@ class JobHistory:
     rounds: int | None  # number of rounds of the whole job; None if it is not known
     begun: float  # when the job was submitted
     ended: float  # when it ended, or when the wait for its end was over
+    reason: str = ""  # why the job has its status; "" if nothing says it
 
     @property
     def numbers(self) -> list[tuple[int, int]]:
@@ -63,6 +64,7 @@ class HistoryBounds:
 def check_history(history: JobHistory, bounds: HistoryBounds) -> list[HistoryCheck]:
     """Return the result of each check."""
     return [
+        check_success(history),
         check_rounds(history),
         check_repetitions(history),
         check_end(history),
@@ -70,6 +72,14 @@ def check_history(history: JobHistory, bounds: HistoryBounds) -> list[HistoryChe
         check_time(history, bounds),
         check_lost_pushes(history),
     ]
+
+
+def check_success(history: JobHistory) -> HistoryCheck:
+    """Check that the job succeeded, or that its user stopped it."""
+    good = history.status in ("SUCCEEDED", "STOPPED")
+    words = history.status or "the service has no such job, or does not answer"
+    reason = "; ".join(history.reason.splitlines())
+    return HistoryCheck("the job succeeded", good, f"{words}: {reason}" if reason else words)
 
 
 def check_rounds(history: JobHistory) -> HistoryCheck:
@@ -155,6 +165,7 @@ def read_history(
         progress.get("rounds"),
         begun,
         ended,
+        str((row or {}).get("reason") or (outcome or {}).get("message") or ""),
     )
 
 

@@ -42,15 +42,20 @@ class ChaosMeans:
 
     def cannot(self) -> dict[FaultOn, str]:
         """Return why faults cannot be injected here."""
-        found = {}
-        if self.set_clock is None:
-            found[FaultOn("clock", FaultRole.SERVICE)] = (
-                "only the clock of a service that this command has started can be shifted: give a job file"
-            )
-        if reason := lines.cannot_change():
-            for role in (FaultRole.WORKER, FaultRole.SERVER):
-                found |= {FaultOn(kind, role): reason for kind in ("slow_line", "cut_line")}
-        return found
+        return cannot_inject(own_service=self.set_clock is not None)
+
+
+def cannot_inject(*, own_service: bool) -> dict[FaultOn, str]:
+    """Return why faults cannot be injected on this machine. `own_service`: whether this run starts the service."""
+    found = {}
+    if not own_service:
+        found[FaultOn("clock", FaultRole.SERVICE)] = (
+            "only the clock of a service that this command has started can be shifted: give a job file"
+        )
+    if reason := lines.cannot_change():
+        for role in (FaultRole.WORKER, FaultRole.SERVER):
+            found |= {FaultOn(kind, role): reason for kind in ("slow_line", "cut_line")}
+    return found
 
 
 @contextlib.contextmanager

@@ -30,6 +30,8 @@ _FOLLOWS = (
     "lost",
     "failed",
 )
+# the kinds of events that end the time of a failure: a member, or the whole job, trains again; or the job has failed
+_ANSWERS = ("restarted", "replaced", "rejoined", "mended", "resumed", "began_again", "resized", "failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,9 @@ class FaultCost:
     """What a fault cost, from its beginning to that of the next fault or the end of the job. Times are in seconds.
 
     `recovery` is the longest time in which no new round was complete, counted from the fault, less the usual time
-    between two reports of new rounds. A repeated round is not new. It is None if there was no new round at all.
+    between two reports of new rounds. A repeated round is not new. It is None if the job did not succeed and there was
+    no new round after it had trained again. `trained_again` is then the time from the fault to the next round, which
+    was a repeated one; None if there was none.
     """
 
     fault: InjectedFault
@@ -57,6 +61,7 @@ class FaultCost:
     lost: float  # the time less the usual time of the new rounds
     repeated: int  # rounds that were written again
     followed: tuple[str, ...]  # kinds of the events that followed
+    trained_again: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,28 +110,43 @@ def costs(history: JobHistory, faults: Sequence[InjectedFault]) -> list[FaultCos
     rows = []
     for number, fault in enumerate(done):
         until = done[number + 1].at if number + 1 < len(done) else max(history.ended, fault.at)
+        answered = _answered(history.events, fault.at, until if number + 1 < len(done) else math.inf)
+        whole = history.status == "SUCCEEDED" or any(at > until for at, _ in found)
+        new = any(answered < at <= until for at, _ in found)
+        recovery = _recovery(found, fault.at, until, gap) if whole or new else None
         rows.append(
             FaultCost(
                 fault,
-                _recovery(found, fault.at, until, gap, ended=history.status == "SUCCEEDED"),
+                recovery,
                 max(0.0, until - fault.at - usual * sum(fault.at < at <= until for at, _ in found)),
                 _repeated(history, fault.at, until),
                 _followed(history.events, fault.at, until),
+                _trained_again(history, fault.at, answered) if recovery is None else None,
             )
         )
     return rows
 
 
-def _recovery(found: Sequence[tuple[float, int]], at: float, until: float, gap: float, *, ended: bool) -> float | None:
+def _answered(events: Sequence[Event], at: float, until: float) -> float:
+    """Return when the job trained again or failed after a fault at `at`; `at` itself if nothing says so before `until`.
+
+    Rounds between the fault and this time were complete before the fault had an effect.
+    """
+    times = [event["time"] for event in events if at <= event["time"] < until and event["kind"] in _ANSWERS]
+    return float(min(times, default=at))
+
+
+def _recovery(found: Sequence[tuple[float, int]], at: float, until: float, gap: float) -> float:
     inside = [time for time, _ in found if at < time <= until]
     later = [time for time, _ in found if time > until]
-    if inside:  # the pause that the next fault interrupts is its own
-        marks = [at, *inside, *([until] if later else [])]
-    elif later or ended:
-        marks = [at, *(later[:1] or [until])]
-    else:
-        return None
+    interrupted = [until] if inside and later else []  # the pause that the next fault interrupts is its own
+    marks = [at, *(inside or later[:1] or [until]), *interrupted]
     return max(0.0, max(b - a for a, b in itertools.pairwise(marks)) - gap)
+
+
+def _trained_again(history: JobHistory, at: float, answered: float) -> float | None:
+    times = [point["time"] for point in history.points if point["kind"] == "round" and point["time"] > answered]
+    return min(times) - at if times else None
 
 
 def _repeated(history: JobHistory, at: float, until: float) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,9 @@ from rayps.core.errors import ConfigError
 _JITTER = 0.3  # of the time between two faults
 _PAUSE_SECONDS = 1.0  # the least time between the end of a fault and the next fault
 _CALM = 0.5  # of the time between two faults: the least time before the first
+USUAL_FAULTS = 20  # the faults of a plan without an end
+# the processes whose death counts as a failure of the job; a server counts only if no manager replaces it
+_COUNTED = (FaultRole.WORKER, FaultRole.SERVER, FaultRole.DRIVER, FaultRole.RAYLET, FaultRole.GCS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +70,52 @@ def why_not(fault: FaultOn, facts: ChaosFacts, allowed: frozenset[Scope]) -> str
     return facts.cannot.get(fault)
 
 
+def check_seconds(option: str, seconds: float) -> None:
+    """Raise ConfigError if the value of an option, such as `--every`, is not a finite number of seconds above 0."""
+    if not 0 < seconds < math.inf:
+        raise ConfigError(
+            f"{option} is {seconds:g}: give a finite number of seconds above 0, such as {option} 300",
+            field=option.removeprefix("--").replace("-", "_"),
+        )
+
+
+def counts_as_failure(fault: FaultOn, facts: ChaosFacts) -> bool:
+    """Return whether a fault counts as a failure of the job, of which it survives `max_failures`."""
+    managed = fault.role is FaultRole.SERVER and facts.counts.get(FaultRole.MANAGER, 0) > 0
+    return fault.kind == "kill" and fault.role in _COUNTED and not managed
+
+
+def too_many_failures(plan: ChaosPlan, facts: ChaosFacts, max_failures: int) -> str | None:
+    """Return a warning if a plan has more faults that count as failures than the job survives, or None."""
+    count = sum(counts_as_failure(planned.fault, facts) for planned in plan.faults)
+    if count <= max_failures:
+        return None
+    return (
+        f"{count} of the planned faults count as failures of the job, and its max_failures is {max_failures}: the job "
+        f"will fail unless it ends before failure {max_failures + 1}; choose other faults with --faults, give a larger "
+        f"--every, or set max_failures of the job to at least {count}"
+    )
+
+
 def draw_plan(
-    seed: int, wanted: Sequence[FaultOn], facts: ChaosFacts, allowed: frozenset[Scope], times: tuple[float, float]
+    seed: int,
+    wanted: Sequence[FaultOn],
+    facts: ChaosFacts,
+    allowed: frozenset[Scope],
+    times: tuple[float, float | None],
 ) -> ChaosPlan:
     """Return a plan of faults. `times`: the mean seconds between two faults, and the seconds of the whole plan.
 
-    Each wanted fault that can be injected comes once, in random order, before any comes again.
+    Without the latter, the plan has `USUAL_FAULTS` faults. Each wanted fault that can be injected comes once, in random
+    order, before any comes again. A longer plan begins with the faults of a shorter one.
 
     Raises:
-        ConfigError: no wanted fault can be injected, or the times are not positive.
+        ConfigError: no wanted fault can be injected, or a time is not finite and above 0.
     """
     every, whole = times
-    if every <= 0 or whole <= 0:
-        raise ConfigError(
-            f"every is {every:g} and for is {whole:g}: give seconds above 0, such as --every 15 --for 300",
-            field="every" if every <= 0 else "for",
-        )
+    check_seconds("--every", every)
+    if whole is not None:
+        check_seconds("--for", whole)
     reasons = {fault: why_not(fault, facts, allowed) for fault in dict.fromkeys(wanted)}
     left_out = {fault: reason for fault, reason in reasons.items() if reason is not None}
     usable = [fault for fault in reasons if fault not in left_out]
@@ -91,7 +125,7 @@ def draw_plan(
     chance = random.Random(seed)
     found, deck = list[PlannedFault](), list[FaultOn]()
     at = every * (_CALM + _JITTER * chance.random())
-    while at < whole:
+    while len(found) < USUAL_FAULTS if whole is None else at < whole:
         if not deck:
             deck = chance.sample(usable, len(usable))
         fault = deck.pop()

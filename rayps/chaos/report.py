@@ -46,6 +46,7 @@ class ChaosReport:
                     "seconds": cost.fault.planned.seconds,
                     "done": cost.fault.words,
                     "recovery": cost.recovery,
+                    "trained_again": cost.trained_again,
                     "repeated": cost.repeated,
                     "followed": list(cost.followed),
                 }

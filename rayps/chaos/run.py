@@ -16,17 +16,19 @@ from rayps.chaos.compare_results import (
     final_parameters,
     promises_bits,
 )
+from rayps.chaos.expected_processes import expected_facts, possible_facts
 from rayps.chaos.faults import FaultOn, Scope
 from rayps.chaos.history import HistoryBounds, HistoryCheck, JobHistory, check_history, read_history, read_lines
-from rayps.chaos.inject import ChaosMeans
+from rayps.chaos.inject import ChaosMeans, cannot_inject
 from rayps.chaos.own_service import ChaosService
-from rayps.chaos.plan import ChaosFacts, ChaosPlan, draw_plan
+from rayps.chaos.plan import USUAL_FAULTS, ChaosFacts, ChaosPlan, check_seconds, draw_plan, too_many_failures
 from rayps.chaos.report import ChaosReport, make_report
 from rayps.chaos.targets import JobProcesses
 from rayps.core.errors import CheckpointError, ClusterError, ConfigError, ServiceError
 from rayps.core.records import read_json
 from rayps.core.values import JsonObject
 from rayps.service.client import Client, Job
+from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec
 
 LEDGER = "rayps.chaos.ledger_work:LedgerWork"
@@ -40,6 +42,9 @@ class ChaosOptions:
     """What a run of chaos does. Times are in seconds; `seconds` is None for most of the time of the run without faults.
 
     `deadline`: after the last fault, the time in which the job must end. `longest_gap`: between two points of the job.
+
+    Raises:
+        ConfigError: a time is not finite and above 0.
     """
 
     seed: int
@@ -50,6 +55,24 @@ class ChaosOptions:
     deadline: float = 1800.0
     longest_gap: float = 300.0
     dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        check_seconds("--every", self.every)
+        if self.seconds is not None:
+            check_seconds("--for", self.seconds)
+        check_seconds("--deadline", self.deadline)
+        check_seconds("--longest-gap", self.longest_gap)
+
+    def draw(self, facts: ChaosFacts) -> ChaosPlan:
+        """Return the plan. Raises ConfigError if no wanted fault can be injected, or none fits into the time."""
+        plan = draw_plan(self.seed, self.wanted, facts, self.allowed, (self.every, self.seconds))
+        if not plan.faults:
+            raise ConfigError(
+                f"no fault fits into --for {self.seconds:g} with --every {self.every:g}: give a longer --for, or a "
+                "shorter --every",
+                field="for",
+            )
+        return plan
 
 
 class JobUnderChaos:
@@ -71,14 +94,20 @@ class JobUnderChaos:
         return (self.folder / "outcome.json").exists()
 
     def wait_training(self, seconds: float = _START_SECONDS) -> None:
-        """Wait until the job has completed a round or has ended. Raises ClusterError if that takes too long."""
+        """Wait until the job has completed a round and names its workers, or has ended.
+
+        Raises ClusterError if that takes too long.
+        """
         deadline = time.monotonic() + seconds
-        while not self.over and not any(
-            point["kind"] == "round" for point in read_lines(self.folder / "metrics.jsonl")
-        ):
+        while not self.over and not self._trains():
             if time.monotonic() > deadline:
                 raise ClusterError(f"job {self.job.id} did not complete a round within {seconds:g} s", job=self.job.id)
             time.sleep(_POLL_SECONDS)
+
+    def _trains(self) -> bool:
+        """Return whether the folder has a round and the workers' processes: these two are not written at once."""
+        named = (read_json(self.folder / "progress.json") or {}).get("workers")
+        return bool(named) and any(point["kind"] == "round" for point in read_lines(self.folder / "metrics.jsonl"))
 
     def wait_end(self, seconds: float, tell: Callable[[str], None]) -> bool:
         """Wait until the service reports the job's end; return whether it did within `seconds`.
@@ -141,13 +170,26 @@ def chaos_on_job(
 def chaos_on_file(fields: JsonObject, options: ChaosOptions, tell: Callable[[str], None]) -> ChaosReport | ChaosPlan:
     """Start a service, run a job once without faults and once with faults, and compare.
 
-    `fields`: the job's specification, as `rayps.service.job_file.read` returns it.
+    `fields`: the job's specification, as `rayps.service.job_file.read` returns it. With `dry_run`, nothing is started,
+    and only the plan for the processes that the job will have is returned.
 
     Raises:
         ConfigError: the service refused the job, or no wanted fault can be injected.
         ClusterError: the service, or the job without faults, did not run.
     """
     spec = JobSpec.from_dict({key: value for key, value in fields.items() if value is not None})
+    strategies = [phase.strategy for phase in parse(spec.strategy, spec.working_dir or Path.cwd())]
+    facts = expected_facts(spec, strategies, cannot_inject(own_service=True))
+    if options.dry_run:
+        plan = options.draw(facts)
+        if options.seconds is None:
+            tell(
+                "faults are injected for about as long as the job without faults takes, unless --for is given: the "
+                f"first {USUAL_FAULTS} are planned here"
+            )
+        tell_plan(plan, facts, spec.max_failures, tell)
+        return plan
+    options.draw(possible_facts(spec, facts))  # refuses faults that the job can never have, before anything starts
     with ChaosService(cpus=max(4, 2 * spec.workers)) as service:
         service.start()
         tell(f"a service runs in {service.state}")
@@ -171,22 +213,17 @@ def chaos_on_file(fields: JsonObject, options: ChaosOptions, tell: Callable[[str
 def _campaign(
     under: JobUnderChaos, site: ChaosSite, options: ChaosOptions, law: JobUnderChaos | None
 ) -> ChaosReport | ChaosPlan:
-    times = (options.every, options.seconds or 20 * options.every)
-    plan = draw_plan(options.seed, options.wanted, under.facts(site.means), options.allowed, times)
-    by_reason = defaultdict[str, list[str]](list)
-    for fault, reason in plan.left_out.items():
-        by_reason[reason].append(str(fault))
-    for reason, faults in by_reason.items():
-        site.tell(f"not injected, because {reason}: {', '.join(faults)}")
-    for planned in plan.faults:
-        site.tell(f"planned: at {planned.at:7.1f} s {planned.words}")
+    facts = under.facts(site.means)
+    plan = options.draw(facts)
+    tell_plan(plan, facts, int(under.job.data["spec"]["max_failures"]), site.tell)
     if options.dry_run:
         return plan
     done = carry_out(plan.faults, site)
     site.revive()
     ended = under.wait_end(options.deadline, site.tell)
     history = under.history()
-    bounds = HistoryBounds(times[1] + _START_SECONDS + options.deadline, options.longest_gap, frozenset([under.job.id]))
+    whole = plan.faults[-1].at if options.seconds is None else options.seconds
+    bounds = HistoryBounds(whole + _START_SECONDS + options.deadline, options.longest_gap, frozenset([under.job.id]))
     checks = check_history(history, bounds)
     if ended and history.status == "SUCCEEDED":
         checks += check_results(under, law)
@@ -199,6 +236,19 @@ def _campaign(
         left_out=[f"{fault}: {reason}" for fault, reason in plan.left_out.items()],
         without_faults=None if law is None else law.history(),
     )
+
+
+def tell_plan(plan: ChaosPlan, facts: ChaosFacts, max_failures: int, tell: Callable[[str], None]) -> None:
+    """Tell which faults are left out and why, what is planned, and whether the job survives so many failures."""
+    by_reason = defaultdict[str, list[str]](list)
+    for fault, reason in plan.left_out.items():
+        by_reason[reason].append(str(fault))
+    for reason, faults in by_reason.items():
+        tell(f"not injected, because {reason}: {', '.join(faults)}")
+    for planned in plan.faults:
+        tell(f"planned: at {planned.at:7.1f} s {planned.words}")
+    if (warning := too_many_failures(plan, facts, max_failures)) is not None:
+        tell(warning)
 
 
 def check_results(under: JobUnderChaos, law: JobUnderChaos | None) -> list[HistoryCheck]:

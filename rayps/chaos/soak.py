@@ -31,7 +31,7 @@ from rayps.chaos.faults import FaultOn, FaultRole, Scope
 from rayps.chaos.history import HistoryBounds, HistoryCheck, JobHistory, check_history
 from rayps.chaos.measure_recovery import InjectedFault, KindCost, by_kind, costs
 from rayps.chaos.own_service import ChaosService
-from rayps.chaos.plan import ChaosFacts, draw_plan
+from rayps.chaos.plan import ChaosFacts, check_seconds, draw_plan
 from rayps.chaos.run import LEDGER, JobUnderChaos, check_results
 from rayps.chaos.targets import ChaosProcess
 from rayps.core.errors import ClusterError, ConfigError, ServiceError
@@ -59,6 +59,9 @@ class SoakOptions:
     """What a soak does. Times are in seconds.
 
     `every` is between two faults on jobs, `every_service` between two faults on the service and on Ray.
+
+    Raises:
+        ConfigError: a time is not finite and above 0.
     """
 
     seconds: float
@@ -69,6 +72,11 @@ class SoakOptions:
     every: float = 30.0
     every_service: float = 3600.0
     out: Path = Path("soak")
+
+    def __post_init__(self) -> None:
+        check_seconds("--soak", self.seconds)
+        check_seconds("--every", self.every)
+        check_seconds("--every-service", self.every_service)
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rayps.chaos.faults import KINDS, parse_faults, parse_scopes
-from rayps.chaos.measure_recovery import KindCost
+from rayps.chaos.measure_recovery import FaultCost, KindCost
 from rayps.chaos.plan import ChaosPlan
 from rayps.chaos.report import ChaosReport
 from rayps.cli import show
@@ -56,7 +56,8 @@ def chaos(
         typer.Option(
             "--for",
             metavar="SECONDS",
-            help="How long faults are injected (default: 20 faults, or as long as the job without faults took).",
+            help="How long faults are injected (default: 20 faults; of a job file, 0.8 of the time that the job "
+            "without faults took).",
         ),
     ] = None,
     deadline: Annotated[
@@ -65,7 +66,7 @@ def chaos(
     longest_gap: Annotated[
         float, typer.Option(metavar="SECONDS", help="The longest time in which the job may complete no round.")
     ] = 300.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the plan.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the plan; start nothing.")] = False,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the job file.")
     ] = None,
@@ -184,6 +185,12 @@ def _verdict(curve: CurveVerdict) -> str:
     return "flat" if curve.good else "GROWS"
 
 
+def _recovery(cost: FaultCost) -> str:
+    if cost.recovery is not None:
+        return f"{cost.recovery:.2f}"
+    return "never" if cost.trained_again is None else f"{cost.trained_again:.2f}, repeated rounds only"
+
+
 def _show_kinds(found: Sequence[KindCost]) -> None:
     kinds = [[k.kind, str(k.count), f"{k.median:.2f}", f"{k.p95:.2f}", f"{k.worst:.2f}"] for k in found]
     show.table(["fault", "times", "median s", "p95 s", "worst s"], kinds)
@@ -211,7 +218,7 @@ def _show_report(report: ChaosReport, output: Output) -> None:
             cost.fault.words,
             ", ".join(cost.followed),
             show.number(cost.repeated),
-            "never" if cost.recovery is None else f"{cost.recovery:.2f}",
+            _recovery(cost),
         ]
         for cost in report.faults
     ]
@@ -220,7 +227,8 @@ def _show_report(report: ChaosReport, output: Output) -> None:
     _show_kinds(report.kinds)
     show.table(["check", "", ""], [[c.name, "ok" if c.good else "FAILED", c.words] for c in report.checks])
     share = "" if report.goodput is None else f"; rounds/s {report.goodput:.1%} of the run without faults"
+    wrong = ", ".join(check.name for check in report.checks if not check.good)
     show.line(
         f"job {report.job}, seed {report.seed}: {len(report.faults)} faults in {report.seconds:.0f} s{share}: "
-        + ("all checks hold" if report.good else "SOMETHING WAS LOST")
+        + (f"these checks FAILED: {wrong}" if wrong else "all checks hold")
     )
