@@ -281,7 +281,8 @@ class ElasticRun:
         """Let all workers end after the same round."""
         begun = hold_workers(group.workers)
         if self._change is None or begun is None:
-            return  # the next poll reports the death
+            self._change = None  # a worker has died, or has no plan yet: the next poll decides again
+            return
         self._change.round = last = begun + self._margin
         if not self._hands_over:
             group.take_at(last)

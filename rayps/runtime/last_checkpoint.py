@@ -91,14 +91,21 @@ class LastCheckpoint:
 
 
 def _hold(group: WorkerGroup) -> dict[int, int] | None:
-    """Let no worker begin another round. Return how many each has begun; None if one has not answered."""
+    """Let no worker begin another round. Return how many each has begun.
+
+    Return None if a worker has not answered, or has no plan yet, because its generation only begins.
+    """
     replies = [(rank, each.handle.call("hold")) for rank, each in enumerate(group.workers) if not each.dead]
     found: dict[int, int] = {}
     end = time.monotonic() + HOLD_SECONDS
     for rank, reply in replies:
         try:
-            found[rank] = reply.result(max(0.0, end - time.monotonic()))
+            begun: int | None = reply.result(max(0.0, end - time.monotonic()))
         except (ClusterError, TimeoutError):
+            begun = None
+        if begun is not None:
+            found[rank] = begun
+        else:
             for other, _ in replies:
                 group.workers[other].handle.call("resume")
             return None

@@ -180,10 +180,9 @@ class WorkerActor:
         """Import the workload and build its model once, before this worker joins. Return the layout."""
         return self.layout()
 
-    def hold(self) -> int:
-        """Let the plan begin no further round, and return the number of rounds that were begun."""
-        assert self._current is not None, "the worker has a plan"
-        return self._current.hold()
+    def hold(self) -> int | None:
+        """Let the plan begin no further round, and return the number of rounds that were begun; None without a plan."""
+        return None if self._current is None else self._current.hold()
 
     def stop_after(self, rounds: int) -> None:
         """End the plan after `rounds` rounds. Its state stays in memory."""

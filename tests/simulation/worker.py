@@ -94,8 +94,8 @@ class SimWorker:
     def prepare(self) -> Layout:
         return LAYOUT
 
-    def hold(self) -> int:
-        return self._run.gate.hold()
+    def hold(self) -> int | None:
+        return None if self._run is None else self._run.gate.hold()
 
     def stop_after(self, rounds: int) -> None:
         self._run.gate.stop_after(rounds)
