@@ -66,7 +66,7 @@ def test_no_run_continues_after_a_round_whose_point_was_refused(tag, monkeypatch
     law = train(work, AllReduce(replica=BOTH), workers=4, epochs=2)
     cluster, made, ended = Watched(), worker_run.PlanRun.__init__, []
 
-    def init(run, loop, report, retain, stopped):
+    def init(run, loop, report, retain, stopped, gate):
         plan = loop.w.plan
 
         def late(point):
@@ -77,7 +77,7 @@ def test_no_run_continues_after_a_round_whose_point_was_refused(tag, monkeypatch
                 assert until(stopped, 60)
             return report(point)
 
-        made(run, loop, late, retain, stopped)
+        made(run, loop, late, retain, stopped, gate)
 
     monkeypatch.setattr(worker_run.PlanRun, "__init__", init)
     result = train(work, AllReduce(replica=BOTH), cluster, workers=4, epochs=2)

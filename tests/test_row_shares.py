@@ -153,7 +153,7 @@ def test_an_elastic_job_in_the_wire_form() -> None:
     ("workers", "elastic", "text"),
     [
         ([2, 8], {"most": 4}, "leave out elastic.most"),
-        (2, {"global_batch": 4}, "lacks most"),
+        (2, {"cooldown": 4}, "lacks most"),
         ([2, 8], {"globl_batch": 4}, "did you mean 'global_batch'"),
         ([2, 8], [1], "give a mapping"),
         ([2, 8], {"global_batch": 7}, "at least 8"),

@@ -26,6 +26,7 @@ from rayps.tensors.checkpoint_place import LocalFolder, name_of
 
 TESTS = Path(__file__).resolve().parent
 EPOCHS, STEPS = 4, 2  # epochs of a run, each with a checkpoint; rounds of an epoch
+PAUSE = 0.25  # seconds of a step: a checkpoint is written before the next one is due, which is left out otherwise
 SHARD = "all_reduce:shard=gradients"
 UNDISTURBED = []
 
@@ -39,6 +40,11 @@ class Large(Small):
         w = self.width
         hidden = [nn.Linear(5, w), nn.Tanh(), nn.Linear(w, w), nn.Tanh(), nn.Linear(w, w), nn.Tanh()]
         return nn.Sequential(*hidden, nn.Linear(w, 1)).double()
+
+    def loss(self, model, batch):
+        if model.training:
+            time.sleep(PAUSE)
+        return super().loss(model, batch)
 
     def optimizer(self, params):
         return torch.optim.Adam(params, lr=1e-3)
