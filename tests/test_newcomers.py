@@ -174,6 +174,16 @@ class TwoHosts(LocalCluster):
         return super().reserve(bundles, timeout)
 
 
+def room_seen(cluster: LocalCluster) -> int:
+    room = RoomWatch(cluster, {"cpu": 1.0}, every=0.01)
+    room.start()
+    try:
+        assert until(lambda: room.room > 0, SECONDS)
+        return room.room
+    finally:
+        room.close()
+
+
 @pytest.mark.parametrize("notice", [Notice("n2", "", 30.0, "spot"), Notice("", "beta", 30.0, "spot")])
 def test_a_host_under_notice_has_no_room_and_gets_no_worker(notice: Notice) -> None:
     cluster = TwoHosts()
@@ -183,13 +193,7 @@ def test_a_host_under_notice_has_no_room_and_gets_no_worker(notice: Notice) -> N
     cluster.announce(notice)
     launcher.reserve_one(1.0)
     assert cluster.avoided == [frozenset(), frozenset({"n2"})]
-    room = RoomWatch(cluster, {"cpu": 1.0}, every=0.01)
-    room.start()
-    try:
-        assert until(lambda: room.room > 0, SECONDS)
-        assert room.room == 2
-    finally:
-        room.close()
+    assert room_seen(cluster) == 2
 
 
 class InATrial(TwoHosts):
@@ -200,13 +204,7 @@ class InATrial(TwoHosts):
 
 
 def test_the_room_of_a_trial_is_what_is_free_of_its_bundles() -> None:
-    room = RoomWatch(InATrial(), {"cpu": 1.0}, every=0.01)
-    room.start()
-    try:
-        assert until(lambda: room.room > 0, SECONDS)
-        assert room.room == 1
-    finally:
-        room.close()
+    assert room_seen(InATrial()) == 1
 
 
 # ---- those who leave

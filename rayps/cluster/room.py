@@ -65,5 +65,5 @@ def room_in(free: Iterable[Bundle], bundle: Bundle) -> int:
 
 def avoided_hosts(cluster: Cluster) -> frozenset[str]:
     """Return the ids of the hosts on which nothing more starts, because they are under notice."""
-    notices = [one for one in cluster.notices() if one.pid is None]
+    notices = cluster.notices()
     return ending_hosts(notices, cluster.host_names()) if notices else frozenset()

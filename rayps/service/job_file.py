@@ -66,8 +66,7 @@ def read(path: Path, changes: Sequence[str] = ()) -> Keywords:
     if isinstance(data.get("workload"), str) and (reason := misnamed(data["workload"])) is not None:
         raise ConfigError(f"{path}: {reason}", field="workload")
     if isinstance(data.get("workers"), str) and ".." in data["workers"]:
-        count = workers_of_text(data["workers"])
-        data["workers"] = count if isinstance(count, int) else list(count)
+        data["workers"] = workers_of_text(data["workers"])
     if isinstance(data.get("working_dir"), str):
         data["working_dir"] = str((path.parent / data["working_dir"]).resolve())
     if isinstance(data.get("requirements"), str):
@@ -180,11 +179,9 @@ def _in_full(change: str) -> str:
 
 def _no_field(key: object) -> str:
     fields = sorted(JobSpec.__dataclass_fields__)
-    if (reason := misplaced(key)) is not None:
-        return reason
     found = difflib.get_close_matches(str(key), fields, 1)
     hint = f"did you mean {found[0]!r}, or params.{key}?" if found else f"the fields are {', '.join(fields)}"
-    return f"a job has no field {key!r}: {hint}"
+    return misplaced(key) or f"a job has no field {key!r}: {hint}"
 
 
 class _Loader(yaml.SafeLoader):

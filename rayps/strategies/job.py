@@ -248,10 +248,9 @@ class JobSpec:
         """
         known = set(cls.__dataclass_fields__)
         for key in data:
-            if key not in known and (reason := misplaced(key)) is not None:
-                raise ConfigError(reason, field=key)
             if key not in known:
-                raise ConfigError(f"a job has no field {key!r}: the fields are {', '.join(sorted(known))}", field=key)
+                reason = misplaced(key) or f"a job has no field {key!r}: the fields are {', '.join(sorted(known))}"
+                raise ConfigError(reason, field=key)
         given = {key: value for key, value in data.items() if key != "workload" or value is not None}
         given |= elastic_fields(given.get("workers", 1), given.get("elastic"))
         if "workload" not in given and given.get("run") is None:
