@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "ray", "pyarrow", "numpy")
 ROOMS = [  # bottom up: a folder imports only those above it in this list
     "core",  # neither torch nor ray
+    "privacy",
     "cluster",
     "tensors",
     "data",
@@ -83,9 +84,12 @@ NAMED = {  # (module, what it names as "module:Name"): why
 }
 
 
+CLIENT = (ROOT / "client" / "rayps_client", "rayps_client")  # below all floors
+
+
 def files():
     found = {}
-    for root, package in ((ROOT / "rayps", "rayps"), (ROOT / "api" / "rayps_api", "rayps_api")):
+    for root, package in ((ROOT / "rayps", "rayps"), (ROOT / "api" / "rayps_api", "rayps_api"), CLIENT):
         for path in root.rglob("*.py"):
             name = ".".join(path.relative_to(root).with_suffix("").parts)
             name = name.removesuffix(".__init__")
@@ -137,6 +141,13 @@ def room(name):
 
 
 OURS = [name for name in FILES if name.startswith("rayps.") or name == "rayps"]
+
+
+def test_the_light_client_imports_nothing_of_rayps():
+    used = {(name, used) for name in FILES if name.startswith("rayps_client") for used, _ in imports(TREES[name])}
+    assert not {
+        (name, other) for name, other in used if re.match(r"(rayps|rayps_api|ray|fastapi|pydantic)(\.|$)", other)
+    }
 
 
 def test_imports_go_downwards():
