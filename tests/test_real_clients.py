@@ -298,8 +298,8 @@ def test_a_round_that_is_drawn_again_takes_nothing_of_the_old_one(tmp_path: Path
     other = box.open_round({**facts, "starts": box.starts(0, True)}, {0: "a", 1: "b"}, 60.0, 100, b"another model")
     assert other.serial == first.serial + 1 and box.arrived(other.serial) == set()
     with pytest.raises(Conflict, match="too late"):
-        box.new_part(first.serial, 1)
-    part = box.new_part(other.serial, 1)
+        box.part(first.serial, 1, "a" * 64)
+    part = box.part(other.serial, 1, "a" * 64)
     part.write_bytes(b"update")
     assert (
         set(box.close_round(other.serial)) == set() and box.close_round(other.serial) == {}
@@ -312,7 +312,7 @@ def test_a_round_that_is_drawn_again_takes_nothing_of_the_old_one(tmp_path: Path
 
 
 def _part(box: Mailbox, serial: int, number: int, raw: bytes = b"update") -> Path:
-    part = box.new_part(serial, number)
+    part = box.part(serial, number, hashlib.sha256(raw).hexdigest())
     part.write_bytes(raw)
     return part
 

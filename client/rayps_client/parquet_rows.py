@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +15,7 @@ from rayps_client.errors import ConfigError, DataError
 from rayps_client.row_order import Ints
 from rayps_client.rows import Batch, batch_size_of
 
+Made = TypeVar("Made")
 _AT_ONCE = 8192  # rows that are decoded at a time
 
 
@@ -49,6 +50,10 @@ class ParquetRows:
     def with_paths(self, paths: Sequence[str]) -> ParquetRows:
         """Return the same columns and options, read from other files."""
         return ParquetRows(paths, self.features, self.label, **self.options)
+
+    def again(self, parquet: Callable[..., Made]) -> Made:
+        """Return what another function `parquet` makes of the same paths, columns and options."""
+        return parquet(self.paths, features=self.features, label=self.label, **self.options)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class ReducedMetric:
 def _parquet(*arguments: Any, **options: Any) -> Rows:
     from rayps_client import parquet  # needs pyarrow
 
-    return parquet(*arguments, **options)  # type: ignore[no-any-return]
+    return parquet(*arguments, **options)
 
 
 _METRICS = ("Max", "Mean", "Min", "Sum")

@@ -77,6 +77,10 @@ class Finder:
         finally:
             self._modules += [key for key in set(sys.modules) - before if is_users(sys.modules[key])]
 
+    def remember(self, kind: type, target: str) -> None:
+        """Record that class `kind` was made of the class that `target` names."""
+        self._found[kind] = target
+
     def target_of(self, kind: type) -> str:
         """Return a name by which `find` finds class `kind`: the name given to `find` before, or else "module:Class"."""
         return self._found.get(kind) or f"{kind.__module__}:{kind.__qualname__}"
