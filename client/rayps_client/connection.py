@@ -207,8 +207,9 @@ def _refuse_certificate(error: BaseException, url: str) -> None:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):
+            why = getattr(cause, "verify_message", None) or cause.args[-1]
             raise Unauthorized(
-                f"the certificate of {url} is not trusted: {cause.verify_message or cause}. Check the address; for a "
+                f"the certificate of {url} is not trusted: {why}. Check the address; for a "
                 "service with a certificate of its own, give --certificate FILE, or --pin SHA256",
                 code="certificate",
             ) from error

@@ -275,12 +275,11 @@ def load(target: str, working_dir: str | None = None, params: Mapping[str, Json]
     return _instance(kind, target, params or {})
 
 
-def as_workload(given: object) -> object:
+def as_workload(given: Any) -> Any:
     """Return a workload of the light client as a `rayps.Workload` with the same attributes; another object as it is."""
     if not isinstance(given, LIGHT) or isinstance(given, Workload):
         return given
-    kind = adapted(type(given), Workload)
-    found = kind.__new__(kind)
+    found: Any = object.__new__(adapted(type(given), Workload))
     vars(found).update(vars(given))
     return found
 

@@ -28,8 +28,7 @@ class DataBridge:
 
     def data(self) -> Data:
         """Return the data of the light workload."""
-        found: Data = data_of(super().data())  # type: ignore[misc]
-        return found
+        return data_of(super().data())  # type: ignore[misc,no-any-return]
 
 
 class EvaluationBridge(DataBridge):
@@ -37,8 +36,7 @@ class EvaluationBridge(DataBridge):
 
     def evaluation_data(self) -> Data:
         """Return the evaluation data of the light workload."""
-        found: Data = data_of(super().evaluation_data())  # type: ignore[misc]
-        return found
+        return data_of(super().evaluation_data())  # type: ignore[misc,no-any-return]
 
 
 class ArrayModel(nn.Module):
@@ -88,7 +86,7 @@ class NumpyBridge:
         arrays = _arrays(model)
         loss, gradient = work.loss_and_gradient(arrays, _of_numpy(batch))
         vector = torch.from_numpy(flattened(gradient, arrays, next(iter(arrays.values())).dtype)).to(first.device)
-        parts = vector.split([p.numel() for p in held.values()])
+        parts = torch.split(vector, [p.numel() for p in held.values()])
         cut = [part.view(p.shape) for part, p in zip(parts, held.values(), strict=True)]
         value = torch.tensor(float(loss), dtype=first.dtype, device=first.device)
         found: Tensor = GivenGradient.apply(value, cut, *held.values())  # type: ignore[no-untyped-call]
@@ -118,7 +116,7 @@ def adapted(kind: type, base: type) -> type:
     return found
 
 
-def data_of(found: object) -> object:
+def data_of(found: Any) -> Any:
     """Return rows of the light client as data of rayps, and everything else as it is."""
     if isinstance(found, ArrayRows):
         return tensors(found.x, found.y, batch_size=found.batch_size, shuffle=found.shuffle)  # type: ignore[arg-type]
