@@ -1,7 +1,11 @@
 """Client-level differential privacy of federated jobs: beside the paper's algorithm, and what is refused."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +15,7 @@ from small_work import distance, train, vector
 
 from rayps import Ditto, FedAdam, FedAvg, FedAvgM, FedProx, Scaffold, dp
 from rayps.core.errors import ConfigError
+from rayps.privacy import accountant
 from rayps.privacy.ledger import ReleaseLedger
 from rayps.privacy.noise import KeyedNoise
 from rayps.strategies.catalogue import parse, wire
@@ -120,6 +125,44 @@ def test_a_job_that_resumes_keeps_what_it_has_spent(tmp_path):
     result = train(Fed(), strategy, workers=2, epochs=3, checkpoint=tmp_path, resume=True)
     assert sum(each.releases for each in ledger.spent().values()) == 3
     assert result.privacy["releases"] == 3
+
+
+PRIVATE_RUN = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from federated_work import Fed
+from small_work import train
+from rayps import FedAvg, dp
+strategy = FedAvg(fraction=0.4, privacy=dp(noise_multiplier=1.1, clip=0.1))
+options = dict(checkpoint=sys.argv[1], checkpoint_every=1, resume=len(sys.argv) > 3)
+found = train(Fed(), strategy, workers=1, epochs=4, **options)
+print("claimed", found.privacy["releases"], found.privacy["epsilon"])
+"""
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(
+    "place",
+    ["privacy: nothing recorded", "privacy: recorded, not released", "privacy: noise added, not released"],
+    ids=["before", "recorded", "noised"],
+)
+def test_a_kill_in_a_round_never_lowers_epsilon(tmp_path, place):
+    """Four rounds need four releases; each one that was recorded before the kill is claimed in addition."""
+    command = [sys.executable, "-c", PRIVATE_RUN, str(tmp_path / "run"), str(Path(__file__).parent)]
+    environ = {**os.environ, "RAYPS_FAILPOINT": f"{place}=3"}
+    killed = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    assert killed.returncode == -9, killed.stderr
+    before = ReleaseLedger(tmp_path / "run" / "privacy").spent()
+    recorded = sum(each.releases for each in before.values())
+    assert recorded == (2 if place.endswith("nothing recorded") else 3)
+    again = subprocess.run([*command, "resume"], capture_output=True, text=True, timeout=120)
+    if "no complete checkpoint" in again.stderr:  # the kill came before the first one was written
+        again = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0, again.stderr
+    _, releases, epsilon = again.stdout.split()[-3:]
+    newest = max(int(path.name.partition("-")[2]) for path in (tmp_path / "run").glob("step-*"))
+    assert newest == 4 and int(releases) >= max(4, recorded + 1)
+    assert float(epsilon) >= accountant.epsilon(before, 1e-5)
 
 
 def test_no_record_says_who_took_part(tmp_path):

@@ -199,9 +199,10 @@ class PrivateRounds:
         account, spec = self._releases.account, self.job.spec
         restart = self.job.restart
         whole = accountant.epsilon({account.mechanism: Spent().plus(rounds, restart)}, spec.delta)
+        noise, s = account.mechanism.noise_multiplier, "" if rounds == 1 else "s"
         text = (
-            f"each round adds noise of {account.mechanism.noise_multiplier:.4g} times the clip: {rounds} round{'' if rounds == 1 else 's'} "
-            f"cost{'s' if rounds == 1 else ''} epsilon {whole:.4g} at delta {spec.delta:g}"
+            f"each round adds noise of {noise:.4g} times the clip; epsilon of {rounds} round{s} is {whole:.4g} at "
+            f"delta {spec.delta:g}"
         )
         if account.releases:
             text += f", beside the {account.epsilon:.4g} that {account.releases} earlier releases have cost"

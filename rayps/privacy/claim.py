@@ -56,7 +56,8 @@ def with_releases(facts: Keywords, epsilon: float, releases: int) -> JsonObject:
     if facts["proves"]:
         sentence = (
             f"The {releases} noised sums that left the workers, and all that is computed from them, are "
-            f"({epsilon:.4g}, {facts['delta']:g})-differentially private, where two data sets are neighbours if {facts['neighbours']}."
+            f"({epsilon:.4g}, {facts['delta']:g})-differentially private, where two data sets are neighbours if "
+            f"{facts['neighbours']}."
         )
     else:
         sentence = (
