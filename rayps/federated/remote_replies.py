@@ -222,6 +222,8 @@ class RemoteReplies:
         known = [(member.name, member.samples) for member in self._members]
         if known != self._reported:
             self._reported = known
+            if self._engine.private is not None:
+                return
             facts = self._summary()
             joined = f"{_clients(self.count)} {'has' if self.count == 1 else 'have'} joined"
             self._engine.w.event("clients", f"{joined}, with {facts['rows']} samples", **facts)

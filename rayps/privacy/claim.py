@@ -120,6 +120,8 @@ def _assumes(spec: PrivacySpec, mechanism: Mechanism, setting: Setting) -> list[
     ]
     if setting.unit == "client":
         found.append("All of a person's rows belong to one client.")
+    if setting.real_clients:
+        found.append("Who has joined, and the number of samples that each client reported, is visible in the service.")
     if spec.delta * setting.units >= 1:
         found.append(
             f"WARNING: delta={spec.delta:g} is not below 1 / {setting.units}: it allows the disclosure of a whole "
