@@ -1,4 +1,4 @@
-"""`python -m benchmarks private_clients`: measure what client-level privacy costs in accuracy, and in seconds."""
+"""`python -m benchmarks private-clients`: measure what client-level privacy costs in accuracy, and in seconds."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Head(Workload):
         """Return the accuracy."""
         return {"accuracy": (model(batch.x).argmax(dim=1) == batch.y).double().mean()}
 
-    def optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def optimizer(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         """Return plain SGD."""
         return torch.optim.SGD(params, lr=self.lr)
 
