@@ -24,7 +24,7 @@ export function isPrivate(spec: StrategySpec | null | undefined): boolean {
 
 /** The claim of a job, or null before its first round. */
 export function claimOf(events: readonly JobEvent[], series: Series): Claim | null {
-  const event = [...events].reverse().find((each) => each.kind === "privacy");
+  const event = [...events].reverse().find((each) => each.kind === "privacy" && "neighbours" in each);
   if (!event) return null;
   const told = series.buckets.map((bucket) => bucket.told).filter((each) => each && "epsilon" in each);
   const most = (name: string) => told.reduce((found, each) => Math.max(found, each?.[name] ?? 0), 0);
