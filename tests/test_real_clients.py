@@ -89,6 +89,19 @@ def test_real_clients_learn_what_simulated_ones_learn(clinic: Clinic, strategy: 
     assert (summary["names"], summary["rows"]) == ([f"h{k}" for k in range(clients)], sum((20, 25, 30)[:clients]))
 
 
+@pytest.mark.parametrize("private", ["sampling=all", "mechanism=tree"])
+def test_a_private_job_with_real_clients_learns_what_simulated_ones_learn(clinic: Clinic, private: str) -> None:
+    text = f"fedavg:{{}}privacy=dp(noise_multiplier=0.5,clip=0.2,noise=seeded,{private})"
+    job = clinic.job(text.format("clients=remote(least=2,wait=100),"), seed=5)
+    hospitals = clinic.hospitals(job, 2)
+    learnt = clinic.trained(job)
+    assert torch.equal(learnt, simulated(text.format(""), 2, seed=5))
+    assert [hospital.over().ended.rounds for hospital in hospitals] == [3, 3]
+    said = [event for event in job.events() if event["kind"] in ("cohort", "clients", "privacy")]
+    assert [event["kind"] for event in said] == ["privacy"] and said[0]["unit"] == "client"
+    assert (clinic.path / "state" / "jobs" / job.id / "privacy" / "ledger.jsonl").read_text().count("\n") == 3
+
+
 # ---- what leaves
 
 
