@@ -65,9 +65,12 @@ class WorkloadTrainer:
 
     def train(self, task: LocalTask) -> LocalReply:
         """Train the client. Raises WorkloadError or DataError if the user's code or data failed."""
-        start = task.start
-        w, shared, buffers = tensor_of(start.w), tensors_of(start.shared), tensors_of(start.buffers)
-        state = tensors_of(task.state)
+        start, device = task.start, self.trainer.device
+        w = tensor_of(start.w).to(device)
+        shared, buffers, state = (
+            {name: value.to(device) for name, value in tensors_of(raws).items()}
+            for raws in (start.shared, start.buffers, task.state)
+        )
         given = Task(task.seed, task.round, task.client, w, shared, state, buffers, task.tick)
         reply = self.trainer.train(_strategy_of(task.strategy), given, self._rows)
         return LocalReply(
