@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.client_service import Moments, started
 from rayps.core.errors import ClusterError
 
-_READY_SECONDS = 60.0
+READY_SECONDS = 60.0
 _CLIENT = """
 import json, os, sys, time
 from pathlib import Path
@@ -148,7 +148,7 @@ def _write_connection(home: Path, port: int) -> None:
 
 def _submit(python: Path, folder: Path, home: dict[str, str], ready: Path) -> None:
     """Submit the app until the server side accepts it, and wait until its server app runs."""
-    deadline = time.monotonic() + _READY_SECONDS
+    deadline = time.monotonic() + READY_SECONDS
     said = ""
     while time.monotonic() < deadline:
         done = subprocess.run(
@@ -156,7 +156,7 @@ def _submit(python: Path, folder: Path, home: dict[str, str], ready: Path) -> No
             env=os.environ | home,
             capture_output=True,
             text=True,
-            timeout=_READY_SECONDS,
+            timeout=READY_SECONDS,
             check=False,
         )
         said = done.stdout + done.stderr

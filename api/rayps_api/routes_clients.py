@@ -46,7 +46,7 @@ LONGEST_WAIT = 30.0  # seconds that a request for work may wait
 _PAUSE = 0.1  # seconds between two checks for an order
 _SEEN_SECONDS = 2.0  # seconds between two records that a client was seen
 _BLOCK = 1 << 20  # bytes
-MOST_UPDATES = 8  # updates that are received at one time; further requests are answered with 429
+MOST_UPDATES = 64  # updates that are received at one time, on slow lines for minutes; more are answered with 429
 
 router = APIRouter(prefix="/api/v1", tags=["clients"], responses=problems(400, 401, 403, 404, 409, 413, 422))
 
