@@ -22,9 +22,20 @@ from benchmarks.cli_tasks import tasks
 from rayps.cli.main import run_app
 
 app = typer.Typer(no_args_is_help=True, help="Measure rayps and other libraries in one run.")
-for command in (laws, admm, averaging, learning, federated, private_clients, client, robust):
-    app.command()(command)
-for command in (pipeline, tensor, tasks, mistakes):
+for command in (
+    laws,
+    admm,
+    averaging,
+    learning,
+    federated,
+    private_clients,
+    client,
+    robust,
+    pipeline,
+    tensor,
+    tasks,
+    mistakes,
+):
     app.command()(command)
 
 
