@@ -59,6 +59,7 @@ class FederatedEngine:
         self.clients: Clients | None = None if remote else w.batches.data.clients
         self.trainer = Trainer(w.flat, w.workload, w.device)
         self._w_t = torch.empty_like(w.flat.vector)
+        self.private = self.trainer.private_part(strategy)
         stateful = self.side.stateful and not remote
         self.home_ranks = home_ranks(w.batches.data.clients.sizes, w.size) if stateful else None
         self.states = ClientStates() if stateful else None
@@ -68,9 +69,9 @@ class FederatedEngine:
         self.stopped: Callable[[], bool] = lambda: False  # whether the driver has ended this worker's plan
         self.evaluation_data: Data | None = None  # the evaluation data, once it has been loaded
         self.source: RemoteReplies | SimulatedReplies = RemoteReplies(self) if remote else SimulatedReplies(self)
-        size, dtype = w.flat.layout.size, w.flat.layout.dtype
+        size, dtype = self.private.shared_size, w.flat.layout.dtype
         extras = dict.fromkeys(self.side.sums, (size, dtype))
-        statistics = BufferStatistics(self.trainer.buffers)
+        statistics = BufferStatistics(self.private.without_private(self.trainer.buffers))
         self._statistics = statistics if statistics.size and not self.side.keeps_buffers else None
         aggregation = strategy.aggregation
         self._aggregate = Aggregate(
@@ -108,7 +109,7 @@ class FederatedEngine:
         w_t, buffers = self._w_t.copy_(w.flat.vector), self.trainer.copy_buffers()
         known = self.source.round(t, w_t, w.shared, buffers)
         cohort = list(known.sampled) if known.cohort is None else known.cohort
-        self._aggregate.begin(t, cohort, w_t, self._pack_buffers(buffers))
+        self._aggregate.begin(t, cohort, self.private.cut(w_t), self._pack_buffers(buffers))
         self._losses = []
         began, read = time.perf_counter(), self.trainer.reading
         for task, reply in self.source.replies():
@@ -140,7 +141,7 @@ class FederatedEngine:
         why = self._aggregate.add_reply(
             task.client,
             reply.w,
-            self.base(task.version),
+            self.private.cut(self.base(task.version)),
             weight,
             reply.sums,
             buffers=self._pack_buffers(reply.buffers),
@@ -182,7 +183,9 @@ class FederatedEngine:
             if outcome.count:
                 return outcome.skipped
             return "no reply could be used" if outcome.rejected else "no client replied"
-        strategy.server(FederatedServer(w.flat.vector, outcome, self.source.count, w.shared, t))
+        shared = self.private.cut(w.flat.vector)
+        strategy.server(FederatedServer(shared, outcome, self.source.count, w.shared, t))
+        self.private.paste(w.flat.vector, shared)
         if self._statistics is not None and outcome.buffers is not None:
             self._statistics.unpack(outcome.buffers, self.trainer.buffers)
         return ""
@@ -278,7 +281,8 @@ def name_clients(away: list[list[str]], count: int) -> str:
 class FederatedServer:
     """The argument of a strategy's `server` method: the parameters, and the combined replies of a round.
 
-    `w` is w_t, which the method changes in place to w_(t+1). `memory` is the server's state between rounds.
+    `w` is w_t without private parameters, which the method changes in place to w_(t+1). `memory` is the server's state
+    between rounds.
     """
 
     def __init__(self, w: Tensor, outcome: RoundAggregate, clients: int, memory: dict[str, Tensor], round: int) -> None:

@@ -115,8 +115,9 @@ class RemoteReplies:
         if self._engine.trainer.scheduled:
             facts["tick"] = self._engine.tick(t)
         self._first = False
-        self._like = w_t, {} if side.keeps_buffers else buffers
-        most = remote_codec.most_bytes(w_t, side.sums, self._like[1])
+        private = self._engine.private
+        self._like = private.cut(w_t), {} if side.keeps_buffers else private.without_private(buffers)
+        most = remote_codec.most_bytes(self._like[0], side.sums, self._like[1])
         asked = dict(zip(chosen, self.names(chosen), strict=True))
         order = self._mailbox.open_round(facts, asked, self._deadline, most, raw)
         self._wait_for(order)
