@@ -62,13 +62,15 @@ class FedPer(Federated):
 def private_names(given: Json) -> tuple[str, ...]:
     """Return the option `private` as a tuple of names and patterns; None means that nothing is private.
 
-    Raises ConfigError if it is neither a text nor a list of texts.
+    A whole number is the name of a layer, as torch.nn.Sequential numbers them. Raises ConfigError if the option is
+    neither a name nor a list of names.
     """
-    names = [] if given is None else [given] if isinstance(given, str) else given
-    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name for name in names):
-        raise ConfigError(
-            f'private is {given!r}: give the name of a layer ("head"), or a list of names and glob patterns '
-            '(["head", "*.bias"]; in text private=(head,*.bias))',
-            field="private",
-        )
+    names = [] if given is None else given if isinstance(given, (list, tuple)) else [given]
+    for name in names:
+        if isinstance(name, bool) or not isinstance(name, (str, int)) or name == "":
+            raise ConfigError(
+                f'private is {given!r}: give the name of a layer ("head"), or a list of names and glob patterns '
+                '(["head", "*.bias"]; in text\nprivate=(head,*.bias), and "2.0.*" for a name that would be a number)',
+                field="private",
+            )
     return tuple(str(name) for name in names)
