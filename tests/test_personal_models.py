@@ -45,7 +45,7 @@ class JudgedNormed(Judged):
 
 
 def values(model):
-    return {name: value for name, value in model.state_dict().items()}
+    return model.state_dict()
 
 
 def same(one, other):
@@ -159,7 +159,9 @@ def test_private_layers_keep_their_buffers_too():
 def test_the_server_holds_no_head(monkeypatch, tmp_path):
     sizes, add = set(), exact_sum.ExactSum.add
     monkeypatch.setattr(
-        exact_sum.ExactSum, "add", lambda self, vector, *given: (sizes.add(vector.numel()), add(self, vector, *given))[1]
+        exact_sum.ExactSum,
+        "add",
+        lambda self, vector, *given: (sizes.add(vector.numel()), add(self, vector, *given))[1],
     )
     work = Judged()
     result = train(work, FedPer(private=HEAD), workers=2, epochs=2, checkpoint=tmp_path)
@@ -233,7 +235,11 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "strategy"), KINDS, ids=lambda given: getattr(given, "name", given.__name__ if isinstance(given, type) else ""))
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    KINDS,
+    ids=lambda given: getattr(given, "name", given.__name__ if isinstance(given, type) else ""),
+)
 def test_a_clients_model_is_the_one_that_was_measured(kind, strategy, tmp_path):
     work = kind(batch=4)
     result = train(work, strategy, workers=1, epochs=6, checkpoint=tmp_path)
@@ -251,7 +257,9 @@ def test_a_clients_model_is_the_one_that_was_measured(kind, strategy, tmp_path):
     again = train(work, strategy, workers=1, epochs=6, checkpoint=tmp_path, resume=True)  # no round is left
     for each in found:
         law = values(each.model())
-        assert same(values(stored.client(each.name).model()), law) and same(values(again.client(each.name).model()), law)
+        assert same(values(stored.client(each.name).model()), law) and same(
+            values(again.client(each.name).model()), law
+        )
     before = torch.get_rng_state()
     found[0].model()
     assert torch.equal(torch.get_rng_state(), before)
@@ -264,7 +272,10 @@ def test_dittos_model_is_v_k():
     for t in range(3):
         model = trained(work, model, data, 0, t, 2)
     assert near(result.client("2").model(), model) < EXACT
-    assert torch.equal(result.client("2").state["v"], torch.cat([p.detach().reshape(-1) for p in result.client("2").model().parameters()]))
+    assert torch.equal(
+        result.client("2").state["v"],
+        torch.cat([p.detach().reshape(-1) for p in result.client("2").model().parameters()]),
+    )
 
 
 def test_a_model_of_the_last_phase_is_returned():
@@ -298,7 +309,7 @@ def test_who_has_no_model_of_its_own_is_told_what_to_do(tmp_path):
     assert "there is no client 'nobody': the clients are 0, 1, 2, 3" in said
     (took_part,) = cohorts(result)[0]["trained"]
     other = next(name for name in result.clients if name != took_part)
-    with pytest.raises(ConfigError, match="has taken part in no round .*: give more rounds"):
+    with pytest.raises(ConfigError, match=r"has taken part in no round .*: give more rounds"):
         result.client(other)
     assert result.client(took_part).model() is not None
     tuned = train(Judged(), FedAvg(finetune=1, fraction=0.25), workers=1, epochs=1)

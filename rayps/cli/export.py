@@ -45,7 +45,8 @@ def export(
     client: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Write the personal model of this client of a federated job, not the model of all clients."
+            metavar="NAME",
+            help="Write the personal model of this client of a federated job, not the model of all clients.",
         ),
     ] = None,
     changes: Annotated[

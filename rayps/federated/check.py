@@ -82,7 +82,11 @@ def _check_private(name: str, side: ClientSide, workload: Workload) -> None:
         ConfigError: the strategy sends further vectors or has personal models; or the names do not fit the model.
     """
     if side.sums or side.model:
-        what = f"sends further vectors ({', '.join(side.sums)})" if side.sums else f"has a model of each client ({side.model})"
+        what = (
+            f"sends further vectors ({', '.join(side.sums)})"
+            if side.sums
+            else f"has a model of each client ({side.model})"
+        )
         raise ConfigError(
             f"{name} has private layers and also {what}, which would contain them: leave one of the two out",
             field="private",

@@ -1,8 +1,8 @@
 """Evaluate each client's personal model on the client's rows of the evaluation data: metrics `personal_*`.
 
 A client's personal model is the model that the strategy stores for the client (Ditto's v_k), or w after some epochs on
-the client's data (`finetune`), or w with the client's private layers or buffers (`buffers="keep"`). The clients that are in both the
-training and the evaluation data are divided among the workers, and each worker evaluates its part.
+the client's data (`finetune`), or w with the client's private layers or buffers (`buffers="keep"`). The clients that
+are in both the training and the evaluation data are divided among the workers, and each worker evaluates its part.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from rayps.core.user_code import user_code
 from rayps.data.clients import Clients
 from rayps.data.partition_rules import Ints
 from rayps.federated.client import Task
-from rayps.federated.personal_model import load_personal
+from rayps.federated.personal_model import ROWS, load_personal
 from rayps.federated.reply_source import SimulatedReplies
 
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
-
-ROWS = 1024  # rows of a client that are evaluated at once
 
 
 def personal(engine: FederatedEngine) -> Totals:

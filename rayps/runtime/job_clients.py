@@ -7,18 +7,14 @@ of processor on which the job ran; of a job on GPUs the last digits may differ, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from rayps.cluster.reservation import torch_threads
 from rayps.core.errors import CheckpointError, ConfigError
-from rayps.core.metrics import Totals, add_totals, values_of
 from rayps.core.spelling import near
 from rayps.core.strategy import Phase, StrategyView
 from rayps.core.strategy_families import has_remote_clients
@@ -27,23 +23,21 @@ from rayps.core.user_code import user_code
 from rayps.core.values import JsonObject
 from rayps.data.base import Data
 from rayps.data.clients import Clients
-from rayps.federated.client import ClientRows, Task, Trainer
+from rayps.federated.client import ClientRows
 from rayps.federated.client_states_file import CheckpointStates, StoredStates
-from rayps.federated.personal_model import has_personal, load_personal
+from rayps.federated.personal_model import GlobalState, evaluated_on, has_personal, personal_model, threads_of_torch
 from rayps.federated.simulated_rows import SimulatedRows
 from rayps.federated.strategy_interface import FederatedView
 from rayps.runtime.saved_model import save_model
 from rayps.strategies.catalogue import parse, wire
 from rayps.tensors import checkpoint
-from rayps.tensors.flat import FlatModel
+from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.snapshot import Snapshot
 from rayps.workload.base import Workload
 from rayps.workload.model import apart, model_of
-from rayps.workload.model_part import Whole
 
 _RECORD = "federated"  # name, in a checkpoint's JSON data, of what `recorded_clients` returns
-_ROWS = 1024  # rows that are evaluated at once
 _LISTED = 5  # the largest number of names in an error
 
 
@@ -58,7 +52,14 @@ class JobClients:
     """The clients of a job that has ended."""
 
     def __init__(
-        self, workload: Workload, strategy: FederatedView, snapshot: Snapshot, states: StoredStates, *, seed: int, threads: int
+        self,
+        workload: Workload,
+        strategy: FederatedView,
+        snapshot: Snapshot,
+        states: StoredStates,
+        *,
+        seed: int,
+        threads: int,
     ) -> None:
         """`snapshot` is the job's last state, `states` the clients' states of the same round.
 
@@ -85,7 +86,24 @@ class JobClients:
         strategy = parse(facts["strategy"], folder)[0].strategy
         assert isinstance(strategy, FederatedView), "only federated strategies are recorded"
         snapshot = Snapshot.from_state(state)
-        return cls(workload, strategy, snapshot, CheckpointStates(path), seed=state.meta["seed"], threads=facts["threads"])
+        return cls(
+            workload, strategy, snapshot, CheckpointStates(path), seed=state.meta["seed"], threads=facts["threads"]
+        )
+
+    @cached_property
+    def state(self) -> GlobalState:
+        """The state from which personal models are made. Raises CheckpointError if it is of another model."""
+        snapshot = self.snapshot.loaded()
+        with apart():
+            named = model_of(self.workload).named_parameters()
+        snapshot.check(
+            Layout.of((name, p) for name, p in named if p.requires_grad),
+            "give the workload that was trained (--workload), with its parameters (--set NAME=VALUE)",
+        )
+        ticks, round = Ticks(snapshot.origin, snapshot.steps_per_epoch), snapshot.round
+        tick = ticks.of(self.workload.schedule_every, round)
+        begun = round - snapshot.origin[0]
+        return GlobalState(self.strategy, self.seed, begun, tick, snapshot.params, snapshot.buffers, snapshot.shared)
 
     @cached_property
     def data(self) -> Data:
@@ -125,7 +143,7 @@ class JobClients:
             )
         if not side.measured:
             raise ConfigError(
-                f"{self.strategy.name} keeps no model of each client: use ditto, fedper or fedrep, or give {self.strategy.name} "
+                f"{self.strategy.name} keeps no model of each client: use ditto, fedper or fedrep, or give "
                 'finetune=1 or buffers="keep". `model()` is the model of all clients',
                 field="client",
             )
@@ -142,8 +160,8 @@ class JobClients:
         state = self.states.get(number)
         if not has_personal(side, bool(state)):
             raise ConfigError(
-                f"client {name!r} has taken part in no round that counted, so it has no model of its own yet: give more "
-                "rounds (epochs) or a larger fraction.\n`model()` is the model with which it would start",
+                f"client {name!r} has taken part in no round that counted, so it has no model of its own yet: give "
+                "more rounds (epochs) or a larger fraction.\n`model()` is the model with which it would start",
                 field="client",
             )
         return ClientResult(self, name, number, state)
@@ -172,15 +190,9 @@ class ClientResult:
         Raises:
             WorkloadError, DataError: the user's code or data failed.
         """
-        job, snapshot = self._job, self._job.snapshot.loaded()
-        with apart(), torch.enable_grad(), _threads(job.threads):
-            model = model_of(job.workload)
-            flat = FlatModel(snapshot.fill(model))
-            snapshot.check(flat.layout)
-            trainer = Trainer(flat, job.workload)
-            load_personal(trainer, job.strategy, self._task(snapshot, trainer), self._rows)
-            found = replace(snapshot, params=flat.vector.clone(), buffers=snapshot.buffers | trainer.copy_buffers())
-            return found.fill(model_of(job.workload)).eval()
+        job = self._job
+        with threads_of_torch(job.threads):
+            return personal_model(job.workload, job.state, self.number, self.state, self._rows)
 
     @cached_property
     def metrics(self) -> dict[str, float]:
@@ -193,11 +205,9 @@ class ClientResult:
         number = None if clients is None else clients.find(self.name)
         if clients is None or number is None:
             return {}
-        part, totals, rows = Whole(self._job.workload, self.model()), Totals(), clients.rows(number)
-        with torch.no_grad(), user_code("evaluate"), _threads(self._job.threads):
-            for lo in range(0, len(rows), _ROWS):
-                add_totals(totals, part.evaluate(clients.batch(rows[lo : lo + _ROWS])))
-        return values_of(totals)
+        model = self.model()
+        with threads_of_torch(self._job.threads):
+            return evaluated_on(self._job.workload, model, clients.rows(number), clients.batch)
 
     def save(self, folder: str | Path) -> Path:
         """Write the personal model into a new folder that needs no rayps, as `Result.save` does. Return the folder.
@@ -207,26 +217,6 @@ class ClientResult:
         """
         return save_model(self.model(), folder)
 
-    def _task(self, snapshot: Snapshot, trainer: Trainer) -> Task:
-        """Return the client's training in the round after the last: what the last evaluation measured."""
-        job, origin, state = self._job, snapshot.origin, self.state
-        own = {name.removeprefix("buffers/"): value for name, value in state.items() if name.startswith("buffers/")}
-        buffers = {name: snapshot.buffers[name] for name in trainer.buffers if name in snapshot.buffers} | own
-        tick = Ticks(origin, snapshot.steps_per_epoch).of(job.workload.schedule_every, snapshot.round)
-        round = snapshot.round - origin[0]
-        return Task(job.seed, round, self.number, snapshot.params, snapshot.shared, state, buffers, tick)
-
     def _rows(self) -> ClientRows:
         job = self._job
         return SimulatedRows(job.strategy, job.data, job.clients, job.seed).of(self.number)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Use `count` threads of torch in this block, because other numbers of threads round differently."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

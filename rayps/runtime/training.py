@@ -143,8 +143,8 @@ class Result:
         """
         if self.federated is None:
             raise ConfigError(
-                "the job has no clients: only federated strategies have personal models, such as ditto, fedper, or fedavg "
-                "with finetune=1",
+                "the job has no clients: only federated strategies have personal models, such as ditto, fedper, or "
+                "fedavg with finetune=1",
                 field="client",
             )
         return self.federated.client(name)

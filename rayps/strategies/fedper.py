@@ -1,8 +1,8 @@
-"""FedPer: private layers. Clients share the lower layers of the model, and each keeps upper layers of its own.
+"""FedPer: private layers. Clients share some layers of the model, and each keeps the others for itself.
 
 Arivazhagan, Aggarwal, Singh, Choudhary, "Federated Learning with Personalization Layers", 2019 (arXiv:1912.00818),
-algorithms 1 and 2. The model consists of the base layers W_B and of the personalization layers W_P. In round t, for each
-client j of the cohort S, with n_j samples:
+algorithms 1 and 2. The model consists of the base layers W_B and of the personalization layers W_P. In round t, for
+each client j of the cohort S, with n_j samples:
     client j: (W_B,j, W_P,j) <- (W_B, W_P,j);  trains all layers as in FedAvg;  keeps W_P,j, and replies with W_B,j
     server:   W_B <- sum_S n_j W_B,j / sum_S n_j, over the clients that replied
 W_P,j starts as W_P of the initial model, which is the same for all clients, and is stored between rounds.
