@@ -14,7 +14,7 @@ import rayps
 from rayps import AllReduce, Ditto, FedAvg, FedPer, FedRep, Scaffold
 from rayps.core.errors import CheckpointError, ConfigError
 from rayps.federated import exact_sum
-from rayps.federated.private_part import PrivatePart
+from rayps.federated.private_layers import PrivateLayers
 from rayps.runtime.job_clients import JobClients
 from rayps.strategies.catalogue import parse
 
@@ -207,7 +207,7 @@ def test_what_can_be_private_is_checked_before_anything_starts():
 
 def test_the_parts_of_a_vector():
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-    part = PrivatePart.of_model(("*.bias", "1"), model)
+    part = PrivateLayers.of_model(("*.bias", "1"), model)
     assert part.parameters == {"0.bias", "1.weight", "1.bias", "2.bias"} and part.shared == {"0.weight", "2.weight"}
     assert part.buffers == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
     vector = torch.arange(float(part.layout.size))
@@ -217,7 +217,7 @@ def test_the_parts_of_a_vector():
     part.paste(other, shared)
     part.load(part.state_of(vector, dict(model.named_buffers())), other, dict(model.named_buffers()))
     assert torch.equal(other, vector)
-    nothing = PrivatePart.of_model((), model)
+    nothing = PrivateLayers.of_model((), model)
     assert not nothing and nothing.cut(vector) is vector and nothing.shared_size == vector.numel()
 
 

@@ -10,7 +10,7 @@ from rayps.federated.aggregation_options import Aggregation
 from rayps.federated.client import is_plain
 from rayps.federated.population.attack_spec import skew
 from rayps.federated.population.cohort import cohort_size
-from rayps.federated.private_part import PrivatePart
+from rayps.federated.private_layers import PrivateLayers
 from rayps.federated.simulated_rounds import events_of
 from rayps.federated.strategy_interface import ClientSide, FederatedView, is_buffered, joining_under
 from rayps.tensors import optim
@@ -92,7 +92,7 @@ def _check_private(name: str, side: ClientSide, workload: Workload) -> None:
             field="private",
         )
     with apart():
-        PrivatePart.of_model(side.private, model_of(workload))
+        PrivateLayers.of_model(side.private, model_of(workload))
 
 
 def _check_smallest_round(aggregation: Aggregation, least: int, asked: int) -> None:

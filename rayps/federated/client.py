@@ -23,7 +23,7 @@ from rayps.core.maximize import direction
 from rayps.core.user_code import user_code
 from rayps.data.base import Batch, Nested, map_tensors
 from rayps.federated.population.cohort import number
-from rayps.federated.private_part import PrivatePart
+from rayps.federated.private_layers import PrivateLayers
 from rayps.federated.row_order import Ints, parts
 from rayps.federated.strategy_interface import FederatedView
 from rayps.tensors import optim
@@ -142,12 +142,12 @@ class ClientTurn:
     @property
     def private(self) -> frozenset[str]:
         """The names of the parameters that stay with the client."""
-        return self._trainer.private_part(self._strategy).parameters
+        return self._trainer.private_layers(self._strategy).parameters
 
     @property
     def shared_names(self) -> frozenset[str]:
         """The names of the parameters that the client sends."""
-        return self._trainer.private_part(self._strategy).shared
+        return self._trainer.private_layers(self._strategy).shared
 
     @property
     def lr(self) -> float:
@@ -265,21 +265,21 @@ class Trainer:
         self.buffers: Tensors = dict(flat.model.named_buffers())
         self._values = [flat.vector[e.lo : e.hi].view(e.shape) for e in flat.layout.entries]
         self._rates, self._tick = rates_of(recipe_of(workload), flat.layout), 0
-        self._private: dict[tuple[str, ...], PrivatePart] = {}
+        self._private: dict[tuple[str, ...], PrivateLayers] = {}
         self._make_optimizer()
 
     def _make_optimizer(self) -> None:
         self._optimizer = optim.made(recipe_of(self.workload), self.parameters)
         self._record_options()
 
-    def private_part(self, strategy: FederatedView) -> PrivatePart:
+    def private_layers(self, strategy: FederatedView) -> PrivateLayers:
         """Return the part of the model that stays with each client under a strategy.
 
         Raises ConfigError if the strategy's patterns do not fit the model.
         """
         patterns = strategy.client_side.private
         if patterns not in self._private:
-            self._private[patterns] = PrivatePart.of(patterns, self.flat.layout, self.buffers)
+            self._private[patterns] = PrivateLayers.of(patterns, self.flat.layout, self.buffers)
         return self._private[patterns]
 
     @contextmanager
@@ -388,7 +388,7 @@ class Trainer:
         Raises:
             WorkloadError, DataError: the user's code or data failed.
         """
-        private = self.private_part(strategy)
+        private = self.private_layers(strategy)
         task = self._loaded(task, private)
         self.set_tick(task.tick)
         seed_torch(number(task.seed, "model", task.round, task.client) >> 1)  # for dropout, for example
@@ -411,7 +411,7 @@ class Trainer:
             w, turn.n, turn.reply, turn.state, buffers, total / weight if weight else math.nan, samples, steps
         )
 
-    def _loaded(self, task: Task, private: PrivatePart) -> Task:
+    def _loaded(self, task: Task, private: PrivateLayers) -> Task:
         """Load what a client starts from into the model: w_t and buffers, with the client's private part in them.
 
         Return the task with that start as its w_t.
@@ -424,14 +424,14 @@ class Trainer:
 
     def load_start(self, strategy: FederatedView, task: Task) -> None:
         """Set the model to what the client of `task` starts from: w_t with its own private part and buffers."""
-        self._loaded(task, self.private_part(strategy))
+        self._loaded(task, self.private_layers(strategy))
 
     def finetune(self, strategy: FederatedView, task: Task, rows: ClientRows, epochs: int) -> None:
         """Set the model to what the client starts from, then train it for `epochs` epochs on the client's rows alone.
 
         The same task and rows give the same bits on every worker.
         """
-        task = self._loaded(task, self.private_part(strategy))
+        task = self._loaded(task, self.private_layers(strategy))
         self.set_tick(task.tick)
         seed_torch(number(task.seed, "finetune", task.round, task.client) >> 1)
         turn = ClientTurn(self, strategy, task, rows)

@@ -99,8 +99,13 @@ class RemoteReplies:
             TrainingError: too few clients connected within `wait` seconds.
         """
         there = self._wait_for_clients(t)
-        w, strategy, side = self._engine.w, self._strategy, self._engine.side
-        chosen = first(w.plan.seed, t, there, cohort_size(len(there), strategy.fraction)).tolist()
+        w, strategy, side, private = self._engine.w, self._strategy, self._engine.side, self._engine.private
+        if private is None:
+            chosen = first(w.plan.seed, t, there, cohort_size(len(there), strategy.fraction)).tolist()
+        else:  # the number that is asked is fixed, as the divisor is
+            there = private.eligible(there)
+            chosen = first(w.plan.seed, t, there, cohort_size(self._joining.least, strategy.fraction)).tolist()
+            private.asked(chosen)
         given = {name: value for name, value in shared.items() if name in side.sums}
         raw = remote_codec.encode_parameters(w_t, w.flat.layout, given, buffers)
         facts: OrderFacts = {
@@ -115,8 +120,8 @@ class RemoteReplies:
         if self._engine.trainer.scheduled:
             facts["tick"] = self._engine.tick(t)
         self._first = False
-        private = self._engine.private
-        self._like = private.cut(w_t), {} if side.keeps_buffers else private.without_private(buffers)
+        part = self._engine.private_layers
+        self._like = part.cut(w_t), {} if side.keeps_buffers else part.without_private(buffers)
         most = remote_codec.most_bytes(self._like[0], side.sums, self._like[1])
         asked = dict(zip(chosen, self.names(chosen), strict=True))
         order = self._mailbox.open_round(facts, asked, self._deadline, most, raw)

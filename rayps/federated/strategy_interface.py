@@ -13,6 +13,7 @@ from rayps.federated.local_training import LocalTraining
 from rayps.federated.population.attack_spec import AttackSpec
 from rayps.federated.population.options import PopulationSpec
 from rayps.federated.remote.join_options import JoinOptions, joining_of, round_seconds
+from rayps.privacy.options import PrivacySpec
 
 if TYPE_CHECKING:
     from rayps.federated.client import ClientTurn
@@ -38,7 +39,7 @@ class ClientSide:
     keeps_buffers: bool = False  # whether each client has its own BatchNorm statistics; if not, they are averaged
     finetune: int | None = None  # epochs for which a copy of w is trained before it is evaluated on the client's rows
     plain: bool = False  # whether the optimizer must be SGD without momentum and weight decay
-    # names or patterns of parameters and buffers that never leave the client: see `rayps.federated.private_part`
+    # names or patterns of parameters and buffers that never leave the client: see `rayps.federated.private_layers`
     private: tuple[str, ...] = ()
 
     @property
@@ -71,6 +72,10 @@ class FederatedView(StrategyView, Protocol):
     @property
     def population(self) -> PopulationSpec:
         """The options of the simulated clients."""
+
+    @property
+    def privacy_spec(self) -> PrivacySpec | None:
+        """The options of client-level differential privacy; None if the job is not private."""
 
     @property
     def buffered(self) -> Buffered | None:

@@ -7,7 +7,7 @@ each client j of the cohort S, with n_j samples:
     server:   W_B <- sum_S n_j W_B,j / sum_S n_j, over the clients that replied
 W_P,j starts as W_P of the initial model, which is the same for all clients, and is stored between rounds.
 
-`private` names W_P: parameters, modules or glob patterns of names (`rayps.federated.private_part`). With BatchNorm
+`private` names W_P: parameters, modules or glob patterns of names (`rayps.federated.private_layers`). With BatchNorm
 among these layers, its statistics are private too. The server holds the initial W_P and never changes it: so metrics
 without the prefix `personal_` are those of the trained W_B under the initial W_P, and say little. The metrics
 `personal_*` evaluate (W_B, W_P,j) on client j's rows of the evaluation data. Without `private` this is FedAvg.

@@ -1,4 +1,4 @@
-"""The part of a model that stays with each client: parameters and buffers whose names match patterns.
+"""The layers of a model that stay with each client: parameters and buffers whose names match patterns.
 
 A pattern is the name of a parameter, of a buffer or of a module, which stands for all below it ("head", "layers.3"), or
 a glob pattern of whole names ("*.bias"). The rest is the shared part: the elements of the vector in their order,
@@ -22,7 +22,7 @@ _SHOWN = 6  # the largest number of names in an error
 
 
 @dataclass(frozen=True, slots=True)
-class PrivatePart:
+class PrivateLayers:
     """Which parameters and buffers of one model are private. The methods do nothing if none is."""
 
     layout: Layout
@@ -30,7 +30,7 @@ class PrivatePart:
     buffers: frozenset[str]  # the names of the private buffers
 
     @classmethod
-    def of(cls, patterns: Collection[str], layout: Layout, buffers: Iterable[str]) -> PrivatePart:
+    def of(cls, patterns: Collection[str], layout: Layout, buffers: Iterable[str]) -> PrivateLayers:
         """Find the names that match `patterns` among the parameters of `layout` and the names `buffers`.
 
         Raises:
@@ -58,8 +58,8 @@ class PrivatePart:
         return found
 
     @classmethod
-    def of_model(cls, patterns: Collection[str], model: nn.Module) -> PrivatePart:
-        """Find the private part of a model: see `of`."""
+    def of_model(cls, patterns: Collection[str], model: nn.Module) -> PrivateLayers:
+        """Find the private layers of a model: see `of`."""
         layout = Layout.of((name, p) for name, p in model.named_parameters() if p.requires_grad)
         return cls.of(patterns, layout, dict(model.named_buffers()))
 
