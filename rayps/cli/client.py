@@ -75,10 +75,8 @@ def client(
     from rayps.clients.client_process import ClientProcess, ServiceConnection, own_data
     from rayps.workload.base import load
 
-    found = ClientToken.read(_token(token))
-    settings = Settings.read(url=url)
-    if settings.url is None:
-        raise ConfigError("give the job service's address: --url, or RAYPS_URL", field="url")
+    found, address = ClientToken.read(client_token(token)), address_of(url)
+    settings = Settings.read()
     which = found.job or job
     if which is None:
         raise ConfigError("this token is valid for any job: give the job with --job ID", field="job")
@@ -100,7 +98,7 @@ def client(
     workload = load(target, params=assignments(changes or []))
     rows = own_data(workload, data)
     folder = ClientFolder((state or settings.state_dir / "clients") / which / who)
-    connection = ServiceConnection(settings.url, str(found), patience, show.note)
+    connection = ServiceConnection(address, str(found), patience, show.note)
     try:
         ended = ClientProcess(
             workload, rows, found, which, connection, folder, name=who, report=show.note, device=device
@@ -114,7 +112,19 @@ def client(
         raise typer.Exit(1)
 
 
-def _token(given: str | None) -> str:
+def address_of(url: str | None) -> str:
+    """Return the job service's address. Raises ConfigError if neither `url` nor RAYPS_URL has it."""
+    found = Settings.read(url=url).url
+    if found is None:
+        raise ConfigError("give the job service's address: --url, or RAYPS_URL", field="url")
+    return found
+
+
+def client_token(given: str | None) -> str:
+    """Return the text of a client's token: `given`, or RAYPS_CLIENT_TOKEN, or the content of the file after an @.
+
+    Raises ConfigError if there is none.
+    """
     text = given or os.environ.get("RAYPS_CLIENT_TOKEN", "")
     if text.startswith("@"):
         try:

@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypedDict
 
 import httpx2
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 
 from rayps.clients.client_folder import ClientFolder
+from rayps.clients.global_model import keep_global_model
 from rayps.core.errors import ConfigError, Conflict, NotFound, RaypsError, Unauthorized, Unreachable, WorkloadError
 from rayps.core.job_status import Status
 from rayps.core.user_code import user_code
@@ -31,7 +33,7 @@ from rayps.data.base import Data
 from rayps.data.other_files import with_other_files
 from rayps.federated import remote_codec
 from rayps.federated.client import ClientReply, ClientRows, Task, Trainer
-from rayps.federated.remote.signed_orders import ClientToken, OrderFacts, verified
+from rayps.federated.remote.signed_orders import ClientToken, ModelFacts, OrderFacts, verified, verified_model
 from rayps.federated.strategy_interface import FederatedView, deadline_of
 from rayps.service.client import checked
 from rayps.strategies.catalogue import parse
@@ -160,7 +162,7 @@ class ClientProcess:
         model.train()
         self._trainer = Trainer(FlatModel(model), workload, device)
         self._number, self._public_key, self._rounds = -1, "", 0
-        self._last_reason = ""
+        self._last_reason, self._personal = "", False  # whether the job's clients have personal models
 
     def run(self) -> Ended:
         """Take part until the job has ended.
@@ -203,6 +205,8 @@ class ClientProcess:
             if work.get("verdict"):
                 self._discard_rejected_state(str(work["verdict"]))
             if work["kind"] == "end":
+                if self._personal:
+                    self._keep_global_model()
                 return Ended(Status(work["status"]), str(work.get("reason") or ""), self._rounds)
             if work["kind"] == "round":
                 self._last_reason = ""
@@ -217,6 +221,7 @@ class ClientProcess:
         found = self._connection.call("POST", "/api/v1/client/join", json=body).json()
         self._number, self._public_key, self.name = int(found["number"]), found["public_key"], found["name"]
         self.token.check(self._public_key)
+        self._folder.record_number(self._number)
         samples = len(self._rows.numbers)
         self._report(f"joined job {self.job} as {self.name}, client {self._number}, with {samples} samples")
 
@@ -251,6 +256,7 @@ class ClientProcess:
         """Execute an order: receive the parameters, train, and send the update."""
         serial, round, asked = order["serial"], order["round"], time.monotonic()
         strategy = _strategy_of(order)
+        self._personal = strategy.client_side.measured
         self._folder.start_order(serial)
         try:
             raw = self._connection.call(
@@ -309,6 +315,16 @@ class ClientProcess:
             "raise deadline, or lower local_epochs or local_steps"
         )
 
+    def _keep_global_model(self) -> None:
+        """Store the job's last parameters, from which this client's personal model is made: see `rayps personal`."""
+        try:
+            facts = verified_facts(self._connection, self._headers(), self.token, self._public_key)
+            keep_global_model(
+                facts, self._folder.folder, partial(download, self._connection, self._headers()), self._report
+            )
+        except (NotFound, Unreachable) as error:  # a job that ended without a checkpoint
+            self._report(f"the job's parameters were not fetched: {error.message}")
+
     def _discard_rejected_state(self, verdict: str) -> None:
         """Delete the state after the newest update, because the job rejected that update.
 
@@ -319,6 +335,31 @@ class ClientProcess:
             self._folder.delete_state(self._folder.last)
             self._folder.finish_order(self._folder.finished, None)
             self._rounds -= 1
+
+
+def verified_facts(
+    connection: ServiceConnection, headers: dict[str, str], token: ClientToken, public_key: str
+) -> ModelFacts:
+    """Return the facts of the job's newest checkpoint, after checking their signature, job, client and kind.
+
+    `headers` are those of the joined client.
+
+    Raises:
+        Unauthorized: a check failed.
+        NotFound: the job has no checkpoint.
+    """
+    found = connection.call("GET", "/api/v1/client/model", headers=headers).json()
+    facts = verified_model(str(found.get("model")), str(found.get("signature")), public_key, token.fingerprint)
+    job, number, _ = headers["Rayps-Client"].split(":")
+    for key, mine in {"kind": "model", "job": job, "client": int(number)}.items():
+        if facts.get(key) != mine:
+            raise _refusal(f"the {key} of the facts is {facts.get(key)!r}, but that of this client is {mine!r}")
+    return facts
+
+
+def download(connection: ServiceConnection, headers: dict[str, str], path: str) -> bytes:
+    """Return the answer to GET `path` of a joined client."""
+    return connection.call("GET", path, headers=headers).content
 
 
 def _strategy_of(order: OrderFacts) -> FederatedView:
@@ -351,6 +392,18 @@ def own_data(workload: Workload, path: str | None) -> Data:
         data = workload.data()
     if not isinstance(data, Data):
         raise WorkloadError(f"data() returned {type(data).__name__}: return one of rayps.data, e.g. parquet(...)")
+    return data if path is None else with_other_files(data, path)
+
+
+def evaluation_of(workload: Workload, path: str | None) -> Data:
+    """Return the workload's evaluation data; with `path`, the same columns from that Parquet file or folder.
+
+    Raises WorkloadError or DataError as `own_data` does.
+    """
+    with user_code("evaluation_data"):
+        data = workload.evaluation_data()
+    if not isinstance(data, Data):
+        raise WorkloadError(f"evaluation_data() returned {type(data).__name__}: return one of rayps.data")
     return data if path is None else with_other_files(data, path)
 
 

@@ -36,6 +36,17 @@ class GlobalState:
     buffers: Mapping[str, Tensor]  # the buffers, and parameters that need no gradient, by name
     shared: Mapping[str, Tensor]  # the server's state
 
+    def global_model(self, workload: Workload) -> nn.Module:
+        """Return the model of all clients, in evaluation mode, on the CPU.
+
+        Raises WorkloadError if the workload's model cannot be made.
+        """
+        with apart():
+            flat = FlatModel(model_of(workload))
+            flat.vector.copy_(self.w)
+            flat.model.load_state_dict(dict(self.buffers), strict=False)
+        return flat.model.eval()
+
     def task(self, client: int, state: Tensors, buffers: Mapping[str, Tensor]) -> Task:
         """Return the training of a client in the next round. `buffers` are those of the global model."""
         own = {name.removeprefix(_BUFFERS): value for name, value in state.items() if name.startswith(_BUFFERS)}

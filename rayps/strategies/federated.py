@@ -102,7 +102,6 @@ class Federated(FlatOptions, Strategy):
         for name, value, unset in (
             ("enough", self.aggregation.enough, None),
             ("over_selection", self.aggregation.over_selection, 0.0),
-            ("finetune", self.finetune, None),
         ):
             if value != unset:
                 raise ConfigError(

@@ -15,13 +15,13 @@ import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, TypedDict
+from typing import Self, TypedDict, cast
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from rayps.core.errors import ConfigError, Unauthorized
-from rayps.core.values import JsonObject
+from rayps.core.values import JsonObject, Keywords
 
 _DOMAIN = b"rayps: an order to a federated client, 1\n"
 _SCHEME = "rpc"
@@ -124,6 +124,23 @@ class OrderedParameters(TypedDict):
     bytes: int
 
 
+class ModelFacts(TypedDict, total=False):
+    """The facts of a job's newest checkpoint, signed for one client: see `rayps.clients.global_model`."""
+
+    kind: str  # "model"
+    step: int  # the checkpoint's number
+    round: int  # the number of rounds that the job had completed
+    origin: list[int]  # the first round and epoch of the phase
+    steps_per_epoch: int
+    strategy: JsonObject
+    seed: int
+    starts: list[list[int]]  # as in an order
+    files: dict[str, OrderedParameters]  # the checkpoint's files that the client downloads
+    job: str
+    client: int
+    name: str
+
+
 class OrderFacts(TypedDict, total=False):
     """The content of an order, by which a client trains in one round.
 
@@ -158,8 +175,8 @@ def fingerprint(public: str) -> str:
     return text_of(hashlib.sha256(bytes_of(public)).digest())
 
 
-def order_text(facts: OrderFacts) -> str:
-    """Return an order's canonical text, which the service signs."""
+def order_text(facts: OrderFacts | ModelFacts) -> str:
+    """Return the canonical text of an order, or of facts of a checkpoint, which the service signs."""
     return json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 
@@ -169,6 +186,15 @@ def verified(text: str, signature: str, public: str, expected: str) -> OrderFact
     Raises:
         Unauthorized: the fingerprint or the signature is wrong. No part of the order may be used.
     """
+    return cast(OrderFacts, _verified(text, signature, public, expected))
+
+
+def verified_model(text: str, signature: str, public: str, expected: str) -> ModelFacts:
+    """Check `text` as `verified` does, then return the facts of a checkpoint in it."""
+    return cast(ModelFacts, _verified(text, signature, public, expected))
+
+
+def _verified(text: str, signature: str, public: str, expected: str) -> Keywords:
     try:
         known, key = fingerprint(public), Ed25519PublicKey.from_public_bytes(bytes_of(public))
     except ValueError as error:
@@ -179,7 +205,7 @@ def verified(text: str, signature: str, public: str, expected: str) -> OrderFact
         raise _wrong_key()
     try:
         key.verify(bytes_of(signature), _DOMAIN + text.encode())
-        facts: OrderFacts = json.loads(text)
+        facts: Keywords = json.loads(text)
     except (InvalidSignature, ValueError) as error:
         raise Unauthorized(
             "this client refused an order without the service's signature. A proxy between client and service may have "
