@@ -58,9 +58,9 @@ def personal(
     ] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
 ) -> None:
-    """Make the personal model of this client, and evaluate it or write it into a folder. Nothing is sent.
+    """Make a real client's personal model; evaluate it or save it.
 
-    `rayps client` stores the job's parameters when the job ends. The model is made from them, from this client's state
+    Nothing is sent. `rayps client` stores the job's parameters when the job ends. The model is made from them, from this client's state
     and, with finetune, by training a copy on this client's rows.
     """
     from rayps.clients.client_process import evaluation_of, own_data
