@@ -15,11 +15,12 @@ import pytest
 import safetensors.torch
 import torch
 from client_site import All, Clinic, Hospital, Own
+from rayps_client.global_model import GLOBAL_FILE
 from small_work import train
 
 import rayps
 from rayps.cli.main import main
-from rayps.clients.global_model import FILE, GlobalModel
+from rayps.clients.global_model import GlobalModel
 from rayps.clients.personal_client import PersonalClient
 from rayps.core.errors import ConfigError, Unauthorized, WorkloadError
 from rayps.core.logs import LogBuffer
@@ -148,7 +149,7 @@ def test_parameters_that_somebody_changed_are_not_used(clinic: Clinic) -> None:
         job = clinic.job("ditto:clients=remote(wait=100)", rounds=1)
         hospital = clinic.hospital(job, 0, transport=Meddler(change)).begin().over()
         assert isinstance(hospital.error, Unauthorized) and why in str(hospital.error)
-        assert not (hospital.folder.folder / FILE).exists()
+        assert not (hospital.folder.folder / GLOBAL_FILE).exists()
 
 
 def test_only_joined_clients_get_the_parameters(clinic: Clinic) -> None:
@@ -195,7 +196,7 @@ def test_the_command(clinic: Clinic, capsys: pytest.CaptureFixture[str], monkeyp
     code, out, _ = say("--evaluate")
     assert code == 0 and "personal" in out and "error" in out
     assert say()[0] == 2
-    (state / job.id / "h0" / FILE).unlink()
+    (state / job.id / "h0" / GLOBAL_FILE).unlink()
     code, _, note = say("--evaluate")
     assert code == 2 and "add --fetch" in note
     assert say("--evaluate", "--fetch", "--url", clinic.url, "--token", clinic.invite(job)["token"])[0] == 0

@@ -14,7 +14,7 @@ from rayps.core.errors import ConfigError
 from rayps.privacy import accountant
 from rayps.privacy.account import PrivacyAccount, solve_noise
 from rayps.privacy.adaptive_clip import next_clip, update_noise
-from rayps.privacy.claim import Setting, claim
+from rayps.privacy.claim import Setting, claim, with_releases
 from rayps.privacy.ledger import ReleaseLedger
 from rayps.privacy.mechanism import Mechanism, Spent
 from rayps.privacy.noise import KeyedNoise, SecretNoise
@@ -97,6 +97,13 @@ def test_epsilon_grows_with_releases_and_sampling_and_falls_with_noise():
     assert cost(Mechanism("poisson", 2.2, 0.01), 10) < many[2] < cost(Mechanism("poisson", 1.1, 0.1), 10)
     fixed = Mechanism("fixed", 1.1, units=1000, drawn=10)
     assert cost(fixed, 10) < cost(fixed, 100) < cost(Mechanism("fixed", 0.6, units=1000, drawn=10), 100)
+
+
+@pytest.mark.parametrize("mechanism", [Mechanism("poisson", 0.01, 0.2), Mechanism("all", 1e-4), POISSON])
+def test_little_noise_and_many_releases_have_a_bound_or_none(mechanism):
+    """The bound needs neither much memory nor much time, and is never too small: see the Gaussian law."""
+    found = cost(mechanism, 20_000)
+    assert found > 5 and (found == math.inf or found < 1e6)
 
 
 def test_two_kinds_of_releases_are_added_or_refused():
@@ -258,10 +265,11 @@ def test_a_tree_of_an_earlier_process_is_not_continued(tmp_path):
 
 def test_the_claim_says_against_whom_it_holds_and_warns_of_delta():
     spec = dp(noise_multiplier=1.1, delta=1e-2)
-    found = claim(spec, POISSON, Setting("client", 500), 2.0, 10)
+    found = with_releases(claim(spec, POISSON, Setting("client", 500)), 2.0, 10)
     assert "10 noised sums" in found["claim"] and "(2, 0.01)-differentially private" in found["claim"]
     assert any("final model" in each for each in found["holds_against"]) and "are trusted" in found["trusted"]
     assert any("WARNING" in each for each in found["assumes"])
-    seeded = claim(dp(noise_multiplier=1.1, noise="seeded"), POISSON, Setting("row", 50_000), 2.0, 10)
+    seeded = claim(dp(noise_multiplier=1.1, noise="seeded"), POISSON, Setting("row", 50_000))
+    seeded = with_releases(seeded, 2.0, 10)
     assert seeded["claim"].startswith("This run proves nothing") and not seeded["proves"]
     assert not any("WARNING" in each for each in seeded["assumes"])

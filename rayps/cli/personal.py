@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rayps.cli import show
-from rayps.cli.client import address_of, client_token
 from rayps.cli.show import Output
 from rayps.core.errors import ConfigError
 from rayps.federated.remote.signed_orders import ClientToken
@@ -60,17 +58,19 @@ def personal(
 ) -> None:
     """Make a real client's personal model; evaluate it or save it.
 
-    Nothing is sent. `rayps client` stores the job's parameters when the job ends. The model is made from them, from this client's state
-    and, with finetune, by training a copy on this client's rows.
+    Nothing is sent. `rayps client` stores the job's parameters when the job ends. The model is made from them, from
+    this client's state and, with finetune, by training a copy on this client's rows.
     """
-    from rayps.clients.client_process import evaluation_of, own_data
+    from rayps_client.command import service_address, token_text
+
     from rayps.clients.global_model import GlobalModel
     from rayps.clients.personal_client import PersonalClient
+    from rayps.clients.workload_trainer import evaluation_of, own_data
     from rayps.workload.base import load
 
     if not evaluate and out is None:
         raise ConfigError("nothing is asked for: give --evaluate, or --out FOLDER, or both", field="out")
-    found = ClientToken.read(client_token(token)) if fetch else None
+    found = ClientToken.read(token_text(token)) if fetch else None
     which = job or (None if found is None else found.job)
     who = name or (None if found is None else found.name)
     if which is None or who is None:
@@ -79,7 +79,7 @@ def personal(
     workload = load(target, params=assignments(changes or []))
     folder = (state or Settings.read().state_dir / "clients") / which / who
     if found is not None:
-        _fetch(found, address_of(url), which, folder)
+        _fetch(found, service_address(url), which, folder)
     client = PersonalClient(workload, own_data(workload, data), folder, GlobalModel.load(folder))
     model = client.model
     if evaluate:
@@ -98,17 +98,14 @@ def personal(
 
 def _fetch(token: ClientToken, url: str, job: str, folder: Path) -> None:
     """Fetch the job's newest parameters into the folder of a client that has joined."""
-    from rayps.clients.client_folder import identity_of
-    from rayps.clients.client_process import ServiceConnection, download, verified_facts
-    from rayps.clients.global_model import keep_global_model
+    from rayps_client.client_folder import identity_of
+    from rayps_client.connection import ServiceConnection
+    from rayps_client.global_model import fetch_global
 
     number, key = identity_of(folder)
     connection = ServiceConnection(url, str(token), _PATIENCE, show.note)
     try:
-        headers = {"Rayps-Client": f"{job}:{number}:{key}"}
-        public = connection.call("GET", "/api/v1/client/key").json()["public_key"]
-        facts = verified_facts(connection, headers, token, public)
-        keep_global_model(facts, folder, partial(download, connection, headers), show.note)
+        fetch_global(connection, token, {"Rayps-Client": f"{job}:{number}:{key}"}, folder)
     finally:
         connection.close()
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from rayps_client.client_folder import newest_state
+from rayps_client.torch_tensors import tensors_of
 from torch import nn
 
-from rayps.clients.client_folder import newest_state
-from rayps.clients.client_process import rows_of
 from rayps.clients.global_model import GlobalModel
+from rayps.clients.workload_trainer import rows_of
 from rayps.core.errors import ConfigError
 from rayps.data.base import Data
 from rayps.federated.client import ClientRows, Tensors
@@ -32,7 +33,7 @@ class PersonalClient:
     def state(self) -> Tensors:
         """The strategy's state of this client at the job's newest checkpoint; {} if there is none."""
         facts, name = self.given.facts, self.given.strategy.name
-        return newest_state(self.folder, facts["round"], name, facts["starts"])
+        return tensors_of(newest_state(self.folder, facts["round"], name, facts["starts"]))
 
     @cached_property
     def job(self) -> GlobalState:

@@ -182,7 +182,9 @@ class Aggregate:
         self._extras, self._statistics = dict(extras or {}), statistics
         self._attackers = frozenset() if self.attack is None else self.attack.attackers(seed, clients)
         self.gathers = self.rule.robust or (self.attack is not None and self.attack.omniscient)
-        self._sums_models = not (asynchronous or self.gathers or clip is not None)  # sums w_k, not w_k - w_t
+        self._sums_models = not (
+            asynchronous or self.gathers or clip is not None or divisor is not None
+        )  # sums w_k, not w_k - w_t
         self._asynchronous, self._divisor = asynchronous, divisor
         self._sums: _ReplySums | None = None  # allocated for the largest round so far
         gathered: dict[str, tuple[int, torch.dtype]] = {_UPDATE: (size, dtype)}

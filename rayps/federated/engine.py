@@ -110,7 +110,7 @@ class FederatedEngine:
     def round(self) -> None:
         """Run one round of the strategy, on this worker."""
         w, t = self.w, self.at(self.w.position)
-        if t == 0:
+        if t == 0 or (self.private is not None and not self._begun):
             self._write_clients_event()
         if self.private is not None and self._ends(self.private):
             return
@@ -161,9 +161,8 @@ class FederatedEngine:
     def _follow(self, private: PrivateRounds, outcome: RoundAggregate, clip: float) -> None:
         """After a private round, report epsilon and the clip, and end the phase if the budget is spent."""
         private.follow(outcome, self.w.shared)
-        if private.epsilon is not None:
-            self.w.say(epsilon=private.epsilon, clip=clip)
         self._ends(private)
+        self.w.say(epsilon=private.epsilon, releases=private.releases, clip=clip)
 
     def _add_reply(self, task: TrainingTask, reply: ClientReply) -> None:
         """Add one reply to the sum, or reject it."""

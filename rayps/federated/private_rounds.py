@@ -172,23 +172,26 @@ class PrivateRounds:
         self.job, self._ring = job, ring
         self._releases = _Releases(job, folder, seed) if ring.rank == 0 else None
         self._asked: set[int] = set()  # real clients that were asked in this tree
-
-    @property
-    def epsilon(self) -> float | None:
-        """Epsilon after the releases so far, on rank 0."""
-        return None if self._releases is None else self._releases.account.epsilon
+        self.epsilon, self.releases = 0.0, 0  # of all releases so far, since the last call of `exhausted`
 
     def exhausted(self) -> str | None:
-        """Return why no other release is allowed, or None. All workers call this method; the others get a short text."""
-        mine = None if self._releases is None else self._releases.account.exhausted
-        over = self._ring.broadcast(torch.tensor([0 if mine is None else 1]))
-        return (mine or "the privacy budget is spent") if int(over) else None
+        """Return why no other release is allowed, or None. All workers call this method; not all get the numbers.
+
+        The call also sets `epsilon` and `releases`, which are then equal on all workers.
+        """
+        facts, mine = torch.zeros(3, dtype=torch.float64), None
+        if self._releases is not None:
+            account = self._releases.account
+            mine = account.exhausted
+            facts = torch.tensor([mine is not None, account.epsilon, account.releases], dtype=torch.float64)
+        over, self.epsilon, releases = self._ring.broadcast(facts).tolist()
+        self.releases = int(releases)
+        return (mine or "the privacy budget is spent") if over else None
 
     def claim(self) -> JsonObject:
-        """Return the claim after the releases so far. On rank 0 only."""
+        """Return what is claimed, without the numbers of releases and epsilon. On rank 0 only."""
         assert self._releases is not None, "rank 0 has the account"
-        account = self._releases.account
-        return claim(self.job.spec, account.mechanism, self.job.setting, account.epsilon, account.releases)
+        return claim(self.job.spec, self._releases.account.mechanism, self.job.setting)
 
     def summary(self, rounds: int) -> str:
         """Return what is planned for the next `rounds` rounds, as text. On rank 0 only."""
@@ -196,9 +199,10 @@ class PrivateRounds:
         account, spec = self._releases.account, self.job.spec
         restart = self.job.restart
         whole = accountant.epsilon({account.mechanism: Spent().plus(rounds, restart)}, spec.delta)
+        noise, s = account.mechanism.noise_multiplier, "" if rounds == 1 else "s"
         text = (
-            f"each round adds noise of {account.mechanism.noise_multiplier:.4g} times the clip: {rounds} rounds cost "
-            f"epsilon {whole:.4g} at delta {spec.delta:g}"
+            f"each round adds noise of {noise:.4g} times the clip; epsilon of {rounds} round{s} is {whole:.4g} at "
+            f"delta {spec.delta:g}"
         )
         if account.releases:
             text += f", beside the {account.epsilon:.4g} that {account.releases} earlier releases have cost"

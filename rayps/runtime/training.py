@@ -32,6 +32,7 @@ from rayps.core.values import Json, JsonObject
 from rayps.federated.client_states_backup import ClientStatesBackup
 from rayps.federated.client_states_file import StoredStates
 from rayps.federated.strategy_interface import FederatedView
+from rayps.privacy.claim import claim_of_run
 from rayps.ps.tables.embedding import load, load_states
 from rayps.runtime.callbacks import CallbackRunner, RunHandle, runner_of
 from rayps.runtime.display import Display
@@ -50,7 +51,7 @@ from rayps.tensors.checkpoint_place import CheckpointPlace, ObjectStore
 from rayps.tensors.snapshot import Snapshot
 from rayps.tensors.weight_average import check_average
 from rayps.workload import parameters
-from rayps.workload.base import Workload, check_fields
+from rayps.workload.base import Workload, as_workload, check_fields
 from rayps.workload.base import load as load_workload
 from rayps.workload.callback import Callback
 from rayps.workload.model import has_tables
@@ -83,6 +84,8 @@ class Result:
     scratch: StateFolder | None = None
     time: JobTime = field(default_factory=JobTime)  # where the time of workers and servers went
     federated: JobClients | None = None  # the clients of a federated job
+    # what a private job claims: epsilon, delta, against whom it holds, in numbers and words; None if it is not private
+    privacy: JsonObject | None = None
 
     def __repr__(self) -> str:
         found = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
@@ -371,6 +374,7 @@ def _result(outcome: Outcome, journal: Journal, workload: Workload, time: JobTim
         outcome.scratch,
         time,
         _clients(outcome, workload, spec),
+        claim_of_run(journal.events, journal.points),
     )
 
 
@@ -438,6 +442,7 @@ def _workload(given: Workload | str, params: JsonObject) -> Workload:
             f"fields of the object (work.{first} = ...), or give the workload's name, 'file.py:{type(given).__name__}'",
             field="params",
         )
+    given = as_workload(given)
     if not isinstance(given, Workload):
         what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
         example = f"{given.__name__}()" if isinstance(given, type) else "Digits()"

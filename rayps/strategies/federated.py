@@ -95,6 +95,7 @@ class Federated(FlatOptions, Strategy):
             )
         if joining_of(self.clients) is not None:
             self._check_for_real_clients()
+        object.__setattr__(self, "privacy", privacy_of(self.privacy))
         check_private(self)
 
     def _check_for_real_clients(self) -> None:

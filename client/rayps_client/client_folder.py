@@ -1,9 +1,10 @@
 """The folder of a real federated client on its own disk. A client that is killed at any moment can continue from it.
 
     identity.json              the client's key (created by `ClientFolder`, mode 0600)
-    progress.json              the newest order that was started, and the newest order that is done
-    state-ROUND.safetensors    the strategy's state of this client (SCAFFOLD's c_i, Ditto's model, private layers)
-    global.safetensors         the job's parameters, of which a personal model is made (`rayps.clients.global_model`)
+    progress.json              the newest order that was started, and the newest order that is done; the client's number
+    traffic.json               the bytes sent and received today (`rayps_client.limits`)
+    state-ROUND.safetensors    the strategy's state of this client (SCAFFOLD's c_i, Ditto's model) after a round
+    global.safetensors         the job's parameters, from which a personal model is made (`rayps_client.global_model`)
 
 A state never leaves this machine. The folder has the states of all rounds to which the job may return. A repeated round
 therefore starts with the same state as at first.
@@ -15,17 +16,15 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-import safetensors
-import safetensors.torch
-from torch import Tensor
-
-from rayps.core.errors import ConfigError, Conflict
-from rayps.core.values import Keywords
-from rayps.service.settings import private_write
+from rayps_client.errors import ConfigError, Conflict
+from rayps_client.local_trainer import RawTensors
+from rayps_client.private_file import private_write
+from rayps_client.raw_tensors import decode_tensors, encode_tensors, metadata_of, metadata_of_file
+from rayps_client.values import Json, Keywords
 
 Starts = Sequence[
     Sequence[int]
@@ -56,7 +55,7 @@ class ClientFolder:
         progress = _read_json(folder / "progress.json")
         self.started, self.finished = int(progress.get("begun", 0)), int(progress.get("settled", 0))
         self.last: int | None = progress.get("round")  # the round of the newest accepted update
-        self.number: int | None = progress.get("number")  # this client's number in the job; None before it joined
+        self.number: int | None = progress.get("number")  # this client's number in the job; None before it has joined
 
     def record_number(self, number: int) -> None:
         """Record the number that this client has in the job."""
@@ -74,20 +73,19 @@ class ClientFolder:
         self.finished, self.last = serial, round
         self._save_progress()
 
-    def load_state(self, round: int, strategy: str, starts: Starts) -> dict[str, Tensor]:
+    def load_state(self, round: int, strategy: str, starts: Starts) -> RawTensors:
         """Return the strategy's state of this client before round `round`, or {} if there is none."""
         self._delete_invalid(starts)
         return newest_state(self.folder, round, strategy, starts)
 
-    def save_state(self, round: int, serial: int, strategy: str, state: dict[str, Tensor], since: int) -> None:
+    def save_state(self, round: int, serial: int, strategy: str, state: RawTensors, since: int) -> None:
         """Store the state after round `round`, which order `serial` asked for.
 
         Of the states before round `since`, to which the job never returns, keep only the newest.
         """
-        plain = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
         part = self.folder / f".state-{secrets.token_hex(4)}"
         with part.open("wb") as file:
-            file.write(safetensors.torch.save(plain, {"strategy": strategy, "serial": str(serial)}))
+            file.write(encode_tensors(state, {"strategy": strategy, "serial": str(serial)}))
             file.flush()
             os.fsync(file.fileno())
         part.replace(self._state_path(round))
@@ -97,12 +95,20 @@ class ClientFolder:
     def _delete_invalid(self, starts: Starts) -> None:
         """Delete each invalid state: after it was stored, the job restarted at the state's round or an earlier one."""
         for at in self._rounds():
-            if _is_invalid(at, _read_state(self._state_path(at), tensors=False)[0], starts):
+            if _is_invalid(at, metadata_of_file(self._state_path(at)), starts):
                 self._state_path(at).unlink()
 
     def delete_state(self, round: int) -> None:
         """Delete the state after a round whose update was rejected."""
         self._state_path(round).unlink(missing_ok=True)
+
+    def read_facts(self, name: str) -> Keywords:
+        """Return the facts in the JSON file `name` of this folder, or {} if there is no such file."""
+        return _read_json(self.folder / name)
+
+    def write_facts(self, name: str, facts: Mapping[str, Json]) -> None:
+        """Write facts into the JSON file `name` of this folder, atomically."""
+        private_write(self.folder / name, json.dumps(facts))
 
     def close(self) -> None:
         """Unlock the folder."""
@@ -119,36 +125,21 @@ class ClientFolder:
         return self.folder / f"state-{round}.safetensors"
 
 
-def _read_state(path: Path, tensors: bool = True) -> tuple[dict[str, str], dict[str, Tensor]]:
-    with safetensors.safe_open(path, framework="pt") as file:
-        found = {name: file.get_tensor(name) for name in file.keys()} if tensors else {}  # noqa: SIM118  no dict
-        return file.metadata() or {}, found
-
-
-def newest_state(folder: Path, round: int, strategy: str, starts: Starts) -> dict[str, Tensor]:
+def newest_state(folder: Path, round: int, strategy: str, starts: Starts) -> RawTensors:
     """Return a client's state before round `round`, from its folder, which may be locked; {} if there is none."""
     for at in reversed(_rounds_in(folder)):
         if at < round:
-            facts, tensors = _read_state(folder / f"state-{at}.safetensors")
+            raw = (folder / f"state-{at}.safetensors").read_bytes()
+            facts = metadata_of(raw)
             if not _is_invalid(at, facts, starts):
-                return tensors if facts.get("strategy") == strategy else {}
+                return decode_tensors(raw) if facts.get("strategy") == strategy else {}
     return {}
-
-
-def _rounds_in(folder: Path) -> list[int]:
-    return sorted(int(path.stem.partition("-")[2]) for path in folder.glob("state-*.safetensors"))
-
-
-def _is_invalid(at: int, facts: dict[str, str], starts: Starts) -> bool:
-    """Return whether the job restarted at round `at` or an earlier one after the state of `facts` was stored."""
-    serial = int(facts.get("serial", 0))
-    return any(began <= at and serial < first for began, first in starts)
 
 
 def identity_of(folder: Path) -> tuple[int, str]:
     """Return a client's number and key from its folder, which may be locked.
 
-    Raises ConfigError if the client has not joined the job from this folder.
+    Raises ConfigError if no client has joined a job from this folder.
     """
     key, number = _read_json(folder / "identity.json").get("key"), _read_json(folder / "progress.json").get("number")
     if not isinstance(key, str) or not isinstance(number, int):
@@ -158,6 +149,16 @@ def identity_of(folder: Path) -> tuple[int, str]:
             field="state",
         )
     return number, key
+
+
+def _rounds_in(folder: Path) -> list[int]:
+    return sorted(int(path.stem.partition("-")[2]) for path in folder.glob("state-*.safetensors"))
+
+
+def _is_invalid(at: int, facts: Mapping[str, str], starts: Starts) -> bool:
+    """Return whether the job restarted at round `at` or an earlier one after the state of `facts` was stored."""
+    serial = int(facts.get("serial", 0))
+    return any(began <= at and serial < first for began, first in starts)
 
 
 def _read_json(path: Path) -> Keywords:
