@@ -1,7 +1,7 @@
 """Handwriting of 40 people: learn it together, keep a model for each, and read what one of them draws.
 
     python examples/handwriting.py
-    python examples/handwriting.py --strategy ditto:fraction=0.5,local_epochs=2,batch_size=10,lam=0.1
+    python examples/handwriting.py --strategy ditto:fraction=0.5,local_epochs=3,batch_size=10,lam=0.05
     python examples/handwriting.py --writer writer-07 --draw seven.png
 
 1. A model is trained on digits of nobody's in particular.
@@ -20,6 +20,7 @@ import copy
 import importlib.util
 import tempfile
 from collections import OrderedDict
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ from torch import nn
 import rayps
 
 HANDWRITING = FOLDER / "handwriting"
-ALL = "fedavg:fraction=0.5,local_epochs=2,batch_size=10"
+ALL = "fedavg:fraction=0.5,local_epochs=5,batch_size=10"
 STROKES = {  # of a digit, as points of 28 x 28: x to the right, y down
     1: [[(10, 9), (14, 5), (14, 23)]],
     3: [[(9, 6), (18, 6), (13, 13), (18, 17), (15, 22), (9, 22)]],
@@ -90,7 +91,7 @@ class Handwriting(Base):
 
 
 def tuned(work, model, name, epochs=5):
-    """Train a copy of a writer's model on the writer's rows, as a device does it: without rayps, one batch at a time."""
+    """Train a copy of a writer's model on the writer's rows, as a device does it: without rayps, batch by batch."""
     model, clients = copy.deepcopy(model).train(), work.data().clients
     rows, draw = torch.from_numpy(clients.rows(clients.find(name))), torch.Generator().manual_seed(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -114,7 +115,7 @@ def drawn(digit):
     y, x = torch.meshgrid(torch.arange(28.0), torch.arange(28.0), indexing="ij")
     ink = torch.zeros(28, 28)
     for stroke in STROKES[digit]:
-        for (ax, ay), (bx, by) in zip(stroke, stroke[1:], strict=False):
+        for (ax, ay), (bx, by) in pairwise(stroke):
             along = (((x - ax) * (bx - ax) + (y - ay) * (by - ay)) / ((bx - ax) ** 2 + (by - ay) ** 2)).clamp(0, 1)
             far = torch.hypot(x - ax - along * (bx - ax), y - ay - along * (by - ay))
             ink = torch.maximum(ink, (1.8 - far).clamp(0, 1))
@@ -145,7 +146,7 @@ def read(model, image):
 def main():
     """Pre-train, federate by writer, fine-tune one writer's model, and read a digit with it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", default="fedper:private=head,fraction=0.5,local_epochs=2,batch_size=10")
+    parser.add_argument("--strategy", default="fedper:private=head,fraction=0.5,local_epochs=5,batch_size=10")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--writer", default="writer-07")

@@ -1,4 +1,4 @@
-"""Personal models of real clients: made where the rows are, with the bits of the simulation; nothing of them is sent."""
+"""Personal models of real clients: made where the rows are, with the bits of the simulation; nothing is sent."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ def test_parameters_that_somebody_changed_are_not_used(clinic: Clinic) -> None:
         def handle_request(self, request: httpx2.Request) -> httpx2.Response:
             answer = super().handle_request(request)
             raw = self.change(request.url.path, answer.read())
-            headers = {key: value for key, value in answer.headers.items() if key.lower() != "content-length"}
-            return httpx2.Response(answer.status_code, headers=headers, content=raw)
+            headers = [(key, value) for key, value in answer.headers.items() if key.lower() != "content-length"]
+            return httpx2.Response(answer.status_code, headers=headers, stream=httpx2.ByteStream(raw))
 
     def other_bytes(path: str, raw: bytes) -> bytes:
         return raw[:-1] + bytes([raw[-1] ^ 1]) if path.endswith("/model.safetensors") else raw

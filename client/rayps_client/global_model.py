@@ -42,7 +42,7 @@ def fetch_global(
             raise _refusal(f"their {key} is {facts.get(key)!r}, but that of this client is {mine!r}")
     tensors: RawTensors = {}
     for name, expected in facts["files"].items():
-        raw = connection.call("GET", f"{_ADDRESS}/{facts['step']}/{name}", headers=headers).content
+        raw = connection.download(f"{_ADDRESS}/{facts['step']}/{name}", headers)
         if hashlib.sha256(raw).hexdigest() != expected["sha256"]:
             raise _refusal(f"{name} does not have the SHA-256 hash that the service has signed")
         tensors |= decode_tensors(raw)

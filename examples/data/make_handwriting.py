@@ -4,9 +4,9 @@
 
 FOLDER gets base.parquet (4,000 unchanged images), writers.parquet and writers_test.parquet (40 writers, 100 and 40
 images each, with the writer's name in `writer`). A writer changes every image by a slant, a turn, a size and a pen of
-its own; and two writers of three have a habit: what others write for a 1 is their 7 and the reverse, or so with 4 and
-9, or with 3 and 8. Writers and habits are drawn from a seed, so the rows are the same each time. The images stay under
-the licence of digits.parquet (README.md).
+its own. Two writers of three have a habit: what others write for a 1 is their 7 and the reverse, or so with 4 and 9, or
+with 3 and 8. Writers and habits are drawn from a seed, so the rows are the same each time. The images stay under the
+licence of digits.parquet (README.md).
 """
 
 import math
