@@ -33,7 +33,7 @@ class FedPer(Federated):
     """FedAvg in which layers named private stay with each client: for clients whose labels mean different things.
 
     Example:
-        rayps.train(clients, strategy=rayps.FedPer(private="head"), workers=2)
+        rayps.train(clients, strategy=rayps.FedPer(private="2"), workers=2)  # layer 2 of an nn.Sequential
     """
 
     private: Json = None

@@ -32,7 +32,7 @@ class FedRep(FedPer):
     """FedPer in which a client trains its head alone first, then the shared layers: for many clients with little data.
 
     Example:
-        rayps.train(clients, strategy=rayps.FedRep(private="head", head_epochs=5), workers=2)
+        rayps.train(clients, strategy=rayps.FedRep(private="2", head_epochs=5), workers=2)  # of an nn.Sequential
     """
 
     head_epochs: int = 5
