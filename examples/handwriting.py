@@ -11,9 +11,10 @@
 3. On one writer's device, the writer's model is trained on for a few epochs with plain torch.
 4. It reads a digit that this writer draws.
 
-What to expect after 10 rounds, of the writers' test images: accuracy 0.76 by the model of all, and 0.88 by each writer's
-own. Two writers of three write a 1 as others write a 7, or so with 4 and 9 or 3 and 8: no single model can know. The
-drawn digit is unlike all that was learned: 11 of the 26 writers with a habit have a model that reads it as they mean it.
+What to expect after 10 rounds, of the writers' test images: accuracy 0.76 by the model of all, and 0.88 by each
+writer's own. Two writers of three write a 1 as others write a 7, or so with 4 and 9 or 3 and 8: no single model can
+know. The drawn digit is unlike all that was learned: of the 26 writers with a habit, 11 have a model that reads it as
+they mean it.
 """
 
 import argparse
