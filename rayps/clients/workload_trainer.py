@@ -112,6 +112,18 @@ def own_data(workload: Workload, path: str | None) -> Data:
     return data if path is None else with_other_files(data, path)
 
 
+def evaluation_of(workload: Workload, path: str | None) -> Data:
+    """Return the workload's evaluation data; with `path`, the same columns from that Parquet file or folder.
+
+    Raises WorkloadError or DataError as `own_data` does.
+    """
+    with user_code("evaluation_data"):
+        data = workload.evaluation_data()
+    if not isinstance(data, Data):
+        raise WorkloadError(f"evaluation_data() returned {type(data).__name__}: return one of rayps.data")
+    return data if path is None else with_other_files(data, path)
+
+
 def _strategy_of(given: JsonObject) -> FederatedView:
     strategy = parse(given)[0].strategy
     assert isinstance(strategy, FederatedView), "the service sends clients only orders of federated strategies"
