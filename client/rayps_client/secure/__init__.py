@@ -1,0 +1,6 @@
+"""Secure aggregation: the sum of the clients' vectors, without any client's vector. Pure: no network, no clock, no rayps.
+
+Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017, figure 4; for many
+clients with the sparse graph of Bell et al., "Secure Single-Server Aggregation with (Poly)Logarithmic Overhead", CCS
+2020. `protocol.py` has the five stages; `client_turn.py` and `server_sum.py` are the two sides of them.
+"""

@@ -1,0 +1,69 @@
+"""The long-term keys of clients, pinned on each client: against a server that lies.
+
+An honest-but-curious server needs none of this. An active server could hand out keys of its own in the place of a
+neighbour's, or tell clients different survivors and so collect both kinds of shares about one client. Clients therefore
+sign their fresh keys and the survivors with Ed25519 keys (RFC 8032) whose public halves reached the others by another
+way than the server: in a file, `rayps client --peers FILE`, with one line `NAME KEY` for each client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from rayps_client.errors import ConfigError
+from rayps_client.secure.protocol import bytes_of, text_of
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedKeys:
+    """This client's long-term key, and the public keys of the clients with which it aggregates, by name."""
+
+    private: Ed25519PrivateKey
+    peers: Mapping[str, Ed25519PublicKey]
+
+    def sign(self, text: bytes) -> bytes:
+        """Return this client's signature."""
+        return self.private.sign(text)
+
+    def verify(self, name: str, text: bytes, signature: bytes) -> bool:
+        """Return whether the client `name` has signed `text`. False too if its key is not pinned."""
+        try:
+            self.peers[name].verify(signature, text)
+        except (KeyError, InvalidSignature):
+            return False
+        return True
+
+
+def read_peers(path: Path) -> dict[str, Ed25519PublicKey]:
+    """Return the public keys in a file with one line `NAME KEY` for each client; a line may be empty or a # comment.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line has another form.
+    """
+    found: dict[str, Ed25519PublicKey] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"the keys of the other clients cannot be read from {path}: {error}", field="peers") from error
+    for count, line in enumerate(lines, 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        name, _, key = line.strip().rpartition(" ")
+        try:
+            found[name.strip()] = Ed25519PublicKey.from_public_bytes(bytes_of(key))
+        except ValueError as error:
+            raise ConfigError(
+                f"{path}, line {count}: {line!r} is not `NAME KEY`, with the key that that client shows at its start",
+                field="peers",
+            ) from error
+    return found
+
+
+def public_text(private: Ed25519PrivateKey) -> str:
+    """Return the public half of a long-term key, as it stands in a file of peers."""
+    return text_of(private.public_key().public_bytes_raw())
