@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from rayps_client.errors import ConfigError, Conflict, Unauthorized
+from rayps_client.errors import ConfigError, Conflict, TrainingError, Unauthorized
 from rayps_client.secure import noise, shamir
 from rayps_client.secure.client_turn import ClientTurn, TurnRules
 from rayps_client.secure.graph import draw_graph, failures, neighbours_for, shares_needed
@@ -454,7 +454,7 @@ def test_an_update_is_clipped_and_what_cannot_be_written_is_refused() -> None:
     long = quantiser.integers(ClientNumbers(np.array([3.0, 4.0]), 1, 0.0, 1))[:2] * quantiser.step
     assert np.allclose(long, [1.2, 1.6], atol=quantiser.step)
     for update, loss in ((np.array([np.nan]), 0.0), (np.array([np.inf]), 0.0), (np.zeros(1), math.inf)):
-        with pytest.raises(ConfigError, match="not finite"):
+        with pytest.raises(TrainingError, match="not finite"):
             quantiser.integers(ClientNumbers(update, 1, loss, 1))
     with pytest.raises(ConfigError, match="does not fit into 64 bits"):
         Quantiser(1.0, 32, 1 << 20, 1 << 20)

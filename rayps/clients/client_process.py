@@ -22,6 +22,10 @@ from typing import Any, TypedDict
 import httpx2
 import numpy as np
 import torch
+from rayps_client.secure.pinned_keys import PinnedKeys
+from rayps_client.secure.quantise import ClientNumbers
+from rayps_client.secure.secure_replies import JoinedAs, SecureReplies
+from torch import Tensor
 
 from rayps.clients.client_folder import ClientFolder
 from rayps.core.errors import ConfigError, Conflict, NotFound, RaypsError, Unauthorized, Unreachable, WorkloadError
@@ -150,7 +154,9 @@ class ClientProcess:
         name: str | None = None,
         report: Callable[[str], None] = log.info,
         device: str = "cpu",
+        pinned: PinnedKeys | None = None,
     ) -> None:
+        """`pinned`: the keys by which clients check each other in secure rounds; None trusts the service for it."""
         self.workload, self.token, self.job, self.name = workload, token, job, name
         self._connection, self._folder, self._report = connection, folder, report
         _check_device(device)
@@ -161,6 +167,8 @@ class ClientProcess:
         self._trainer = Trainer(FlatModel(model), workload, device)
         self._number, self._public_key, self._rounds = -1, "", 0
         self._last_reason = ""
+        self._samples: int | None = len(self._rows.numbers)  # sent at joining; None in a secure job
+        self._secure = SecureReplies(connection, folder.folder, pinned)
 
     def run(self) -> Ended:
         """Take part until the job has ended.
@@ -173,7 +181,10 @@ class ClientProcess:
             WorkloadError, DataError: the workload cannot be trained here.
         """
         self.check_workload()
-        self.token.check(self._connection.call("GET", "/api/v1/client/key").json()["public_key"])
+        key = self._connection.call("GET", "/api/v1/client/key", params={"job": self.job}).json()
+        self.token.check(key["public_key"])
+        if self._secure.asked_for(key):
+            self._samples = None
         try:
             self.join()
             return self._run_rounds()
@@ -213,7 +224,7 @@ class ClientProcess:
 
     def join(self) -> None:
         """Join the job and receive this client's number. A client that joins again receives the same number."""
-        body = {"name": self.name, "key": self._folder.key, "samples": len(self._rows.numbers), "job": self.job}
+        body = {"name": self.name, "key": self._folder.key, "samples": self._samples, "job": self.job}
         found = self._connection.call("POST", "/api/v1/client/join", json=body).json()
         self._number, self._public_key, self.name = int(found["number"]), found["public_key"], found["name"]
         self.token.check(self._public_key)
@@ -273,7 +284,8 @@ class ClientProcess:
             reply.buffers = {}
         seconds = time.monotonic() - began
         order |= {"trained": seconds, "ends": asked + float(order["seconds"]) - _TRANSIT_SECONDS}
-        if self._send(order, reply):
+        sent = self._send_masked(order, reply, w) if self._secure.expects(order) else self._send(order, reply)
+        if sent:
             if reply.state:
                 self._folder.save_state(at, serial, name, reply.state, order["since"])
             self._folder.finish_order(serial, at)
@@ -293,6 +305,19 @@ class ClientProcess:
             self._update_not_counted(order, error)
             return False
         return True
+
+    def _send_masked(self, order: OrderFacts, reply: ClientReply, w_t: Tensor) -> bool:
+        update = (reply.w.double() - w_t.to(reply.w.device).double()).cpu().numpy()
+        numbers = ClientNumbers(update, reply.n, reply.loss, reply.samples)
+        joined = JoinedAs(self.job, self._number, self.name or "", self._headers())
+        why = self._secure.send(order, numbers, joined, self._verified_text)
+        if why is not None:
+            self._folder.finish_order(order["serial"], None)
+            self._report(f"round {order['round']}: {why}")
+        return why is None
+
+    def _verified_text(self, text: str, signature: str) -> OrderFacts:
+        return verified(text, signature, self._public_key, self.token.fingerprint)
 
     def _update_not_counted(self, order: OrderFacts, error: RaypsError) -> None:
         if error.data.get("code") not in ("late", "no_order", "not_asked"):

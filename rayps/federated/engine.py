@@ -116,7 +116,10 @@ class FederatedEngine:
         reading = self.trainer.reading - read
         w.meter.data += reading
         w.meter.compute += time.perf_counter() - began - reading
-        outcome = self._aggregate.combine(w.ring, w.shared)
+        summed = self.source.summed(w_t)
+        outcome = self._aggregate.combine(w.ring, w.shared) if summed is None else summed[0]
+        if summed is not None and summed[1] is not None:
+            w.meter.add_loss(summed[1].loss / summed[1].weight, summed[1].samples, summed[1].samples)
         chosen = None if outcome.chosen is None else frozenset(outcome.chosen)
         for client, loss, n in self._losses:
             if chosen is None or client in chosen:
@@ -179,7 +182,7 @@ class FederatedEngine:
         """
         w, strategy = self.w, self.strategy
         if outcome.skipped is not None:
-            if outcome.count:
+            if outcome.count or outcome.void:
                 return outcome.skipped
             return "no reply could be used" if outcome.rejected else "no client replied"
         strategy.server(FederatedServer(w.flat.vector, outcome, self.source.count, w.shared, t))

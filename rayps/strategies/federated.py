@@ -26,6 +26,9 @@ clips a client's update.
 with them, and only that client is evaluated with them. `finetune`: at each evaluation, every client with rows in the
 evaluation data trains a copy of w for this number of epochs. The copy is evaluated on the client's rows, for the
 metrics `personal_*`.
+
+`secure`: the updates of real clients are summed under masks, so that no update is seen
+(`rayps.federated.remote.secure_options`).
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ from rayps.federated.aggregation_options import Aggregation
 from rayps.federated.local_training import LocalTraining
 from rayps.federated.population.options import PopulationSpec, check_fraction
 from rayps.federated.remote.join_options import joining_of
+from rayps.federated.remote.secure_options import secure_of
 from rayps.federated.strategy_interface import Buffered, ClientSide
 from rayps.strategies.base import Strategy
 
@@ -69,6 +73,7 @@ class Federated(FlatOptions, Strategy):
     buffers: str = "mean"
     finetune: int | None = None
     clients: Json = None
+    secure: Json = None
     loop: ClassVar[str] = FEDERATED_ROUNDS
     # names of vectors in `c.reply`, each as long as w, which are summed over clients without weights
     sums: ClassVar[tuple[str, ...]] = ()
@@ -88,6 +93,8 @@ class Federated(FlatOptions, Strategy):
             )
         if joining_of(self.clients) is not None:
             self._check_for_real_clients()
+        if secure_of(self.secure) is not None:
+            self._check_for_secure_sums()
 
     def _check_for_real_clients(self) -> None:
         self.population.check_unset()
@@ -107,6 +114,19 @@ class Federated(FlatOptions, Strategy):
                 "fedavg, fedprox, scaffold, ditto or a server optimizer (fedavgm, fedadam, ...)",
                 field="clients",
             )
+
+    def _check_for_secure_sums(self) -> None:
+        """Check that the server needs nothing but the weighted sum of the updates."""
+        ways = [
+            (self.clients is None, "the clients are simulated here, where each update is seen: give clients=remote"),
+            (self.aggregation.rule != "mean", "a robust rule compares the updates one by one: leave rule out"),
+            (self.aggregation.clip is not None, "it clips updates itself: give clip in secagg(clip=...) only"),
+            (bool(self.sums), f"{self.name} also sums vectors without a bound: use fedavg, fedprox or fedadam"),
+            (self.weight(7, 0) != 7, f"{self.name} weights replies by other numbers than their samples: use fedavg"),
+        ]
+        for wrong, why in ways:
+            if wrong:
+                raise ConfigError(f"secure is {self.secure!r}, but {why}", field="secure")
 
     @property
     def buffered(self) -> Buffered | None:

@@ -22,7 +22,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rayps_client.errors import ConfigError
+from rayps_client.errors import ConfigError, TrainingError
 
 Floats: TypeAlias = NDArray[np.float64]
 Words: TypeAlias = NDArray[np.uint32] | NDArray[np.uint64]
@@ -108,13 +108,13 @@ class Quantiser:
         """Return the whole numbers [update, weight, weighted loss, samples] of a client, before noise and masks.
 
         Raises:
-            ConfigError: a number is not finite, or the weight is below 1.
+            TrainingError: a number is not finite, or the weight is below 1.
         """
         weight = self.limited(numbers.weight)
         update = np.asarray(numbers.update, dtype=np.float64).reshape(-1)
         norm = float(np.linalg.norm(update))
         if not math.isfinite(norm) or not math.isfinite(numbers.loss) or weight < 1:
-            raise ConfigError("its update or loss contains values that are not finite")
+            raise TrainingError("its update or loss contains values that are not finite")
         scale = min(1.0, self.clip / norm) if norm > 0 else 1.0
         found = np.empty(update.size + EXTRAS, dtype=np.int64)
         bound = self.levels * weight

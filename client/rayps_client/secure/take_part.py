@@ -78,8 +78,9 @@ def take_part(
     Raises:
         Conflict: the client is too late, or has begun this round or sent this update before.
         VoidRound: too few clients are left.
+        TrainingError: the numbers are not finite.
         Unauthorized: a message was forged.
-        ConfigError: the numbers are not finite, or `facts` do not fit this client.
+        ConfigError: `facts` do not fit this client.
     """
     quantiser, (numbers, update) = quantiser_of(facts), trained
     integers = quantiser.integers(numbers)

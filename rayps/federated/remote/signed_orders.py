@@ -19,6 +19,7 @@ from typing import Self, TypedDict
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from rayps_client.secure.take_part import SecureFacts
 
 from rayps.core.errors import ConfigError, Unauthorized
 from rayps.core.values import JsonObject
@@ -139,6 +140,7 @@ class OrderFacts(TypedDict, total=False):
     starts: list[list[int]]  # each start of the job: (its first round, the serial of its first order)
     tick: int  # step of the workload's learning-rate schedule; left out without a schedule
     parameters: OrderedParameters
+    secure: SecureFacts  # left out unless updates are aggregated securely
     serial: int  # number of the order in the job
     job: str
     client: int  # the client's number
