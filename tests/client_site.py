@@ -17,6 +17,7 @@ import httpx2
 import numpy as np
 import torch
 from fake_manager import ThreadPlace
+from rayps_client.secure.pinned_keys import PinnedKeys
 from service_site import Site
 
 import rayps
@@ -176,6 +177,7 @@ class Hospital(threading.Thread):
         transport: httpx2.BaseTransport | None = None,
         state: Path | None = None,
         gate: threading.Event | None = None,
+        pinned: PinnedKeys | None = None,
     ) -> None:
         super().__init__(daemon=True)
         self.said: list[str] = []
@@ -193,6 +195,7 @@ class Hospital(threading.Thread):
             self.folder,
             name=name or f"h{k}",
             report=self.said.append,
+            pinned=pinned,
         )
 
     def run(self) -> None:

@@ -65,12 +65,22 @@ def client(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Set a parameter of the workload, as the job has it."),
     ] = None,
+    peers: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The keys of all clients, a line `NAME KEY` each: this client then takes part in secure rounds only, "
+            "and checks in them that the service has exchanged no key and shows all clients the same survivors.",
+        ),
+    ] = None,
 ) -> None:
     """Train on this machine's data in a federated job. Only parameters, counts and the mean loss leave this machine.
 
     Exit codes: 0 the job succeeded; 1 the job failed or was stopped; 4 the token was revoked, an order was not signed
     by the service, or the service did not answer for too long; 130 Ctrl-C. Run the command again to continue.
     """
+    from rayps_client.secure.pinned_keys import pinned_keys
+
     from rayps.clients.client_folder import ClientFolder
     from rayps.clients.client_process import ClientProcess, ServiceConnection, own_data
     from rayps.workload.base import load
@@ -97,13 +107,15 @@ def client(
         raise ConfigError(
             "this token is valid for any client: give this client's name with --name, e.g. hospital-a", field="name"
         )
+    clients = state or settings.state_dir / "clients"
+    pinned = None if peers is None else pinned_keys(peers, who, clients / f"{who}.key")
     workload = load(target, params=assignments(changes or []))
     rows = own_data(workload, data)
-    folder = ClientFolder((state or settings.state_dir / "clients") / which / who)
+    folder = ClientFolder(clients / which / who)
     connection = ServiceConnection(settings.url, str(found), patience, show.note)
     try:
         ended = ClientProcess(
-            workload, rows, found, which, connection, folder, name=who, report=show.note, device=device
+            workload, rows, found, which, connection, folder, name=who, report=show.note, device=device, pinned=pinned
         ).run()
     finally:
         connection.close()
@@ -266,7 +278,7 @@ def joined(
                 c["number"],
                 c["name"],
                 c["state"],
-                c["samples"],
+                c["samples"] or "secret",
                 "" if c["seen_seconds"] is None else f"{c['seen_seconds']:.0f} s ago",
                 c["doing"],
             ]

@@ -228,8 +228,8 @@ class ClientProcess:
         found = self._connection.call("POST", "/api/v1/client/join", json=body).json()
         self._number, self._public_key, self.name = int(found["number"]), found["public_key"], found["name"]
         self.token.check(self._public_key)
-        samples = len(self._rows.numbers)
-        self._report(f"joined job {self.job} as {self.name}, client {self._number}, with {samples} samples")
+        samples = f"{len(self._rows.numbers)} samples" + (" that stay secret" if self._samples is None else "")
+        self._report(f"joined job {self.job} as {self.name}, client {self._number}, with {samples}")
 
     def _headers(self, **more: str) -> dict[str, str]:
         return {"Rayps-Client": f"{self.job}:{self._number}:{self._folder.key}", **more}

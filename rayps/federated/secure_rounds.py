@@ -117,9 +117,12 @@ class SecureRounds:
 
     # ---- the sums of past rounds
 
-    def stored(self, facts: OrderFacts, parameters: bytes) -> SecureTotal | None:
-        """Return the result of an earlier order with the same training from `parameters`, if its sum is stored."""
-        path = self._path(facts, hashlib.sha256(parameters).hexdigest())
+    def stored(self, facts: OrderFacts, parameters: str) -> SecureTotal | None:
+        """Return the result of an earlier order with the same training, if its sum is stored.
+
+        `parameters`: the SHA-256 hash of the parameters that clients start from.
+        """
+        path = self._path(facts, parameters)
         try:
             about = json.loads(path.with_suffix(".json").read_bytes())
             quantiser = quantiser_of(about["secure"])

@@ -8,6 +8,8 @@ way than the server: in a file, `rayps client --peers FILE`, with one line `NAME
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +39,39 @@ class PinnedKeys:
         except (KeyError, InvalidSignature):
             return False
         return True
+
+
+def pinned_keys(peers: Path, name: str, own: Path) -> PinnedKeys:
+    """Return the keys of the client `name`: its own, from the file `own`, which is created, and those in `peers`.
+
+    Raises:
+        ConfigError: `peers` lacks this client's own key, which the error shows, or cannot be read.
+    """
+    private = _load_or_create(own)
+    line = f"{name} {public_text(private)}"
+    known = read_peers(peers) if peers.exists() else {}
+    if name not in known or known[name].public_bytes_raw() != private.public_key().public_bytes_raw():
+        raise ConfigError(
+            f"{peers} lacks this client's own key: send this line to all clients by a way that the service cannot "
+            f"change, and put it there with theirs:\n{line}",
+            field="peers",
+        )
+    return PinnedKeys(private, known)
+
+
+def _load_or_create(path: Path) -> Ed25519PrivateKey:
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(Ed25519PrivateKey.generate().private_bytes_raw())
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    try:
+        return Ed25519PrivateKey.from_private_bytes(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{path} does not contain a key of 32 bytes: move the file away", field="peers") from error
 
 
 def read_peers(path: Path) -> dict[str, Ed25519PublicKey]:
