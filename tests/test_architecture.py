@@ -53,6 +53,8 @@ LAZY = {  # (module, what it imports within a function): why
     ("federated.robust_rules", "rayps.federated.rule_arithmetic"): "the job service reads rules without numpy",
     ("service.strategy_child", "rayps.workload.base"): "only the check of parameters needs torch",
     ("cli.doctor", "resource"): "not on every system",
+    ("privacy.accountant", "dp_accounting"): "only private jobs need the library",
+    ("privacy.accountant", "dp_accounting.pld"): "only private jobs need the library",
 }
 
 ACTOR = "an actor's class: its process imports it"

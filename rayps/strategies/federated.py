@@ -29,6 +29,10 @@ metrics `personal_*`.
 
 `secure`: the updates of real clients are summed under masks, so that no update is seen
 (`rayps.federated.remote.secure_options`).
+
+`privacy`: with `dp(...)`, a client's data is protected by noise (`rayps.privacy.options`,
+`rayps.federated.private_rounds`). Clients then have equal weights, and what depends on single clients is not reported:
+not the training loss, nor who or how many took part.
 """
 
 from __future__ import annotations
@@ -47,9 +51,11 @@ from rayps.core.values import Json
 from rayps.federated.aggregation_options import Aggregation
 from rayps.federated.local_training import LocalTraining
 from rayps.federated.population.options import PopulationSpec, check_fraction
+from rayps.federated.private_options import check_private
 from rayps.federated.remote.join_options import joining_of
 from rayps.federated.remote.secure_options import secure_of
 from rayps.federated.strategy_interface import Buffered, ClientSide
+from rayps.privacy.options import PrivacySpec, privacy_of
 from rayps.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -72,6 +78,7 @@ class Federated(FlatOptions, Strategy):
     evaluate_every: int = 1
     buffers: str = "mean"
     finetune: int | None = None
+    privacy: Json | PrivacySpec = None
     clients: Json = None
     secure: Json = None
     loop: ClassVar[str] = FEDERATED_ROUNDS
@@ -95,6 +102,8 @@ class Federated(FlatOptions, Strategy):
             self._check_for_real_clients()
         if secure_of(self.secure) is not None:
             self._check_for_secure_sums()
+        object.__setattr__(self, "privacy", privacy_of(self.privacy))
+        check_private(self)
 
     def _check_for_real_clients(self) -> None:
         self.population.check_unset()
@@ -127,6 +136,11 @@ class Federated(FlatOptions, Strategy):
         for wrong, why in ways:
             if wrong:
                 raise ConfigError(f"secure is {self.secure!r}, but {why}", field="secure")
+
+    @property
+    def private(self) -> PrivacySpec | None:
+        """The options of client-level differential privacy; None if the job is not private."""
+        return privacy_of(self.privacy)
 
     @property
     def buffered(self) -> Buffered | None:

@@ -1,0 +1,130 @@
+"""What a private job's epsilon means, in words: against whom it holds, and what it assumes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rayps.core.records import Event, Point
+from rayps.core.values import JsonObject, Keywords
+from rayps.privacy.accountant import NAMES
+from rayps.privacy.mechanism import NEIGHBOURS, Mechanism
+from rayps.privacy.options import ALL, FIXED, POISSON, TREE, PrivacySpec
+
+_SAMPLING = {
+    POISSON: "Each {unit} is drawn independently with the probability {probability:.4g} in each round. Who was drawn "
+    "is in no record.",
+    FIXED: "{drawn} of {units} {unit}s are drawn in each round. Who was drawn is in no record.",
+    ALL: "Any {unit} may take part in any round: sampling adds nothing to the protection.",
+    TREE: "A {unit} takes part at most once in the {restart} rounds of a tree: sampling adds nothing to the "
+    "protection.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The facts of a job that its claim depends on. `unit` is "client" or "row"."""
+
+    unit: str
+    units: int  # how many there are
+    real_clients: bool = False
+    masked: bool = False  # whether the server sees only the sum of the clients' updates
+    divided: bool = False  # whether a unit is a row, and workers hold the rows
+    restart: int | None = None
+    started_from: bool = False  # whether the first parameters come from a file
+
+
+def claim(spec: PrivacySpec, mechanism: Mechanism, setting: Setting) -> JsonObject:
+    """Return what is claimed as JSON-ready data, without the numbers that grow: `with_releases` adds those."""
+    return {
+        "delta": spec.delta,
+        "budget": spec.epsilon,
+        "unit": setting.unit,
+        "noise_multiplier": mechanism.noise_multiplier,
+        "mechanism": mechanism.to_wire(),
+        "neighbours": NEIGHBOURS[mechanism.kind].format(unit=setting.unit),
+        "accountant": NAMES[mechanism.kind],
+        "proves": spec.proves,
+        "holds_against": _holds_against(setting),
+        "trusted": _trusted(setting),
+        "assumes": _assumes(spec, mechanism, setting),
+    }
+
+
+def with_releases(facts: Keywords, epsilon: float, releases: int) -> JsonObject:
+    """Return a claim with the number of releases, epsilon, and the claim as a sentence."""
+    if facts["proves"]:
+        sentence = (
+            f"The {releases} noised sums that left the workers, and all that is computed from them, are "
+            f"({epsilon:.4g}, {facts['delta']:g})-differentially private, where two data sets are neighbours if "
+            f"{facts['neighbours']}."
+        )
+    else:
+        sentence = (
+            "This run proves nothing: its noise was drawn from the job's seed (noise=seeded), so whoever knows the "
+            "seed can remove it."
+        )
+    return {"claim": sentence, "epsilon": epsilon, "releases": releases, **facts}
+
+
+def claim_of_run(events: Iterable[Event], points: Iterable[Point]) -> JsonObject | None:
+    """Return the claim of a run from its journal: the last event `privacy`, and epsilon of all rounds that were run.
+
+    Return None if the run is not private.
+    """
+    facts = None
+    for event in events:
+        if event["kind"] == "privacy":
+            facts = {key: value for key, value in event.items() if key not in ("seq", "time", "kind", "message")}
+    if facts is None:
+        return None
+    rounds = [point for point in points if point.get("epsilon") is not None]
+    epsilon = max((float(point["epsilon"]) for point in rounds), default=0.0)
+    return with_releases(facts, epsilon, max((int(point["releases"]) for point in rounds), default=0))
+
+
+def _holds_against(setting: Setting) -> list[str]:
+    found = [
+        "whoever has the final model or a checkpoint",
+        "whoever reads the job's metrics, events and pages, whose values come from the noised sums or from evaluation "
+        "data that is assumed to be public",
+    ]
+    if setting.unit == "client":
+        found.append("the other clients, even if they work together")
+    return found
+
+
+def _trusted(setting: Setting) -> str:
+    if setting.masked:
+        return "The server sees only the sum of the clients' updates, and is trusted to add the noise to that sum."
+    if setting.unit == "client":
+        return "The workers and the service see each client's update before the noise, and are trusted."
+    return "The workers read the rows and compute their gradients, and are trusted."
+
+
+def _assumes(spec: PrivacySpec, mechanism: Mechanism, setting: Setting) -> list[str]:
+    sampling = _SAMPLING[mechanism.kind].format(
+        unit=setting.unit,
+        probability=mechanism.probability,
+        drawn=mechanism.drawn,
+        units=mechanism.units,
+        restart=setting.restart,
+    )
+    found = [
+        sampling,
+        f"The number of {setting.unit}s ({setting.units}) and all options of the job are public, and were chosen "
+        "without looking at the data.",
+        "The evaluation data is public, or contains none of the units.",
+        "The same data is used in no other job; epsilons of several jobs add up.",
+        "Times are not protected: how long a round takes is visible.",
+    ]
+    if setting.unit == "client":
+        found.append("All of a person's rows belong to one client.")
+    if spec.delta * setting.units >= 1:
+        found.append(
+            f"WARNING: delta={spec.delta:g} is not below 1 / {setting.units}: it allows the disclosure of a whole "
+            f"{setting.unit}."
+        )
+    if setting.started_from:
+        found.append("The job's first parameters were public, or are charged in the account of the job that made them.")
+    return found

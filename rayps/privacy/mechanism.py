@@ -1,0 +1,63 @@
+"""What one release discloses, as the accountant needs it: how units are sampled, and how much noise is added. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from rayps.core.values import JsonObject, Keywords
+from rayps.privacy.options import ALL, FIXED, POISSON, TREE
+
+KINDS = (POISSON, FIXED, ALL, TREE)
+NEIGHBOURS = {  # what differs between two data sets that the claim cannot tell apart
+    POISSON: "one {unit} is added or removed",
+    FIXED: "one {unit} is replaced by another",
+    ALL: "one {unit} is replaced by one that adds zeros (that it takes part is not hidden)",
+    TREE: "one {unit} is replaced by one that adds zeros (that it takes part is not hidden)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Mechanism:
+    """How one sum is released: `kind`, the noise, and the sampling of the units that add to the sum.
+
+    `noise_multiplier` is the standard deviation of the noise divided by the clip. `probability` is that with which each
+    unit is drawn ("poisson"). `drawn` of `units` units are drawn without replacement ("fixed").
+    """
+
+    kind: str
+    noise_multiplier: float
+    probability: float = 1.0
+    units: int = 0
+    drawn: int = 0
+
+    def to_wire(self) -> JsonObject:
+        """Return the mechanism as JSON-ready data."""
+        return asdict(self)
+
+    @staticmethod
+    def from_wire(facts: Keywords) -> Mechanism:
+        """Return the mechanism that `to_wire` returned. Raises ValueError if `facts` is something else."""
+        try:
+            found = Mechanism(**facts)
+        except TypeError as error:
+            raise ValueError(f"no mechanism: {facts}") from error
+        if found.kind not in KINDS or not found.noise_multiplier > 0:
+            raise ValueError(f"no mechanism: {facts}")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Releases that were made: their number and, for tree noise, the number of releases of each tree."""
+
+    releases: int = 0
+    trees: tuple[int, ...] = ()
+
+    def plus(self, releases: int, restart: int | None = None) -> Spent:
+        """Return what is spent after `releases` more releases; a tree has at most `restart` releases."""
+        trees = list(self.trees)
+        for _ in range(releases if restart is not None else 0):
+            if not trees or trees[-1] >= (restart or 1):
+                trees.append(0)
+            trees[-1] += 1
+        return Spent(self.releases + releases, tuple(trees))

@@ -1,0 +1,268 @@
+"""Differential privacy without training: epsilon beside published figures, noise, the ledger, the claim."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from rayps.core.errors import ConfigError
+from rayps.privacy import accountant
+from rayps.privacy.account import PrivacyAccount, solve_noise
+from rayps.privacy.adaptive_clip import next_clip, update_noise
+from rayps.privacy.claim import Setting, claim, with_releases
+from rayps.privacy.ledger import ReleaseLedger
+from rayps.privacy.mechanism import Mechanism, Spent
+from rayps.privacy.noise import KeyedNoise, SecretNoise
+from rayps.privacy.options import PrivacySpec, dp, privacy_of
+from rayps.privacy.tree_noise import nodes, tree_noise
+
+POISSON = Mechanism("poisson", 1.1, 0.01)
+
+
+def cost(mechanism, releases, delta=1e-5, restart=None):
+    return accountant.epsilon({mechanism: Spent().plus(releases, restart)}, delta)
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dp", "privacy has no noise"),
+        ("dp(epsilon=8)", "give noise_multiplier"),
+        ("dp(noise_multiplier=0)", "noise_multiplier is 0"),
+        ("dp(noise_multiplier=1,clip=none)", "clip is None"),
+        ("dp(noise_multiplier=1,delta=0)", "delta is 0"),
+        ("dp(noise_multiplier=1,delta=1)", "delta is 1"),
+        ("dp(noise_multiplier=1,mechanism=tree,sampling=poisson)", "tree noise needs a constant clip"),
+        ("dp(noise_multiplier=1,mechanism=tree,clip=adaptive)", "tree noise needs a constant clip"),
+        ("dp(noise_multiplier=1,sampling=fixed,clip=adaptive)", "sampling=fixed"),
+        ("dp(noise_multiplier=1,rounds=3)", "leave one of them out"),
+        ("dp(noise=loud,noise_multiplier=1)", "noise is 'loud'"),
+        ("dp(sigma=1)", "dp has no option 'sigma'"),
+        ("gaussian(1)", "give dp("),
+    ],
+)
+def test_options_are_refused(text, message):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        privacy_of(text)
+
+
+def test_options_have_one_meaning_in_text_and_python():
+    text = "dp(noise_multiplier=1.1,clip=adaptive,delta=1e-6,epsilon=8)"
+    assert privacy_of(text) == dp(noise_multiplier=1.1, clip="adaptive", delta=1e-6, epsilon=8)
+    assert privacy_of(None) is None and privacy_of(dp(noise_multiplier=2.0)) == PrivacySpec(2.0)
+
+
+# ---- epsilon
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "releases", "expected"),
+    [
+        # Abadi et al. 2016, figure 2: q = 0.01, sigma = 4, 10,000 steps: 1.26 by moments; the bound here is tighter
+        (Mechanism("poisson", 4.0, 0.01), 10_000, (0.90, 1.26)),
+        # TensorFlow Privacy's tutorial: 60,000 rows, batches of 250, z = 1.3, 15 epochs: 1.19 by an older RDP bound
+        (Mechanism("poisson", 1.3, 250 / 60_000), 3_600, (0.80, 1.19)),
+        # Kairouz et al. 2021: one tree of 64 rounds with z = 7: sqrt(2 ln(1/delta)) sqrt(7) / 7 + 7 / (2 * 49) by RDP
+        (Mechanism("tree", 7.0), 64, (1.2, 1.9)),
+    ],
+)
+def test_epsilon_beside_published_figures(mechanism, releases, expected):
+    low, high = expected
+    restart = 64 if mechanism.kind == "tree" else None
+    assert low < cost(mechanism, releases, restart=restart) <= high
+
+
+@pytest.mark.parametrize("noise", [0.7, 1.0, 3.0])
+@pytest.mark.parametrize("releases", [1, 7, 100])
+def test_without_sampling_epsilon_is_that_of_one_gaussian(noise, releases):
+    """The law: delta(eps) = Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu), mu = sqrt(k) / z (Balle and Wang 2018)."""
+    found, mu = cost(Mechanism("all", noise), releases), math.sqrt(releases) / noise
+    delta = stats.norm.cdf(mu / 2 - found / mu) - math.exp(found + stats.norm.logcdf(-mu / 2 - found / mu))
+    assert delta == pytest.approx(1e-5, rel=1e-3)
+    renyi = releases / (2 * noise**2) + math.sqrt(2 * releases * math.log(1e5)) / noise
+    assert found <= renyi
+
+
+def test_epsilon_grows_with_releases_and_sampling_and_falls_with_noise():
+    many = [cost(POISSON, k) for k in (0, 1, 10, 100)]
+    assert many[0] == 0 and many == sorted(many)
+    assert cost(Mechanism("poisson", 2.2, 0.01), 10) < many[2] < cost(Mechanism("poisson", 1.1, 0.1), 10)
+    fixed = Mechanism("fixed", 1.1, units=1000, drawn=10)
+    assert cost(fixed, 10) < cost(fixed, 100) < cost(Mechanism("fixed", 0.6, units=1000, drawn=10), 100)
+
+
+def test_two_kinds_of_releases_are_added_or_refused():
+    both = {POISSON: Spent(10), Mechanism("poisson", 2.0, 0.01): Spent(10)}
+    assert max(cost(each, 10) for each in both) < accountant.epsilon(both, 1e-5) < sum(cost(each, 10) for each in both)
+    with pytest.raises(ConfigError, match="cannot be added"):
+        accountant.epsilon({POISSON: Spent(1), Mechanism("tree", 7.0): Spent(1, (1,))}, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["poisson", "fixed", "all", "tree"])
+def test_the_noise_that_is_found_spends_the_budget_and_not_more(kind):
+    def mechanism(noise):
+        return Mechanism(kind, noise, 0.05 if kind == "poisson" else 1.0, units=200, drawn=10)
+
+    restart = 8 if kind == "tree" else None
+    found = solve_noise(dp(epsilon=6.0, rounds=40), mechanism, restart)
+    assert 5.7 < cost(found, 40, restart=restart) <= 6.0
+    assert accountant.releases_within(found, 6.0, 1e-5, restart) >= 40
+
+
+# ---- noise
+
+
+@pytest.mark.parametrize("source", [SecretNoise(), KeyedNoise.of_seed(3)], ids=["secret", "seeded"])
+def test_noise_is_normal(source):
+    drawn = source.normal(40_001, 2.5, 7)
+    assert drawn.shape == (40_001,) and stats.kstest(drawn / 2.5, "norm").pvalue > 1e-4
+    assert stats.kstest(source.uniform(20_000, 1), "uniform").pvalue > 1e-4
+
+
+def test_keyed_noise_is_a_function_of_key_and_place_and_secret_noise_is_none():
+    one, other = KeyedNoise(b"k" * 32), KeyedNoise(b"l" * 32)
+    assert np.array_equal(one.normal(9, 1.0, 1, 2), one.normal(9, 1.0, 1, 2))
+    assert not np.any(one.normal(9, 1.0, 1, 2) == one.normal(9, 1.0, 2, 1))
+    assert not np.any(one.normal(9, 1.0, 1) == other.normal(9, 1.0, 1))
+    assert not np.any(SecretNoise().normal(9, 1.0, 1) == SecretNoise().normal(9, 1.0, 1))
+
+
+@pytest.mark.parametrize("leaves", range(1, 33))
+def test_nodes_cover_each_leaf_once(leaves):
+    covered = sorted(leaf for level, index in nodes(leaves) for leaf in range(index << level, (index + 1) << level))
+    assert covered == list(range(leaves)) and len(nodes(leaves)) == leaves.bit_count()
+
+
+def test_running_sums_of_tree_noise_have_the_noise_of_their_nodes():
+    source, size = KeyedNoise(b"t" * 32), 5
+    running = np.zeros(size)
+    for leaf in range(20):
+        running += tree_noise(source, size, 1.5, tree=2, leaf=leaf)
+        naive = sum(source.normal(size, 1.5, 2, level, index) for level, index in nodes(leaf + 1))
+        assert np.allclose(running, naive)
+
+
+# ---- adaptive clipping
+
+
+def test_bits_and_updates_together_cost_one_release():
+    z, bits = 1.1, 5.0
+    assert update_noise(z, bits) ** -2 + (2 * bits) ** -2 == pytest.approx(z**-2)
+    assert update_noise(z, bits) > z
+    with pytest.raises(ConfigError, match=r"raise bit_noise"):
+        update_noise(1.1, 0.55)
+
+
+def test_the_clip_finds_the_quantile():
+    norms, clip = np.random.default_rng(0).lognormal(1.0, 0.7, 400), 0.1
+    for _ in range(200):
+        clip = next_clip(clip, float((norms <= clip).sum() - 200), 400, 0.5, 0.2)
+    assert clip == pytest.approx(np.quantile(norms, 0.5), rel=0.02)
+
+
+# ---- the ledger
+
+
+def test_the_ledger_keeps_all_releases(tmp_path):
+    ledger = ReleaseLedger(tmp_path / "privacy")
+    for round in (0, 1, 1):
+        ledger.append(POISSON, round)
+    assert ReleaseLedger(tmp_path / "privacy").spent() == {POISSON: Spent(3)}
+    lines = [json.loads(line) for line in ledger.path.read_text().splitlines()]
+    assert [line["round"] for line in lines] == [0, 1, 1]
+    assert ledger.path.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+def test_a_record_that_was_cut_counts_and_harms_no_other(tmp_path, cut):
+    ledger = ReleaseLedger(tmp_path)
+    ledger.append(POISSON, 0)
+    ledger.append(POISSON, 1)
+    raw = ledger.path.read_bytes()
+    os.truncate(ledger.path, len(raw) - cut)
+    again = ReleaseLedger(tmp_path)
+    assert again.spent() == {POISSON: Spent(2)}
+    again.append(POISSON, 1)
+    assert again.spent() == {POISSON: Spent(3)}
+
+
+def test_a_ledger_without_an_intact_line_is_refused(tmp_path):
+    (tmp_path / "ledger.jsonl").write_text('{"round": 0, "mecha')
+    with pytest.raises(ConfigError, match="Start the job anew"):
+        ReleaseLedger(tmp_path).spent()
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("place", ["privacy: nothing recorded", "privacy: recorded, not released"])
+def test_a_kill_never_lowers_epsilon(tmp_path, place):
+    """Epsilon after the kill is at least that of the releases that were made before it, and of the next one."""
+    code = (
+        "import sys; from pathlib import Path; from rayps.privacy.ledger import ReleaseLedger\n"
+        "from rayps.privacy.mechanism import Mechanism\n"
+        "ledger = ReleaseLedger(Path(sys.argv[1]))\n"
+        "for round in range(5):\n"
+        "    ledger.append(Mechanism('poisson', 1.1, 0.01), round); print(round, flush=True)"
+    )
+    environ = os.environ | {"RAYPS_FAILPOINT": f"{place}=3"}
+    ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environ, capture_output=True, text=True)
+    released = len(ran.stdout.split())
+    assert ran.returncode == -9 and released == 2
+    assert ReleaseLedger(tmp_path).spent()[POISSON].releases == released + (place == "privacy: recorded, not released")
+
+
+def test_a_key_is_drawn_once(tmp_path):
+    first = ReleaseLedger(tmp_path).key()
+    assert (
+        len(first) == 32
+        and ReleaseLedger(tmp_path).key() == first
+        and (tmp_path / "noise.key").stat().st_mode & 0o077 == 0
+    )
+
+
+# ---- the account
+
+
+def test_the_account_ends_before_the_budget_and_counts_repetitions(tmp_path):
+    spec = dp(noise_multiplier=1.1, epsilon=0.5)
+    account = PrivacyAccount(spec, POISSON, ReleaseLedger(tmp_path))
+    while account.exhausted is None:
+        account.charge(account.releases)
+    assert account.epsilon <= 0.5 < cost(POISSON, account.releases + 1)
+    assert account.releases == accountant.releases_within(POISSON, 0.5, 1e-5)
+    assert "one more would make it" in str(account.exhausted)
+    again = PrivacyAccount(spec, POISSON, ReleaseLedger(tmp_path))
+    assert again.epsilon == account.epsilon and again.exhausted == account.exhausted
+
+
+def test_a_tree_of_an_earlier_process_is_not_continued(tmp_path):
+    mechanism, spec = Mechanism("tree", 7.0), dp(noise_multiplier=7.0, mechanism="tree")
+    account = PrivacyAccount(spec, mechanism, ReleaseLedger(tmp_path), restart=4)
+    assert [account.charge(round) for round in range(6)] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
+    again = PrivacyAccount(spec, mechanism, ReleaseLedger(tmp_path), restart=4)
+    assert again.epsilon == pytest.approx(account.epsilon) and again.leaf == (2, 0)
+    again.charge(5)
+    assert again.epsilon == cost(mechanism, 4, restart=4) or again.epsilon > account.epsilon
+    assert ReleaseLedger(tmp_path).spent() == {mechanism: Spent(7, (4, 2, 1))}
+
+
+# ---- the claim
+
+
+def test_the_claim_says_against_whom_it_holds_and_warns_of_delta():
+    spec = dp(noise_multiplier=1.1, delta=1e-2)
+    found = with_releases(claim(spec, POISSON, Setting("client", 500)), 2.0, 10)
+    assert "10 noised sums" in found["claim"] and "(2, 0.01)-differentially private" in found["claim"]
+    assert any("final model" in each for each in found["holds_against"]) and "are trusted" in found["trusted"]
+    assert any("WARNING" in each for each in found["assumes"])
+    seeded = claim(dp(noise_multiplier=1.1, noise="seeded"), POISSON, Setting("row", 50_000))
+    seeded = with_releases(seeded, 2.0, 10)
+    assert seeded["claim"].startswith("This run proves nothing") and not seeded["proves"]
+    assert not any("WARNING" in each for each in seeded["assumes"])
