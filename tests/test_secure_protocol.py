@@ -263,37 +263,35 @@ def test_a_masked_vector_is_uniform() -> None:
 # ---- what a client refuses
 
 
-def test_a_client_that_is_killed_anywhere_never_releases_both_shares(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dies_at", range(6))
+def test_a_client_that_is_killed_anywhere_never_releases_both_shares(tmp_path: Path, dies_at: int) -> None:
     """At each write a client may die, before or after it: started again, it releases nothing more in this round."""
-    for dies_at in range(6):
-        folder = tmp_path / str(dies_at)
-        folder.mkdir()
-        round, released = Round(4), list[bytes]()
+    folder, round, released = tmp_path, Round(4), list[bytes]()
 
-        class Dying(ReleaseRecord):
-            writes = 0
+    class Dying(ReleaseRecord):
+        writes = 0
 
-            def _save(self) -> None:
-                if type(self).writes == dies_at // 2 and dies_at % 2 == 0:
-                    raise KeyboardInterrupt
-                super()._save()
-                type(self).writes += 1
-                if type(self).writes == dies_at // 2 + 1 and dies_at % 2 == 1:
-                    raise KeyboardInterrupt
+        def _save(self) -> None:
+            if type(self).writes == dies_at // 2 and dies_at % 2 == 0:
+                raise KeyboardInterrupt
+            super()._save()
+            type(self).writes += 1
+            if type(self).writes == dies_at // 2 + 1 and dies_at % 2 == 1:
+                raise KeyboardInterrupt
 
-        rules = TurnRules(ROUND, 0, "c0", 0.5, 2)
-        round.turns[0] = ClientTurn(rules, Dying(folder))
-        real = round.turns[0].unmask
-        round.turns[0].unmask = lambda *a: released.append(real(*a)) or released[-1]  # type: ignore
-        with pytest.raises(KeyboardInterrupt):
-            round.run()
-        again = ClientTurn(rules, ReleaseRecord(folder))
-        if dies_at == 0:
-            again.advertise()  # nothing had been sent: the round may begin
-        else:
-            with pytest.raises(Conflict, match="was begun before"):
-                again.advertise()
-        assert released == []
+    rules = TurnRules(ROUND, 0, "c0", 0.5, 2)
+    round.turns[0] = ClientTurn(rules, Dying(folder))
+    real = round.turns[0].unmask
+    round.turns[0].unmask = lambda *a: released.append(real(*a)) or released[-1]  # type: ignore
+    with pytest.raises(KeyboardInterrupt):
+        round.run()
+    again = ClientTurn(rules, ReleaseRecord(folder))
+    if dies_at == 0:
+        again.advertise()  # nothing had been sent: the round may begin
+    else:
+        with pytest.raises(Conflict, match="was begun before"):
+            again.advertise()
+    assert released == []
 
 
 def test_a_client_answers_one_unmasking_only() -> None:
@@ -392,7 +390,9 @@ def test_pinned_keys_bear_crashes_and_find_a_lying_server(tmp_path: Path) -> Non
 
 
 def test_any_t_shares_give_the_secret_and_the_field_is_one() -> None:
-    assert pow(3, shamir.PRIME - 1, shamir.PRIME) == 1 and all(_is_strong_probable_prime(shamir.PRIME, a) for a in BASES)
+    assert pow(3, shamir.PRIME - 1, shamir.PRIME) == 1 and all(
+        _is_strong_probable_prime(shamir.PRIME, a) for a in BASES
+    )
     assert not any(_is_strong_probable_prime(2**256 + offset, 3) for offset in range(1, 297, 2))  # none in between
     secret = bytes(range(224, 256))
     shares = shamir.split(secret, 3, [1, 2, 5, 9, 1000])
@@ -421,7 +421,9 @@ def _is_strong_probable_prime(n: int, base: int) -> bool:
     return x in (1, n - 1) or any((x := x * x % n) == n - 1 for _ in range(twos - 1))
 
 
-@pytest.mark.parametrize(("bits", "max_weight", "clients", "size"), [(16, 1000, 50, 4), (16, 1000, 100, 8), (8, 1, 3, 4)])
+@pytest.mark.parametrize(
+    ("bits", "max_weight", "clients", "size"), [(16, 1000, 50, 4), (16, 1000, 100, 8), (8, 1, 3, 4)]
+)
 def test_sums_of_whole_numbers_do_not_wrap_and_are_near_the_plain_sum(
     bits: int, max_weight: int, clients: int, size: int
 ) -> None:

@@ -163,9 +163,9 @@ async def clients(job_id: str, running: RunningService) -> Any:
 
 @router.get("/client/key", response_model=KeyOut)
 async def key(grant: Granted, request: Request, job: Annotated[str | None, Query(pattern=JOB)] = None) -> Any:
-    """Show the public key of the orders' signatures, which a client checks before it joins, and whether `job` is secure.
+    """Show the public key of the orders' signatures, and whether `job` is secure.
 
-    A client of a secure job joins without the number of its samples.
+    A client checks the key before it joins. A client of a secure job joins without the number of its samples.
     """
     running: Service = request.app.state.service
     wanted = grant.job or job

@@ -304,4 +304,3 @@ def _clients(count: int) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:g} s"
-

@@ -5,8 +5,8 @@ the others nothing; and keys live for seconds, not for the hours of a training. 
 the worker reads messages of which only the sum of all masked vectors can be unmasked.
 
 A worker that is lost is replaced by one that continues with the same messages (`ServerSum` has no secret). The sum of a
-round is stored before it is used: if the job returns to a checkpoint and repeats the round from the same parameters, the
-stored sum is used again. A second sum over other clients would show, by its difference, the update of one.
+round is stored before it is used: if the job returns to a checkpoint and repeats the round from the same parameters,
+the stored sum is used again. A second sum over other clients would show, by its difference, the update of one.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from rayps_client.secure.protocol import Answer, RoundName, Stage, VoidRound
 from rayps_client.secure.quantise import EXTRAS, Quantiser, SummedNumbers, Words
+from rayps_client.secure.secure_facts import SecureFacts
 from rayps_client.secure.server_sum import ServerRules, ServerSum
-from rayps_client.secure.take_part import SecureFacts, quantiser_of
+from rayps_client.secure.take_part import quantiser_of
 from torch import Tensor
 
 from rayps.core.errors import ConfigError
@@ -126,7 +126,7 @@ class SecureRounds:
         try:
             about = json.loads(path.with_suffix(".json").read_bytes())
             quantiser = quantiser_of(about["secure"])
-            numbers = quantiser.read_sum(np.fromfile(path, dtype=quantiser.word))
+            numbers = quantiser.read_sum(quantiser.read_words(path.read_bytes()))
         except FileNotFoundError:
             return None
         dropped = {int(number): why for number, why in about["dropped"].items()}
@@ -196,7 +196,6 @@ class _StageRun:
         self._stages = mailbox.stages(order.serial)
         self._asked = sorted(order.sampled)  # who may send the message of the current stage
         self.lost: dict[int, str] = {}  # why clients have dropped out
-        self._stages.open(Stage.ADVERTISE)
 
     def collect(self, stage: Stage) -> dict[int, Path]:
         """Wait for the messages of a stage, then close it. Return a dict from client to the file of its message."""
@@ -242,4 +241,4 @@ def _read(paths: Mapping[int, Path]) -> dict[int, bytes]:
 def _vectors(paths: Mapping[int, Path], quantiser: Quantiser) -> Iterator[Words]:
     """Yield masked vectors, so that one of them is in memory at a time."""
     for path in paths.values():
-        yield np.fromfile(path, dtype=quantiser.word)
+        yield quantiser.read_words(path.read_bytes())

@@ -85,7 +85,7 @@ class FederatedView(StrategyView, Protocol):
 
     @property
     def secure(self) -> Json:
-        """How real clients' updates are summed without being seen (`rayps.federated.remote.secure_options`), or None."""
+        """How real clients' updates are summed unseen (`rayps.federated.remote.secure_options`), or None."""
 
     @property
     def client_side(self) -> ClientSide:

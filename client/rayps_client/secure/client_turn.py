@@ -90,7 +90,9 @@ class ClientTurn:
         self._enter(Stage.ADVERTISE, Stage.SHARE)
         rules, given = self._rules, answer["neighbours"]
         assert isinstance(given, Mapping)
-        self._neighbours = {int(number): AdvertisedKeys.read(facts) for number, facts in given.items()}
+        for other, facts in given.items():
+            assert isinstance(facts, Mapping)
+            self._neighbours[int(other)] = AdvertisedKeys.read(facts)
         keys = [key for each in self._neighbours.values() for key in (each.seal, each.mask)]
         if len(set(keys)) < len(keys) or rules.number in self._neighbours or not self._neighbours:
             raise VoidRound("the neighbours' keys are not different keys of other clients")
@@ -157,7 +159,9 @@ class ClientTurn:
         rules, survivors = self._rules, frozenset(_numbers(answer["survivors"]))
         near = survivors & self._held.keys()
         if rules.number not in survivors or len(near) + 1 < self._threshold or len(survivors) < rules.least:
-            raise VoidRound(f"{len(near)} neighbours of this client have survived, and {self._threshold - 1} are needed")
+            raise VoidRound(
+                f"{len(near)} neighbours of this client have survived, and {self._threshold - 1} are needed"
+            )
         if rules.pinned is not None:
             self._check_signatures(rules.pinned, survivors, {} if confirmed is None else confirmed)
         seeds = {number: self._held[number][1] for number in near}

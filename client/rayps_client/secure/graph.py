@@ -2,8 +2,9 @@
 
 Bonawitz et al. 2017 use the complete graph. Bell et al., CCS 2020 (SecAgg+), place the n clients on a ring in random
 order and connect each with the k / 2 nearest ones on either side (a Harary graph), so that a client's work grows with
-log n. Three events must be rare. With a fraction `corrupt` of clients that collude with the server, a fraction `dropped`
-that drop out, and shares held by a client's closed neighbourhood (itself and its k neighbours), t of which recover a secret:
+log n. A client's secrets are shared within its closed neighbourhood (itself and its k neighbours); t shares recover
+one. Three events must be rare, with a fraction `corrupt` of clients that collude with the server, and a fraction
+`dropped` that drop out:
 
     broken        t colluding neighbours of one honest client hold t shares        n P[H(n-1, corrupt n, k) >= t]
     disconnected  the honest survivors fall apart, so that sums of parts are seen  n (corrupt + dropped)^(k/2)

@@ -2,10 +2,10 @@
 
 Canonne, Kamath and Steinke, "The Discrete Gaussian for Differential Privacy", NeurIPS 2020, algorithms 1 to 3, on
 vectors: every decision compares whole numbers, so no rounding of floats distorts a probability. `sigma` is a whole
-number, which makes t = sigma in algorithm 3 and all quantities fit into 64 bits. Noise of a client is added to its whole
-numbers before masks; Kairouz, Liu and Steinke, "The Distributed Discrete Gaussian Mechanism for Federated Learning with
-Secure Aggregation", ICML 2021, for the sum of several: each client's share is sized for the fewest clients
-whose sum can be unmasked, so that drop-outs never leave too little.
+number, which makes t = sigma in algorithm 3 and all quantities fit into 64 bits. A client adds its noise to its whole
+numbers before masks. For the sum of several: Kairouz, Liu and Steinke, "The Distributed Discrete Gaussian Mechanism for
+Federated Learning with Secure Aggregation", ICML 2021; each client's share is sized for the fewest clients whose sum
+can be unmasked, so that drop-outs never leave too little.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class NoiseSource:
         x = low + scale * high
         negative = self._below(np.full(len(x), 2, dtype=np.int64)) == 1
         kept = ~(negative & (x == 0))
-        return np.where(negative, -x, x)[kept]
+        found: Integers = np.where(negative, -x, x)[kept]
+        return found
 
     def _exp_minus(self, above: Integers, below: int) -> _Bools:
         """Return for each element whether an event of the probability exp(-above / below) occurred."""
@@ -86,7 +87,8 @@ class NoiseSource:
             happened &= self._below(count[open_]) == 0  # together of the probability (above / below) / count
             open_ = open_[happened]
             count[open_] += 1
-        return count % 2 == 1
+        found: _Bools = count % 2 == 1
+        return found
 
     def _below(self, bounds: Integers) -> Integers:
         """Return for each bound a uniform whole number from 0 to bound - 1."""

@@ -23,7 +23,7 @@ from rayps_client.secure.protocol import bytes_of, text_of
 
 @dataclass(frozen=True, slots=True)
 class PinnedKeys:
-    """This client's long-term key, and the public keys of the clients with which it aggregates, by name."""
+    """A client's own long-term key, and the public keys of the clients with which it aggregates, by name."""
 
     private: Ed25519PrivateKey
     peers: Mapping[str, Ed25519PublicKey]
@@ -84,7 +84,9 @@ def read_peers(path: Path) -> dict[str, Ed25519PublicKey]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise ConfigError(f"the keys of the other clients cannot be read from {path}: {error}", field="peers") from error
+        raise ConfigError(
+            f"the keys of the other clients cannot be read from {path}: {error}", field="peers"
+        ) from error
     for count, line in enumerate(lines, 1):
         if not line.strip() or line.startswith("#"):
             continue

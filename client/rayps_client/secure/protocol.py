@@ -3,16 +3,17 @@
 The stages, with the names of Bonawitz et al. 2017, figure 4. A stage is closed by the server; who has not sent its
 message by then has dropped out. U1 to U5 are the clients whose messages of the stages came in time.
 
-    advertise_keys     client: two fresh public keys                     server: to each client the keys of its neighbours
-    share_keys         client: shares of its mask key and its seed,      server: to each client the shares that are
+    advertise_keys     client: two fresh public keys                     server: to each client the keys of its
+    neighbours share_keys         client: shares of its mask key and its seed,      server: to each client the shares
+    that are
                        each sealed to one neighbour                              sealed to it
     masked_input       client: its vector, with all masks added          server: to each client the survivors U3
     consistency_check  client: its signature of U3 (with pinned keys)    server: to each client these signatures
     unmasking          client: per neighbour in U3 the share of its      server: the sum of the vectors of U3
                        seed, per dropped neighbour that of its mask key
 
-The server learns the seed of a client that survived, and the mask key of a client that dropped out before its vector came,
-never both of one client: either one alone leaves its vector masked.
+The server learns the seed of a client that survived, and the mask key of a client that dropped out before its vector
+came, never both of one client: either one alone leaves its vector masked.
 """
 
 from __future__ import annotations
@@ -79,9 +80,7 @@ class AdvertisedKeys:
     @classmethod
     def read(cls, facts: Mapping[str, Json]) -> AdvertisedKeys:
         """Read what `facts` returned. Raises KeyError, TypeError or ValueError if it is malformed."""
-        found = cls(
-            str(facts["name"]), bytes_of(facts["seal"]), bytes_of(facts["mask"]), bytes_of(facts["signature"])
-        )
+        found = cls(str(facts["name"]), bytes_of(facts["seal"]), bytes_of(facts["mask"]), bytes_of(facts["signature"]))
         if len(found.seal) != 32 or len(found.mask) != 32:
             raise ValueError("a public key has 32 bytes")
         return found

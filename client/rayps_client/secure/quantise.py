@@ -22,15 +22,14 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rayps_client.errors import ConfigError, TrainingError
+from rayps_client.errors import TrainingError
+from rayps_client.secure.secure_facts import levels_of, word_bits
 
 Floats: TypeAlias = NDArray[np.float64]
 Words: TypeAlias = NDArray[np.uint32] | NDArray[np.uint64]
 Integers: TypeAlias = NDArray[np.int64]
 EXTRAS = 3  # elements after the update: weight, weighted loss, processed samples
 MOST_LOSS = 128.0  # a mean loss beyond it counts as this
-MOST_BITS = 32  # of an element of an update, with its sign
-MOST_WEIGHT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +68,12 @@ class Quantiser:
     margin: int = 0  # largest absolute value of the noise in an element of the sum; 0: no noise
 
     def __post_init__(self) -> None:
-        if self._word_bits is None:
-            raise ConfigError(
-                f"the sum of {self.clients} clients x max_weight {self.max_weight} x {self.levels} levels does not fit "
-                "into 64 bits: lower bits or\nmax_weight in secure=secagg(bits=...,max_weight=...), or fraction",
-                field="secure",
-            )
+        word_bits(self.clients, self.max_weight, self.bits, self.margin)
 
     @property
     def levels(self) -> int:
         """The number of steps in `clip`."""
-        return int(2 ** (self.bits - 1) - 1)
+        return levels_of(self.bits)
 
     @property
     def step(self) -> float:
@@ -87,14 +81,10 @@ class Quantiser:
         return self.clip / self.levels
 
     @property
-    def _word_bits(self) -> int | None:
-        bound = self.clients * self.max_weight * self.levels + self.margin
-        return next((bits for bits in (32, 64) if bound < 1 << (bits - 1)), None)
-
-    @property
     def word(self) -> np.dtype[np.uint32] | np.dtype[np.uint64]:
         """The dtype of a word, in little-endian order."""
-        return np.dtype("<u4") if self._word_bits == 32 else np.dtype("<u8")
+        bits = word_bits(self.clients, self.max_weight, self.bits, self.margin)
+        return np.dtype("<u4") if bits == 32 else np.dtype("<u8")
 
     def with_margin(self, margin: int) -> Quantiser:
         """Return this quantiser with room for noise of at most `margin` steps in an element of the sum."""
@@ -122,6 +112,10 @@ class Quantiser:
         loss = max(-MOST_LOSS, min(MOST_LOSS, numbers.loss)) * weight * self.levels / MOST_LOSS
         found[-EXTRAS:] = (weight, round(loss), min(numbers.samples, self.max_weight * self.levels))
         return found
+
+    def read_words(self, raw: bytes) -> Words:
+        """Return the words in little-endian bytes."""
+        return np.frombuffer(bytearray(raw), dtype="<u4" if self.word.itemsize == 4 else "<u8")
 
     def words(self, integers: Integers) -> Words:
         """Return whole numbers modulo 2^32 or 2^64."""

@@ -19,7 +19,7 @@ _OWN_REASONS = ("begun", "repeated", "refused")  # codes of Conflict by which th
 
 @dataclass(frozen=True, slots=True)
 class JoinedAs:
-    """This client in its job, since it has joined."""
+    """A client in its job, since it has joined."""
 
     job: str
     number: int

@@ -209,9 +209,7 @@ class ServerSum:
 
     def _check_count(self, there: Collection[int], what: str) -> None:
         if len(there) < self._rules.least:
-            raise VoidRound(
-                f"secure aggregation: {len(there)} clients have {what}, and {self._rules.least} are needed"
-            )
+            raise VoidRound(f"secure aggregation: {len(there)} clients have {what}, and {self._rules.least} are needed")
 
     def _check_neighbourhoods(self, about: Iterable[int], there: Collection[int], what: str) -> None:
         """Check that enough of `there` hold shares of each client in `about`."""

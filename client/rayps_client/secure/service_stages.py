@@ -40,8 +40,8 @@ class ServiceStages:
     ) -> None:
         """`headers` name this client; `about` is (job, number of the client, serial number of the order).
 
-        `verify` takes a text and its signature, and returns the facts in the text. It raises Unauthorized if the service
-        has not signed the text.
+        `verify` takes a text and its signature, and returns the facts in the text. It raises Unauthorized if the
+        service has not signed the text.
         """
         self._connection, self._headers, self._about, self._verify = connection, dict(headers), about, verify
         self.sent, self.received = 0, 0  # bytes of messages and answers
@@ -76,7 +76,8 @@ class ServiceStages:
         job, client, serial = self._about
         if any(facts.get(key) != value for key, value in _named(job, client, serial, stage).items()):
             raise Unauthorized(
-                "this client refused an answer of the service that is for another client, round or stage", code="refused"
+                "this client refused an answer of the service that is for another client, round or stage",
+                code="refused",
             )
         self.received += len(found["answer"])
         answer: Answer = facts["answer"]

@@ -1,7 +1,7 @@
 """Shamir's t-of-n secret sharing of 32 bytes, over the prime field of 2^256 + 297 elements.
 
-Shamir, "How to Share a Secret", Communications of the ACM 22, 1979. A secret is the value at 0 of a random polynomial of
-degree t - 1; the share of a holder is the value at the holder's point, a whole number from 1. Any t shares give the
+Shamir, "How to Share a Secret", Communications of the ACM 22, 1979. A secret is the value at 0 of a random polynomial
+of degree t - 1; the share of a holder is the value at the holder's point, a whole number from 1. Any t shares give the
 secret; fewer give nothing, because every secret is then equally likely. The prime is the smallest above 2^256, so that
 every 32 bytes are an element of the field.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
+from typing import Protocol
 
 from rayps_client.errors import ConfigError
 from rayps_client.secure.client_turn import ClientTurn, TurnRules
@@ -12,19 +12,8 @@ from rayps_client.secure.pinned_keys import PinnedKeys
 from rayps_client.secure.protocol import RoundName, Stage
 from rayps_client.secure.quantise import ClientNumbers, Quantiser
 from rayps_client.secure.release_record import ReleaseRecord
+from rayps_client.secure.secure_facts import SecureFacts
 from rayps_client.values import Json
-
-
-class SecureFacts(TypedDict):
-    """What the order of a secure round says about it, in its entry `secure`."""
-
-    clip: float
-    bits: int
-    max_weight: int
-    clients: int  # number of clients that the order is for
-    threshold: float
-    least: int  # with fewer survivors the round is void
-    verify: bool  # whether the round has a consistency check
 
 
 class StageExchange(Protocol):
@@ -39,7 +28,7 @@ class StageExchange(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SecureClient:
-    """This client in a job's secure rounds."""
+    """A client in a job's secure rounds."""
 
     job: str
     number: int

@@ -31,6 +31,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from rayps_client.secure.protocol import Stage
+
 from rayps.core.errors import Conflict, NotFound, Unauthorized
 from rayps.core.records import read_json
 from rayps.core.values import Keywords
@@ -287,6 +289,8 @@ class Mailbox:
         )
         making = self._rounds / f".{serial}-{secrets.token_hex(4)}"
         (making / "inbox").mkdir(parents=True, mode=0o700)
+        if "secure" in facts:
+            StageFolder(making).open(Stage.ADVERTISE)  # open before any client can have the order
         (making / PARAMETERS).write_bytes(parameters)
         _write(making / "order.json", asdict(order))
         making.rename(self._round(serial))

@@ -1,13 +1,13 @@
 """The option `secure`: real clients whose updates the service sees as one sum: `secure=secagg(clip=1.0)`.
 
-    clip             largest L2 norm of an update, which is scaled down to it; the whole numbers of the sum follow from it
-    bits=16          bits of an element of an update, before it is multiplied by the client's number of samples
-    max_weight=1000  largest weight: a client with more samples counts as one with so many; 1: all clients count equally
-    threshold=0.5    more than this fraction of a client and its neighbours must survive, or the round is void; a client's
-                     vector can be unmasked only by so many of them together
-    neighbours=auto  clients with which each client exchanges masks; auto: all of them, or for many clients as few as
-                     `rayps_client.secure.graph` finds safe
-    verify=false     whether clients check each other's keys and the survivors with keys of their own (--peers)
+clip             largest L2 norm of an update, which is scaled down to it; the whole numbers of the sum follow from it
+bits=16          bits of an element of an update, before it is multiplied by the client's number of samples
+max_weight=1000  largest weight: a client with more samples counts as one with so many; 1: all clients count equally
+threshold=0.5    more than this fraction of a client and its neighbours must survive, or the round is void; a client's
+                 vector can be unmasked only by so many of them together
+neighbours=auto  clients with which each client exchanges masks; auto: all of them, or for many clients as few as
+                 `rayps_client.secure.graph` finds safe
+verify=false     whether clients check each other's keys and the survivors with keys of their own (--peers)
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rayps_client.secure.quantise import MOST_BITS, MOST_WEIGHT, Quantiser
-from rayps_client.secure.take_part import SecureFacts
+from rayps_client.secure.secure_facts import MOST_BITS, MOST_WEIGHT, SecureFacts, word_bits
 
 from rayps.core.errors import ConfigError
 from rayps.core.text import form
@@ -44,7 +43,7 @@ class SecureOptions:
         Raises:
             ConfigError: the sum of so many clients does not fit into 64 bits.
         """
-        Quantiser(self.clip, self.bits, self.max_weight, clients)
+        word_bits(clients, self.max_weight, self.bits)
         return {
             "clip": self.clip,
             "bits": self.bits,

@@ -19,7 +19,7 @@ from typing import Self, TypedDict
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from rayps_client.secure.take_part import SecureFacts
+from rayps_client.secure.secure_facts import SecureFacts
 
 from rayps.core.errors import ConfigError, Unauthorized
 from rayps.core.values import JsonObject

@@ -76,10 +76,11 @@ class StageFolder:
             Conflict: the client has dropped out, or the round has ended.
         """
         answers = self._folder / stage / "answers"
+        published = answers.is_dir()  # asked before: the answers may be published during this call
         try:
             found: Answer = json.loads((answers / str(number)).read_bytes())
         except FileNotFoundError:
-            if answers.is_dir() or not self._folder.is_dir():
+            if published or not self._folder.is_dir():
                 raise self._too_late(stage) from None
             return None
         return found
@@ -99,7 +100,9 @@ class StageFolder:
         """Return whether the client has an answer of an earlier stage, as each stage but the first requires."""
         before = _ORDER[: _ORDER.index(stage)]
         given = [each for each in before if (self._folder / each / "answers").is_dir()]
-        return not before or bool(given) and (self._folder / given[-1] / "answers" / str(number)).exists()
+        if not before:
+            return True
+        return bool(given) and (self._folder / given[-1] / "answers" / str(number)).exists()
 
     def _too_late(self, stage: Stage) -> Conflict:
         return Conflict(
