@@ -15,13 +15,13 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rayps_client.errors import ConfigError, Conflict, TrainingError, Unauthorized
 from rayps_client.secure import noise, shamir
-from rayps_client.secure.client_turn import ClientTurn, TurnRules
 from rayps_client.secure.graph import draw_graph, failures, neighbours_for, shares_needed
 from rayps_client.secure.masks import Keystream, add_mask
 from rayps_client.secure.pinned_keys import PinnedKeys, public_text, read_peers
 from rayps_client.secure.protocol import RoundName, Stage, VoidRound, bytes_of, decode, encode
 from rayps_client.secure.quantise import ClientNumbers, Quantiser, Words
 from rayps_client.secure.release_record import ReleaseRecord
+from rayps_client.secure.secure_turn import SecureTurn, TurnRules
 from rayps_client.secure.server_sum import ServerRules, ServerSum
 
 ROUND = RoundName("0" * 26, 7)
@@ -52,7 +52,7 @@ class Round:
         pinned = dies.get("pinned", {})
         self.server = ServerSum(ServerRules(ROUND, threshold, 2, k))
         self.turns = {
-            number: ClientTurn(TurnRules(ROUND, number, f"c{number}", threshold, 2, pinned.get(number)), Memory())
+            number: SecureTurn(TurnRules(ROUND, number, f"c{number}", threshold, 2, pinned.get(number)), Memory())
             for number in self.plain
         }
         self.sent: dict[Stage, dict[int, Any]] = {}  # all that the server gets
@@ -185,7 +185,7 @@ def test_wrong_shares_make_the_round_void_and_unreadable_messages_drop_their_sen
 # ---- what the server can see
 
 
-def secrets_of(turn: ClientTurn) -> dict[str, bytes]:
+def secrets_of(turn: SecureTurn) -> dict[str, bytes]:
     return {"seed": turn._seed, "mask key": turn._mask, "seal key": turn._seal}
 
 
@@ -280,12 +280,12 @@ def test_a_client_that_is_killed_anywhere_never_releases_both_shares(tmp_path: P
                 raise KeyboardInterrupt
 
     rules = TurnRules(ROUND, 0, "c0", 0.5, 2)
-    round.turns[0] = ClientTurn(rules, Dying(folder))
+    round.turns[0] = SecureTurn(rules, Dying(folder))
     real = round.turns[0].unmask
     round.turns[0].unmask = lambda *a: released.append(real(*a)) or released[-1]  # type: ignore
     with pytest.raises(KeyboardInterrupt):
         round.run()
-    again = ClientTurn(rules, ReleaseRecord(folder))
+    again = SecureTurn(rules, ReleaseRecord(folder))
     if dies_at == 0:
         again.advertise()  # nothing had been sent: the round may begin
     else:
@@ -368,7 +368,7 @@ def test_pinned_keys_bear_crashes_and_find_a_lying_server(tmp_path: Path) -> Non
         round = Round(5, 0.5, verify=True, pinned=pinned, dies={2: stage})
         assert np.array_equal(round.run(), round.expected())
     own_keys = Round(5, 0.5, verify=True, pinned=pinned)
-    own_keys.turns[3] = ClientTurn(TurnRules(ROUND, 3, "c3", 0.5, 2), Memory())  # the server in the place of c3
+    own_keys.turns[3] = SecureTurn(TurnRules(ROUND, 3, "c3", 0.5, 2), Memory())  # the server in the place of c3
     with pytest.raises(Unauthorized, match="'c3' are not signed"):
         own_keys.run()
     two_worlds = Round(5, 0.5, verify=True, pinned=pinned)

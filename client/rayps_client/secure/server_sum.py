@@ -13,7 +13,6 @@ import numpy as np
 
 from rayps_client.errors import ConfigError
 from rayps_client.secure import shamir
-from rayps_client.secure.client_turn import pair_purpose
 from rayps_client.secure.graph import Graph, draw_graph, neighbours_for, seed_of, shares_needed
 from rayps_client.secure.masks import add_mask, agree, public_of
 from rayps_client.secure.protocol import (
@@ -27,6 +26,7 @@ from rayps_client.secure.protocol import (
     texts,
 )
 from rayps_client.secure.quantise import Words
+from rayps_client.secure.secure_turn import pair_purpose
 
 UNREADABLE = "its message cannot be read"
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rayps_client.errors import ConfigError
-from rayps_client.secure.client_turn import ClientTurn, TurnRules
 from rayps_client.secure.pinned_keys import PinnedKeys
 from rayps_client.secure.protocol import RoundName, Stage
 from rayps_client.secure.quantise import ClientNumbers, Quantiser
 from rayps_client.secure.release_record import ReleaseRecord
 from rayps_client.secure.secure_facts import SecureFacts
+from rayps_client.secure.secure_turn import SecureTurn, TurnRules
 from rayps_client.values import Json
 
 
@@ -73,7 +73,7 @@ def take_part(
     """
     quantiser, (numbers, update) = quantiser_of(facts), trained
     integers = quantiser.integers(numbers)
-    turn = ClientTurn(client.rules(serial, facts), client.record)
+    turn = SecureTurn(client.rules(serial, facts), client.record)
     exchange.put(Stage.ADVERTISE, turn.advertise())
     exchange.put(Stage.SHARE, turn.share(exchange.get(Stage.ADVERTISE)))
     answer = exchange.get(Stage.SHARE)

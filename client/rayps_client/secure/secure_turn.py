@@ -50,7 +50,7 @@ class TurnRules:
     pinned: PinnedKeys | None = None  # None: the server is trusted to hand out the clients' own keys
 
 
-class ClientTurn:
+class SecureTurn:
     """One client in one secure round."""
 
     def __init__(self, rules: TurnRules, record: ReleaseRecord) -> None:
