@@ -143,9 +143,7 @@ class _Service:
         self._process.wait(120)
 
 
-def _run(
-    service: _Service, clients: int, plan: dict[Stage, int], neighbours: int | None, deadline: float
-) -> SecureRow:
+def _run(service: _Service, clients: int, plan: dict[Stage, int], neighbours: int | None, deadline: float) -> SecureRow:
     """Run one job of one round."""
     near = "auto" if neighbours is None else neighbours
     job = service.user.submit(
@@ -160,9 +158,7 @@ def _run(
     token = service.user.call("POST", "/api/v1/client-tokens", json={"job": job.id})["token"]
     dies = [stage for stage, count in plan.items() for _ in range(count)]
     homes = [service.folder / "homes" / job.id / f"c{k}" for k in range(clients)]
-    processes = [
-        _client(service, job, token, home, dies[k] if k < len(dies) else None) for k, home in enumerate(homes)
-    ]
+    processes = [_client(service, job, token, home, dies[k] if k < len(dies) else None) for k, home in enumerate(homes)]
     try:
         job.wait(_JOB_SECONDS)
     finally:

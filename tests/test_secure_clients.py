@@ -23,6 +23,7 @@ from rayps_client.secure.quantise import Quantiser
 from rayps_client.secure.secure_replies import SecureReplies
 from small_work import train
 
+from rayps.clients.workload_trainer import WorkloadTrainer
 from rayps.cluster.local import surrounding
 from rayps.core.logs import LogBuffer
 from rayps.federated import remote_replies
@@ -147,7 +148,7 @@ def test_a_client_without_a_usable_update_takes_no_part(clinic: Clinic) -> None:
 
     job = clinic.job(secure(4), rounds=1, seed=5)
     hospitals = [clinic.hospital(job, k) for k in range(4)]
-    hospitals[3].outside.workload = hospitals[3].outside._trainer.workload = Bad(3)
+    hospitals[3].outside.trainer = WorkloadTrainer(Bad(3), Bad(3).data())
     for hospital in hospitals:
         hospital.begin()
     assert torch.isfinite(clinic.trained(job)).all()
@@ -319,8 +320,10 @@ def test_clients_with_pinned_keys_check_each_other(clinic: Clinic, tmp_path: Pat
 
 def test_a_client_of_a_secure_job_follows_no_plain_order(tmp_path: Path) -> None:
     replies = SecureReplies(None, tmp_path)  # type: ignore[arg-type]
-    assert not replies.asked_for({"public_key": ""}) and not replies.expects({})
-    assert replies.asked_for({"secure": True}) and replies.expects({"secure": {}})
+    replies.read_key({"public_key": ""})
+    assert not replies.required and not replies.expects({})
+    replies.read_key({"secure": True})
+    assert replies.required and replies.expects({"secure": {}})
     with pytest.raises(Unauthorized, match="would show the client's update"):
         replies.expects({})
 

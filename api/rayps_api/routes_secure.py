@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
 from fastapi.responses import JSONResponse
 from rayps_client.secure.protocol import Stage
 from rayps_client.secure.service_stages import answer_text
+from starlette.requests import ClientDisconnect
 
 from rayps.core.errors import Conflict
 from rayps.federated.remote.mailbox import RoundOrder
-from rayps_api.routes_clients import LONGEST_WAIT, MOST_UPDATES, Caller, Joined, Serial, receive
+from rayps_api.routes_clients import LONGEST_WAIT, MOST_UPDATES, Caller, Joined, Serial
 from rayps_api.schemas import problems
 from rayps_api.schemas_clients import StageOut, UpdateOut, WithdrawIn
 
@@ -57,7 +60,7 @@ async def message(
             return JSONResponse({"serial": serial, "again": True}, 200)
         part = await asyncio.to_thread(stages.new_part, stage, number)
         try:
-            await receive(request, caller, part, order.most_bytes, rayps_sha256)
+            await _receive(request, part, order.most_bytes, rayps_sha256)
             new = await asyncio.to_thread(stages.deliver, stage, number, part)
         finally:
             part.unlink(missing_ok=True)
@@ -93,6 +96,30 @@ async def withdraw(serial: Serial, body: WithdrawIn, caller: Joined) -> Response
     """Record that a client takes no further part in a secure round, so that no stage waits for it."""
     await asyncio.to_thread(caller.mailbox.stages(serial).withdraw, caller.member.number, body.reason)
     return Response(status_code=204)
+
+
+async def _receive(request: Request, part: Path, most: int, digest: str) -> None:
+    """Write the request's body into the file `part`, block by block.
+
+    Raises:
+        HTTPException: the body is too long or incomplete, or its hash is wrong.
+        Conflict: the stage was closed.
+    """
+    found, size = hashlib.sha256(), 0
+    try:
+        with part.open("xb") as file:
+            async for block in request.stream():
+                size += len(block)
+                if size > most:
+                    raise HTTPException(413, f"a message of this round has {most} bytes at most")
+                found.update(block)
+                await asyncio.to_thread(file.write, block)
+    except FileNotFoundError:
+        raise Conflict("the round is closed: the message is too late", status=409, code="late") from None
+    except ClientDisconnect:
+        raise HTTPException(400, "the message is incomplete: the connection was closed") from None
+    if found.hexdigest() != digest:
+        raise HTTPException(422, "the message's hash is not the one in Rayps-Sha256: send it again")
 
 
 def _secure_order(caller: Caller, serial: int) -> RoundOrder:

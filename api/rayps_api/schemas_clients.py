@@ -114,6 +114,13 @@ class WithdrawIn(BaseModel):
     reason: str = Field(min_length=1, max_length=300)
 
 
+class PartOut(BaseModel):
+    """How much of an update has arrived."""
+
+    serial: int
+    received: int = Field(description="The number of bytes from the update's first one on: send the rest.")
+
+
 class ClientOut(BaseModel):
     """A real client of a job."""
 

@@ -204,7 +204,7 @@ class _StageRun:
         while not self._stages.is_closed(stage):
             arrived = self._stages.arrived(stage)
             silent = arrived | self._stages.withdrawn().keys()
-            missing = [n for n in self._asked if n not in silent and self._mailbox.state(n) != "left"]
+            missing = [n for n in self._asked if n not in silent and not self._takes_no_part(n)]
             enough = stage is Stage.UNMASK and self.server.suffices(arrived)
             if not missing or enough or time.time() >= ends:
                 break
@@ -222,6 +222,9 @@ class _StageRun:
         self._asked = sorted(answers)
         self._stages.open(following)
         self._stages.publish(stage, answers)
+
+    def _takes_no_part(self, number: int) -> bool:
+        return self._mailbox.state(number) == "left" or self._mailbox.is_away(number)
 
     def _why_silent(self, number: int, stage: Stage) -> str:
         why = {"left": "left", "away": "offline"}.get(self._mailbox.state(number), "deadline")

@@ -34,24 +34,21 @@ class SecureReplies:
         """`folder`: the client's own folder. `pinned`: the keys by which clients check each other, or None."""
         self._connection, self._pinned = connection, pinned
         self._record = ReleaseRecord(folder)
-        self._secure = False  # whether the job was secure when the client joined
+        self.required = False  # whether the job is secure: the client joins without the number of its samples
 
-    def asked_for(self, key: Mapping[str, Any]) -> bool:
-        """Return whether the job is secure, so that the client joins without the number of its samples.
-
-        `key` is the service's answer with its public key.
+    def read_key(self, key: Mapping[str, Any]) -> None:
+        """Learn whether the job is secure from `key`, the service's answer with its public key.
 
         Raises:
             ConfigError: this client has pinned keys, but the job is not secure.
         """
-        self._secure = bool(key.get("secure"))
-        if self._pinned is not None and not self._secure:
+        self.required = bool(key.get("secure"))
+        if self._pinned is not None and not self.required:
             raise ConfigError(
                 "this client was started with --peers, but the job would show its updates to the service: submit the "
                 "job with\nsecure=secagg(clip=...,verify=true), or leave --peers out",
                 field="peers",
             )
-        return self._secure
 
     def expects(self, order: Mapping[str, Any]) -> bool:
         """Return whether an order is for a secure round.
@@ -60,7 +57,7 @@ class SecureReplies:
             Unauthorized: the order is for a plain round, in a job that was secure when this client joined.
         """
         found = "secure" in order
-        if self._secure and not found:
+        if self.required and not found:
             raise Unauthorized(
                 "this client refused an order of the service: it would show the client's update, but the job was "
                 "secure when the client joined",
