@@ -22,21 +22,8 @@ from benchmarks.cli_tasks import tasks
 from rayps.cli.main import run_app
 
 app = typer.Typer(no_args_is_help=True, help="Measure rayps and other libraries in one run.")
-COMMANDS = (
-    laws,
-    admm,
-    averaging,
-    learning,
-    federated,
-    private_clients,
-    robust,
-    pipeline,
-    tensor,
-    tasks,
-    mistakes,
-    secure,
-)
-for command in COMMANDS:
+FEDERATED = (federated, private_clients, secure, robust)
+for command in (laws, admm, averaging, learning, *FEDERATED, pipeline, tensor, tasks, mistakes):
     app.command()(command)
 
 

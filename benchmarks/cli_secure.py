@@ -13,6 +13,9 @@ from rayps.cli.show import Output
 
 def secure(
     contenders: Annotated[str, typer.Option(help="Contenders, one after another: own (rayps), flower.")] = "own,flower",
+    runs: Annotated[
+        str, typer.Option(help="Runs of rayps: none (no deaths), a stage in which clients die, all (in each).")
+    ] = "none,advertise_keys,share_keys,masked_input,unmasking,all",
     clients: Annotated[int, typer.Option(help="Client processes.")] = 50,
     share: Annotated[float, typer.Option(help="Share of the clients that die in a stage.")] = 0.2,
     neighbours: Annotated[
@@ -32,7 +35,7 @@ def secure(
     rows = []
     for contender in contenders.split(","):
         rows += (
-            bench_own(clients, share, neighbours, deadline)
+            bench_own(runs.split(","), clients, share, neighbours, deadline)
             if contender == "own"
             else bench_flower(clients, share, neighbours, folder)
         )

@@ -1,13 +1,13 @@
 """Measure secure aggregation with many client processes that die, beside the formulas of the papers and Flower.
 
-The service is a real `rayps serve`, each client a process of its own (`secure_client.py`) that trains a network of numpy
-on its rows. In each run, `dying` of the clients kill themselves (SIGKILL) in one stage; in the last run, as many in each
+The service is a real `rayps serve`, and each client a process of the light client (`secure_client.py`) with a workload
+of numpy. In each run, `dying` of the clients kill themselves (SIGKILL) in one stage; in the last run, as many in each
 stage. The sum is exact if it equals, bit for bit, the sum of the whole numbers that the survivors wrote before masking
-into folders that the service does not read. Bytes are those of the messages of the stages, without HTTP's headers.
+into folders that the service does not read. Bytes are those of the bodies of the stages' requests and answers.
 
-Bonawitz et al. 2017, section 7.1: a client sends and receives 2 n a_K + (5 n - 4) a_S + m log2 R + n bits in the
-protocol, for n clients, keys of a_K bits, shares of a_S bits, and a vector of m words below R. With the graph of Bell et
-al. 2020, n is the number of a client's neighbours + 1.
+Bonawitz et al. 2017: a client sends and receives 2 n a_K + (5 n - 4) a_S + m log2 R + n bits in the protocol, for n
+clients, keys of a_K bits, shares of a_S bits, and a vector of m words below R. With the graph of Bell et al. 2020, n is
+the number of a client's neighbours + 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rayps_client.secure.protocol import Stage
 from rayps_client.secure.secure_facts import word_bits
 
 from benchmarks.peers import environment, run_script
-from rayps.core.errors import TrainingError
+from rayps.core.errors import ConfigError, TrainingError
 from rayps.service.client import Client, Job
 from rayps.service.settings import Settings
 
@@ -38,6 +38,7 @@ HERE = Path(__file__).resolve().parent
 FLOWER = ["flwr[simulation]==1.42.*"]  # the last that was tried; SecAgg+ is in its older workflow only
 BITS, MAX_WEIGHT, HIDDEN, ROWS = 16, 1000, 250, 20
 KEY_BITS, SHARE_BITS = 256, 264
+NONE = "none"
 _STAGES = (Stage.ADVERTISE, Stage.SHARE, Stage.MASK, Stage.UNMASK)
 _START_SECONDS, _JOB_SECONDS = 180.0, 300.0
 
@@ -70,10 +71,19 @@ def formula_bytes(holders: int, words: int, bits: int) -> float:
     return (2 * holders * KEY_BITS + (5 * holders - 4) * SHARE_BITS + words * bits + holders) / 8
 
 
-def bench_own(clients: int, share: float, neighbours: int | None, deadline: float) -> list[SecureRow]:
-    """Measure rayps: a run without deaths, one for each stage, and one with deaths in all stages."""
+def bench_own(
+    runs: Sequence[str], clients: int, share: float, neighbours: int | None, deadline: float
+) -> list[SecureRow]:
+    """Measure rayps. A run is `none`, without deaths, the name of a stage in which clients die, or `all`.
+
+    Raises:
+        ConfigError: there is no such run.
+    """
     count = round(share * clients)
-    plans: list[dict[Stage, int]] = [{}, *({stage: count} for stage in _STAGES), dict.fromkeys(_STAGES, count)]
+    known = {NONE: {}, **{str(stage): {stage: count} for stage in _STAGES}, "all": dict.fromkeys(_STAGES, count)}
+    if unknown := set(runs) - known.keys():
+        raise ConfigError(f"there is no run {unknown.pop()!r}: give some of {', '.join(known)}", field="runs")
+    plans = [known[run] for run in runs]
     with tempfile.TemporaryDirectory(prefix="rayps-bench-") as folder, _Service(Path(folder)) as service:
         return [_run(service, clients, plan, neighbours, deadline) for plan in plans]
 
@@ -102,7 +112,7 @@ def bench_flower(clients: int, share: float, neighbours: int | None, folder: Pat
         rows.append(
             SecureRow(
                 "flower",
-                f"masked_input {dying}" if dying else "none",
+                f"masked_input {dying}" if dying else NONE,
                 clients,
                 config["neighbours"],
                 "ended" if found["changed"] else "void",
@@ -171,9 +181,11 @@ def _run(service: _Service, clients: int, plan: dict[Stage, int], neighbours: in
 def _client(service: _Service, job: Job, token: str, home: Path, dies: Stage | None) -> subprocess.Popen[bytes]:
     home.mkdir(parents=True)
     config = {"url": service.url, "token": token, "job": job.id, "name": home.name, "folder": str(home)}
-    command = [sys.executable, str(HERE / "secure_client.py"), json.dumps({**config, "rows": ROWS, "dies": dies})]
+    work = f"{service.folder / 'secure_work.py'}:Wide"
+    command = [sys.executable, str(HERE / "secure_client.py"), json.dumps({**config, "work": work, "dies": dies})]
+    own = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "SECURE_CLIENT": home.name.removeprefix("c")}
     with (home / "log").open("w") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | own)
 
 
 def _row(service: _Service, job: Job, homes: Sequence[Path], plan: dict[Stage, int], neighbours: int) -> SecureRow:
@@ -185,15 +197,15 @@ def _row(service: _Service, job: Job, homes: Sequence[Path], plan: dict[Stage, i
     bits = word_bits(len(homes), MAX_WEIGHT, BITS)
     if stored:
         total = np.frombuffer(stored[0].read_bytes(), dtype=f"<i{bits // 8}")
-        sent = [np.load(home / "sent-1.npy") for home in homes if home.name in names]
+        sent = [np.load(home / "sent.npy") for home in homes if home.name in names]
         result = "exact" if np.array_equal(sum(sent), total) else "WRONG"
-    costs = [json.loads(path.read_text()) for home in homes for path in home.glob("cost-1.json")]
+    costs = [json.loads(path.read_text()) for home in homes for path in home.glob("cost.json")]
     cost: Callable[[str], float | None] = lambda key: median(each[key] for each in costs) if costs else None  # noqa: E731
     kb: Callable[[str], float | None] = lambda key: None if (found := cost(key)) is None else found / 1000  # noqa: E731
     words = parameters() + 3
     return SecureRow(
         "own",
-        ", ".join(f"{stage} {count}" for stage, count in plan.items()) or "none",
+        ", ".join(f"{stage} {count}" for stage, count in plan.items()) or NONE,
         len(homes),
         neighbours,
         result,
