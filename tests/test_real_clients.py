@@ -98,7 +98,7 @@ def test_a_private_job_with_real_clients_learns_what_simulated_ones_learn(clinic
     assert torch.equal(learnt, simulated(text.format(""), 2, seed=5))
     assert [hospital.over().ended.rounds for hospital in hospitals] == [3, 3]
     said = [event for event in job.events() if event["kind"] in ("cohort", "clients", "privacy")]
-    assert [event["kind"] for event in said] == ["privacy"] and said[0]["unit"] == "client"
+    assert [event["kind"] for event in said] == ["privacy"] * 2 and said[1]["releases"] == 3
     assert (clinic.path / "state" / "jobs" / job.id / "privacy" / "ledger.jsonl").read_text().count("\n") == 3
 
 
