@@ -198,6 +198,24 @@ def kill_workers(clinic: Clinic) -> None:
         cluster.kill(cluster.find(name))  # type: ignore[arg-type]
 
 
+# ---- with noise
+
+
+def test_noise_after_unmasking_gives_what_noise_on_plain_updates_gives(clinic: Clinic) -> None:
+    dp = "privacy=dp(noise_multiplier=0.5,clip=5,noise=seeded)"
+    learnt = []
+    for more in ("", ",secure=secagg(clip=5,bits=26,max_weight=1)"):
+        job = clinic.job(f"fedavg:deadline=500,{dp}{more},clients=remote(least=3,wait=100)", rounds=1, seed=5)
+        clinic.hospitals(job, 3)
+        learnt.append(clinic.trained(job))
+    step = 5 / (2**25 - 1)
+    assert 0 < (learnt[0] - learnt[1]).abs().max() < 10 * step  # rounded, and scaled down for the rounding
+    claim = next(event for event in job.events() if event["kind"] == "privacy")
+    assert claim["trusted"].startswith("The server sees only the sum of the clients' updates")
+    assert cohorts(job) == []
+    assert not any("samples" in point and point.get("kind") == "round" and point["samples"] for point in job.metrics())
+
+
 # ---- the routes
 
 
@@ -346,6 +364,12 @@ def test_a_client_of_a_secure_job_follows_no_plain_order(tmp_path: Path) -> None
         ("fedavg:clients=remote,secure=secagg(clip=1,top_k=3)", "no option 'top_k'"),
         ("fedavg:clients=remote,rule=median,secure=secagg(clip=1)", "robust rule"),
         ("fedavg:clients=remote,clip=1,secure=secagg(clip=1)", "clips updates itself"),
+        ("fedavg:clients=remote,privacy=dp(noise_multiplier=1),secure=secagg(clip=2,max_weight=1)", "the same number"),
+        ("fedavg:clients=remote,privacy=dp(noise_multiplier=1,clip=2),secure=secagg(clip=2)", "max_weight=1"),
+        (
+            "fedavg:clients=remote,privacy=dp(noise_multiplier=1,clip=adaptive),secure=secagg(clip=2,max_weight=1)",
+            "the same number",
+        ),
         ("scaffold:clients=remote,secure=secagg(clip=1)", "sums vectors without a bound"),
         ("fedbuff:clients=remote,secure=secagg(clip=1)", "asynchronous"),
         ("1*fedavg:clients=remote > fedavg:clients=remote,secure=secagg(clip=1)", "others are not"),
@@ -360,7 +384,14 @@ def test_options_become_the_facts_of_an_order(tmp_path: Path) -> None:
     options = secure_of("secagg(clip=2,bits=8,max_weight=1,neighbours=6,verify=true)")
     assert options is not None and options.degree == 6 and secure_of(None) is None
     facts = options.facts(clients=10, least=1)
-    assert facts == {"clip": 2, "bits": 8, "max_weight": 1, "clients": 10, "threshold": 0.5, "least": 2, "verify": True}
+    numbers = {"clip": 2, "bits": 8, "max_weight": 1, "clients": 10, "threshold": 0.5, "least": 2, "verify": True}
+    assert facts == {**numbers, "norm": 2, "counts": True}
+    private = secure_of("secagg(clip=2,bits=16,max_weight=1)")
+    assert private is not None
+    noised = private.facts(10, 1, private_size=10_000)
+    assert noised["norm"] == 2 - 2 / 32767 * 100 / 2 and not noised["counts"]
+    with pytest.raises(ConfigError, match="raise bits"):
+        options.facts(10, 1, private_size=10**6)
     with pytest.raises(ConfigError, match="64 bits"):
         secure_of("secagg(clip=1,bits=32,max_weight=1048576)").facts(10_000, 1)  # type: ignore[union-attr]
     rounds = SecureRounds(Mailbox(tmp_path), options, 3, 1000)

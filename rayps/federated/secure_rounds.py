@@ -59,14 +59,19 @@ class SecureTotal:
 class SecureRounds:
     """The secure rounds of a job with real clients."""
 
-    def __init__(self, mailbox: Mailbox, options: SecureOptions, least: int, size: int) -> None:
-        """`least`: the fewest clients with which a round counts. `size`: the number of the model's parameters."""
-        self.options = options
+    def __init__(
+        self, mailbox: Mailbox, options: SecureOptions, least: int, size: int, *, private: bool = False
+    ) -> None:
+        """`least`: the fewest clients with which a round counts. `size`: the number of the model's parameters.
+
+        `private`: whether noise will be added to the sums, so that their sensitivity counts.
+        """
+        self.options, self._private = options, private
         self._mailbox, self._least, self._size = mailbox, least, size
 
     def facts(self, clients: int) -> SecureFacts:
         """Return what the order of a round of `clients` clients says. Raises ConfigError if their sum might wrap."""
-        return self.options.facts(clients, self._least)
+        return self.options.facts(clients, self._least, self._size if self._private else None)
 
     def most_bytes(self, facts: SecureFacts) -> int:
         """Return the largest number of bytes of a message of a round."""
@@ -85,7 +90,6 @@ class SecureRounds:
         try:
             masked = self._run_stages(run, facts["verify"], quantiser)
             total = server.total(_read(run.collect(Stage.UNMASK)), _vectors(masked, quantiser))
-            # noise of the server's own, for which clients trust it, would be added to `total` here
             found.numbers, found.survivors = quantiser.read_sum(total), sorted(masked)
         except VoidRound as void:
             found.void = void.message
@@ -175,7 +179,8 @@ def secure_rounds_of(engine: FederatedEngine, mailbox: Mailbox) -> SecureRounds 
             "model",
             field="secure",
         )
-    return SecureRounds(mailbox, options, strategy.aggregation.min_replies, engine.w.flat.layout.size)
+    least, size = strategy.aggregation.min_replies, engine.w.flat.layout.size
+    return SecureRounds(mailbox, options, least, size, private=engine.private is not None)
 
 
 def aggregate_of(total: SecureTotal, w_t: Tensor) -> RoundAggregate:

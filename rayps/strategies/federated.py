@@ -53,7 +53,7 @@ from rayps.federated.local_training import LocalTraining
 from rayps.federated.population.options import PopulationSpec, check_fraction
 from rayps.federated.private_options import check_private
 from rayps.federated.remote.join_options import joining_of
-from rayps.federated.remote.secure_options import secure_of
+from rayps.federated.remote.secure_options import SecureOptions, secure_of
 from rayps.federated.strategy_interface import Buffered, ClientSide
 from rayps.privacy.options import PrivacySpec, privacy_of
 from rayps.strategies.base import Strategy
@@ -100,9 +100,10 @@ class Federated(FlatOptions, Strategy):
             )
         if joining_of(self.clients) is not None:
             self._check_for_real_clients()
-        if secure_of(self.secure) is not None:
-            self._check_for_secure_sums()
         object.__setattr__(self, "privacy", privacy_of(self.privacy))
+        secure = secure_of(self.secure)
+        if secure is not None:
+            self._check_for_secure_sums(secure)
         check_private(self)
 
     def _check_for_real_clients(self) -> None:
@@ -124,8 +125,9 @@ class Federated(FlatOptions, Strategy):
                 field="clients",
             )
 
-    def _check_for_secure_sums(self) -> None:
+    def _check_for_secure_sums(self, secure: SecureOptions) -> None:
         """Check that the server needs nothing but the weighted sum of the updates."""
+        private = self.private
         ways = [
             (self.clients is None, "the clients are simulated here, where each update is seen: give clients=remote"),
             (self.aggregation.rule != "mean", "a robust rule compares the updates one by one: leave rule out"),
@@ -133,6 +135,11 @@ class Federated(FlatOptions, Strategy):
             (bool(self.sums), f"{self.name} also sums vectors without a bound: use fedavg, fedprox or fedadam"),
             (self.weight(7, 0) != 7, f"{self.name} weights replies by other numbers than their samples: use fedavg"),
         ]
+        if private is not None:
+            ways += [
+                (private.clip != secure.clip, f"privacy has clip={private.clip}: give both the same number"),
+                (secure.max_weight != 1, "under privacy all clients have equal weight: give secagg(max_weight=1)"),
+            ]
         for wrong, why in ways:
             if wrong:
                 raise ConfigError(f"secure is {self.secure!r}, but {why}", field="secure")

@@ -65,6 +65,8 @@ class Quantiser:
     bits: int  # of an element of an update with the weight 1
     max_weight: int  # largest weight
     clients: int  # largest number of clients in a sum
+    norm: float | None = None  # largest L2 norm of an update before rounding, if less than `clip`
+    counts: bool = True  # whether the sum has losses and processed samples
     margin: int = 0  # largest absolute value of the noise in an element of the sum; 0: no noise
 
     def __post_init__(self) -> None:
@@ -105,12 +107,15 @@ class Quantiser:
         norm = float(np.linalg.norm(update))
         if not math.isfinite(norm) or not math.isfinite(numbers.loss) or weight < 1:
             raise TrainingError("its update or loss contains values that are not finite")
-        scale = min(1.0, self.clip / norm) if norm > 0 else 1.0
+        most = self.clip if self.norm is None else self.norm
+        scale = min(1.0, most / norm) if norm > 0 else 1.0
         found = np.empty(update.size + EXTRAS, dtype=np.int64)
         bound = self.levels * weight
         found[:-EXTRAS] = np.clip(np.rint(update * (scale * weight / self.step)), -bound, bound)
         loss = max(-MOST_LOSS, min(MOST_LOSS, numbers.loss)) * weight * self.levels / MOST_LOSS
         found[-EXTRAS:] = (weight, round(loss), min(numbers.samples, self.max_weight * self.levels))
+        if not self.counts:
+            found[1 - EXTRAS :] = 0
         return found
 
     def read_words(self, raw: bytes) -> Words:

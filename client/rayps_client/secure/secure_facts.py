@@ -20,6 +20,8 @@ class SecureFacts(TypedDict):
     threshold: float  # more than this fraction of a closed neighbourhood must survive
     least: int  # with fewer survivors the round is void
     verify: bool  # whether the round has a consistency check
+    norm: float  # largest L2 norm of an update before rounding: with differential privacy less than `clip`
+    counts: bool  # whether the sum has losses and processed samples; without, they are 0 in it
 
 
 def levels_of(bits: int) -> int:

@@ -54,7 +54,9 @@ class SecureClient:
 
 def quantiser_of(facts: SecureFacts) -> Quantiser:
     """Return how a round's numbers are written. Raises ConfigError if their sum might wrap."""
-    return Quantiser(facts["clip"], facts["bits"], facts["max_weight"], facts["clients"])
+    return Quantiser(
+        facts["clip"], facts["bits"], facts["max_weight"], facts["clients"], norm=facts["norm"], counts=facts["counts"]
+    )
 
 
 def take_part(

@@ -12,10 +12,11 @@ verify=false     whether clients check each other's keys and the survivors with 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rayps_client.secure.secure_facts import MOST_BITS, MOST_WEIGHT, SecureFacts, word_bits
+from rayps_client.secure.secure_facts import MOST_BITS, MOST_WEIGHT, SecureFacts, levels_of, word_bits
 
 from rayps.core.errors import ConfigError
 from rayps.core.text import form
@@ -37,12 +38,25 @@ class SecureOptions:
     neighbours: int | str = AUTO
     verify: bool = False
 
-    def facts(self, clients: int, least: int) -> SecureFacts:
+    def facts(self, clients: int, least: int, private_size: int | None = None) -> SecureFacts:
         """Return what the order of a round of `clients` clients says, of which `least` must survive.
 
+        `private_size`: with differential privacy, the number of the model's parameters. Rounding to the nearest step
+        moves a vector of d elements by at most sqrt(d) / 2 steps, so an update is then scaled down to a norm that is
+        less than `clip` by this: the rounded one does not exceed `clip`.
+
         Raises:
-            ConfigError: the sum of so many clients does not fit into 64 bits.
+            ConfigError: the sum of so many clients does not fit into 64 bits, or steps are too large for `clip`.
         """
+        norm = self.clip
+        if private_size is not None:
+            norm -= self.clip / levels_of(self.bits) * math.sqrt(private_size) / 2
+            if norm <= 0:
+                raise ConfigError(
+                    f"{self.bits} bits are too few for privacy with {private_size} parameters: rounding would exceed "
+                    "clip; raise bits in secure=secagg(bits=...)",
+                    field="secure",
+                )
         word_bits(clients, self.max_weight, self.bits)
         return {
             "clip": self.clip,
@@ -52,6 +66,8 @@ class SecureOptions:
             "threshold": self.threshold,
             "least": max(LEAST, least),
             "verify": self.verify,
+            "norm": norm,
+            "counts": private_size is None,
         }
 
     @property
