@@ -70,7 +70,7 @@ def main() -> None:
         np.save(folder / "sent.npy", integers)
         return words(quantiser, integers)
 
-    Quantiser.words = kept  # type: ignore[method-assign]
+    Quantiser.words = kept  # type: ignore[method-assign, assignment]
     token = ClientToken.read(config["token"])
     connection = ServiceConnection(
         config["url"], config["token"], 60.0, lambda text: None, Network(config["dies"], folder)
