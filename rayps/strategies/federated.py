@@ -126,7 +126,7 @@ class Federated(FlatOptions, Strategy):
 
     def _check_for_secure_sums(self, secure: SecureOptions) -> None:
         """Check that the server needs nothing but the weighted sum of the updates."""
-        private = self.private
+        private = self.privacy_spec
         ways = [
             (self.clients is None, "the clients are simulated here, where each update is seen: give clients=remote"),
             (self.aggregation.rule != "mean", "a robust rule compares the updates one by one: leave rule out"),
