@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -52,12 +53,7 @@ class ReleaseLedger:
         facts = {"round": round, "tree": tree, "time": time.time(), "mechanism": mechanism.to_wire()}
         passing("privacy: nothing recorded")
         line = (json.dumps(facts) + "\n").encode()
-        if not self._ends_with_a_line():
-            line = b"\n" + line
-        written = os.write(self._file, line)
-        os.fsync(self._file)
-        if written != len(line):
-            raise OSError(f"{self.path}: only {written} of {len(line)} bytes were written")
+        self._write(line if self._ends_with_a_line() else b"\n" + line)
         passing("privacy: recorded, not released")
 
     def spent(self) -> dict[Mechanism, Spent]:
@@ -67,9 +63,7 @@ class ReleaseLedger:
         """
         found: dict[Mechanism, list[int | None]] = {}
         damaged, last = 0, None
-        for line in self.path.read_bytes().split(b"\n"):
-            if not line:
-                continue
+        for line in self._lines():
             try:
                 facts: Keywords = json.loads(line)
                 last = Mechanism.from_wire(facts["mechanism"])
@@ -89,7 +83,7 @@ class ReleaseLedger:
     def new_tree(self) -> int:
         """Return the number of the next tree: one more than that of any recorded release."""
         numbers = [-1]
-        for line in self.path.read_bytes().split(b"\n"):
+        for line in self._lines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 numbers.append(int(json.loads(line)["tree"]))
         return max(numbers) + 1
@@ -109,13 +103,72 @@ class ReleaseLedger:
             _sync(self.folder)
         return path.read_bytes()
 
+    def carry_over(self, earlier: Path) -> int:
+        """Append the releases of the ledger in the folder `earlier` that this ledger has not; return their number.
+
+        Its trees get new numbers, since none of them is continued. A second call has no effect.
+
+        Raises OSError if the earlier ledger cannot be read, or this one not be written.
+        """
+        known = {_identity(line) for line in self._lines()}
+        added = [line for line in (earlier / LEDGER).read_bytes().split(b"\n") if line and _identity(line) not in known]
+        if added:
+            first = self.new_tree()
+            text = b"\n".join(_in_tree(line, first) for line in added) + b"\n"
+            self._write(text if self._ends_with_a_line() else b"\n" + text)
+        return len(added)
+
     def close(self) -> None:
         """Close the file."""
         os.close(self._file)
 
+    def _lines(self) -> list[bytes]:
+        return [line for line in self.path.read_bytes().split(b"\n") if line]
+
+    def _write(self, text: bytes) -> None:
+        written = os.write(self._file, text)
+        os.fsync(self._file)
+        if written != len(text):
+            raise OSError(f"{self.path}: only {written} of {len(text)} bytes were written")
+
     def _ends_with_a_line(self) -> bool:
         size = os.fstat(self._file).st_size
         return size == 0 or os.pread(self._file, 1, size - 1) == b"\n"
+
+
+def open_ledger(folder: str | None) -> ReleaseLedger:
+    """Open the ledger in `folder`, which the job's driver has created: see `rayps.runtime.ledger_folder`.
+
+    Raises ConfigError if this machine has no such ledger, or cannot write it.
+    """
+    if folder is None or not (Path(folder) / LEDGER).exists():
+        raise ConfigError(
+            f"the worker on {socket.gethostname()} does not find the ledger of private releases, which the job's "
+            f"driver keeps in {folder}: run the worker on the driver's machine, or give a folder for checkpoints "
+            "(of the service: --state-dir) on a file system that all machines share",
+            field="privacy",
+        )
+    return ReleaseLedger(Path(folder))
+
+
+def _identity(line: bytes) -> object:
+    """Return what tells the release of a line from all others: its time and its round; of a damaged line its text."""
+    try:
+        facts = json.loads(line)
+        return facts["time"], facts["round"]
+    except (ValueError, TypeError, KeyError):
+        return line
+
+
+def _in_tree(line: bytes, first: int) -> bytes:
+    """Return a line whose tree has the number that it had plus `first`."""
+    try:
+        facts = json.loads(line)
+        if facts["tree"] is None:
+            return line
+        return json.dumps(facts | {"tree": facts["tree"] + first}).encode()
+    except (ValueError, TypeError, KeyError):
+        return line
 
 
 def _spent(trees: list[int | None]) -> Spent:

@@ -159,3 +159,9 @@ def privacy_of(given: Json | PrivacySpec) -> PrivacySpec | None:
             f"privacy is {given!r}: give dp(noise_multiplier=1.1,clip=1.0,delta=1e-5), or leave it out", field="privacy"
         )
     return dp(**{key: value for key, value in facts.items() if key != "name"})
+
+
+def privacy_in(strategy: object) -> PrivacySpec | None:
+    """Return the options of a strategy's `privacy`; None if it has none, or no such option."""
+    found = getattr(strategy, "privacy", None)
+    return found if isinstance(found, PrivacySpec) else None

@@ -70,6 +70,7 @@ from rayps.runtime.job_size import Allowance
 from rayps.runtime.journal import Journal
 from rayps.runtime.last_checkpoint import LastCheckpoint, repeated_rounds
 from rayps.runtime.leased_run import LeasedRun, LeaseTerms
+from rayps.runtime.ledger_folder import LedgerFolder, ledger_folder
 from rayps.runtime.membership import Membership
 from rayps.runtime.phases import PhaseRun, RunPlan
 from rayps.runtime.preflight import PreflightFindings, Trial, TrialFacts, TrialRequest, preflight
@@ -207,6 +208,7 @@ class Driver:
         found = awaited(find, self.spec.timeout, where="driver", stopped=self._stop.is_set)
         if found is None:
             return False
+        ledger = self._ledger()
         for warning in found.warnings:
             self.journal.event("warning", warning)
         if not self._again and (own := parameters.differing(self.workload, Workload)):
@@ -218,12 +220,31 @@ class Driver:
         schedule = ScheduleRecord(recipe_of(self.workload))
         elastic = self._elastic_run(found, calendar)
         self._known = RunPlan(
-            self._phases, calendar, found.divisions, found.tables, schedule, mailbox, found.start, elastic, leased
+            self._phases,
+            calendar,
+            found.divisions,
+            found.tables,
+            schedule,
+            mailbox,
+            found.start,
+            elastic,
+            leased,
+            ledger,
         )
         self._record.set_calendar(calendar)
         if self._tries:
             self._try_a_batch(found)
         return True
+
+    def _ledger(self) -> LedgerFolder | None:
+        """Return the folder of the ledger of private releases; None without privacy."""
+        checkpoints = self._checkpoints
+        found = ledger_folder(self._phases, self.journal.folder, checkpoints.folder, checkpoints.resume)
+        if found is not None and found.unknown is not None:
+            self.journal.event("warning", found.unknown)
+        if found is not None and found.carried:
+            self.journal.event("privacy", f"{found.carried} releases of an earlier run are charged to this run, too")
+        return found
 
     def _calendar(self, found: PreflightFindings) -> tuple[Calendar, LeasedRun | None]:
         """Return the rounds of the phases, and what changes workers that are not in step, if they change."""
@@ -427,7 +448,8 @@ class Driver:
         each = self.saves and self._callbacks.each_evaluation and leased is None
         known = self._record.evaluated
         orders = phase.orders(self.spec, self._generation, known, self._plan.mailbox, each=each)
-        orders = replace(orders, evaluation_batches=self._evaluation_batches)
+        ledger = None if self._plan.ledger is None else str(self._plan.ledger.path)
+        orders = replace(orders, evaluation_batches=self._evaluation_batches, ledger=ledger)
         if (traces := self._record.traces) is not None:
             orders = replace(orders, profile=traces.ranks_to_trace(group.size))
         parts = self._checkpoints.parts_plan(phase.phase.strategy, group.hosts)

@@ -17,6 +17,7 @@ from rayps.runtime.elastic_run import ElasticRun
 from rayps.runtime.job_size import JobSize
 from rayps.runtime.journal import Journal
 from rayps.runtime.leased_run import LeasedRun
+from rayps.runtime.ledger_folder import LedgerFolder
 from rayps.strategies.job import JobSpec
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import ScheduleRecord, Ticks
@@ -42,6 +43,7 @@ class RunPlan:
     start: StartPoint | None = None  # the first parameters, if a file has them
     elastic: ElasticRun | None = None  # what changes workers that are in step; None if their number is fixed
     leased: LeasedRun | None = None  # what changes workers that are not in step
+    ledger: LedgerFolder | None = None  # the folder of the ledger of private releases; None without privacy
 
     @property
     def size(self) -> JobSize | None:

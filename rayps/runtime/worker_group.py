@@ -602,6 +602,7 @@ class WorkerGroup:
             orders.reached[rank] if orders.reached else 0,
             orders.elastic,
             orders.leased,
+            orders.ledger,
         )
 
     @property

@@ -52,6 +52,7 @@ class Orders:
     reached: tuple[int, ...] = ()  # by rank: the rounds that were trained before, which are repeated; () if none
     elastic: ElasticPlan | None = None  # None if the number of workers is fixed
     leased: bool = False  # whether workers get their rows by leases: see `rayps.worker.leased_batches`
+    ledger: str | None = None  # the folder of the ledger of private releases; None without privacy
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ class WorkerPlan:
     reached: int = 0  # rounds below this one were trained before, and are repeated
     elastic: ElasticPlan | None = None  # None if the number of workers is fixed
     leased: bool = False  # whether this worker gets its rows by leases
+    ledger: str | None = None  # the folder of the ledger of private releases; None without privacy
 
     @property
     def last_epoch(self) -> int | None:
