@@ -59,6 +59,7 @@ _HOMES = {
     "Workload": "rayps.workload.base",
     "batches": "rayps.runtime.own_loop.batches",
     "data": "rayps.data",
+    "dp": "rayps.privacy.options",
     "hash_ids": "rayps.ps.tables.ids",
     "load_state": "rayps.runtime.saved_model",
     "loggers": "rayps.loggers",
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
     from rayps.core.errors import RaypsError as RaypsError
     from rayps.core.replica import Pipeline as Pipeline
     from rayps.core.replica import TensorParallel as TensorParallel
+    from rayps.privacy.options import dp as dp
     from rayps.ps.server_group import ServerGroup as ServerGroup
     from rayps.ps.tables.embedding import Embedding as Embedding
     from rayps.ps.tables.embedding import EmbeddingBag as EmbeddingBag

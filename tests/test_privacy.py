@@ -14,7 +14,7 @@ from rayps.core.errors import ConfigError
 from rayps.privacy import accountant
 from rayps.privacy.account import PrivacyAccount, solve_noise
 from rayps.privacy.adaptive_clip import next_clip, update_noise
-from rayps.privacy.claim import Setting, claim
+from rayps.privacy.claim import Setting, claim, with_releases
 from rayps.privacy.ledger import ReleaseLedger
 from rayps.privacy.mechanism import Mechanism, Spent
 from rayps.privacy.noise import KeyedNoise, SecretNoise
@@ -258,10 +258,11 @@ def test_a_tree_of_an_earlier_process_is_not_continued(tmp_path):
 
 def test_the_claim_says_against_whom_it_holds_and_warns_of_delta():
     spec = dp(noise_multiplier=1.1, delta=1e-2)
-    found = claim(spec, POISSON, Setting("client", 500), 2.0, 10)
+    found = with_releases(claim(spec, POISSON, Setting("client", 500)), 2.0, 10)
     assert "10 noised sums" in found["claim"] and "(2, 0.01)-differentially private" in found["claim"]
     assert any("final model" in each for each in found["holds_against"]) and "are trusted" in found["trusted"]
     assert any("WARNING" in each for each in found["assumes"])
-    seeded = claim(dp(noise_multiplier=1.1, noise="seeded"), POISSON, Setting("row", 50_000), 2.0, 10)
+    seeded = claim(dp(noise_multiplier=1.1, noise="seeded"), POISSON, Setting("row", 50_000))
+    seeded = with_releases(seeded, 2.0, 10)
     assert seeded["claim"].startswith("This run proves nothing") and not seeded["proves"]
     assert not any("WARNING" in each for each in seeded["assumes"])

@@ -10,8 +10,10 @@ from rayps.federated.aggregation_options import Aggregation
 from rayps.federated.client import is_plain
 from rayps.federated.population.attack_spec import skew
 from rayps.federated.population.cohort import cohort_size
+from rayps.federated.private_rounds import PrivateJob, private_job
 from rayps.federated.simulated_rounds import events_of
 from rayps.federated.strategy_interface import ClientSide, FederatedView, is_buffered, joining_under
+from rayps.privacy import accountant
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import recipe_of
@@ -34,7 +36,7 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
     joining = joining_under(strategy)
     if joining is not None:
         _check_smallest_round(aggregation, joining.least, cohort_size(joining.least, fraction))
-        return []
+        return _check_privacy(strategy, workload, private_job(strategy, None))
     clients = data.clients  # without clients, this raises an error that says how to define them
     events_of(strategy, clients.sizes, seed, data.batch_size, workload.accumulate)
     rule, attack = aggregation.chosen_rule, population.attackers
@@ -50,8 +52,40 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
         rule.warning(_skew(clients)),
         _warn_of_no_metrics(name, side, workload),
         _warn_of_loaders(name, data),
+        *_check_privacy(strategy, workload, private_job(strategy, clients.count)),
     ]
     return [warning for warning in warnings if warning]
+
+
+def _check_privacy(strategy: FederatedView, workload: Workload, job: PrivateJob | None) -> list[str]:
+    """Check the noise, the budget and the model of a private job. Return warnings.
+
+    Raises ConfigError if the budget allows no round, or if the model has buffers whose change is not clipped.
+    """
+    if job is None:
+        return []
+    spec, mechanism = job.spec, job.solved()
+    if spec.epsilon is not None and not accountant.releases_within(mechanism, spec.epsilon, spec.delta, job.restart):
+        raise ConfigError(
+            f"privacy has epsilon={spec.epsilon:g}, which one round with noise_multiplier="
+            f"{mechanism.noise_multiplier:g} exceeds: give more noise, a larger epsilon, or a smaller fraction",
+            field="privacy",
+        )
+    if not strategy.client_side.keeps_buffers:
+        with apart():
+            names = [name for name, value in model_of(workload).named_buffers() if value.is_floating_point()]
+        if names:
+            raise ConfigError(
+                f"the model has buffers that clients change and that no clip bounds ({names[0]}), so privacy cannot be "
+                "proven: use torch.nn.GroupNorm instead of BatchNorm, or buffers=keep (each client has its own)",
+                field="privacy",
+            )
+    if spec.delta * job.clients >= 1:
+        return [
+            f"delta={spec.delta:g} is not below 1 / {job.clients}, the number of clients: the claim then allows that "
+            f"all data of a client is disclosed; give delta={0.1 / job.clients:.1g}"
+        ]
+    return []
 
 
 def _check_plain_sgd(name: str, workload: Workload) -> None:

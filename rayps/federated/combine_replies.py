@@ -11,7 +11,8 @@
     rule                    the other rules need all updates at once: they are gathered on each worker, as the rows of a
                             matrix in cohort order; buffers and `sums` of the clients are combined by the same rule,
                             each as a matrix of its own
-       (central privacy)    noise would be added here, to the sum of clipped updates, with a divisor fixed beforehand
+       [central privacy]    one worker adds noise to its part of the sum of clipped updates, before the parts are added;
+                            the sum is divided by a number that is fixed beforehand (`rayps.federated.private_rounds`)
     server                  `Federated.server` with `RoundAggregate.mean`, `RoundAggregate.delta`, `RoundAggregate.sums`
 
 The steps in parentheses are not implemented. The mean takes memory for one model however many clients reply (in fixed
@@ -59,6 +60,7 @@ from rayps.federated.rule_arithmetic import (
     picks,
 )
 
+BITS = "privacy.bits"  # name, among the sums, of the updates below the clip minus half of all, for adaptive clipping
 BEFORE = "rule.before"  # name, in the server's memory, of the last round's result, for a rule that starts from it
 _REASONS = (NOT_FINITE, TOO_LARGE, NEGATIVE)  # reasons for a rejection; workers sum how often each occurred, per client
 _UPDATE, _BUFFERS = "", "buffers"  # names of two parts of a reply; the other names are those of `sums`
@@ -121,6 +123,7 @@ class _OpenRound:
     buffers: Tensor | None  # the model's buffers before the round, packed
     place: dict[int, int]  # each client's position in the cohort
     sums: _ReplySums
+    below: bool = True  # whether the last update was not scaled down by the clip
     refused: list[int] = field(init=False)  # on this worker: how often each reason occurred, for each position
 
     def __post_init__(self) -> None:
@@ -158,6 +161,7 @@ class Aggregate:
         least: int = 1,
         asynchronous: bool = False,
         statistics: BufferStatistics | None = None,
+        divisor: float | None = None,
     ) -> None:
         """Prepare for updates of `size` elements of `dtype`, in a job with `clients` clients.
 
@@ -169,6 +173,8 @@ class Aggregate:
             statistics: the layout of the buffers that clients send; None if they send none.
             least: the fewest replies with which a round changes the model.
             asynchronous: whether replies may have started from older models, so that only w_k - w_t can be summed.
+            divisor: the number by which the sum of a private job's updates is divided; None: the job is not private.
+                The result then says nothing about single replies: not how many there were, nor which were rejected.
         """
         self.rule, self.clip = rule_of(rule), clip
         self.attack: AttackSpec | None = attack if isinstance(attack, AttackSpec) else attack_of(attack)
@@ -176,8 +182,10 @@ class Aggregate:
         self._extras, self._statistics = dict(extras or {}), statistics
         self._attackers = frozenset() if self.attack is None else self.attack.attackers(seed, clients)
         self.gathers = self.rule.robust or (self.attack is not None and self.attack.omniscient)
-        self._sums_models = not (asynchronous or self.gathers or clip is not None)  # sums w_k, not w_k - w_t
-        self._asynchronous = asynchronous
+        self._sums_models = not (
+            asynchronous or self.gathers or clip is not None or divisor is not None
+        )  # sums w_k, not w_k - w_t
+        self._asynchronous, self._divisor = asynchronous, divisor
         self._sums: _ReplySums | None = None  # allocated for the largest round so far
         gathered: dict[str, tuple[int, torch.dtype]] = {_UPDATE: (size, dtype)}
         if self.rule.robust:
@@ -231,7 +239,8 @@ class Aggregate:
         vector's length or the weight is invalid.
         """
         attack = self.attack if client in self._attackers else None
-        sent = {name: (extra or {})[name].detach().cpu().reshape(-1) for name in self._extras}
+        names = [name for name in self._extras if name != BITS]
+        sent = {name: (extra or {})[name].detach().cpu().reshape(-1) for name in names}
         for name, each in sent.items():
             if each.numel() != self._extras[name][0]:
                 raise ConfigError(
@@ -255,6 +264,8 @@ class Aggregate:
         elif not self.rule.robust:
             for name, each in self._weighted(sent, samples).items():
                 self._now.sums.others[name].add(each)
+            if BITS in self._extras:
+                self._now.sums.others[BITS].add(torch.tensor([0.5 if self._now.below else -0.5], dtype=torch.float64))
         return why
 
     def _refusal(self, sent: Mapping[str, Tensor], samples: float) -> str | None:
@@ -295,7 +306,8 @@ class Aggregate:
             norm = float(torch.linalg.vector_norm(update, dtype=torch.float64))
             if not math.isfinite(norm):
                 return NOT_FINITE if not torch.isfinite(update).all() else TOO_LARGE
-            factor = clip_factor(norm, self.clip)
+            self._now.below = self.clip is None or norm <= self.clip
+            factor = clip_factor(norm, self._bound(update.dtype))
             update = update * factor if factor < 1 else update.clone()
         if not self.gathers:
             return main.add(update, weight)
@@ -304,6 +316,21 @@ class Aggregate:
             more = {name: each.clone() for name, each in sent.items()} if self.rule.robust else {}
             self._gathering.add(self._now.place[client], weight, {_UPDATE: update, **more})
         return why
+
+    def _bound(self, dtype: torch.dtype) -> float | None:
+        """Return the norm to which updates are scaled down.
+
+        In a private job it is smaller than `clip` by more than the scaled update's rounding errors can add.
+        """
+        if self.clip is None or self._divisor is None:
+            return self.clip
+        return self.clip * (1 - (1e-6 if dtype in (torch.float32, torch.float64) else 2**-6))
+
+    def add_noise(self, noise: Tensor, others: Mapping[str, Tensor]) -> None:
+        """Add noise, float64, to this worker's part of the sum of updates; `others`: the same for sums by name."""
+        self._now.sums.main.add_noise(noise)
+        for name, each in others.items():
+            self._now.sums.others[name].add_noise(each)
 
     # ---- collective
 
@@ -314,6 +341,8 @@ class Aggregate:
         """
         main = self._now.sums.main
         self._now.sums.sum_over_ranks(ring, self._now.refused)
+        if self._divisor is not None:
+            return self._private(main, self._divisor)
         outcome = RoundAggregate(None, None, {}, main.count, float(main.weight), self._now.rejected())
         if self.rule.robust:
             outcome.weight = float(outcome.count)
@@ -335,6 +364,13 @@ class Aggregate:
         if not self.rule.robust:
             self._set_other_sums(outcome)
         return outcome
+
+    def _private(self, main: ExactSum, divisor: float) -> RoundAggregate:
+        """Return the result of a private round, which has nothing but the noised sums."""
+        delta = main.total(torch.float64) / divisor
+        sums = {name: each.total() for name, each in self._now.sums.others.items()}
+        mean = (self._now.w_t.double() + delta).to(self.dtype)
+        return RoundAggregate(mean, delta.to(self.dtype), sums, round(divisor), divisor)
 
     def _set_other_sums(self, outcome: RoundAggregate) -> None:
         """Set the `sums` and buffers of the result `outcome`, if the rule is the mean."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,9 +24,10 @@ from rayps.data.clients import Clients
 from rayps.federated.buffer_statistics import BufferStatistics
 from rayps.federated.client import ClientReply, Tensors, Trainer
 from rayps.federated.client_states import ClientStates
-from rayps.federated.combine_replies import Aggregate, RoundAggregate
+from rayps.federated.combine_replies import BITS, Aggregate, RoundAggregate
 from rayps.federated.personal_metrics import personal
 from rayps.federated.population.cohort import home_ranks
+from rayps.federated.private_rounds import PrivateRounds, private_job
 from rayps.federated.remote_replies import RemoteReplies
 from rayps.federated.reply_source import Round, SimulatedReplies, TrainingTask, parameters_of
 from rayps.federated.strategy_interface import FederatedView, attackers_of, is_buffered
@@ -58,6 +60,7 @@ class FederatedEngine:
         remote = has_remote_clients(strategy)
         self.clients: Clients | None = None if remote else w.batches.data.clients
         self.trainer = Trainer(w.flat, w.workload, w.device)
+        self.private = _private_rounds(self)
         self._w_t = torch.empty_like(w.flat.vector)
         stateful = self.side.stateful and not remote
         self.home_ranks = home_ranks(w.batches.data.clients.sizes, w.size) if stateful else None
@@ -70,6 +73,8 @@ class FederatedEngine:
         self.source: RemoteReplies | SimulatedReplies = RemoteReplies(self) if remote else SimulatedReplies(self)
         size, dtype = w.flat.layout.size, w.flat.layout.dtype
         extras = dict.fromkeys(self.side.sums, (size, dtype))
+        if self.private is not None and self.private.job.spec.adaptive:
+            extras[BITS] = (1, torch.float64)
         statistics = BufferStatistics(self.trainer.buffers)
         self._statistics = statistics if statistics.size and not self.side.keeps_buffers else None
         aggregation = strategy.aggregation
@@ -85,6 +90,7 @@ class FederatedEngine:
             least=aggregation.min_replies,
             asynchronous=is_buffered(strategy),
             statistics=self._statistics,
+            divisor=None if self.private is None else self.private.job.divisor,
         )
 
     def at(self, position: int) -> int:
@@ -103,22 +109,29 @@ class FederatedEngine:
     def round(self) -> None:
         """Run one round of the strategy, on this worker."""
         w, t = self.w, self.at(self.w.position)
-        if t == 0:
+        if t == 0 or (self.private is not None and not self._begun):
             self._write_clients_event()
+        if self.private is not None and self._ends(self.private):
+            return
         w_t, buffers = self._w_t.copy_(w.flat.vector), self.trainer.copy_buffers()
         known = self.source.round(t, w_t, w.shared, buffers)
         cohort = list(known.sampled) if known.cohort is None else known.cohort
         self._aggregate.begin(t, cohort, w_t, self._pack_buffers(buffers))
         self._losses = []
+        clip = 0.0
+        if self.private is not None:
+            clip = self._aggregate.clip = self.private.clip(w.shared)
         began, read = time.perf_counter(), self.trainer.reading
         for task, reply in self.source.replies():
             self._add_reply(task if isinstance(task, TrainingTask) else TrainingTask(task, t), reply)
         reading = self.trainer.reading - read
         w.meter.data += reading
         w.meter.compute += time.perf_counter() - began - reading
+        if self.private is not None:
+            self.private.release(self._aggregate, clip, w.position)
         outcome = self._aggregate.combine(w.ring, w.shared)
         chosen = None if outcome.chosen is None else frozenset(outcome.chosen)
-        for client, loss, n in self._losses:
+        for client, loss, n in self._losses if self.private is None else ():
             if chosen is None or client in chosen:
                 w.meter.add_loss(loss, n, n)
         self.trainer.load(w_t, buffers)
@@ -127,16 +140,33 @@ class FederatedEngine:
             self.states.commit(keep=not why)
         rejected = [*self.source.refused, *outcome.rejected]
         self.source.report_rejected(rejected)
-        self._write_cohort_event(known, outcome, rejected, cohort, why)
+        if self.private is None:
+            self._write_cohort_event(known, outcome, rejected, cohort, why)
+        else:
+            self._follow(self.private, outcome, clip)
         w.position += 1
         self._begun, self._counted = self._begun + 1, self._counted or not why
         if w.position >= w.plan.end and not self._counted and w.rank == 0:
             self._warn(why, rejected)
 
+    def _ends(self, private: PrivateRounds) -> bool:
+        """Return whether the budget allows no more release: the phase then ends without this round."""
+        why = private.exhausted()
+        if why is None:
+            return False
+        self.w.done, self.w.reason = True, why
+        return True
+
+    def _follow(self, private: PrivateRounds, outcome: RoundAggregate, clip: float) -> None:
+        """After a private round, report epsilon and the clip, and end the phase if the budget is spent."""
+        private.follow(outcome, self.w.shared)
+        self._ends(private)
+        self.w.say(epsilon=private.epsilon, releases=private.releases, clip=clip)
+
     def _add_reply(self, task: TrainingTask, reply: ClientReply) -> None:
         """Add one reply to the sum, or reject it."""
         w, strategy = self.w, self.strategy
-        weight = strategy.weight(reply.n, task.staleness)
+        weight = strategy.weight(reply.n, task.staleness) if self.private is None else 1.0
         why = self._aggregate.add_reply(
             task.client,
             reply.w,
@@ -160,7 +190,7 @@ class FederatedEngine:
 
     def _report_dropped_state(self, client: int) -> None:
         """Report that a client's new state is not finite and was dropped, for at most `NAMES_IN_MESSAGE` clients."""
-        if client in self._reported or len(self._reported) >= NAMES_IN_MESSAGE:
+        if self.private is not None or client in self._reported or len(self._reported) >= NAMES_IN_MESSAGE:
             return
         self._reported.add(client)
         who = self.source.names([client])[0]
@@ -191,8 +221,15 @@ class FederatedEngine:
         return None if self._statistics is None else self._statistics.pack(buffers)
 
     def _write_clients_event(self) -> None:
-        """Write the event `clients`: the number of clients, and the number of samples that they have."""
-        if self.clients is not None and self.w.rank == 0:
+        """Write the event `clients`: the number of clients, and the number of samples that they have.
+
+        In a private job, write the event `privacy` instead: what is claimed.
+        """
+        if self.private is not None:
+            if self.w.rank == 0:
+                claim = self.private.claim()
+                self.w.event("privacy", self.private.summary(self.w.plan.end - self.w.position), **claim)
+        elif self.clients is not None and self.w.rank == 0:
             summary = self.clients.summary()
             self.w.event(
                 "clients", f"{summary['clients']} clients with {summary['rows']} samples ({summary['rule']})", **summary
@@ -244,8 +281,11 @@ class FederatedEngine:
         self.w.event("warning", f"the model was not trained: {rounds}, because {why}")
 
     def evaluate(self) -> Totals:
-        """Return a dict from `personal_*` metric to (sum over rows, number of rows). The model does not change."""
-        return personal(self)
+        """Return a dict from `personal_*` metric to (sum over rows, number of rows). The model does not change.
+
+        A private job has none of them, because they would be computed from clients' rows without noise.
+        """
+        return personal(self) if self.private is None else {}
 
     def state_of(self, client: int) -> tuple[Tensors, Tensors]:
         """Return a client's stored state, and the buffers in this state, on the model's device."""
@@ -265,6 +305,16 @@ class FederatedEngine:
         if self.states is not None:
             self.states.close()
             self.states = states
+
+
+def _private_rounds(engine: FederatedEngine) -> PrivateRounds | None:
+    """Return the private part of the rounds, or None. Raises ConfigError if the options do not fit the clients."""
+    w, strategy = engine.w, engine.strategy
+    job = private_job(strategy, None if engine.clients is None else engine.clients.count)
+    if job is None:
+        return None
+    assert w.plan.ledger is not None, "the driver gives private jobs a ledger"
+    return PrivateRounds(job, w.ring, Path(w.plan.ledger), w.plan.seed)
 
 
 def name_clients(away: list[list[str]], count: int) -> str:

@@ -103,6 +103,21 @@ class ExactSum:
         self._add_weight(weight)
         return None
 
+    def add_noise(self, noise: Tensor) -> None:
+        """Add noise, float64 [size], to the sum, rounded to the last limb's quantum. It does not count as a reply.
+
+        Raises:
+            ConfigError: the length differs, or the noise is not finite or too large for the sum.
+        """
+        if noise.numel() != self.size or (why := refusal(noise)) is not None:
+            cause = why if noise.numel() == self.size else f"it has {noise.numel()} elements instead of {self.size}"
+            raise ConfigError(f"the noise cannot be added: {cause}; lower clip or noise_multiplier", field="privacy")
+        for at in range(0, self.size, _BLOCK):
+            product = self._product[: min(_BLOCK, self.size - at)]
+            product.copy_(noise[at : at + _BLOCK])
+            self._digits(product.numpy(), 1.0, self._sums[:, at : at + len(product)].numpy())
+        self._uncorrected += 1
+
     def refusal(self, update: Tensor, weight: float = 1.0) -> str | None:
         """Return the reason why `add` would reject this reply, or None.
 

@@ -99,8 +99,13 @@ class RemoteReplies:
             TrainingError: too few clients connected within `wait` seconds.
         """
         there = self._wait_for_clients(t)
-        w, strategy, side = self._engine.w, self._strategy, self._engine.side
-        chosen = first(w.plan.seed, t, there, cohort_size(len(there), strategy.fraction)).tolist()
+        w, strategy, side, private = self._engine.w, self._strategy, self._engine.side, self._engine.private
+        if private is None:
+            chosen = first(w.plan.seed, t, there, cohort_size(len(there), strategy.fraction)).tolist()
+        else:  # the number that is asked is fixed, as the divisor is
+            there = private.eligible(there)
+            chosen = first(w.plan.seed, t, there, cohort_size(self._joining.least, strategy.fraction)).tolist()
+            private.asked(chosen)
         given = {name: value for name, value in shared.items() if name in side.sums}
         raw = remote_codec.encode_parameters(w_t, w.flat.layout, given, buffers)
         facts: OrderFacts = {

@@ -13,6 +13,7 @@ from rayps.federated.local_training import LocalTraining
 from rayps.federated.population.attack_spec import AttackSpec
 from rayps.federated.population.options import PopulationSpec
 from rayps.federated.remote.join_options import JoinOptions, joining_of, round_seconds
+from rayps.privacy.options import PrivacySpec
 
 if TYPE_CHECKING:
     from rayps.federated.client import ClientTurn
@@ -69,6 +70,10 @@ class FederatedView(StrategyView, Protocol):
     @property
     def population(self) -> PopulationSpec:
         """The options of the simulated clients."""
+
+    @property
+    def private(self) -> PrivacySpec | None:
+        """The options of client-level differential privacy; None if the job is not private."""
 
     @property
     def buffered(self) -> Buffered | None:

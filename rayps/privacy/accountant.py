@@ -73,11 +73,22 @@ def epsilon(spent: Mapping[Mechanism, Spent], delta: float) -> float:
     return found if found < _ALWAYS_INFINITE else math.inf
 
 
-def releases_within(mechanism: Mechanism, budget: float, delta: float, restart: int | None = None) -> int:
-    """Return the largest number of releases whose epsilon does not exceed `budget`, at most 10^7."""
+def releases_within(
+    mechanism: Mechanism,
+    budget: float,
+    delta: float,
+    restart: int | None = None,
+    spent: Mapping[Mechanism, Spent] | None = None,
+) -> int:
+    """Return the largest number of releases whose epsilon does not exceed `budget`, at most 10^7.
+
+    `spent` is what earlier releases have spent, whose epsilon is part of it.
+    """
+    before = dict(spent or {})
 
     def fits(releases: int) -> bool:
-        return epsilon({mechanism: Spent().plus(releases, restart)}, delta) <= budget
+        own = before.get(mechanism, Spent()).plus(releases, restart)
+        return epsilon({**before, mechanism: own}, delta) <= budget
 
     most = 1
     while most < 10_000_000 and fits(most):

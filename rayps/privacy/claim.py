@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rayps.core.values import JsonObject
+from rayps.core.records import Event, Point
+from rayps.core.values import JsonObject, Keywords
 from rayps.privacy.accountant import NAMES
 from rayps.privacy.mechanism import NEIGHBOURS, Mechanism
 from rayps.privacy.options import ALL, FIXED, POISSON, TREE, PrivacySpec
@@ -29,40 +31,57 @@ class Setting:
     masked: bool = False  # whether the server sees only the sum of the clients' updates
     divided: bool = False  # whether a unit is a row, and workers hold the rows
     restart: int | None = None
+    servers: bool = False  # whether workers push their parts of a sum to servers
     started_from: bool = False  # whether the first parameters come from a file
 
 
-def claim(spec: PrivacySpec, mechanism: Mechanism, setting: Setting, epsilon: float, releases: int) -> JsonObject:
-    """Return the claim as JSON-ready data: numbers, and texts that a data-protection officer can read."""
-    facts: JsonObject = {
-        "epsilon": epsilon,
+def claim(spec: PrivacySpec, mechanism: Mechanism, setting: Setting) -> JsonObject:
+    """Return what is claimed as JSON-ready data, without the numbers that grow: `with_releases` adds those."""
+    return {
         "delta": spec.delta,
+        "budget": spec.epsilon,
         "unit": setting.unit,
-        "releases": releases,
         "noise_multiplier": mechanism.noise_multiplier,
         "mechanism": mechanism.to_wire(),
         "neighbours": NEIGHBOURS[mechanism.kind].format(unit=setting.unit),
         "accountant": NAMES[mechanism.kind],
         "proves": spec.proves,
-        "claim": _sentence(spec, mechanism, setting, epsilon, releases),
         "holds_against": _holds_against(setting),
         "trusted": _trusted(setting),
         "assumes": _assumes(spec, mechanism, setting),
     }
-    return facts
 
 
-def _sentence(spec: PrivacySpec, mechanism: Mechanism, setting: Setting, epsilon: float, releases: int) -> str:
-    if not spec.proves:
-        return (
+def with_releases(facts: Keywords, epsilon: float, releases: int) -> JsonObject:
+    """Return a claim with the number of releases, epsilon, and the claim as a sentence."""
+    if facts["proves"]:
+        sentence = (
+            f"The {releases} noised sums that left the workers, and all that is computed from them, are "
+            f"({epsilon:.4g}, {facts['delta']:g})-differentially private, where two data sets are neighbours if "
+            f"{facts['neighbours']}."
+        )
+    else:
+        sentence = (
             "This run proves nothing: its noise was drawn from the job's seed (noise=seeded), so whoever knows the "
             "seed can remove it."
         )
-    neighbours = NEIGHBOURS[mechanism.kind].format(unit=setting.unit)
-    return (
-        f"The {releases} noised sums that left the workers, and all that is computed from them, are ({epsilon:.4g}, "
-        f"{spec.delta:g})-differentially private, where two data sets are neighbours if {neighbours}."
-    )
+    return {"claim": sentence, "epsilon": epsilon, "releases": releases, **facts}
+
+
+def claim_of_run(events: Iterable[Event], points: Iterable[Point]) -> JsonObject | None:
+    """Return the claim of a run from its journal: the last event `privacy`, and epsilon of all rounds that were run.
+
+    Return None if the run is not private.
+    """
+    facts = None
+    for event in events:
+        if event["kind"] == "privacy":
+            facts = {key: value for key, value in event.items() if key not in ("seq", "time", "kind", "message")}
+    if facts is None:
+        return None
+    rounds = [point for point in points if point.get("epsilon") is not None]
+    epsilon = max((float(point["epsilon"]) for point in rounds), default=0.0)
+    return with_releases(facts, epsilon, max((int(point["releases"]) for point in rounds), default=0))
 
 
 def _holds_against(setting: Setting) -> list[str]:
@@ -81,6 +100,8 @@ def _trusted(setting: Setting) -> str:
         return "The server sees only the sum of the clients' updates, and is trusted to add the noise to that sum."
     if setting.unit == "client":
         return "The workers and the service see each client's update before the noise, and are trusted."
+    if setting.servers:
+        return "The workers read the rows, and the servers add the workers' parts of a sum; both are trusted."
     return "The workers read the rows and compute their gradients, and are trusted."
 
 

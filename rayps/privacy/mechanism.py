@@ -11,8 +11,8 @@ KINDS = (POISSON, FIXED, ALL, TREE)
 NEIGHBOURS = {  # what differs between two data sets that the claim cannot tell apart
     POISSON: "one {unit} is added or removed",
     FIXED: "one {unit} is replaced by another",
-    ALL: "one {unit} is added or removed",
-    TREE: "one {unit} is replaced by one that sends zeros",
+    ALL: "one {unit} is replaced by one that adds zeros (that it takes part is not hidden)",
+    TREE: "one {unit} is replaced by one that adds zeros (that it takes part is not hidden)",
 }
 
 

@@ -50,6 +50,8 @@ class PrivacySpec:
         quantile, clip_lr, first_clip, bit_noise: of adaptive clipping: the fraction of updates below the clip, the
             clip's learning rate, its first value, and the noise on the number of updates below the clip (None: a
             twentieth of the expected cohort).
+        divisor: client level only: the number by which a noised sum is divided. It is fixed, because the number of
+            replies is not public. None: the expected number of a round's clients.
         restart: rounds of one tree under "tree"; a client takes part at most once in these rounds. None: 1 / fraction.
         physical_batch: row level only: the rows whose gradients are in memory at once. None: the data's batch size.
     """
@@ -66,6 +68,7 @@ class PrivacySpec:
     clip_lr: float = 0.2
     first_clip: float = 0.1
     bit_noise: float | None = None
+    divisor: float | None = None
     restart: int | None = None
     physical_batch: int | None = None
     name: ClassVar[str] = "dp"
@@ -86,6 +89,7 @@ class PrivacySpec:
         options.number(self, "clip_lr", above=0)
         options.number(self, "first_clip", above=0)
         options.number(self, "bit_noise", above=0, none=True)
+        options.number(self, "divisor", above=0, none=True)
         options.whole(self, "restart", none=True)
         options.whole(self, "physical_batch", none=True)
         self._check_together()

@@ -28,6 +28,7 @@ from rayps.core.strategy import Phase
 from rayps.core.time_report import report_of
 from rayps.core.urls import Location, is_url, location_of
 from rayps.core.values import Json, JsonObject
+from rayps.privacy.claim import claim_of_run
 from rayps.ps.tables.embedding import load, load_states
 from rayps.runtime.callbacks import CallbackRunner, RunHandle, runner_of
 from rayps.runtime.display import Display
@@ -77,6 +78,8 @@ class Result:
     # the folder with the state that `snapshot` stands for, if the run had no folder for checkpoints; removed with it
     scratch: StateFolder | None = None
     time: JobTime = field(default_factory=JobTime)  # where the time of workers and servers went
+    # what a private job claims: epsilon, delta, against whom it holds, in numbers and words; None if it is not private
+    privacy: JsonObject | None = None
 
     def __repr__(self) -> str:
         found = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
@@ -331,6 +334,7 @@ def _result(outcome: Outcome, journal: Journal, workload: Workload, time: JobTim
         outcome.best,
         outcome.scratch,
         time,
+        claim_of_run(journal.events, journal.points),
     )
 
 

@@ -26,6 +26,10 @@ clips a client's update.
 with them, and only that client is evaluated with them. `finetune`: at each evaluation, every client with rows in the
 evaluation data trains a copy of w for this number of epochs. The copy is evaluated on the client's rows, for the
 metrics `personal_*`.
+
+`privacy`: with `dp(...)`, a client's data is protected by noise (`rayps.privacy.options`,
+`rayps.federated.private_rounds`). Clients then have equal weights, and what depends on single clients is not reported:
+not the training loss, nor who or how many took part.
 """
 
 from __future__ import annotations
@@ -44,8 +48,10 @@ from rayps.core.values import Json
 from rayps.federated.aggregation_options import Aggregation
 from rayps.federated.local_training import LocalTraining
 from rayps.federated.population.options import PopulationSpec, check_fraction
+from rayps.federated.private_options import check_private
 from rayps.federated.remote.join_options import joining_of
 from rayps.federated.strategy_interface import Buffered, ClientSide
+from rayps.privacy.options import PrivacySpec, privacy_of
 from rayps.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -68,6 +74,7 @@ class Federated(FlatOptions, Strategy):
     evaluate_every: int = 1
     buffers: str = "mean"
     finetune: int | None = None
+    privacy: Json | PrivacySpec = None
     clients: Json = None
     loop: ClassVar[str] = FEDERATED_ROUNDS
     # names of vectors in `c.reply`, each as long as w, which are summed over clients without weights
@@ -88,6 +95,8 @@ class Federated(FlatOptions, Strategy):
             )
         if joining_of(self.clients) is not None:
             self._check_for_real_clients()
+        object.__setattr__(self, "privacy", privacy_of(self.privacy))
+        check_private(self)
 
     def _check_for_real_clients(self) -> None:
         self.population.check_unset()
@@ -107,6 +116,11 @@ class Federated(FlatOptions, Strategy):
                 "fedavg, fedprox, scaffold, ditto or a server optimizer (fedavgm, fedadam, ...)",
                 field="clients",
             )
+
+    @property
+    def private(self) -> PrivacySpec | None:
+        """The options of client-level differential privacy; None if the job is not private."""
+        return privacy_of(self.privacy)
 
     @property
     def buffered(self) -> Buffered | None:

@@ -61,14 +61,16 @@ class AsyncBuffer:
                 field="concurrency",
             )
 
-    def round(self, t: int, state: Ints) -> tuple[Plan, Ints]:
+    def round(self, t: int, state: Ints, cohort: Ints | None = None) -> tuple[Plan, Ints]:
         """Simulate round `t`. Return its plan, and the clock after the round (`rayps.federated.population.events`).
 
-        The plan's `trainings` are in the order of arrival. Its `sampled` are the clients that started in this round.
+        `cohort` must be None: clients start whenever others end. The plan's `trainings` are in the order of arrival.
+        Its `sampled` are the clients that started in this round.
 
         Raises:
             TrainingError: no client is available now or later, or too many updates are lost in this round.
         """
+        assert cohort is None, "asynchronous rounds have no cohort"
         now, serial = state[0, :2].tolist()
         running = [_RunningTraining(*each) for each in state[1:].tolist()]
         here = _Round(self, t, now, serial, running)

@@ -19,8 +19,10 @@ from rayps.federated.population.population import Plan, Population
 class Events(Protocol):
     """The interface of a simulation, which plans the rounds of a run one after another."""
 
-    def round(self, t: int, clock: Ints) -> tuple[Plan, Ints]:
+    def round(self, t: int, clock: Ints, cohort: Ints | None = None) -> tuple[Plan, Ints]:
         """Return the plan of round `t`, which starts at `clock`, and the clock after the round.
+
+        `cohort`: the clients that are asked; None: they are drawn from the seed.
 
         Raises TrainingError if no client is available now or later, or if too many replies are lost.
         """
@@ -32,9 +34,9 @@ class InStep:
     def __init__(self, population: Population) -> None:
         self.population = population
 
-    def round(self, t: int, clock: Ints) -> tuple[Plan, Ints]:
+    def round(self, t: int, clock: Ints, cohort: Ints | None = None) -> tuple[Plan, Ints]:
         """Return the plan of round `t`, which starts at `clock`, and the clock after the round."""
-        plan = self.population.round(t, int(clock[0, 0]) / 1e6)
+        plan = self.population.round(t, int(clock[0, 0]) / 1e6, cohort)
         return plan, clock_at(plan.end)
 
 

@@ -122,16 +122,21 @@ class Population:
         self._all = np.arange(self.clients, dtype=np.int64)
         self._seconds = self._draw_seconds()
 
-    def round(self, t: int, now: float = 0.0) -> Plan:
+    def round(self, t: int, now: float = 0.0, cohort: Ints | None = None) -> Plan:
         """Return the plan of round `t`. The previous round ended at `now`, in virtual seconds.
+
+        `cohort`: the clients that are asked, which may be none; None: they are drawn from the seed.
 
         Raises:
             TrainingError: no client is available now or later.
         """
-        moment, candidates = self.first_available(t, micros(now), self._all)
-        sampled = first(self.seed, t, candidates, self.asked)
+        if cohort is None:
+            moment, candidates = self.first_available(t, micros(now), self._all)
+            sampled = first(self.seed, t, candidates, self.asked)
+        else:
+            moment, sampled = micros(now), cohort
         outcomes = self.start_trainings(sampled, moment, t)
-        end = int(outcomes.ends.max())
+        end = int(outcomes.ends.max(initial=moment))
         replies = [at for at, reason in enumerate(outcomes.reasons) if not reason]
         if self.enough is not None and len(replies) >= self.enough:
             replies.sort(key=lambda at: (outcomes.ends[at], at))

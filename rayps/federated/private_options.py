@@ -1,0 +1,99 @@
+"""Refuse what would void the claim of a private federated job. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rayps.core.errors import ConfigError
+from rayps.core.strategy_families import has_remote_clients
+from rayps.privacy.options import ALL, FIXED, POISSON, TREE, PrivacySpec
+
+if TYPE_CHECKING:
+    from rayps.federated.strategy_interface import FederatedView
+
+
+def check_private(strategy: FederatedView) -> None:
+    """Check the options of a federated strategy with those of its `privacy`.
+
+    Raises:
+        ConfigError: an option would void the claim; the text says why, and what to do instead.
+    """
+    spec = strategy.private
+    if spec is None:
+        return
+    _refuse_algorithm(strategy)
+    _refuse_options(strategy, spec)
+    if has_remote_clients(strategy):
+        if spec.sampling in (POISSON, FIXED):
+            raise ConfigError(
+                f"privacy has sampling={spec.sampling}, but real clients come and go as they like, so no round is a "
+                "random sample of them: give mechanism=tree (noise for clients that cannot be sampled), or "
+                "sampling=all (no amplification)",
+                field="privacy",
+            )
+        return
+    kind = TREE if spec.mechanism == TREE else spec.sampling or POISSON
+    if kind != ALL:
+        for name, value in (("available", strategy.population.available), ("deadline", strategy.population.deadline)):
+            if value is not None:
+                raise ConfigError(
+                    f"{name} is {value!r}: clients that come and go, or are late, are no random sample, which "
+                    f"privacy with {kind} assumes; leave {name} out, or give privacy sampling=all",
+                    field=name,
+                )
+
+
+def _refuse_algorithm(strategy: FederatedView) -> None:
+    name, side = strategy.name, strategy.client_side
+    if strategy.buffered is not None:
+        raise ConfigError(
+            f"privacy cannot be proven under {name}: how old updates are, and how often a client takes part, depends "
+            "on the clients' speeds; use fedavg, fedprox, ditto or a server optimizer (fedavgm, fedadam, ...)",
+            field="privacy",
+        )
+    if side.sums:
+        raise ConfigError(
+            f"privacy cannot be proven under {name}: its clients also send {', '.join(side.sums)}, which has no clip; "
+            "use fedavg, fedprox or ditto",
+            field="privacy",
+        )
+    if side.finetune is not None:
+        raise ConfigError(
+            "finetune measures models on the clients' rows without noise, which would void the claim of privacy: leave "
+            "finetune out, and fine-tune where the rows are",
+            field="finetune",
+        )
+
+
+def _refuse_options(strategy: FederatedView, spec: PrivacySpec) -> None:
+    aggregation = strategy.aggregation
+    if aggregation.rule != "mean":
+        raise ConfigError(
+            f"rule is {aggregation.rule!r}, but privacy adds noise to a sum, and a robust rule is none: how much one "
+            "client changes its result is not known. Leave rule out: the clip already bounds each client",
+            field="rule",
+        )
+    if aggregation.clip is not None:
+        raise ConfigError(
+            f"clip is {aggregation.clip:g} beside privacy, which has a clip of its own: write "
+            f"privacy=dp(clip={aggregation.clip:g},...) and leave clip out",
+            field="clip",
+        )
+    for name, value, unset in (
+        ("min_replies", aggregation.min_replies, 1),
+        ("enough", aggregation.enough, None),
+        ("over_selection", aggregation.over_selection, 0.0),
+        ("attack", strategy.population.attack, None),
+    ):
+        if value != unset:
+            raise ConfigError(
+                f"{name} is {value!r}: what a private round does must not depend on how many clients reply, or on what "
+                f"single clients send; leave {name} out",
+                field=name,
+            )
+    if spec.physical_batch is not None:
+        raise ConfigError(
+            f"privacy has physical_batch={spec.physical_batch}, which is for the privacy of rows (all_reduce, "
+            f"parameter_server); {strategy.name} protects clients: leave it out",
+            field="privacy",
+        )
