@@ -24,16 +24,7 @@ from rayps.core.strategy_families import (
     has_remote_clients,
     learns_by_client,
 )
-from rayps.core.topology import (
-    Adaptive,
-    Peers,
-    Servers,
-    backup_in,
-    is_private,
-    replica_of,
-    runs_in_step,
-    servers_of,
-)
+from rayps.core.topology import Adaptive, Peers, Servers, backup_in, is_private, replica_of, runs_in_step, servers_of
 
 _IN_STEP = (SYNC_GRADIENTS, SERVER_STEPS, LOCAL_UPDATES, SHARDED_STATE, SHARDED_PARAMETERS, FEDERATED_ROUNDS)
 

@@ -552,7 +552,7 @@ def _backup_with(what: str, why: str, way_out: str) -> ConfigError:
 def _check_private_peers(peers: Peers) -> None:
     """Raise ConfigError if privacy cannot be combined with another option of `peers`."""
     others = (
-        ("replica", peers.replica and peers.replica.name, "no worker has the whole gradient of a row, and its norm"),
+        ("replica", peers.replica and peers.replica.name, "no worker has a row's whole gradient, and its norm"),
         ("compression", peers.compression, "what compression leaves out of a sum would be added to later sums"),
         ("shard", peers.shard, "a row's norm needs its gradient by all parameters"),
         ("bucket_mb", peers.bucket_mb, "nothing may be sent before the noise is added"),
@@ -566,7 +566,7 @@ def _check_private_servers(servers: Servers) -> None:
     staleness = "none" if servers.staleness is None else "auto" if servers.adaptive else servers.staleness
     others = (
         ("staleness", None if servers.in_step else staleness, "each push would need noise of its own"),
-        ("replica", servers.replica and servers.replica.name, "no worker has the whole gradient of a row, and its norm"),
+        ("replica", servers.replica and servers.replica.name, "no worker has a row's whole gradient, and its norm"),
         ("compression", servers.compression, "what compression leaves out of a sum would be added to later sums"),
         ("replicas", servers.replicas, "the accounting is only for servers that return to a snapshot together"),
         ("backup", servers.backup or None, "a late worker's rows would be missing from the sum"),
@@ -589,7 +589,12 @@ def _refuse_private(private: bool, job: JobFacts) -> None:
     others = (
         ("sparse tables", job.tables, "which rows of a table a batch looks up is visible", "use dense embeddings"),
         ("clip_norm", job.clip_norm, "privacy clips the gradient of each row", "set clip_norm to None"),
-        ("server_group", job.group, "its servers serve other jobs, and get sums without noise", "leave server_group out"),
+        (
+            "server_group",
+            job.group,
+            "its servers serve other jobs, and would get sums without noise",
+            "leave server_group out",
+        ),
     )
     for name, given, why, way_out in others:
         if given:

@@ -32,6 +32,7 @@ NAMES = {
     TREE: "Renyi divergences",
 }
 _LARGEST_NOISE = 1e6
+_LEAST_NOISE = 0.05  # with less noise epsilon is not computed: it is reported as infinite
 _ALWAYS_INFINITE = 1e6  # an epsilon above this is reported as infinite
 
 
@@ -69,6 +70,8 @@ def epsilon(spent: Mapping[Mechanism, Spent], delta: float) -> float:
             "neighbouring data sets differ. Start a new job in a new folder",
             field="privacy",
         )
+    if min(mechanism.noise_multiplier for mechanism in made) < _LEAST_NOISE:
+        return math.inf
     found = _of_distributions(made, delta) if kinds == {POISSON} else _of_divergences(made, delta)
     return found if found < _ALWAYS_INFINITE else math.inf
 
@@ -126,7 +129,7 @@ def find_noise(
     low = high / 2 if high > 1 else 0.0
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if middle > 0.05 and fits(middle) else (middle, high)
+        low, high = (low, middle) if middle > _LEAST_NOISE and fits(middle) else (middle, high)
     return high
 
 

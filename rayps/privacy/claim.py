@@ -71,6 +71,7 @@ def with_releases(facts: Keywords, epsilon: float, releases: int) -> JsonObject:
 def claim_of_run(events: Iterable[Event], points: Iterable[Point]) -> JsonObject | None:
     """Return the claim of a run from its journal: the last event `privacy`, and epsilon of all rounds that were run.
 
+    If that event has epsilon and the number of releases, these are of the ledger, and are taken.
     Return None if the run is not private.
     """
     facts = None
@@ -79,6 +80,8 @@ def claim_of_run(events: Iterable[Event], points: Iterable[Point]) -> JsonObject
             facts = {key: value for key, value in event.items() if key not in ("seq", "time", "kind", "message")}
     if facts is None:
         return None
+    if "releases" in facts:
+        return with_releases(facts, facts["epsilon"], facts["releases"])
     rounds = [point for point in points if point.get("epsilon") is not None]
     epsilon = max((float(point["epsilon"]) for point in rounds), default=0.0)
     return with_releases(facts, epsilon, max((int(point["releases"]) for point in rounds), default=0))

@@ -84,7 +84,7 @@ def _check_layers(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         instance = isinstance(layer, _InstanceNorm)
         if isinstance(layer, _BatchNorm) or (instance and getattr(layer, "track_running_stats", False)):
-            channels = int(layer.num_features)  # type: ignore[arg-type]
+            channels = int(layer.num_features)
             new = f"torch.nn.GroupNorm({groups_for(channels)}, {channels})"
             raise ConfigError(
                 f"layer {name!r} is a {type(layer).__name__}, whose statistics mix rows and would be released without "

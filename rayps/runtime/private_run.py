@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from rayps.core.errors import ConfigError
 from rayps.core.phase_rounds import OPEN, PhaseSpan
+from rayps.core.strategy import Phase
+from rayps.core.topology import servers_of
 from rayps.core.values import JsonObject
 from rayps.privacy import accountant
-from rayps.privacy.claim import Setting, claim
+from rayps.privacy.claim import Setting, claim, with_releases
 from rayps.privacy.ledger import ReleaseLedger
-from rayps.privacy.mechanism import Spent
+from rayps.privacy.mechanism import Mechanism, Spent
 from rayps.privacy.row_level import RowPrivacy
 from rayps.runtime.journal import Journal
 from rayps.runtime.ledger_folder import LedgerFolder
+from rayps.worker.plan import Orders
 
 
 class PrivateRun:
@@ -46,11 +49,20 @@ class PrivateRun:
         )
         return dataclasses.replace(found, releases=releases, end=start + left, reason=reason)
 
+    def limited(self, orders: Orders, number: int, start: int) -> Orders:
+        """Return the orders of a generation of phase `number`, which ends with the last step that the budget allows."""
+        privacy = self.plan(number, start)
+        orders = dataclasses.replace(orders, privacy=privacy)
+        if privacy.end is None or privacy.end >= orders.end:
+            return orders
+        boundary = dataclasses.replace(orders.boundary, end=privacy.end)
+        return dataclasses.replace(orders, end=privacy.end, boundary=boundary)
+
     def report_start(self, number: int, span: PhaseSpan, at: int) -> None:
         """Report what the phase's steps will spend."""
         plan = self.plan(number, at)
         mechanism, spec = plan.mechanism, plan.spec
-        facts: JsonObject = {"noise_multiplier": mechanism.noise_multiplier, "probability": mechanism.probability}
+        facts: JsonObject = {}
         text = (
             f"each of {plan.rows} rows is drawn with probability {mechanism.probability:.4g} in each step; its "
             f"gradient is clipped to {plan.clip:g}, and the noise has the standard deviation {plan.std:.4g} "
@@ -59,27 +71,62 @@ class PrivateRun:
         if span.end < OPEN:
             steps = span.end - at
             spends = accountant.epsilon(_after(self._spent(), plan, steps), spec.delta)
-            facts |= {"steps": steps, "epsilon": spends}
+            facts |= {"planned_steps": steps, "planned_epsilon": spends}
             text += f"; {steps} steps spend epsilon {spends:.4g} at delta {spec.delta:g}"
         if plan.end is not None:
-            facts |= {"budget": spec.epsilon, "allowed": plan.end - at}
+            facts |= {"allowed_steps": plan.end - at}
             text += f"; the budget epsilon={spec.epsilon:g} allows {plan.end - at} steps"
-        self._journal.event("privacy", text, round=at, **facts, assumes=self._claim(number)["assumes"])
+        self._journal.event("privacy", text, round=at, **facts, **self._claim(number))
 
-    def report_end(self, number: int) -> None:
-        """Report the claim: what all releases together disclose at most."""
-        found = self._claim(number)
-        self._journal.event("privacy", str(found["claim"]), claim=found)
+    def report_end(self, at: int, spans: Sequence[PhaseSpan]) -> None:
+        """Report the claim after round `at`: what all releases together disclose at most."""
+        number = max((i for i, span in enumerate(spans) if span.begin < at), default=0)
+        try:
+            spent = self._spent()
+            spends = accountant.epsilon(spent, self._phases[number].spec.delta)
+        except ConfigError as error:  # the run has ended, and its outcome is not changed by this
+            self._journal.event("warning", f"the claim of privacy cannot be stated: {error}")
+            return
+        releases = sum(each.releases for each in spent.values())
+        found = with_releases(self._claim(number), spends, releases)
+        self._journal.event("privacy", str(found["claim"]), **found)
 
     def _claim(self, number: int) -> JsonObject:
-        phase, spent = self._phases[number], self._spent()
-        spends = accountant.epsilon(spent, phase.spec.delta)
-        releases = sum(each.releases for each in spent.values())
-        return claim(phase.spec, phase.mechanism, self._setting, spends if spends < math.inf else math.inf, releases)
+        phase = self._phases[number]
+        return claim(phase.spec, phase.mechanism, self._setting)
 
-    def _spent(self) -> dict[object, Spent]:
+    def _spent(self) -> dict[Mechanism, Spent]:
         ledger = ReleaseLedger(self._ledger.path)
         try:
             return ledger.spent()
         finally:
             ledger.close()
+
+
+def private_run(
+    found: Sequence[RowPrivacy], phases: Sequence[Phase], ledger: LedgerFolder, journal: Journal, *, started_from: bool
+) -> PrivateRun:
+    """Return what a run whose rows are private spends, and warn of a delta that is too large.
+
+    Raises:
+        ConfigError: in another phase clients are private: the two claims cannot be added.
+    """
+    if len(found) < len(phases):
+        raise ConfigError(
+            "rows are private in one phase, and clients in another: the two claims cannot be added; give all phases "
+            "the same kind of strategy",
+            field="privacy",
+        )
+    for each in found:
+        if each.spec.delta * each.rows >= 1:
+            journal.event(
+                "warning",
+                f"delta is {each.spec.delta:g}, and there are {each.rows} rows: give a delta below 1 / {each.rows}",
+            )
+    servers = any(servers_of(phase.strategy) is not None for phase in phases)
+    return PrivateRun(found, ledger, journal, started_from=started_from, servers=servers)
+
+
+def _after(spent: Mapping[Mechanism, Spent], plan: RowPrivacy, releases: int) -> dict[Mechanism, Spent]:
+    """Return what is spent after so many more releases of a phase."""
+    return {**spent, plan.mechanism: spent.get(plan.mechanism, Spent()).plus(releases)}

@@ -29,6 +29,7 @@ from rayps.core.time_report import report_of
 from rayps.core.urls import Location, is_url, location_of
 from rayps.core.values import Json, JsonObject
 from rayps.privacy.claim import claim_of_run
+from rayps.privacy.options import privacy_in
 from rayps.ps.tables.embedding import load, load_states
 from rayps.runtime.callbacks import CallbackRunner, RunHandle, runner_of
 from rayps.runtime.display import Display
@@ -273,6 +274,12 @@ def train(
     if server_group is not None and cluster is None and address is None:
         raise ConfigError(
             f"server_group is {server_group!r}: give also address, the cluster on which the group runs", field="address"
+        )
+    if dry_run and any(privacy_in(phase.strategy) is not None for phase in phases):
+        raise ConfigError(
+            "dry_run was given for a private job: the rounds of a dry run would be releases that are in no ledger; "
+            "leave privacy out of the strategy for the dry run, on data that may be seen, or leave out dry_run",
+            field="dry_run",
         )
     workload = _workload(workload, spec.params)
     folder = location_of(checkpoint) if checkpoint is not None else None

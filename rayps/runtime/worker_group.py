@@ -603,6 +603,7 @@ class WorkerGroup:
             orders.elastic,
             orders.leased,
             orders.ledger,
+            orders.privacy,
         )
 
     @property

@@ -52,9 +52,9 @@ class NoisedSums:
             total = torch.zeros(w.layout.size, dtype=dtype, device=w.flat.vector.device)
             for rows in micro_batches(batch):
                 self._rows.add(rows, total)
-            epsilon = self.releases.release(w.position - 1, total)
-        if epsilon is not None:
-            w.say(epsilon=epsilon)
+            said = self.releases.release(w.position - 1, total)
+        if said:
+            w.say(**said)
         if self._rows.slow is not None and not self._reported and not w.rank:
             w.event(
                 "warning",

@@ -26,7 +26,7 @@ from rayps.worker.batches import BatchStream, step_of
 from rayps.worker.plan import WorkerPlan
 from rayps.workload.base import Workload
 
-COARSE = 1 / 32  # relative number of releases between two at which a worker computes epsilon
+COARSE = 1 / 8  # relative number of releases between two at which a worker computes epsilon
 
 
 class PrivateRows(BatchStream):
@@ -109,22 +109,25 @@ class RowReleases:
                 peer="driver",
             )
 
-    def release(self, step: int, part: Tensor) -> float | None:
-        """Charge the release of `step`, then add the noise to `part` [size], in place. Return epsilon after it.
+    def release(self, step: int, part: Tensor) -> dict[str, float]:
+        """Charge the release of `step`, then add the noise to `part` [size], in place.
 
-        Only rank 0 does this; others return None, and their part is unchanged. Raises OSError if the ledger cannot be
-        written; nothing may then leave.
+        Return the numbers for the round's point. Only rank 0 does this; others return {}, and change nothing.
+
+        Raises:
+            OSError: the ledger cannot be written. Nothing may then leave.
+            StaleGeneration: the plan was ended.
         """
         account = self._account
         if account is None:
-            return None
+            return {}
         if self.stopped():
             raise StaleGeneration(f"the plan was ended before step {step}", peer="driver")
         account.charge(step)
         noise = self._source.normal(part.numel(), self.privacy.std, step)
         part.copy_(part.double() + torch.from_numpy(noise).to(part.device))
         passing("privacy: noised, not released")
-        return account.epsilon
+        return {"epsilon": account.epsilon, "releases": account.releases}
 
     def close(self) -> None:
         """Close the ledger."""

@@ -100,8 +100,8 @@ class ClippedSum:
             map_tensors(value, lambda leaf: leaves.append(leaf) if _has_rows(leaf, batch.size) else None)
 
         def loss(params: dict[str, Tensor], row: list[Tensor]) -> Tensor:
-            found = torch.func.functional_call(self._loss, params, (_one_row(batch, iter(row)),))
-            return found * scale if scale != 1 else found
+            found: Tensor = torch.func.functional_call(self._loss, params, (_one_row(batch, iter(row)),))
+            return found if scale == 1 else found * scale
 
         params = {name: p.detach() for name, p in zip(self._names, self._part.parameters, strict=True)}
         each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0), randomness="different")
@@ -109,7 +109,7 @@ class ClippedSum:
         return [found[name] / scale if scale != 1 else found[name] for name in self._names]
 
     def _clip_and_add(self, gradients: list[Tensor], total: Tensor) -> Tensor:
-        """Add each row's gradient, clipped, to `total`. Return which rows have a finite gradient; others add nothing."""
+        """Add each row's gradient, clipped, to `total`. Return which rows have a finite gradient: only these add."""
         norms = torch.stack([torch.linalg.vector_norm(_flat(g), dim=1, dtype=torch.float64) for g in gradients])
         norm = torch.linalg.vector_norm(norms, dim=0)
         finite = torch.isfinite(norm)
@@ -125,7 +125,8 @@ class ClippedSum:
     def _versions(self) -> dict[str, int]:
         """Return how often each tensor of the model was changed, by name."""
         module = self._part.module
-        return {name: each._version for named in (module.named_parameters(), module.named_buffers()) for name, each in named}
+        tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        return {name: each._version for name, each in tensors.items()}
 
 
 class _LossModule(nn.Module):
