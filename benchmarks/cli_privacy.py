@@ -19,8 +19,7 @@ def privacy(
     data: Annotated[
         Path,
         typer.Option(
-            metavar="FOLDER",
-            help="A folder with digits.parquet and digits_test.parquet, or with MNIST's idx.gz files.",
+            metavar="FOLDER", help="A folder with digits.parquet and digits_test.parquet, or with MNIST's idx.gz files."
         ),
     ] = _EXAMPLES,
     epsilon: Annotated[str, typer.Option(help="Values of epsilon, e.g. 8,3,1.")] = "8,3,1",
@@ -43,7 +42,9 @@ def privacy(
     from benchmarks.privacy import PrivacyRow, bench_privacy
 
     def report(row: PrivacyRow) -> None:
-        show.note(f"{row.contender} at epsilon {row.epsilon:g}: accuracy {row.accuracy:.4f}, {row.step_ms:.1f} ms a step")
+        show.note(
+            f"{row.contender} at epsilon {row.epsilon:g}: accuracy {row.accuracy:.4f}, {row.step_ms:.1f} ms a step"
+        )
 
     rows = bench_privacy(
         str(data),

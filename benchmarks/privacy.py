@@ -1,4 +1,4 @@
-"""Measure row-level differential privacy beside Opacus: the accuracy on digits at given epsilons, and the time of a step.
+"""Measure row-level differential privacy beside Opacus: accuracy on digits at given epsilons, and the time of a step.
 
 Both train the small convolutional network of Opacus's MNIST example (26,010 parameters) by DP-SGD, with the same lot,
 clip, noise, rate and number of steps. The noise is the least with which the steps stay within epsilon, as rayps's
@@ -10,11 +10,13 @@ Opacus: Yousefpour et al., "Opacus: User-friendly differential privacy library i
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -170,8 +172,8 @@ def _by_rayps(images: Images, epsilon: float, setup: Setup) -> PrivacyRow:
 
 def _by_opacus(images: Images, epsilon: float, setup: Setup) -> PrivacyRow:
     try:
-        from opacus import PrivacyEngine
-        from opacus.utils.batch_memory_manager import BatchMemoryManager
+        opacus: Any = importlib.import_module("opacus")
+        memory: Any = importlib.import_module("opacus.utils.batch_memory_manager")
     except ImportError as error:
         raise ConfigError(
             "opacus is not installed: pip install opacus, or leave it out of --contenders", field="contenders"
@@ -181,7 +183,7 @@ def _by_opacus(images: Images, epsilon: float, setup: Setup) -> PrivacyRow:
     torch.manual_seed(setup.seed)
     model = network()
     rows = torch.utils.data.TensorDataset(images.x, images.y)
-    engine = PrivacyEngine()
+    engine = opacus.PrivacyEngine()
     model, optimizer, loader = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=setup.rate),
@@ -191,7 +193,9 @@ def _by_opacus(images: Images, epsilon: float, setup: Setup) -> PrivacyRow:
     )
     seconds, done = list[float](), 0
     while done < setup.steps:
-        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=setup.physical, optimizer=optimizer) as lots:
+        with memory.BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=setup.physical, optimizer=optimizer
+        ) as lots:
             began = time.perf_counter()
             for x, y in lots:
                 optimizer.zero_grad()

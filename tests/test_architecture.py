@@ -78,6 +78,8 @@ NAMED = {  # (module, what it names as "module:Name"): why
     ("worker.loop_of_family", "worker.local_updates:LocalUpdates"): FAMILY,
     ("worker.loop_of_family", "worker.member_gradients:MemberGradients"): FAMILY,
     ("worker.loop_of_family", "worker.member_pushes:MemberPushes"): FAMILY,
+    ("worker.loop_of_family", "worker.private_gradients:PrivateGradients"): FAMILY,
+    ("worker.loop_of_family", "worker.private_gradients:PrivatePushes"): FAMILY,
     ("worker.loop_of_family", "worker.server_steps:ServerSteps"): FAMILY,
     ("worker.loop_of_family", "worker.sharded_parameters:ShardedParameters"): FAMILY,
     ("worker.loop_of_family", "worker.sharded_state:ShardedState"): FAMILY,
@@ -346,7 +348,7 @@ def test_what_the_service_and_the_client_do_not_load(code):
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'api'}", "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'api'}:{ROOT / 'client'}", "PATH": "/usr/bin:/bin"},
         timeout=60,
     )
     assert run.returncode == 0, run.stderr

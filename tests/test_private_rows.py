@@ -2,9 +2,9 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -69,10 +69,7 @@ def naive(work, batch, steps, spec, seed=0):
     return model
 
 
-STRATEGIES = [
-    (rayps.AllReduce, {}),
-    (rayps.ParameterServer, {"shards": 2}),
-]
+STRATEGIES = [(rayps.AllReduce, {}), (rayps.ParameterServer, {"shards": 2})]
 
 
 @pytest.mark.parametrize(("kind", "options"), STRATEGIES, ids=["all_reduce", "parameter_server"])
@@ -404,7 +401,7 @@ def test_a_kill_at_any_point_of_a_step_never_lowers_epsilon(tmp_path):
         "        os._exit(0)\n"
         "    print(os.waitstatus_to_exitcode(os.wait()[1]))"
     )
-    folder = os.path.dirname(__file__)
+    folder = str(Path(__file__).parent)
     ran = subprocess.run([sys.executable, "-c", code, folder, str(tmp_path), *places], capture_output=True, text=True)
     assert ran.stdout.split() == ["-9"] * 3, ran.stderr
     for number, recorded in enumerate([3, 4, 4]):

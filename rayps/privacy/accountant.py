@@ -8,7 +8,8 @@
     tree      Renyi divergences of tree aggregation (Kairouz et al. 2021); a unit takes part at most once in each tree
 
 Each value is an upper bound. Privacy loss distributions are rounded upwards to a grid of 1e-4 to 1e-3, for which the
-value may be too large by about 1%.
+value may be too large by about 1%. If the losses are so large (little noise) that a distribution would need too much
+memory, Renyi divergences are used under poisson and all as well; their bound is looser.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ NAMES = {
     TREE: "Renyi divergences",
 }
 _LARGEST_NOISE = 1e6
-_LEAST_NOISE = 0.05  # with less noise epsilon is not computed: it is reported as infinite
+_LARGEST_LOSS = 2000.0  # with larger losses, Renyi divergences are used
 _ALWAYS_INFINITE = 1e6  # an epsilon above this is reported as infinite
 
 
@@ -70,9 +71,8 @@ def epsilon(spent: Mapping[Mechanism, Spent], delta: float) -> float:
             "neighbouring data sets differ. Start a new job in a new folder",
             field="privacy",
         )
-    if min(mechanism.noise_multiplier for mechanism in made) < _LEAST_NOISE:
-        return math.inf
-    found = _of_distributions(made, delta) if kinds == {POISSON} else _of_divergences(made, delta)
+    by_distribution = kinds == {POISSON} and sum(_loss(each, made[each]) for each in made) < _LARGEST_LOSS
+    found = _of_distributions(made, delta) if by_distribution else _of_divergences(made, delta)
     return found if found < _ALWAYS_INFINITE else math.inf
 
 
@@ -129,7 +129,7 @@ def find_noise(
     low = high / 2 if high > 1 else 0.0
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if middle > _LEAST_NOISE and fits(middle) else (middle, high)
+        low, high = (low, middle) if middle > 0.05 and fits(middle) else (middle, high)
     return high
 
 
@@ -146,6 +146,13 @@ def _of_distributions(made: Mapping[Mechanism, Spent], delta: float) -> float:
         whole = part if whole is None else whole.compose(part)
     assert whole is not None, "there are releases"
     return float(whole.get_epsilon_for_delta(delta))
+
+
+def _loss(mechanism: Mechanism, spent: Spent) -> float:
+    """Return about how large the losses of these releases are."""
+    inverse, q = mechanism.noise_multiplier**-2, mechanism.probability
+    mean = inverse / 2 if inverse > 500 else min(inverse / 2, q**2 * math.expm1(inverse) / 2)
+    return spent.releases * mean + 6 * math.sqrt(spent.releases * inverse)
 
 
 def _interval(mechanism: Mechanism) -> float:
@@ -192,6 +199,11 @@ def _divergences(mechanism: Mechanism, steps: int) -> tuple[Floats, Floats]:
         relation = relations.REPLACE_SPECIAL
         event = library.SingleEpochTreeAggregationDpEvent(
             noise_multiplier=mechanism.noise_multiplier, step_counts=steps
+        )
+    elif mechanism.kind in (POISSON, ALL):
+        relation = relations.ADD_OR_REMOVE_ONE
+        event = library.PoissonSampledDpEvent(
+            mechanism.probability, library.GaussianDpEvent(mechanism.noise_multiplier)
         )
     else:  # the library's noise multiplier is relative to the sensitivity, which is 2 * clip
         relation = relations.REPLACE_ONE

@@ -65,7 +65,7 @@ def with_releases(facts: Keywords, epsilon: float, releases: int) -> JsonObject:
             "This run proves nothing: its noise was drawn from the job's seed (noise=seeded), so whoever knows the "
             "seed can remove it."
         )
-    return {"claim": sentence, "epsilon": epsilon, "releases": releases, **facts}
+    return {**facts, "claim": sentence, "epsilon": epsilon, "releases": releases}
 
 
 def claim_of_run(events: Iterable[Event], points: Iterable[Point]) -> JsonObject | None:
@@ -76,7 +76,7 @@ def claim_of_run(events: Iterable[Event], points: Iterable[Point]) -> JsonObject
     """
     facts = None
     for event in events:
-        if event["kind"] == "privacy":
+        if event["kind"] == "privacy" and "neighbours" in event:
             facts = {key: value for key, value in event.items() if key not in ("seq", "time", "kind", "message")}
     if facts is None:
         return None
@@ -126,6 +126,8 @@ def _assumes(spec: PrivacySpec, mechanism: Mechanism, setting: Setting) -> list[
     ]
     if setting.unit == "client":
         found.append("All of a person's rows belong to one client.")
+    if setting.real_clients:
+        found.append("Who has joined, and the number of samples that each client reported, is visible in the service.")
     if spec.delta * setting.units >= 1:
         found.append(
             f"WARNING: delta={spec.delta:g} is not below 1 / {setting.units}: it allows the disclosure of a whole "

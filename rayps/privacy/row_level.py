@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rayps.core.errors import ConfigError
-from rayps.privacy.account import solve_noise
 from rayps.privacy.mechanism import Mechanism
 from rayps.privacy.options import GAUSSIAN, POISSON, PrivacySpec
 
@@ -48,16 +47,6 @@ class RowPrivacy:
     def std(self) -> float:
         """The standard deviation z C of the noise on a sum."""
         return self.mechanism.noise_multiplier * self.clip
-
-
-def row_privacy(spec: PrivacySpec, rows: int, batch: int) -> RowPrivacy:
-    """Return the privacy of `rows` rows, of which `batch` are drawn in a step on average.
-
-    Raises:
-        ConfigError: no noise suffices, or the accountant is not installed.
-    """
-    batch = min(batch, rows)
-    return RowPrivacy(spec, solve_noise(spec, lambda noise: Mechanism(POISSON, noise, batch / rows)), rows, batch)
 
 
 def check_row_level(spec: PrivacySpec | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -14,12 +15,22 @@ from rayps.core.strategy import StrategyView
 from rayps.core.strategy_families import PRIVATE_GRADIENTS, PRIVATE_PUSHES, Reshuffled
 from rayps.core.topology import is_private
 from rayps.data.base import Data
-from rayps.privacy.options import privacy_in
-from rayps.privacy.row_level import RowPrivacy, row_privacy
+from rayps.privacy.account import solve_noise
+from rayps.privacy.mechanism import Mechanism
+from rayps.privacy.options import POISSON, privacy_in
+from rayps.privacy.row_level import RowPrivacy
 from rayps.workload.base import Workload, evaluates_training_data
 from rayps.workload.compile_model import options_of
 
 _MOST_GROUPS = 32  # the groups of a GroupNorm that is offered (Wu and He, "Group normalization", ECCV 2018)
+
+
+def private_phases(
+    phases: Sequence[tuple[StrategyView, Grid]], workload: Workload, data: Data, model: nn.Module
+) -> tuple[RowPrivacy, ...]:
+    """Return the privacy of each phase whose rows are private: see `private_rows`."""
+    found = (private_rows(strategy, workload, data, model, grid) for strategy, grid in phases)
+    return tuple(each for each in found if each is not None)
 
 
 def private_rows(
@@ -41,7 +52,9 @@ def private_rows(
             f"{strategy.name} has privacy, and rows or a loop of its own: leave out `rows` and `loop`, or privacy",
             field="privacy",
         )
-    return row_privacy(spec, data.rows(), data.batch_size * grid.data)
+    rows = data.rows()
+    batch = min(rows, data.batch_size * grid.data)
+    return RowPrivacy(spec, solve_noise(spec, lambda noise: Mechanism(POISSON, noise, batch / rows)), rows, batch)
 
 
 def _check_data(workload: Workload, data: Data) -> None:

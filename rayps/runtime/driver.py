@@ -44,6 +44,7 @@ from rayps.core.user_code import awaited
 from rayps.core.user_module import pack
 from rayps.core.warm_start import StartFrom
 from rayps.federated.remote_replies import create_mailbox
+from rayps.privacy.claim import claim_of_run
 from rayps.runtime import decide_recovery as states
 from rayps.runtime.bound_mover import BoundMover
 from rayps.runtime.callbacks import CallbackRunner, RunHandle, runner_of
@@ -791,10 +792,9 @@ class Driver:
             outcome.message = self._stopped()
         else:
             outcome.error = state.error
+        self._report_claim()
         outcome.checkpoint, outcome.best = self._checkpoints.saved, self._callbacks.run.best
         outcome.scratch, self._checkpoints.scratch = self._checkpoints.scratch, None
-        if self._known is not None and self._known.private is not None:
-            self._known.private.report_end(self._checkpoints.round, self._known.calendar.spans)
         self._end_callbacks(outcome)
         kind = {Status.SUCCEEDED: "finished", Status.STOPPED: "stopped"}.get(outcome.status, "failed")
         self.journal.event(kind, outcome.message, metrics=outcome.metrics)
@@ -802,6 +802,13 @@ class Driver:
         self.journal.write_outcome(outcome.to_dict())
         self._record.times.close()
         return outcome
+
+    def _report_claim(self) -> None:
+        """Write what a private job claims, as an event."""
+        if self._known is not None and self._known.private is not None:
+            self._known.private.report_end(self._checkpoints.round, self._known.calendar.spans)
+        elif (claim := claim_of_run(self.journal.events, self.journal.points)) is not None:
+            self.journal.event("privacy", str(claim["claim"]), **claim)
 
     def _end_callbacks(self, outcome: Outcome) -> None:
         """Call the callbacks' `on_end`. An error in it ends a run that has not failed with this error."""

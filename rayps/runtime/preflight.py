@@ -55,7 +55,7 @@ from rayps.ps.tables.row_optimizers import Scheduled
 from rayps.ps.tables.row_optimizers import rule_of as table_rule
 from rayps.runtime.check_average import check_average_under
 from rayps.runtime.check_backup_workers import check_backup_workers
-from rayps.runtime.check_private_rows import private_rows
+from rayps.runtime.check_private_rows import private_phases
 from rayps.runtime.journal import Journal
 from rayps.runtime.membership import Membership
 from rayps.runtime.model_memory import limited
@@ -183,9 +183,8 @@ def preflight(
             warnings.append(EVALUATED_WHILE_READ)
         for phase in phases:
             check_open_data(phase.name, phase.strategy, by_rounds=spec.steps is not None, tables=bool(tables))
-    given = (private_rows(strategy, workload, data, model, grid) for strategy, grid in both)
-    private = tuple(each for each in given if each is not None)
     sizes = bytes_of(model), bytes_of(data)
+    private = private_phases(both, workload, data, model)
     return PreflightFindings(steps, warnings, tables, divisions, start, sizes, rows, blocks, private)
 
 

@@ -47,7 +47,7 @@ from rayps.tensors.checkpoint_place import CheckpointPlace, ObjectStore
 from rayps.tensors.snapshot import Snapshot
 from rayps.tensors.weight_average import check_average
 from rayps.workload import parameters
-from rayps.workload.base import Workload, check_fields
+from rayps.workload.base import Workload, as_workload, check_fields
 from rayps.workload.base import load as load_workload
 from rayps.workload.callback import Callback
 from rayps.workload.model import has_tables
@@ -275,12 +275,8 @@ def train(
         raise ConfigError(
             f"server_group is {server_group!r}: give also address, the cluster on which the group runs", field="address"
         )
-    if dry_run and any(privacy_in(phase.strategy) is not None for phase in phases):
-        raise ConfigError(
-            "dry_run was given for a private job: the rounds of a dry run would be releases that are in no ledger; "
-            "leave privacy out of the strategy for the dry run, on data that may be seen, or leave out dry_run",
-            field="dry_run",
-        )
+    if dry_run:
+        _refuse_private(phases)
     workload = _workload(workload, spec.params)
     folder = location_of(checkpoint) if checkpoint is not None else None
     resumed, passed = folder_to_resume(resume, folder)
@@ -356,6 +352,16 @@ def _refuse_both(start_from: str | Path | JsonObject | None, dry_run: bool) -> N
         raise ConfigError("dry_run and resume were both given: a dry run starts at round 0", field="dry_run")
 
 
+def _refuse_private(phases: Sequence[Phase]) -> None:
+    """Refuse the dry run of a private job. Raises ConfigError."""
+    if any(privacy_in(phase.strategy) is not None for phase in phases):
+        raise ConfigError(
+            "dry_run was given for a private job: the rounds of a dry run would be releases that are in no ledger; "
+            "leave privacy out of the strategy for the dry run, on data that may be seen, or leave out dry_run",
+            field="dry_run",
+        )
+
+
 def _traces(profile: str | Path | None, journal: Journal) -> Path | None:
     """Create and return the folder for traces. Raises ConfigError if it has traces of an earlier run."""
     if profile is None:
@@ -409,6 +415,7 @@ def _workload(given: Workload | str, params: JsonObject) -> Workload:
             f"fields of the object (work.{first} = ...), or give the workload's name, 'file.py:{type(given).__name__}'",
             field="params",
         )
+    given = as_workload(given)
     if not isinstance(given, Workload):
         what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
         example = f"{given.__name__}()" if isinstance(given, type) else "Digits()"
