@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_work import OPTIMIZERS, Small, distance, kinds, rows, train
+from small_work import OPTIMIZERS, Small, Watched, distance, kinds, rows, train
 from torch import nn
 
 import rayps
@@ -382,6 +382,21 @@ def test_a_run_from_another_folder_s_checkpoint_is_charged_for_its_releases(tmp_
     more = train(Secret(n=ROWS, batch=6), strategy, epochs=2, checkpoint=tmp_path / "b", resume=first.checkpoint)
     assert (first.privacy["releases"], more.privacy["releases"]) == (6, 12)
     assert more.privacy["epsilon"] > first.privacy["epsilon"]
+
+
+def test_a_step_that_is_repeated_after_a_death_is_charged_again(tmp_path):
+    cluster = Watched()
+    work = Secret(n=ROWS, batch=6, tag="private", pause=0.01)
+    strategy = rayps.AllReduce(privacy=dp(noise="secret", epsilon=50.0))
+    try:
+        killer = cluster.kill_when("private", 14, ("WorkerActor", 1))
+        result = train(work, strategy, cluster, workers=2, steps=12, checkpoint=tmp_path, checkpoint_every=6)
+        killer.join()
+    finally:
+        cluster.close()
+    charged = ReleaseLedger(tmp_path / "privacy").spent()[Mechanism("poisson", 3.0, 12 / ROWS)].releases
+    assert "restart" in kinds(result) and result.privacy["releases"] == charged > 12
+    assert result.history.num_rows == 12
 
 
 @pytest.mark.chaos

@@ -183,8 +183,7 @@ def preflight(
             warnings.append(EVALUATED_WHILE_READ)
         for phase in phases:
             check_open_data(phase.name, phase.strategy, by_rounds=spec.steps is not None, tables=bool(tables))
-    sizes = bytes_of(model), bytes_of(data)
-    private = private_phases(both, workload, data, model)
+    sizes, private = (bytes_of(model), bytes_of(data)), private_phases(both, workload, data, model)
     return PreflightFindings(steps, warnings, tables, divisions, start, sizes, rows, blocks, private)
 
 
