@@ -5,8 +5,8 @@
     python examples/private_digits.py --strategy parameter_server
 
 Each of the 10,000 images is protected (DP-SGD). The noise is found for the number of steps, so that they spend epsilon.
-What to expect with 2 workers: at epsilon 8, accuracy 0.88 or more on the 2,000 test images, which count as public. Without
-privacy it is 0.97.
+What to expect with 2 workers: at epsilon 8, accuracy 0.88 or more on the 2,000 test images, which count as public.
+Without privacy it is 0.97.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from digits import Digits
 
 import rayps
 
-BATCH, STEPS = 500, 120  # rows that are drawn in a step on average, over all workers
+BATCH, STEPS = 500, 100  # rows that are drawn in a step on average, over all workers
 
 
 class PrivateDigits(Digits):

@@ -395,7 +395,7 @@ def test_a_step_that_is_repeated_after_a_death_is_charged_again(tmp_path):
     finally:
         cluster.close()
     charged = ReleaseLedger(tmp_path / "privacy").spent()[Mechanism("poisson", 3.0, 12 / ROWS)].releases
-    assert "restart" in kinds(result) and result.privacy["releases"] == charged > 12
+    assert "restarted" in kinds(result) and result.privacy["releases"] == charged > 12
     assert result.history.num_rows == 12
 
 

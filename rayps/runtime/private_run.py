@@ -19,6 +19,8 @@ from rayps.runtime.journal import Journal
 from rayps.runtime.ledger_folder import LedgerFolder
 from rayps.worker.plan import Orders
 
+_MOST_STEPS = 10_000_000  # for which a budget is computed
+
 
 class PrivateRun:
     """The privacy of the rows of one run, by phase. It only reads the ledger, to which rank 0 appends."""
@@ -30,8 +32,8 @@ class PrivateRun:
         self._phases, self._ledger, self._journal = phases, ledger, journal
         self._setting = Setting("row", phases[0].rows, divided=True, started_from=started_from, servers=servers)
 
-    def plan(self, number: int, start: int) -> RowPrivacy:
-        """Return what the workers of a generation of phase `number` must know, which begins after round `start`.
+    def plan(self, number: int, start: int, end: int) -> RowPrivacy:
+        """Return what the workers of a generation of phase `number` must know, which has the rounds `start` to `end`.
 
         Raises ConfigError if the releases in the ledger cannot be added to those of the phase.
         """
@@ -40,7 +42,10 @@ class PrivateRun:
         budget, delta = found.spec.epsilon, found.spec.delta
         if budget is None:
             return dataclasses.replace(found, releases=releases)
-        left = accountant.releases_within(found.mechanism, budget, delta, spent=spent)
+        most = min(end - start, _MOST_STEPS)
+        left = accountant.releases_within(found.mechanism, budget, delta, spent=spent, most=most)
+        if left >= most:
+            return dataclasses.replace(found, releases=releases)
         spends = accountant.epsilon(_after(spent, found, left), delta)
         more = accountant.epsilon(_after(spent, found, left + 1), delta)
         reason = (
@@ -51,7 +56,7 @@ class PrivateRun:
 
     def limited(self, orders: Orders, number: int, start: int) -> Orders:
         """Return the orders of a generation of phase `number`, which ends with the last step that the budget allows."""
-        privacy = self.plan(number, start)
+        privacy = self.plan(number, start, orders.end)
         orders = dataclasses.replace(orders, privacy=privacy)
         if privacy.end is None or privacy.end >= orders.end:
             return orders
@@ -60,7 +65,7 @@ class PrivateRun:
 
     def report_start(self, number: int, span: PhaseSpan, at: int) -> None:
         """Report what the phase's steps will spend."""
-        plan = self.plan(number, at)
+        plan = self.plan(number, at, span.end)
         mechanism, spec = plan.mechanism, plan.spec
         facts: JsonObject = {}
         text = (
