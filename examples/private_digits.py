@@ -5,7 +5,7 @@
     python examples/private_digits.py --strategy parameter_server
 
 Each of the 10,000 images is protected (DP-SGD). The noise is found for the number of steps, so that they spend epsilon.
-What to expect with 2 workers: at epsilon 8, accuracy 0.88 or more on the 2,000 test images, which count as public.
+What to expect with 2 workers: at epsilon 8, accuracy 0.85 or more on the 2,000 test images, which count as public.
 Without privacy it is 0.97.
 """
 
@@ -56,7 +56,7 @@ def main():
     print(result.privacy["claim"])
     for line in result.privacy["assumes"]:
         print(f"- {line}")
-    print(f"accuracy {result.metrics['accuracy']:.3f}  (expect 0.88 or more at epsilon 8)")
+    print(f"accuracy {result.metrics['accuracy']:.3f}  (expect 0.85 or more at epsilon 8)")
 
 
 if __name__ == "__main__":
