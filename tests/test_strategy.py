@@ -155,7 +155,8 @@ def test_bad_options_in_python(make):
 
 def test_the_catalogue_tells_everything():
     told = {item["name"]: item for item in catalogue()}
-    federated = {"fedavg", "fedprox", "scaffold", "fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedbuff", "ditto"}
+    federated = {"fedavg", "fedprox", "scaffold", "fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedbuff"}
+    federated |= {"ditto", "fedper", "fedrep"}
     apart = {"local_sgd", "parallel_sgd", "diloco", "admm"}
     assert set(CATALOGUE) == {"all_reduce", "parameter_server", "hybrid", "downpour", "hogwild"} | apart | federated
     assert {name for name, kind in CATALOGUE.items() if kind.loop == "local_updates"} == apart
@@ -180,7 +181,7 @@ def test_the_catalogue_tells_everything():
     assert told["parameter_server"]["options"][-5:] == [replica, resources, *late]
     assert [o["of"] for o in told["pipeline"]["options"] if "of" in o] == [["tensor_parallel"]]
     of_any_type = {o["name"] for o in told["fedavg"]["options"] if o["type"] == "Any"}
-    assert of_any_type == {"rule", "attack", "speed", "available", "clients"}
+    assert of_any_type == {"rule", "attack", "speed", "available", "clients", "privacy"}
     options = {o["name"]: o["default"] for o in told["parameter_server"]["options"]}
     assert options == {
         "shards": 1,
