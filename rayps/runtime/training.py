@@ -33,6 +33,7 @@ from rayps.federated.client_states_backup import ClientStatesBackup
 from rayps.federated.client_states_file import StoredStates
 from rayps.federated.strategy_interface import FederatedView
 from rayps.privacy.claim import claim_of_run
+from rayps.privacy.options import privacy_in
 from rayps.ps.tables.embedding import load, load_states
 from rayps.runtime.callbacks import CallbackRunner, RunHandle, runner_of
 from rayps.runtime.display import Display
@@ -303,6 +304,8 @@ def train(
         raise ConfigError(
             f"server_group is {server_group!r}: give also address, the cluster on which the group runs", field="address"
         )
+    if dry_run:
+        _refuse_private(phases)
     workload = _workload(workload, spec.params)
     folder = location_of(checkpoint) if checkpoint is not None else None
     resumed, passed = folder_to_resume(resume, folder)
@@ -387,6 +390,16 @@ def _refuse_both(start_from: str | Path | JsonObject | None, dry_run: bool) -> N
         )
     if dry_run:
         raise ConfigError("dry_run and resume were both given: a dry run starts at round 0", field="dry_run")
+
+
+def _refuse_private(phases: Sequence[Phase]) -> None:
+    """Refuse the dry run of a private job. Raises ConfigError."""
+    if any(privacy_in(phase.strategy) is not None for phase in phases):
+        raise ConfigError(
+            "dry_run was given for a private job: the rounds of a dry run would be releases that are in no ledger; "
+            "leave privacy out of the strategy for the dry run, on data that may be seen, or leave out dry_run",
+            field="dry_run",
+        )
 
 
 def _traces(profile: str | Path | None, journal: Journal) -> Path | None:
