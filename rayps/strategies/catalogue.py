@@ -45,6 +45,7 @@ from rayps.strategies.local_sgd import LocalSGD
 from rayps.strategies.parallel_sgd import ParallelSGD
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.strategies.scaffold import Scaffold
+from rayps.strategies.statistics import Statistics
 
 __all__ = [
     "CATALOGUE",
@@ -86,6 +87,7 @@ CATALOGUE: dict[str, type[Strategy]] = {
         FedYogi,
         FedBuff,
         Ditto,
+        Statistics,
     )
 }
 REPLICAS: dict[str, type[Replica]] = {kind.name: kind for kind in (Pipeline, TensorParallel)}
