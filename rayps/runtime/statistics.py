@@ -21,22 +21,22 @@ from rayps.runtime.training import Result, train
 from rayps.strategies.statistics import CLIENTS, Statistics
 from rayps.workload.base import Workload
 from rayps.workload.statistics_workload import Accumulators, StatisticsWorkload
-from rayps.workload.stats import Answer, Query
+from rayps.workload.stats import Query, QueryAnswer
 
 
 @dataclass(slots=True, repr=False)
 class StatisticsResult:
     """The answers of `rayps.statistics`.
 
-    `answers` is a dict from a query's name to its `Answer`, with labels, values and the standard deviations of the
+    `answers` is a dict from a query's name to its `QueryAnswer`, with labels, values and the standard deviations of the
     noise. `privacy` is the claim, as in `Result.privacy`; None without privacy. `run` is the job's result.
     """
 
-    answers: dict[str, Answer]
+    answers: dict[str, QueryAnswer]
     privacy: JsonObject | None
     run: Result
 
-    def __getitem__(self, name: str) -> Answer:
+    def __getitem__(self, name: str) -> QueryAnswer:
         """Return the answer of a query."""
         return self.answers[name]
 
@@ -61,7 +61,7 @@ class StatisticsResult:
         return "\n".join(lines)
 
 
-class _Rows(StatisticsWorkload):
+class _StatisticsOfRows(StatisticsWorkload):
     """The statistics of a data set, or of the data of another workload."""
 
     def __init__(self, source: Workload | Data, queries: Mapping[str, Query], columns: Sequence[str] | None) -> None:
@@ -110,11 +110,14 @@ def statistics(
         WorkloadError, DataError: the workload or the data fails, or a column is missing.
 
     Example:
-        found = rayps.statistics(rows, {"age": rayps.stats.mean(0, 110)}, privacy=rayps.dp(epsilon=1, rounds=1))
-        found.values["age"], found.errors["age"], found.privacy["epsilon"]
+        rows = torch.tensor([[34.0, 21.5], [71.0, 28.1], [50.0, 24.9]])
+        data = rayps.data.tensors(rows, batch_size=3, client=["hospital-a", "hospital-a", "hospital-b"])
+        queries = {"age": rayps.stats.mean(low=0, high=110), "bmi": rayps.stats.quantile(0.5, low=10, high=60)}
+        found = rayps.statistics(data, queries)
+        found.values["age"], found.errors["age"]
     """
     given: Keywords = {"by": by, "rows_per_client": rows_per_client, "fraction": fraction, "privacy": privacy}
-    run = train(_Rows(source, queries, columns), strategy=Statistics(**given), epochs=1, **options)
+    run = train(_StatisticsOfRows(source, queries, columns), strategy=Statistics(**given), epochs=1, **options)
     model = run.model()
     assert isinstance(model, Accumulators), "made by StatisticsWorkload.model"
     answers = model.answers()

@@ -27,6 +27,9 @@ with them, and only that client is evaluated with them. `finetune`: at each eval
 evaluation data trains a copy of w for this number of epochs. The copy is evaluated on the client's rows, for the
 metrics `personal_*`.
 
+`report`: with "clients", each round reports how single clients' updates differ (`rayps.federated.client_scores`), for
+`Result.client_report` and `rayps report JOB --clients`.
+
 `privacy`: with `dp(...)`, a client's data is protected by noise (`rayps.privacy.options`,
 `rayps.federated.private_rounds`). Clients then have equal weights, and what depends on single clients is not reported:
 not the training loss, nor who or how many took part.
@@ -76,6 +79,7 @@ class Federated(FlatOptions, Strategy):
     finetune: int | None = None
     privacy: Json | PrivacySpec = None
     clients: Json = None
+    report: str | None = None
     loop: ClassVar[str] = FEDERATED_ROUNDS
     # names of vectors in `c.reply`, each as long as w, which are summed over clients without weights
     sums: ClassVar[tuple[str, ...]] = ()
@@ -87,6 +91,8 @@ class Federated(FlatOptions, Strategy):
         check_fraction(self.fraction)
         options.whole(self, "finetune", none=True)
         options.whole(self, "evaluate_every")
+        if self.report is not None:
+            options.choice(self, "report", ("clients",))
         if self.buffers not in ("mean", "keep"):
             raise ConfigError(
                 f"buffers is {self.buffers!r}: give mean (averaged over clients, by samples) or keep (each client has "

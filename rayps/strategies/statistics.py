@@ -16,12 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
 from rayps.core import options
 from rayps.core.errors import ConfigError
 from rayps.core.strategy import WorkerView
-from rayps.federated.private_rounds import private_job
 from rayps.privacy.options import TREE
 from rayps.strategies.federated import Federated
 
@@ -38,7 +35,15 @@ class Statistics(Federated):
     """Means, histograms and quantiles of the clients' rows, by one round, for a `rayps.StatisticsWorkload`.
 
     Example:
-        rayps.train(patients, strategy=rayps.Statistics(by="rows", rows_per_client=500, privacy=rayps.dp(...)))
+        class Rows(rayps.StatisticsWorkload):
+            queries = {"x": rayps.stats.mean(low=-3, high=3)}
+            columns = ("x", "other", "third")
+
+            def data(self):
+                return rayps.data.tensors(torch.randn(60, 3), batch_size=10, client=rayps.data.iid(6))
+
+        result = rayps.train(Rows(), strategy=rayps.Statistics(by="rows"))
+        result.metrics["x"]
     """
 
     name: ClassVar[str] = "statistics"
@@ -95,11 +100,9 @@ class Statistics(Federated):
         return float(n) if self.rows_per_client is None else min(n, self.rows_per_client) / self.rows_per_client
 
     def client(self, c: ClientTurn) -> None:
-        """Set w to the mean of the rows' vectors, times a_k: minus the gradient of the workload's linear loss."""
-        total = torch.zeros_like(c.w)
+        """Add to w the mean of the rows' vectors, times a_k: minus the gradient of the workload's linear loss."""
         for b in c.batches(1):
-            total -= c.grad(b).vector * (b.size / c.n)
-        c.w.copy_(c.w_t + self.share(c.n) * total)
+            c.w.sub_(c.grad(b).vector * (self.share(c.n) * b.size / c.n))
 
     def weight(self, n: int, staleness: int) -> float:
         """Return 1: the client's vector has its weight already."""
@@ -108,10 +111,9 @@ class Statistics(Federated):
     def server(self, s: FederatedServer) -> None:
         """Set w to the mean of the clients' vectors, and its last element to the noise's standard deviation."""
         assert s.mean is not None, "a synchronous round has a mean"
-        job = private_job(self, s.clients)
         s.w.copy_(s.mean)
-        s.w[-1] = 0.0 if job is None else job.solved().noise_multiplier * float(job.spec.clip) / job.divisor
-        s.memory[_DONE] = torch.ones(1, dtype=torch.float64)
+        s.w[-1] = s.noise
+        s.memory[_DONE] = s.w.new_ones(1)
 
     def round(self, w: WorkerView) -> None:
         """Run the round, unless one has counted. The job ends after the first round that counts."""

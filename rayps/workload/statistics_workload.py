@@ -23,7 +23,7 @@ from rayps.data.base import Batch, Data
 from rayps.data.memory import tensors
 from rayps.workload.base import Workload
 from rayps.workload.metric_values import Metric
-from rayps.workload.stats import Answer, Floats, Query
+from rayps.workload.stats import Floats, Query, QueryAnswer
 
 WITHIN = 1 - 1e-5  # the largest norm of a client's vector, below the clip of 1 by more than its rounding errors
 _COUNT, _NOISE = "count", "noise"
@@ -59,12 +59,12 @@ class Accumulators(nn.Module):
             total = total + self.vector(name) @ query.encode(values[name]).mean(dim=0)
         return total * self.scale
 
-    def answers(self) -> dict[str, Answer]:
+    def answers(self) -> dict[str, QueryAnswer]:
         """Return the answers, or {} if no client has replied, or if the noise exceeds the count."""
         count, noise = float(self.get_parameter(_COUNT).detach()), float(self.get_parameter(_NOISE).detach())
         if count <= 0:
             return {}
-        found: dict[str, Answer] = {}
+        found: dict[str, QueryAnswer] = {}
         for name, query in self.queries.items():
             mean: Floats = self.vector(name).detach().cpu().numpy() / count
             found[name] = query.decode(mean, noise / count)
@@ -87,9 +87,10 @@ class StatisticsWorkload(Workload):
             queries = {"age": rayps.stats.mean(low=0, high=110), "bmi": rayps.stats.histogram((10, 18.5, 25, 30, 60))}
 
             def data(self):
-                return rayps.data.parquet("patients.parquet", features=["age", "bmi"], client="hospital")
+                age_and_bmi = torch.tensor([[34.0, 21.5], [71.0, 28.1], [50.0, 24.9]])
+                return rayps.data.tensors(age_and_bmi, batch_size=3, client=["hospital-a", "hospital-a", "hospital-b"])
 
-        rayps.train(Patients(), strategy="statistics")
+        rayps.train(Patients(), strategy="statistics").metrics["age"]
     """
 
     queries: Mapping[str, Query] = {}

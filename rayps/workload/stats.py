@@ -14,6 +14,11 @@ are: values below `low` and above `high` are moved to that bound first.
 
 A mean r = S / N of noised sums has the noise e_S / N - r e_0 / N to first order, where e_S and e_0 are the noise of S
 and of the count N. `decode` takes the standard deviation tau of e_S / N and of e_0 / N, and returns that of the answer.
+
+Example:
+    rayps.stats.mean(low=0, high=110)
+    rayps.stats.histogram(edges=(0, 18.5, 25, 30, 60), column="bmi")
+    rayps.stats.quantile((0.25, 0.5, 0.75), low=0, high=10, bins=64)
 """
 
 from __future__ import annotations
@@ -32,14 +37,24 @@ from torch import Tensor
 from rayps.core.errors import ConfigError
 from rayps.core.values import is_number
 
-__all__ = ["Answer", "Floats", "HistogramQuery", "MeanQuery", "QuantileQuery", "Query", "histogram", "mean", "quantile"]
+__all__ = [
+    "Floats",
+    "HistogramQuery",
+    "MeanQuery",
+    "QuantileQuery",
+    "Query",
+    "QueryAnswer",
+    "histogram",
+    "mean",
+    "quantile",
+]
 
 Floats = NDArray[np.float64]
 _MOST_BINS = 512  # of a quantile's grid; the fit takes bins^3 operations
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class QueryAnswer:
     """The answer of a query.
 
     `labels` has a text for each number ("" if there is one number), `values` the numbers, and `errors` the standard
@@ -71,7 +86,7 @@ class Query(Protocol):
     def encode(self, values: Tensor) -> Tensor:
         """Return the vectors [n, size], float64, of the values [n], float64. Each has a norm of at most 1."""
 
-    def decode(self, mean: Floats, tau: float) -> Answer:
+    def decode(self, mean: Floats, tau: float) -> QueryAnswer:
         """Return the answer from the mean [size] of such vectors, whose noise has the standard deviation `tau`."""
 
 
@@ -101,10 +116,10 @@ class MeanQuery:
         middle, half = (self.low + self.high) / 2, (self.high - self.low) / 2
         return ((values.clamp(self.low, self.high) - middle) / half)[:, None]
 
-    def decode(self, mean: Floats, tau: float) -> Answer:
+    def decode(self, mean: Floats, tau: float) -> QueryAnswer:
         """Return m + h r."""
         middle, half = (self.low + self.high) / 2, (self.high - self.low) / 2
-        return Answer(("",), middle + half * mean, half * tau * np.sqrt(1 + mean**2))
+        return QueryAnswer(("",), middle + half * mean, half * tau * np.sqrt(1 + mean**2))
 
 
 @dataclass(frozen=True)
@@ -137,10 +152,10 @@ class HistogramQuery:
         inner = torch.tensor(self.edges[1:-1], dtype=torch.float64, device=values.device)
         return _one_hot(torch.bucketize(values, inner, right=True), self.size)
 
-    def decode(self, mean: Floats, tau: float) -> Answer:
+    def decode(self, mean: Floats, tau: float) -> QueryAnswer:
         """Return the fractions."""
         labels = tuple(f"{low:g}..{high:g}" for low, high in zip(self.edges, self.edges[1:], strict=False))
-        return Answer(labels, mean.copy(), tau * np.sqrt(1 + mean**2))
+        return QueryAnswer(labels, mean.copy(), tau * np.sqrt(1 + mean**2))
 
 
 @dataclass(frozen=True)
@@ -181,7 +196,7 @@ class QuantileQuery:
         parts = [_one_hot(leaf >> (levels - level), 1 << level) for level in range(1, levels + 1)]
         return torch.cat(parts, dim=1) / math.sqrt(levels)
 
-    def decode(self, mean: Floats, tau: float) -> Answer:
+    def decode(self, mean: Floats, tau: float) -> QueryAnswer:
         """Return the quantiles of the fitted fractions."""
         below = cumulative_fit(self.bins)
         cumulative = below @ mean
@@ -196,7 +211,7 @@ class QuantileQuery:
             found.append(self.low + width * at)
             errors.append(width * (high - low) / 2 if error else 0.0)
         labels = ("",) if len(self.q) == 1 else tuple(f"{q:g}" for q in self.q)
-        return Answer(labels, np.array(found), np.array(errors))
+        return QueryAnswer(labels, np.array(found), np.array(errors))
 
 
 def mean(low: float, high: float, *, column: str | None = None) -> MeanQuery:
