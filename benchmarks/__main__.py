@@ -15,12 +15,13 @@ from benchmarks.cli_laws import laws
 from benchmarks.cli_learning import learning
 from benchmarks.cli_mistakes import mistakes
 from benchmarks.cli_parallel import pipeline, tensor
+from benchmarks.cli_private_clients import private_clients
 from benchmarks.cli_robust import robust
 from benchmarks.cli_tasks import tasks
 from rayps.cli.main import run_app
 
 app = typer.Typer(no_args_is_help=True, help="Measure rayps and other libraries in one run.")
-for command in (laws, admm, averaging, learning, federated, robust, pipeline, tensor, tasks, mistakes):
+for command in (laws, admm, averaging, learning, federated, private_clients, robust, pipeline, tensor, tasks, mistakes):
     app.command()(command)
 
 

@@ -13,8 +13,8 @@ from rayps.cli.show import Output
 
 def federated(
     scenes: Annotated[
-        str, typer.Option(help="Scenes to measure: train, nothing, empty, many, states.")
-    ] = "train,nothing,empty,many,states",
+        str, typer.Option(help="Scenes to measure: train, nothing, empty, many, private, states.")
+    ] = "train,nothing,empty,many,private,states",
     contenders: Annotated[
         str, typer.Option(help="Contenders: own (rayps), flower, pfl, bare (a plain loop on one core).")
     ] = "own,flower,pfl,bare",

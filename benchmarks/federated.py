@@ -8,6 +8,7 @@ The scenes:
 - `empty`: 100 clients that return the 199,210 numbers of the model of `train` unchanged.
 - `many`: 10,000 clients with 5 samples each. Each round trains 1,000 clients. It shows whether memory grows. Only rayps
   is measured.
+- `private`: `many` with client-level privacy: Poisson cohorts of 1,000 expected clients, noise, and epsilon each round.
 - `states`: 100,000 clients with one sample each. Every client has a state as large as the model (SCAFFOLD), and each
   round trains 1,000 clients. Only rayps is measured.
 
@@ -49,6 +50,9 @@ SCENES: dict[str, dict[str, Any]] = {
     "nothing": _TRAIN | {"clients": 100, "rows": 1, "epochs": 0, "hidden": 0},
     "empty": _TRAIN | {"clients": 100, "rows": 1, "epochs": 0},
     "many": _TRAIN | {"clients": 10_000, "rows": 5, "epochs": 1, "batch": 5, "hidden": 32, "fraction": 0.1},
+    "private": _TRAIN
+    | {"clients": 10_000, "rows": 5, "epochs": 1, "batch": 5, "hidden": 32, "fraction": 0.1}
+    | {"privacy": "dp(noise_multiplier=1.1,clip=1.0)"},
     "states": _TRAIN
     | {"clients": 100_000, "rows": 1, "epochs": 1, "batch": 1, "hidden": 16, "fraction": 0.01, "states": True},
 }
@@ -57,6 +61,7 @@ _WHO = {  # the contenders of each scene
     "nothing": ("own", "flower"),
     "empty": ("own", "flower"),
     "many": ("own",),
+    "private": ("own",),
     "states": ("own",),
 }
 FLOWER = ["flwr[simulation]>=1.20,<2"]

@@ -118,7 +118,11 @@ def own(config: dict[str, Any], log: Path) -> dict[str, Any]:
     """Run a rayps job in a new private Ray; return its records."""
     kind = WatchedStates if config["states"] else Watched if config["epochs"] else Nothing
     strategy = kind(
-        fraction=config["fraction"], local_epochs=config["epochs"] or None, evaluate_every=NEVER, log=str(log)
+        fraction=config["fraction"],
+        local_epochs=config["epochs"] or None,
+        evaluate_every=NEVER,
+        log=str(log),
+        privacy=config.get("privacy"),
     )
     rayps.train(
         PeerImages(config),

@@ -17,13 +17,15 @@ import httpx2
 import numpy as np
 import torch
 from fake_manager import ThreadPlace
+from rayps_client.client_folder import ClientFolder
+from rayps_client.connection import ServiceConnection
+from rayps_client.process import ClientProcess
+from rayps_client.signed_orders import ClientToken
 from service_site import Site
 
 import rayps
-from rayps.clients.client_folder import ClientFolder
-from rayps.clients.client_process import ClientProcess, ServiceConnection
+from rayps.clients.workload_trainer import WorkloadTrainer
 from rayps.cluster.local import surrounding
-from rayps.federated.remote.signed_orders import ClientToken
 from rayps.service.client import Client, Job
 from rayps.tensors import checkpoint
 from rayps.tensors.snapshot import Snapshot
@@ -185,8 +187,7 @@ class Hospital(threading.Thread):
         self.folder = ClientFolder(state or clinic.path / f"hospital-{job.id}-{name or k}")
         self.connection = ServiceConnection(clinic.url, token, 20.0, self.said.append, transport)
         self.outside = ClientProcess(
-            workload,
-            workload.data(),
+            WorkloadTrainer(workload, workload.data()),
             found,
             job.id,
             self.connection,
@@ -242,7 +243,7 @@ class Process:
             "HOSPITAL": str(k),
             "PAUSE": str(pause),
             "RAYPS_CLIENT_TOKEN": token,
-            "PYTHONPATH": str(Path(__file__).parent),
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "OMP_NUM_THREADS": "1",
         }
         self.clinic = clinic

@@ -99,6 +99,13 @@ def test_epsilon_grows_with_releases_and_sampling_and_falls_with_noise():
     assert cost(fixed, 10) < cost(fixed, 100) < cost(Mechanism("fixed", 0.6, units=1000, drawn=10), 100)
 
 
+@pytest.mark.parametrize("mechanism", [Mechanism("poisson", 0.01, 0.2), Mechanism("all", 1e-4), POISSON])
+def test_little_noise_and_many_releases_have_a_bound_or_none(mechanism):
+    """The bound needs neither much memory nor much time, and is never too small: see the Gaussian law."""
+    found = cost(mechanism, 20_000)
+    assert found > 5 and (found == math.inf or found < 1e6)
+
+
 def test_two_kinds_of_releases_are_added_or_refused():
     both = {POISSON: Spent(10), Mechanism("poisson", 2.0, 0.01): Spent(10)}
     assert max(cost(each, 10) for each in both) < accountant.epsilon(both, 1e-5) < sum(cost(each, 10) for each in both)

@@ -84,6 +84,8 @@ def test_what_can_be_private_runs_and_says_nothing_of_single_clients(strategy):
     assert all(value is None or np.isnan(value) for value in loss)
     kinds = [event["kind"] for event in result.events]
     assert "privacy" in kinds and "cohort" not in kinds and "clients" not in kinds
+    last = [event for event in result.events if event["kind"] == "privacy"][-1]
+    assert last["message"] == last["claim"] == result.privacy["claim"] and last["epsilon"] == result.privacy["epsilon"]
     assert result.privacy["epsilon"] == result.history.column("epsilon").to_pylist()[-1]
     assert result.privacy["releases"] == 3 and result.privacy["claim"].startswith("This run proves nothing")
 

@@ -22,17 +22,19 @@ import pytest
 import safetensors.torch
 import torch
 from client_site import All, Clinic, Own, Process, Tap, rows, until
+from rayps_client.process import ClientProcess
+from rayps_client.signed_orders import ClientToken, Key, order_text, verified
+from rayps_client.torch_tensors import raw_of, tensor_of
 from small_work import train
 
 import rayps
 from rayps.cli.main import main
-from rayps.clients.client_process import ClientProcess, own_data, rows_of
+from rayps.clients.workload_trainer import WorkloadTrainer, own_data, rows_of
 from rayps.cluster.local import surrounding
 from rayps.core.errors import ConfigError, Conflict, DataError, Unauthorized, WorkloadError
 from rayps.core.logs import LogBuffer
 from rayps.federated import remote_replies
 from rayps.federated.remote.mailbox import Mailbox
-from rayps.federated.remote.signed_orders import ClientToken, Key, order_text, verified
 
 ROOT = Path(__file__).resolve().parent.parent
 FEDAVG = "fedavg:local_epochs=2,clients=remote(least={least},wait=100)"
@@ -96,7 +98,7 @@ def test_a_private_job_with_real_clients_learns_what_simulated_ones_learn(clinic
     assert torch.equal(learnt, simulated(text.format(""), 2, seed=5))
     assert [hospital.over().ended.rounds for hospital in hospitals] == [3, 3]
     said = [event for event in job.events() if event["kind"] in ("cohort", "clients", "privacy")]
-    assert [event["kind"] for event in said] == ["privacy"] and said[0]["unit"] == "client"
+    assert [event["kind"] for event in said] == ["privacy"] * 2 and said[1]["releases"] == 3
     assert (clinic.path / "state" / "jobs" / job.id / "privacy" / "ledger.jsonl").read_text().count("\n") == 3
 
 
@@ -185,7 +187,13 @@ def test_no_round_waits_for_one_that_has_ended(clinic: Clinic, how: str) -> None
     job = clinic.job("fedavg:deadline=500,clients=remote(least=2,wait=100)", 1)
     good, bad = clinic.hospital(job, 0).begin(), clinic.hospital(job, 1)
     client = ClientProcess(
-        Bad(1), rows_data(1), bad.outside.token, job.id, bad.connection, bad.folder, "h1", bad.said.append
+        WorkloadTrainer(Bad(1), rows_data(1)),
+        bad.outside.token,
+        job.id,
+        bad.connection,
+        bad.folder,
+        name="h1",
+        report=bad.said.append,
     )
     with pytest.raises(KeyboardInterrupt if how == "Ctrl-C" else WorkloadError):
         client.run()
@@ -204,7 +212,12 @@ def test_what_does_not_fit_is_found_before_joining(clinic: Clinic) -> None:
     job = clinic.job("fedavg:clients=remote(wait=100)", 1)
     hospital = clinic.hospital(job, 0)
     client = ClientProcess(
-        Own(0), rows_data(0, 3), hospital.outside.token, job.id, hospital.connection, hospital.folder, "h0"
+        WorkloadTrainer(Own(0), rows_data(0, 3)),
+        hospital.outside.token,
+        job.id,
+        hospital.connection,
+        hospital.folder,
+        name="h0",
     )
     with pytest.raises(WorkloadError, match=r"loss\(\) raised .* shapes cannot be multiplied"):
         client.run()
@@ -219,23 +232,18 @@ def no_thread_draws() -> bool:
     return torch.equal(drawn, torch.get_rng_state())
 
 
-def test_trying_out_leaves_the_model_as_it_was(clinic: Clinic) -> None:
+def test_trying_out_leaves_the_model_as_it_was() -> None:
     class Normed(Own):
         def model(self):
             return torch.nn.Sequential(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1)).double()
 
-    job = clinic.job("fedavg:clients=remote(wait=100)", 1)
-    hospital = clinic.hospital(job, 0)
-    client = ClientProcess(
-        Normed(0), rows_data(0), hospital.outside.token, job.id, hospital.connection, hospital.folder, "h0"
-    )
+    trainer = WorkloadTrainer(Normed(0), rows_data(0))
     until(no_thread_draws)
-    model = client._trainer.flat.model
+    model = trainer.trainer.flat.model
     before, drawn = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
-    client.check_workload()
+    trainer.try_out()
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
-    assert torch.equal(drawn, torch.get_rng_state()) and client.workload.calls == 1
-    job.stop().wait(30)
+    assert torch.equal(drawn, torch.get_rng_state()) and trainer.workload.calls == 1
 
 
 def test_who_joins_later_is_told_of(clinic: Clinic) -> None:
@@ -303,8 +311,8 @@ def test_a_round_that_is_drawn_again_takes_nothing_of_the_old_one(tmp_path: Path
     other = box.open_round({**facts, "starts": box.starts(0, True)}, {0: "a", 1: "b"}, 60.0, 100, b"another model")
     assert other.serial == first.serial + 1 and box.arrived(other.serial) == set()
     with pytest.raises(Conflict, match="too late"):
-        box.new_part(first.serial, 1)
-    part = box.new_part(other.serial, 1)
+        box.part(first.serial, 1, "a" * 64)
+    part = box.part(other.serial, 1, "a" * 64)
     part.write_bytes(b"update")
     assert (
         set(box.close_round(other.serial)) == set() and box.close_round(other.serial) == {}
@@ -317,7 +325,7 @@ def test_a_round_that_is_drawn_again_takes_nothing_of_the_old_one(tmp_path: Path
 
 
 def _part(box: Mailbox, serial: int, number: int, raw: bytes = b"update") -> Path:
-    part = box.new_part(serial, number)
+    part = box.part(serial, number, hashlib.sha256(raw).hexdigest())
     part.write_bytes(raw)
     return part
 
@@ -327,15 +335,15 @@ def test_states_of_rounds_that_were_drawn_again_are_void(clinic: Clinic, tmp_pat
     folder = clinic.hospital(job, 0, state=tmp_path).folder
     job.stop()
     for round, serial in ((0, 1), (1, 2), (2, 3)):
-        folder.save_state(round, serial, "scaffold", {"c": torch.tensor([float(serial)])}, since=0)
+        folder.save_state(round, serial, "scaffold", {"c": raw_of(torch.tensor([float(serial)]))}, since=0)
     starts = [(0, 1)]
-    assert folder.load_state(2, "scaffold", starts)["c"].item() == 2.0
+    assert tensor_of(folder.load_state(2, "scaffold", starts)["c"]).item() == 2.0
     assert folder.load_state(3, "ditto", starts) == {}  # another strategy's
     starts.append((1, 4))  # the job went back to round 1: what was learnt there before is no more
-    assert folder.load_state(2, "scaffold", starts)["c"].item() == 1.0
-    folder.save_state(2, 5, "scaffold", {"c": torch.tensor([9.0])}, since=2)
-    folder.save_state(3, 6, "scaffold", {"c": torch.tensor([10.0])}, since=3)
-    assert folder.load_state(4, "scaffold", starts)["c"].item() == 10.0
+    assert tensor_of(folder.load_state(2, "scaffold", starts)["c"]).item() == 1.0
+    folder.save_state(2, 5, "scaffold", {"c": raw_of(torch.tensor([9.0]))}, since=2)
+    folder.save_state(3, 6, "scaffold", {"c": raw_of(torch.tensor([10.0]))}, since=3)
+    assert tensor_of(folder.load_state(4, "scaffold", starts)["c"]).item() == 10.0
     assert sorted(path.name for path in tmp_path.glob("state-*")) == ["state-2.safetensors", "state-3.safetensors"]
 
 
@@ -469,7 +477,7 @@ class Meddler(httpx2.BaseTransport):
             self.orders.append(json.loads(body))
         changed = self.change(request.url.path, body)
         headers = [(k, v) for k, v in answer.headers.items() if k.lower() != "content-length"]
-        return httpx2.Response(answer.status_code, headers=headers, content=changed)
+        return httpx2.Response(answer.status_code, headers=headers, stream=httpx2.ByteStream(changed))
 
 
 def in_order(path: str, body: bytes, **facts: Any) -> bytes:
@@ -701,7 +709,7 @@ def test_the_commands(clinic: Clinic, capsys: pytest.CaptureFixture[str], monkey
     ):
         code, _, note = say("client", *arguments, "work.py:Slow")
         assert code == 2 and why in note and len(note.strip().splitlines()) <= 3, note
-    assert [path.name for path in (clinic.path / "home" / "clients" / job.id).iterdir()] == ["h0"]
+    assert not (clinic.path / "home" / "clients").exists()  # a client that cannot begin leaves no folder
     job.stop()
 
 
@@ -734,7 +742,7 @@ def test_a_client_with_another_model_is_told(clinic: Clinic) -> None:
 
     outside = hospital.outside
     fresh = type(outside)(
-        Wider(0), Own(0).data(), outside.token, job.id, hospital.connection, hospital.folder, name="h0"
+        WorkloadTrainer(Wider(0), Own(0).data()), outside.token, job.id, hospital.connection, hospital.folder, name="h0"
     )
     with pytest.raises(
         WorkloadError, match=r"the job has 0.weight \[\[7, 5\], 'float64'\], this workload has \[\[8, 5\]"

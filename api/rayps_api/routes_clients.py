@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request, Response
@@ -34,6 +32,7 @@ from rayps_api.schemas_clients import (
     JoinOut,
     KeyOut,
     NewToken,
+    PartOut,
     TokenIn,
     TokenOut,
     TokensOut,
@@ -41,6 +40,7 @@ from rayps_api.schemas_clients import (
     WorkOut,
 )
 from rayps_api.service import RunningService, Service
+from rayps_api.update_parts import PartWriter, Span, begin_of_range, part_size, span_of
 
 LONGEST_WAIT = 30.0  # seconds that a request for work may wait
 _PAUSE = 0.1  # seconds between two checks for an order
@@ -50,6 +50,7 @@ MOST_UPDATES = 8  # updates that are received at one time; further requests are 
 
 router = APIRouter(prefix="/api/v1", tags=["clients"], responses=problems(400, 401, 403, 404, 409, 413, 422))
 
+Digest = Annotated[str, Header(pattern=r"^[0-9a-f]{64}$", description="The SHA-256 hash of the whole update.")]
 Serial = Annotated[int, InPath(ge=1, lt=2**53, description="The order's serial number.")]
 
 
@@ -203,9 +204,11 @@ async def work(
     request: Request,
     after: Annotated[int, Query(ge=0, lt=2**53)] = 0,
     wait: Annotated[float, Query(ge=0, le=LONGEST_WAIT, allow_inf_nan=False)] = 20.0,
+    away: Annotated[bool, Query(description="The client takes part in no round now: none waits for it.")] = False,
 ) -> Any:
     """Return the first order after order `after`, or the job's end. Wait up to `wait` seconds for one of them."""
     running, ends = caller.service, time.monotonic() + wait
+    await asyncio.to_thread(caller.mailbox.set_away, caller.member.number, away)
     seen, version, record = time.monotonic(), -1, None
 
     async def answer(**found: Any) -> WorkOut:
@@ -222,7 +225,7 @@ async def work(
         if record.status.terminal:
             return await answer(kind="end", status=record.status.value, reason=record.reason)
         order = await asyncio.to_thread(caller.mailbox.newest)
-        if order is not None and order.serial > after and _is_for(caller, order):
+        if order is not None and order.serial > after and not away and _is_for(caller, order):
             text = _signed_text(caller, order)
             signature = running.client_tokens.key.sign(text)
             return await answer(kind="round", order=text, signature=signature)
@@ -239,16 +242,34 @@ async def work(
 @router.get(
     "/client/rounds/{serial}/parameters",
     response_class=Response,
-    responses={200: {"content": {"application/octet-stream": {}}}},
+    responses={code: {"content": {"application/octet-stream": {}}} for code in (200, 206)},
 )
-async def parameters(serial: Serial, caller: Joined) -> Response:
-    """Send the parameters of an open round, as safetensors; their hash is in the order."""
+async def parameters(
+    serial: Serial, caller: Joined, range: Annotated[str | None, Header(description="From which byte on.")] = None
+) -> Response:
+    """Send the parameters of an open round, as safetensors; their hash is in the order. `Range: bytes=N-` resumes."""
     order = await asyncio.to_thread(_open_order, caller, serial)
     file = await asyncio.to_thread(_open, caller.mailbox, order.serial)
     size = os.fstat(file.fileno()).st_size
+    begin = begin_of_range(range, size)
+    file.seek(begin)
+    headers = {"Content-Length": str(size - begin), "Accept-Ranges": "bytes"}
+    if begin:
+        headers["Content-Range"] = f"bytes {begin}-{size - 1}/{size}"
     return StreamingResponse(
-        _blocks(file), media_type="application/octet-stream", headers={"Content-Length": str(size)}
+        _blocks(file), 206 if begin else 200, media_type="application/octet-stream", headers=headers
     )
+
+
+@router.get("/client/rounds/{serial}/update", response_model=PartOut)
+async def received(serial: Serial, caller: Joined, rayps_sha256: Digest) -> Any:
+    """Return how many bytes of the client's update with this hash have arrived: an upload continues from there."""
+    mailbox, number = caller.mailbox, caller.member.number
+    if await asyncio.to_thread(_open_order, caller, serial, True) is None:
+        found = await asyncio.to_thread(mailbox.update_bytes, serial, number)
+    else:
+        found = await asyncio.to_thread(lambda: part_size(mailbox.part(serial, number, rayps_sha256)))
+    return {"serial": serial, "received": found}
 
 
 @router.put(
@@ -267,9 +288,15 @@ async def update(
     serial: Serial,
     caller: Joined,
     request: Request,
-    rayps_sha256: Annotated[str, Header(pattern=r"^[0-9a-f]{64}$", description="The SHA-256 hash of the body.")],
+    rayps_sha256: Digest,
+    content_range: Annotated[str | None, Header(description="Which bytes of the update the body has.")] = None,
 ) -> Any:
-    """Receive a client's update of a round, as safetensors. The first complete update counts. 409 if it is late."""
+    """Receive a client's update of a round, as safetensors. The first complete update counts. 409 if it is late.
+
+    With `Content-Range: bytes FIRST-LAST/SIZE`, what arrives is retained if the connection is cut, and the next request
+    sends the rest.
+    """
+    span = span_of(content_range)
     if caller.service.receiving >= MOST_UPDATES:
         raise HTTPException(429, f"{MOST_UPDATES} updates are being received: retry", {"Retry-After": "2"})
     caller.service.receiving += 1
@@ -277,12 +304,14 @@ async def update(
         order = await asyncio.to_thread(_open_order, caller, serial, True)
         if order is None:
             return JSONResponse({"serial": serial, "again": True}, 200)
-        part = caller.mailbox.new_part(serial, caller.member.number)
+        path = await asyncio.to_thread(caller.mailbox.part, serial, caller.member.number, rayps_sha256)
+        writer = caller.service.parts.begin(path)
         try:
-            await _receive(request, caller, part, order.most_bytes, rayps_sha256)
-            new = await asyncio.to_thread(caller.mailbox.deliver, serial, caller.member.number, part)
+            await _receive(request, caller, writer, span, order.most_bytes)
+            await _seal(writer, span, rayps_sha256)
+            new = await asyncio.to_thread(caller.mailbox.deliver, serial, caller.member.number, path)
         finally:
-            part.unlink(missing_ok=True)
+            caller.service.parts.forget(writer)
     finally:
         caller.service.receiving -= 1
     return JSONResponse({"serial": serial, "again": not new}, 201 if new else 200)
@@ -295,30 +324,49 @@ async def leave(caller: Joined) -> Response:
     return Response(status_code=204)
 
 
-async def _receive(request: Request, caller: Caller, part: Path, most: int, digest: str) -> None:
-    """Write the request's body into the file `part`, block by block.
+async def _receive(request: Request, caller: Caller, writer: PartWriter, span: Span, most: int) -> None:
+    """Write the request's body into the part of an update, block by block.
 
     Raises:
-        HTTPException: the body is too long or incomplete, or its hash is wrong.
-        Conflict: the round is closed.
+        HTTPException: the body is too long or incomplete, or does not begin where the part ends.
+        Conflict: the round is closed, or a newer request sends the update.
     """
-    found, size, seen = hashlib.sha256(), 0, time.monotonic()
+    limit = most if span.whole is None else span.whole
+    if limit > most:
+        raise HTTPException(413, f"an update of this round has {most} bytes at most")
+    if span.begin == 0:
+        await asyncio.to_thread(writer.drop)
+    elif span.begin > writer.size:
+        raise HTTPException(422, f"{writer.size} bytes of this update have arrived: send the rest from there on")
+    at, seen = span.begin, time.monotonic()
     try:
-        with part.open("xb") as file:
-            async for block in request.stream():
-                size += len(block)
-                if size > most:
-                    raise HTTPException(413, f"an update of this round has {most} bytes at most")
-                found.update(block)
-                await asyncio.to_thread(file.write, block)
-                if time.monotonic() - seen > _SEEN_SECONDS:
-                    seen = time.monotonic()
-                    caller.mailbox.record_request(caller.member.number)
+        async for block in request.stream():
+            if at + len(block) > limit:
+                await asyncio.to_thread(writer.drop)
+                raise HTTPException(413, f"this update has more than {limit} bytes")
+            await asyncio.to_thread(writer.write, at, block)
+            at += len(block)
+            if time.monotonic() - seen > _SEEN_SECONDS:
+                seen = time.monotonic()
+                caller.mailbox.record_request(caller.member.number)
     except FileNotFoundError:
         raise Conflict("the round is closed: the update is too late", status=409, code="late") from None
     except ClientDisconnect:
+        if span.whole is None:
+            await asyncio.to_thread(writer.drop)
         raise HTTPException(400, "the update is incomplete: the connection was closed") from None
-    if found.hexdigest() != digest:
+
+
+async def _seal(writer: PartWriter, span: Span, digest: str) -> None:
+    """Check that the update is complete and has this hash. Raises HTTPException if not, or Conflict if it is late."""
+    if span.whole is not None and writer.size < span.whole:
+        raise HTTPException(400, f"the update is incomplete: {writer.size} of {span.whole} bytes have arrived")
+    try:
+        whole = await asyncio.to_thread(writer.seal, digest)
+    except FileNotFoundError:
+        raise Conflict("the round is closed: the update is too late", status=409, code="late") from None
+    if not whole:
+        writer.path.unlink(missing_ok=True)
         raise HTTPException(
             422, "the update's hash is not the one in Rayps-Sha256: it was cut off or changed on the way; send it again"
         )

@@ -97,6 +97,13 @@ class UpdateOut(BaseModel):
     again: bool = Field(description="Whether an earlier update of this round was received; only the first one counts.")
 
 
+class PartOut(BaseModel):
+    """How much of an update has arrived."""
+
+    serial: int
+    received: int = Field(description="The number of bytes from the update's first one on: send the rest.")
+
+
 class ClientOut(BaseModel):
     """A real client of a job."""
 

@@ -23,6 +23,7 @@ from rayps.service.store import JobRecord, Store
 from rayps.service.user_tokens import UserTokens
 from rayps_api.rollup import Rollups
 from rayps_api.schemas import finite, job_out
+from rayps_api.update_parts import PartWriters
 
 MOST_STREAMS = 64
 
@@ -42,6 +43,7 @@ class Service:
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     streams: int = 0
     receiving: int = 0  # number of clients' updates that are being received
+    parts: PartWriters = field(default_factory=PartWriters)  # of these updates
     requests: int = 0
     _progress: OrderedDict[str, tuple[int, dict[str, Any] | None]] = field(default_factory=OrderedDict)
 

@@ -3,6 +3,7 @@ import { describe, expect, it } from "vitest";
 import { folded } from "../src/lib/events";
 import { meetings, residuals } from "../src/lib/apart";
 import { bestOf, clientMap, Cohorts, learnt, presence, reason, reasons, skew, staleUpdates, tallies } from "../src/lib/federated";
+import { claimOf, isPrivate, shown, spentShare } from "../src/lib/privacy";
 import { Series } from "../src/lib/series";
 import { attack, describe as inWords, hasRealClients, hasStaleness, isFederated, label, length, meetsNowAndThen, staleBound, usesAdmm } from "../src/lib/strategy";
 import type { JobEvent, MetricPoint } from "../src/types";
@@ -18,6 +19,28 @@ function held(...events: JobEvent[]): Cohorts {
   for (const each of events) cohorts.take(each);
   return cohorts;
 }
+
+describe("a private job", () => {
+  const claim = event("privacy", { delta: 1e-5, budget: 8, unit: "client", noise_multiplier: 1.1, neighbours: "one client is added or removed", proves: true, holds_against: ["a", "b"], trusted: "c", assumes: ["d"] }, 3);
+  it("shows what its rounds have spent, of the budget", () => {
+    const series = new Series();
+    expect(claimOf([], series)).toBe(null);
+    expect(claimOf([claim], series)).toMatchObject({ epsilon: null, releases: 0, budget: 8 });
+    series.add([point(1, { epsilon: 1.5, releases: 1 }), point(2, { epsilon: 2, releases: 2 })]);
+    const found = claimOf([event("started", {}), claim], series)!;
+    expect(found).toMatchObject({ epsilon: 2, releases: 2, delta: 1e-5, holdsAgainst: ["a", "b"], assumes: ["d"] });
+    expect(spentShare(found)).toBe(0.25);
+    expect(spentShare({ ...found, budget: null })).toBe(null);
+  });
+  it("is known by its strategy", () => {
+    expect(isPrivate("fedavg:privacy=dp(noise_multiplier=1.1)")).toBe(true);
+    expect(isPrivate({ name: "fedavg", privacy: { name: "dp" } })).toBe(true);
+    expect(isPrivate("fedavg:fraction=0.1")).toBe(false);
+  });
+  it("writes numbers in three digits", () => {
+    expect([shown(4.4971), shown(1e-5), shown(0), shown(Infinity), shown(null)]).toEqual(["4.5", "1e-5", "0", "∞", "–"]);
+  });
+});
 
 describe("clients by round", () => {
   it("are told by the event, and by the point where the event is no longer held", () => {

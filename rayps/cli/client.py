@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
 
 import typer
+from rayps_client.client_options import PATIENCE, ClientOptions
 
 from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.core.errors import ConfigError
-from rayps.core.job_status import Status
-from rayps.federated.remote.signed_orders import NAME, ClientToken
 from rayps.service.client import Client
 from rayps.service.job_file import assignments
 from rayps.service.rest_answers import TokenAnswer
-from rayps.service.settings import Settings
+
+if TYPE_CHECKING:
+    from rayps.clients.workload_trainer import WorkloadTrainer
 
 Format = Annotated[Output, typer.Option("--output", "-o", help="table or json.")]
 TokenId = Annotated[
@@ -59,73 +59,80 @@ def client(
     ] = None,
     patience: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.0, help="How long to wait for a service that does not answer.")
-    ] = 3600.0,
+    ] = PATIENCE,
     device: Annotated[str, typer.Option(help="The device to train on: cpu, cuda.")] = "cpu",
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Set a parameter of the workload, as the job has it."),
     ] = None,
+    certificate: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The only certificates (PEM) that are trusted for https.")
+    ] = None,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SHA256", help="The hash of the service's certificate, which alone is then accepted."),
+    ] = None,
+    proxy: Annotated[
+        str | None, typer.Option(metavar="URL", help="The proxy; by default HTTPS_PROXY and NO_PROXY decide.")
+    ] = None,
+    between: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HH:MM-HH:MM", help="Take part in these hours only (local time), e.g. 22:00-06:00."),
+    ] = None,
+    on_charge: Annotated[
+        bool, typer.Option("--on-charge", help="Take part only while the machine does not use its battery.")
+    ] = False,
+    cpus: Annotated[int | None, typer.Option(metavar="N", help="Use N processors at most.")] = None,
+    memory: Annotated[
+        float | None, typer.Option(metavar="MB", help="Refuse rounds that need more memory than this.")
+    ] = None,
+    traffic: Annotated[
+        float | None, typer.Option(metavar="MB", help="Send and receive at most this much a day.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(metavar="KB/S", help="Send and receive at most this much a second.")
+    ] = None,
 ) -> None:
     """Train on this machine's data in a federated job. Only parameters, counts and the mean loss leave this machine.
 
     Exit codes: 0 the job succeeded; 1 the job failed or was stopped; 4 the token was revoked, an order was not signed
-    by the service, or the service did not answer for too long; 130 Ctrl-C. Run the command again to continue.
+    by the service, or the service did not answer for too long; 130 Ctrl-C. Run the command again to continue. The
+    package rayps-client has the same command, `rayps-client`, without Ray.
     """
-    from rayps.clients.client_folder import ClientFolder
-    from rayps.clients.client_process import ClientProcess, ServiceConnection, own_data
-    from rayps.workload.base import load
+    from rayps_client.command import run_client
 
-    found = ClientToken.read(_token(token))
-    settings = Settings.read(url=url)
-    if settings.url is None:
-        raise ConfigError("give the job service's address: --url, or RAYPS_URL", field="url")
-    which = found.job or job
-    if which is None:
-        raise ConfigError("this token is valid for any job: give the job with --job ID", field="job")
-    if job not in (None, which):
-        raise ConfigError(f"this token is for job {which}, not for {job}: omit --job", field="job")
-    if name is not None and not NAME.fullmatch(name):
-        raise ConfigError(
-            f"name is {name!r}: give at most 64 characters: letters (A-Z, a-z), digits, spaces and _ . -, with a "
-            "letter or a digit first and last",
-            field="name",
-        )
-    if name is not None and found.name not in (None, name):
-        raise ConfigError(f"this token is for the client {found.name!r}, not for {name!r}: omit --name", field="name")
-    who = name or found.name
-    if who is None:
-        raise ConfigError(
-            "this token is valid for any client: give this client's name with --name, e.g. hospital-a", field="name"
-        )
-    workload = load(target, params=assignments(changes or []))
-    rows = own_data(workload, data)
-    folder = ClientFolder((state or settings.state_dir / "clients") / which / who)
-    connection = ServiceConnection(settings.url, str(found), patience, show.note)
-    try:
-        ended = ClientProcess(
-            workload, rows, found, which, connection, folder, name=who, report=show.note, device=device
-        ).run()
-    finally:
-        connection.close()
-        folder.close()
-    rounds = f"{ended.rounds} round{'' if ended.rounds == 1 else 's'} with an update of this client since this start"
-    show.note(f"job {which} is {ended.status}: {ended.reason} ({rounds})")
-    if ended.status is not Status.SUCCEEDED:
+    options = ClientOptions(
+        target,
+        url=url,
+        token=token,
+        name=name,
+        job=job,
+        data=data,
+        state=state,
+        patience=patience,
+        device=device,
+        params=assignments(changes or []),
+        certificate=certificate,
+        pins=pin or (),
+        proxy=proxy,
+        between=between or (),
+        on_charge=on_charge,
+        cpus=cpus,
+        memory=memory,
+        traffic=traffic,
+        rate=rate,
+    )
+    if not run_client(options, _trainer, show.note).succeeded:
         raise typer.Exit(1)
 
 
-def _token(given: str | None) -> str:
-    text = given or os.environ.get("RAYPS_CLIENT_TOKEN", "")
-    if text.startswith("@"):
-        try:
-            text = Path(text[1:]).expanduser().read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise ConfigError(f"the token's file {text[1:]} cannot be read: {error.strerror}", field="token") from error
-    if not text:
-        raise ConfigError(
-            "there is no token: set --token or RAYPS_CLIENT_TOKEN to the token that you received", field="token"
-        )
-    return text
+def _trainer(options: ClientOptions) -> WorkloadTrainer:
+    """Return the trainer of the command's workload."""
+    from rayps.clients.workload_trainer import WorkloadTrainer, own_data
+    from rayps.workload.base import load
+
+    workload = load(options.target, params=options.params)
+    return WorkloadTrainer(workload, own_data(workload, options.data), options.device)
 
 
 @token_app.command()

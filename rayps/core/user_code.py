@@ -7,30 +7,23 @@ exception as text, so that a job that waits for the thread can name the reason.
 
 from __future__ import annotations
 
-import errno
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
-from rayps.core.error_hints import hint
-from rayps.core.errors import RaypsError, WorkloadError
+from rayps_client.user_errors import lacks_memory as lacks_memory
+from rayps_client.user_errors import place_of as place_of
+from rayps_client.user_errors import too_large as too_large
+from rayps_client.user_errors import users_code
 
-_PACKAGE = str(Path(__file__).parents[1])
+from rayps.core.errors import WorkloadError
+
 START_SECONDS = 180.0  # seconds for a process to start and import torch, and for the first call of a method
 _LOOK_SECONDS = 0.1
 _MOST_ENDS = 1000  # most exceptions of ended threads that a process records
-_NO_MEMORY = (
-    "allocate memory",
-    "out of memory",
-    "not enough memory",
-    "bad_alloc",
-    "bad allocation",
-)  # text of torch's error
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +77,8 @@ def user_code(method: str) -> Iterator[None]:
     outer, first = _calls.get(thread), method not in _methods()
     _calls[thread] = _Open(method, time.monotonic(), first)
     try:
-        yield
-    except RaypsError:
-        raise
-    except KeyboardInterrupt as error:
-        if threading.current_thread() is threading.main_thread():
-            raise
-        raise _raised(method, error) from error
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
-        raise _raised(method, error) from error
+        with users_code(method):
+            yield
     finally:
         _known.methods.add(method)
         _resume(thread, outer)
@@ -113,59 +99,10 @@ def _resume(thread: int, outer: _Open | None) -> None:
         _calls[thread] = outer
 
 
-def _raised(method: str, error: BaseException) -> WorkloadError:
-    where = place_of(error)
-    if lacks_memory(error):
-        return too_large(f"{method}(){where}", error)
-    reason = (str(error).strip().splitlines() or [""])[0]
-    ends = isinstance(error, (SystemExit, KeyboardInterrupt))
-    way_out = "do not end the process of a worker: return, or raise an error with the reason" if ends else hint(error)
-    return WorkloadError(
-        f"{method}() raised {type(error).__name__}{': ' if reason else ''}{reason}{where}"
-        + (f"\n{way_out}" if way_out else ""),
-        traceback="".join(traceback.format_exception(error)),
-        raised=type(error).__name__,
-    )
-
-
-def place_of(error: BaseException) -> str:
-    """Return the innermost line of user code in an error's traceback as ` (file:line)`, or "" if there is none.
-
-    A file below the current directory is named from there: a job's code is in a folder that is removed at its end.
-    """
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_PACKAGE)]
-    own = [f for f in frames if "/site-packages/" not in f.filename] or frames
-    if not own:
-        return ""
-    with suppress(OSError, ValueError):  # there may be no current directory
-        return f" ({Path(own[-1].filename).relative_to(Path.cwd())}:{own[-1].lineno})"
-    return f" ({own[-1].filename}:{own[-1].lineno})"
-
-
 def placed(message: str, where: str) -> str:
     """Append `where`, such as "on worker-1 at round 3", to the first line of an error's message."""
     first, end, rest = message.partition("\n")
     return f"{first.removesuffix(':')} {where}{':' if first.endswith(':') else ''}{end}{rest}"
-
-
-def lacks_memory(error: BaseException) -> bool:
-    """Return whether an error means that the process or a device is out of memory."""
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
-
-
-def too_large(who: str, error: BaseException) -> WorkloadError:
-    """Return the error that process `who` has too little memory for the model, with ways to fix it."""
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rpartition("DefaultCPUAllocator: ")[2]
-    return WorkloadError(
-        f"{who} ran out of memory ({reason}):\n"
-        "the model, its gradients and the optimizer's state do not fit on one worker: divide it among several "
-        "(pipeline:stages=2, tensor_parallel:size=2, or more),\n"
-        "use smaller batches or more micro_batches, or give each worker more memory",
-        memory=True,
-        traceback="".join(traceback.format_exception(error)),
-    )
 
 
 # ---- the time limit of a call

@@ -1,188 +1,25 @@
-"""The user's own modules: find a class by name in a working directory, and send values to other processes by value.
+"""Send values of the user's own modules to other processes by value. `rayps_client.user_files` finds the modules.
 
-A name is "module:Class" or "path/file.py:Class", relative to a working directory. `pack` includes the user's modules in
-the bytes, so that the process that unpacks the bytes needs none of the user's files. An exception is an import inside a
-function: it runs when the function is called, and needs the imported file.
+`pack` includes the user's modules in the bytes, so that the process that unpacks the bytes needs none of the user's
+files. An exception is an import inside a function: it runs when the function is called, and needs the imported file.
 """
 
 from __future__ import annotations
 
-import difflib
-import functools
-import hashlib
-import importlib
-import importlib.util
 import io
-import linecache
 import pickle
-import site
 import sys
-import sysconfig
-import threading
-import traceback
-import weakref
 from collections import ChainMap
 from collections.abc import Callable
-from importlib.metadata import Distribution
-from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
-from typing import Any, ClassVar, cast
+from types import CodeType
+from typing import Any, ClassVar
 
 import cloudpickle
+from rayps_client.user_files import MODULES, is_users
+from rayps_client.user_files import Finder as Finder
+from rayps_client.user_files import broken as broken
 
 from rayps.core.errors import WorkloadError
-
-_packing = threading.Lock()  # pickling by value is set for the whole process
-
-
-class Finder:
-    """Finds the user's classes of one kind by name, such as classes derived from `rayps.Workload`.
-
-    After `forget` the user's files are read again: a warm process never uses an older version of a file.
-    """
-
-    def __init__(self, what: str, plural: str, base: str) -> None:
-        """Set the kind of class: `what` in singular, such as "workload", and `plural`, for messages.
-
-        `base` is the public name of the class from which the user's class must derive.
-        """
-        self._what, self._plural, self._base = what, plural, base
-        self._modules: list[str] = []  # modules that find() imported
-        self._paths: list[str] = []  # folders that find() added to sys.path
-        self._found: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
-
-    def find(self, target: str, working_dir: str | Path | None, base: type) -> type[Any]:
-        """Return the class that `target` names.
-
-        Raises:
-            WorkloadError: the class cannot be found or imported; the text names the line of user code that failed.
-        """
-        module, name = self._module(target, working_dir), target.rpartition(":")[2]
-        found = self._class(module, name, target, base)
-        self._found[found] = target
-        return found
-
-    def find_function(self, target: str, working_dir: str | Path | None) -> Callable[..., Any]:
-        """Return the function that `target` names. Raises WorkloadError as `find` does."""
-        module, name = self._module(target, working_dir), target.rpartition(":")[2]
-        found = getattr(module, name, None)
-        if callable(found) and not isinstance(found, type):
-            return cast(Callable[..., Any], found)
-        known = [key for key, value in vars(module).items() if isinstance(value, FunctionType)]
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or known[:3]
-        what = f"has no function {name!r}" if found is None else f"has {name!r}, which is not a function"
-        hint = f"did you mean {', '.join(near)}?" if near else "define it as `def train_fn(): ...`"
-        raise WorkloadError(f"{module.__file__} {what}: {hint}", target=target)
-
-    def _module(self, target: str, working_dir: str | Path | None) -> ModuleType:
-        """Import the module or file that `target` names."""
-        place = target.rpartition(":")[0]
-        root = Path(working_dir or ".").absolute()
-        if not root.is_dir():
-            raise WorkloadError(f"the working directory {root} does not exist: give another working_dir", target=target)
-        before = set(sys.modules)
-        try:
-            return self._from_file(root, place) if place.endswith(".py") else self._from_name(root, place)
-        finally:
-            self._modules += [key for key in set(sys.modules) - before if is_users(sys.modules[key])]
-
-    def target_of(self, kind: type) -> str:
-        """Return a name by which `find` finds class `kind`: the name given to `find` before, or else "module:Class"."""
-        return self._found.get(kind) or f"{kind.__module__}:{kind.__qualname__}"
-
-    def forget(self) -> None:
-        """Forget the imported modules, so that the next `find` reads them again."""
-        with _packing:  # `pack` in another thread needs the modules that it found
-            for key in self._modules:
-                sys.modules.pop(key, None)
-        for entry in self._paths:
-            if entry in sys.path:
-                sys.path.remove(entry)
-        self._modules.clear()
-        self._paths.clear()
-        linecache.checkcache()
-        importlib.invalidate_caches()
-
-    def _add_path(self, folder: Path) -> None:
-        if str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
-            self._paths.append(str(folder))
-
-    def _from_name(self, root: Path, place: str) -> ModuleType:
-        self._add_path(root)
-        try:
-            return importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            if error.name is None or not (place == error.name or place.startswith(error.name + ".")):
-                raise broken(place, error) from error
-            near = difflib.get_close_matches(place, [path.stem for path in root.glob("*.py")], n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "give another working_dir, or a file: 'path/file.py:Class'"
-            raise WorkloadError(
-                f"there is no module {place!r} in {root} or among the installed packages: {hint}", module=place
-            ) from error
-        except (Exception, SystemExit) as error:
-            raise broken(place, error) from error
-
-    def _from_file(self, root: Path, place: str) -> ModuleType:
-        path = (root / Path(place).expanduser()).resolve()
-        if not path.is_file():
-            near = difflib.get_close_matches(
-                path.stem, [item.stem for item in path.parent.glob("*.py")], n=1, cutoff=0.75
-            )
-            hint = f": did you mean '{near[0]}.py'?" if near else ": give a path from the working directory"
-            raise WorkloadError(f"there is no file {path}{hint}", file=str(path))
-        self._add_path(path.parent)
-        known = sys.modules.get(path.stem)
-        if known is not None and _file(known) == path:
-            return known
-        name = path.stem
-        if known is not None or name in sys.stdlib_module_names or not name.isidentifier():
-            # a name that hides no other module
-            name = f"{self._what}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-        spec = importlib.util.spec_from_file_location(name, path)
-        if spec is None or spec.loader is None:
-            raise WorkloadError(f"{path} is not a Python file", file=str(path))
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except (Exception, SystemExit) as error:
-            sys.modules.pop(name, None)
-            raise broken(place, error) from error
-        return module
-
-    def _class(self, module: ModuleType, name: str, target: str, base: type) -> type[Any]:
-        found = getattr(module, name, None)
-        classes = {key: value for key, value in vars(module).items() if isinstance(value, type)}
-        known = [key for key, kind in classes.items() if issubclass(kind, base) and kind is not base]
-        if found is None:
-            near = difflib.get_close_matches(name, classes, n=3, cutoff=0.5) or known
-            hint = f"did you mean {', '.join(near)}?" if near else f"no class in this file derives from {self._base}"
-            raise WorkloadError(f"{module.__file__} has no class {name!r}: {hint}", target=target)
-        if not isinstance(found, type) or not issubclass(found, base):
-            hint = f"; the {self._plural} in this file are {', '.join(known)}" if known else ""
-            raise WorkloadError(
-                f"{name} in {module.__file__} is not a {self._what}: derive it from {self._base}{hint}", target=target
-            )
-        return found
-
-
-def broken(what: str, error: BaseException) -> WorkloadError:
-    """Return the error of a failed import, with the last line of the exception and the user's line that failed."""
-    last = traceback.format_exception_only(error)[-1].strip().splitlines()[0][:300]
-    return WorkloadError(f"{what} failed: {last}{_where(error)}", module=what)
-
-
-def _where(error: BaseException) -> str:
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"\nin {error.filename}:{error.lineno}"
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<frozen") and Path(frame.filename) != Path(__file__)
-    ]
-    mine = [frame for frame in frames if users_file(Path(frame.filename))] or frames
-    return f"\nin {mine[-1].filename}:{mine[-1].lineno}: {mine[-1].line}" if mine else ""
 
 
 def _code(code: CodeType) -> tuple[Callable[..., CodeType], tuple[Any, ...]]:
@@ -210,7 +47,7 @@ def pack(workload: Any) -> bytes:
     Raises:
         WorkloadError: the value holds something that cannot be sent, such as an open file or a lock.
     """
-    with _packing:
+    with MODULES:  # pickling by value is set for the whole process
         known = cloudpickle.list_registry_pickle_by_value()
         modules = [module for key, module in list(sys.modules.items()) if key not in known and is_users(module)]
         for module in modules:
@@ -263,54 +100,3 @@ def _rebuilt(kind: bytes, args: list[Any]) -> Any:
 
 def _name(workload: Any) -> str:
     return getattr(workload, "__qualname__", type(workload).__qualname__)
-
-
-def _file(module: ModuleType) -> Path | None:
-    file = getattr(module, "__file__", None)
-    return _resolved(file) if isinstance(file, str) else None
-
-
-@functools.cache
-def _resolved(file: str) -> Path:
-    return Path(file).resolve()
-
-
-def is_users(module: ModuleType | None) -> bool:
-    """Return whether a module is the user's own: not installed, not Python's, not rayps's."""
-    if not isinstance(module, ModuleType):
-        return False
-    if module.__name__.partition(".")[0] in ("__main__", "rayps", "rayps_api"):
-        return False
-    if sys.modules.get(module.__name__) is not module:
-        return False  # an alias: cloudpickle knows modules by their own name only
-    file = _file(module)
-    return file is not None and users_file(file)
-
-
-@functools.cache  # called for every loaded module, at each pack()
-def users_file(file: Path) -> bool:
-    """Return whether a file is the user's own: not installed, not Python's, not rayps's."""
-    if file.suffix != ".py" or {"site-packages", "dist-packages"} & set(file.parts):
-        return False
-    if any(file.is_relative_to(folder) for folder in _INSTALLED):
-        return False
-    return not any(file.relative_to(folder).parts[0] in _put_into(folder) for folder in file.parents)
-
-
-@functools.cache
-def _put_into(folder: Path) -> frozenset[str]:
-    """Return the names of the files and folders that `pip install --target` has put into a folder."""
-    try:
-        records = [Distribution.at(info) for info in folder.glob("*.dist-info")]
-        return frozenset(file.parts[0] for each in records for file in each.files or () if file.parts)
-    except OSError:  # a folder that cannot be listed
-        return frozenset()
-
-
-def _installed() -> tuple[Path, ...]:
-    paths = [sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")]
-    paths += [*site.getsitepackages(), site.getusersitepackages(), str(Path(__file__).parents[1])]
-    return tuple({Path(path).resolve() for path in paths if path})
-
-
-_INSTALLED = _installed()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rayps_client.random_numbers import random_of as random_of
 
 from rayps.core.errors import ConfigError
 
@@ -256,11 +257,6 @@ def check_place(rank: int, size: int, start: int) -> None:
     """Raise ConfigError unless 0 <= rank < size and start >= 0."""
     if not 0 <= rank < size or start < 0:
         raise ConfigError(f"rank {rank} of {size} from batch {start}: give 0 <= rank < size and start >= 0")
-
-
-def random_of(seed: int, *more: int) -> np.random.Generator:
-    """Return a random generator whose numbers depend on these whole numbers only."""
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed % 2**64, *more])))
 
 
 def rows_of_rank(rows: int, *, rank: int, size: int, seed: int | None, epoch: int) -> NDArray[np.int64]:

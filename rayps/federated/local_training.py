@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rayps_client.local_work import LocalWork
+
 from rayps.core import options
 from rayps.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class LocalTraining:
+class LocalTraining(LocalWork):
     """How long a client trains in a round: `local_epochs` epochs of its rows (default 1), or `local_steps` steps.
 
     A batch has `batch_size` rows. 0 means all rows of the client, and None means the data's batch size.
     """
-
-    local_epochs: int | None = None
-    local_steps: int | None = None
-    batch_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.local_epochs is not None and self.local_steps is not None:
@@ -28,15 +26,6 @@ class LocalTraining:
         for field in ("local_epochs", "local_steps"):
             options.whole(self, field, none=True)
         options.whole(self, "batch_size", 0, none=True, hint="; 0 takes all rows of a client at once")
-
-    @property
-    def epochs(self) -> int:
-        """The number of epochs, by default 1. This property is not used if `local_steps` is given."""
-        return self.local_epochs or 1
-
-    def rows(self, own: int, default: int) -> int:
-        """Return the number of rows in a batch of a client with `own` rows. `default` is the data's batch size."""
-        return default if self.batch_size is None else self.batch_size or own
 
     def work(self, own: int, default: int, accumulate: int = 1) -> int:
         """Return how many samples a client with `own` rows processes in a round.

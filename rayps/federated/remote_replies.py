@@ -195,10 +195,10 @@ class RemoteReplies:
             self._pause()
 
     def _wait_for(self, order: RoundOrder) -> None:
-        """Wait until all asked clients have replied or left, or the deadline has passed."""
+        """Wait until all asked clients have replied, have left or are away, or the deadline has passed."""
         while True:
             arrived = self._mailbox.arrived(order.serial)
-            missing = [n for n in order.sampled if n not in arrived and self._mailbox.state(n) != "left"]
+            missing = [n for n in order.sampled if n not in arrived and not self._takes_no_part(n)]
             left = order.begun + order.deadline - time.time()
             if not missing or left <= 0:
                 return
@@ -208,6 +208,10 @@ class RemoteReplies:
                 f"replied; the deadline is {_seconds(order.deadline)} after the round's start"
             )
             self._pause()
+
+    def _takes_no_part(self, number: int) -> bool:
+        """Return whether a client has left, or has said that it takes part in no round now."""
+        return self._mailbox.state(number) == "left" or self._mailbox.is_away(number)
 
     def _pause(self) -> None:
         if self._engine.stopped():

@@ -8,7 +8,8 @@
     tree      Renyi divergences of tree aggregation (Kairouz et al. 2021); a unit takes part at most once in each tree
 
 Each value is an upper bound. Privacy loss distributions are rounded upwards to a grid of 1e-4 to 1e-3, for which the
-value may be too large by about 1%.
+value may be too large by about 1%. If the losses are so large (little noise) that a distribution would need too much
+memory, Renyi divergences are used under poisson and all as well; their bound is looser.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ NAMES = {
     TREE: "Renyi divergences",
 }
 _LARGEST_NOISE = 1e6
+_LARGEST_LOSS = 2000.0  # with larger losses, Renyi divergences are used
 _ALWAYS_INFINITE = 1e6  # an epsilon above this is reported as infinite
 
 
@@ -69,7 +71,8 @@ def epsilon(spent: Mapping[Mechanism, Spent], delta: float) -> float:
             "neighbouring data sets differ. Start a new job in a new folder",
             field="privacy",
         )
-    found = _of_distributions(made, delta) if kinds == {POISSON} else _of_divergences(made, delta)
+    by_distribution = kinds == {POISSON} and sum(_loss(each, made[each]) for each in made) < _LARGEST_LOSS
+    found = _of_distributions(made, delta) if by_distribution else _of_divergences(made, delta)
     return found if found < _ALWAYS_INFINITE else math.inf
 
 
@@ -134,6 +137,13 @@ def _of_distributions(made: Mapping[Mechanism, Spent], delta: float) -> float:
     return float(whole.get_epsilon_for_delta(delta))
 
 
+def _loss(mechanism: Mechanism, spent: Spent) -> float:
+    """Return about how large the losses of these releases are."""
+    inverse, q = mechanism.noise_multiplier**-2, mechanism.probability
+    mean = inverse / 2 if inverse > 500 else min(inverse / 2, q**2 * math.expm1(inverse) / 2)
+    return spent.releases * mean + 6 * math.sqrt(spent.releases * inverse)
+
+
 def _interval(mechanism: Mechanism) -> float:
     """Return the interval of the grid of losses, so that it has about 20,000 points."""
     noise = mechanism.noise_multiplier
@@ -178,6 +188,11 @@ def _divergences(mechanism: Mechanism, steps: int) -> tuple[Floats, Floats]:
         relation = relations.REPLACE_SPECIAL
         event = library.SingleEpochTreeAggregationDpEvent(
             noise_multiplier=mechanism.noise_multiplier, step_counts=steps
+        )
+    elif mechanism.kind in (POISSON, ALL):
+        relation = relations.ADD_OR_REMOVE_ONE
+        event = library.PoissonSampledDpEvent(
+            mechanism.probability, library.GaussianDpEvent(mechanism.noise_multiplier)
         )
     else:  # the library's noise multiplier is relative to the sensitivity, which is 2 * clip
         relation = relations.REPLACE_ONE

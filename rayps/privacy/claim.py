@@ -64,7 +64,7 @@ def with_releases(facts: Keywords, epsilon: float, releases: int) -> JsonObject:
             "This run proves nothing: its noise was drawn from the job's seed (noise=seeded), so whoever knows the "
             "seed can remove it."
         )
-    return {"claim": sentence, "epsilon": epsilon, "releases": releases, **facts}
+    return {**facts, "claim": sentence, "epsilon": epsilon, "releases": releases}
 
 
 def claim_of_run(events: Iterable[Event], points: Iterable[Point]) -> JsonObject | None:
@@ -74,7 +74,7 @@ def claim_of_run(events: Iterable[Event], points: Iterable[Point]) -> JsonObject
     """
     facts = None
     for event in events:
-        if event["kind"] == "privacy":
+        if event["kind"] == "privacy" and "neighbours" in event:
             facts = {key: value for key, value in event.items() if key not in ("seq", "time", "kind", "message")}
     if facts is None:
         return None

@@ -44,6 +44,7 @@ from rayps.core.user_code import awaited
 from rayps.core.user_module import pack
 from rayps.core.warm_start import StartFrom
 from rayps.federated.remote_replies import create_mailbox
+from rayps.privacy.claim import claim_of_run
 from rayps.runtime import decide_recovery as states
 from rayps.runtime.bound_mover import BoundMover
 from rayps.runtime.callbacks import CallbackRunner, RunHandle, runner_of
@@ -773,6 +774,8 @@ class Driver:
             outcome.message = self._stopped()
         else:
             outcome.error = state.error
+        if (claim := claim_of_run(self.journal.events, self.journal.points)) is not None:
+            self.journal.event("privacy", str(claim["claim"]), **claim)
         outcome.checkpoint, outcome.best = self._checkpoints.saved, self._callbacks.run.best
         outcome.scratch, self._checkpoints.scratch = self._checkpoints.scratch, None
         self._end_callbacks(outcome)

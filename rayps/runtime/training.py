@@ -47,7 +47,7 @@ from rayps.tensors.checkpoint_place import CheckpointPlace, ObjectStore
 from rayps.tensors.snapshot import Snapshot
 from rayps.tensors.weight_average import check_average
 from rayps.workload import parameters
-from rayps.workload.base import Workload, check_fields
+from rayps.workload.base import Workload, as_workload, check_fields
 from rayps.workload.base import load as load_workload
 from rayps.workload.callback import Callback
 from rayps.workload.model import has_tables
@@ -420,6 +420,7 @@ def _workload(given: Workload | str, params: JsonObject) -> Workload:
             f"fields of the object (work.{first} = ...), or give the workload's name, 'file.py:{type(given).__name__}'",
             field="params",
         )
+    given = as_workload(given)
     if not isinstance(given, Workload):
         what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
         example = f"{given.__name__}()" if isinstance(given, type) else "Digits()"

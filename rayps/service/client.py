@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from urllib.parse import quote
 
 import httpx2
+from rayps_client.service_answers import checked as checked
 
-from rayps.core.errors import ConfigError, Conflict, NotFound, RaypsError, ServiceError, Unauthorized, Unreachable
+from rayps.core.errors import ConfigError, NotFound, Unauthorized, Unreachable
 from rayps.core.job_status import Status
 from rayps.core.records import Event, Point
 from rayps.core.requirements import read_requirements
@@ -40,15 +41,6 @@ from rayps.strategies.catalogue import StrategySpec, sendable
 if TYPE_CHECKING:
     from rayps.strategies.catalogue import StrategyDescription
 
-_ERRORS: dict[int, type[RaypsError]] = {
-    400: ConfigError,
-    401: Unauthorized,
-    403: Unauthorized,
-    404: NotFound,
-    409: Conflict,
-    413: ConfigError,
-    422: ConfigError,
-}
 _RETRIES = 4
 _CODE_SECONDS = 600.0  # seconds to send or receive an archive of code
 _PATIENCE = 60.0  # seconds that a stream waits for a service that does not answer
@@ -612,19 +604,6 @@ def _events(lines: Iterator[str]) -> Iterator[tuple[str, Any, str]]:
             data += value
         elif key == "id":
             at = value
-
-
-def checked(answer: httpx2.Response) -> Any:
-    """Return the JSON of a response, or raise the error that belongs to the response's HTTP status."""
-    if answer.is_success:
-        return answer.json() if answer.content else None
-    try:
-        problem = answer.json()
-    except ValueError:
-        problem = {}
-    detail = str(problem.get("detail") or f"the service answered {answer.status_code}")
-    kind = _ERRORS.get(answer.status_code, ServiceError)
-    raise kind(detail, status=answer.status_code, code=problem.get("code"), request_id=problem.get("request_id"))
 
 
 def _pause(attempt: int) -> float:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
+from rayps_client.private_file import private_write as private_write
+
 from rayps.cluster.local import LOCAL_CPUS
 from rayps.core.errors import ConfigError
 from rayps.core.values import Keywords
@@ -147,15 +149,6 @@ def _user(uid: int) -> str:
         return f"{pwd.getpwuid(uid).pw_name} ({uid})"
     except KeyError:
         return str(uid)
-
-
-def private_write(path: Path, text: str) -> None:
-    """Write a file atomically, readable by its owner only."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    part.replace(path)
 
 
 def _whole(name: str, text: str, low: int, high: int) -> int:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from rayps_client.workload import Workload as LightWorkload
 
 from rayps.core.errors import ConfigError, UserError, WorkloadError
 from rayps.core.user_module import Finder, broken
@@ -23,6 +24,7 @@ from rayps.tensors.weight_average import Average, check_average
 from rayps.workload import parameters
 from rayps.workload.callback import Callback
 from rayps.workload.compile_model import Compile, options_of
+from rayps.workload.light_workload import LIGHT, adapted
 from rayps.workload.metric_values import Metric
 from rayps.workload.model_blocks import BlockNames, patterns_of
 from rayps.workload.precision import DTYPES
@@ -36,7 +38,7 @@ def _none(method: Any) -> Any:
     return method
 
 
-class Workload(ABC):
+class Workload(LightWorkload):
     """What to learn: a model, a loss, data, an optimizer and its schedule.
 
     An instance is created once, and then sent to every worker.
@@ -268,7 +270,18 @@ def load(target: str, working_dir: str | None = None, params: Mapping[str, Json]
     if (reason := misnamed(target)) is not None:
         raise WorkloadError(reason, target=target)
     FINDER.forget()
-    return _instance(FINDER.find(target, working_dir, Workload), target, params or {})
+    kind = adapted(FINDER.find(target, working_dir, (Workload, *LIGHT)), Workload)
+    FINDER.remember(kind, target)
+    return _instance(kind, target, params or {})
+
+
+def as_workload(given: Any) -> Any:
+    """Return a workload of the light client as a `rayps.Workload` with the same attributes; another object as it is."""
+    if not isinstance(given, LIGHT) or isinstance(given, Workload):
+        return given
+    found: Any = object.__new__(adapted(type(given), Workload))
+    vars(found).update(vars(given))
+    return found
 
 
 def load_trained(

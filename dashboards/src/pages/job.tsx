@@ -6,6 +6,7 @@ import { now } from "../clock";
 import { Feed } from "../feed";
 import { count, duration, loss, metric, plural, seconds, short } from "../lib/format";
 import { mainMetric } from "../lib/plot";
+import { isPrivate } from "../lib/privacy";
 import { ended, share, TONES, WORDS } from "../lib/status";
 import { describeJob, groupOf, shownLoss } from "../lib/place";
 import { current, hasStaleness, isFederated, length, meetsNowAndThen, phases, usesAdmm, target, usesPipeline, usesServer, words } from "../lib/strategy";
@@ -22,6 +23,7 @@ import { StopIcon } from "../parts/icons";
 import { LogsCard } from "../parts/logs";
 import { MetricsCard } from "../parts/metrics";
 import { Missing } from "../parts/missing";
+import { PrivacyCard } from "../parts/privacy";
 import { ShardsCard, StalenessCard, WorkersCard } from "../parts/people";
 import { CostsCard, ScheduleCard } from "../parts/schedule";
 import { ScaleButton } from "../parts/scale";
@@ -60,7 +62,7 @@ export function JobPage({ id }: { id: string }) {
           {stale && <StalenessCard feed={feed} />}
         </div>
         <MetricsCard feed={feed} />
-        {isFederated(strategy) && <Federated feed={feed} />}
+        {isPrivate(strategy) ? <div class="wide"><PrivacyCard feed={feed} /></div> : isFederated(strategy) && <Federated feed={feed} />}
         {usesAdmm(strategy) && <div class="wide"><ResidualsCard feed={feed} /></div>}
         {meetsNowAndThen(strategy) && <div class="wide"><MeetingsCard feed={feed} /></div>}
         <div class="wide"><WorkersCard feed={feed} /></div>

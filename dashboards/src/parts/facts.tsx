@@ -10,7 +10,7 @@ import { Card, Copy, Empty } from "./bits";
 
 const TONE: Record<string, string> = {
   failed: "bad", worker_lost: "bad", shard_lost: "bad", driver_lost: "bad", server_lost: "bad", segment_lost: "bad", restored: "warn", resized: "run", allowed: "run", scale_requested: "run", notice: "warn", driver_moves: "warn", driver_moved: "ok", warning: "warn", restarted: "warn", replaced: "warn",
-  clients: "run", attack: "warn", rejected: "warn", met: "ok",
+  clients: "run", privacy: "run", attack: "warn", rejected: "warn", met: "ok",
   finished: "ok", succeeded: "ok", checkpoint: "idle", phase: "run", started: "run",
 };
 

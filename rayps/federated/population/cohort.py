@@ -12,12 +12,12 @@ import zlib
 
 import numpy as np
 from numpy.typing import NDArray
+from rayps_client.random_numbers import FIRST, GOLDEN, SECOND, mixed
+from rayps_client.random_numbers import number as number
 
 from rayps.core.errors import ConfigError
 
 Ints = NDArray[np.int64]
-_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_MASK = (1 << 64) - 1
 
 
 def hashes(seed: int, purpose: str, clients: Ints, *at: int) -> NDArray[np.uint64]:
@@ -25,21 +25,13 @@ def hashes(seed: int, purpose: str, clients: Ints, *at: int) -> NDArray[np.uint6
 
     Two clients never have the same bits for the same `at`. The bits therefore also define an order of the clients.
     """
-    base = _mixed(seed ^ (zlib.crc32(purpose.encode()) << 32))
-    for number in at:
-        base = _mixed(base ^ _mixed(number + _GOLDEN))
-    z = clients.astype(np.uint64) * np.uint64(_GOLDEN) + np.uint64(base)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND)
-    return np.asarray(z ^ (z >> np.uint64(31)), dtype=np.uint64)
-
-
-def number(seed: int, purpose: str, *at: int) -> int:
-    """Return 64 random bits, a function of seed, purpose and `at`. The bits differ from those of `hashes`."""
-    found = _mixed(seed ^ (zlib.crc32(purpose.encode()) << 32))
+    base = mixed(seed ^ (zlib.crc32(purpose.encode()) << 32))
     for each in at:
-        found = _mixed(found ^ _mixed(each + _GOLDEN))
-    return found
+        base = mixed(base ^ mixed(each + GOLDEN))
+    z = clients.astype(np.uint64) * np.uint64(GOLDEN) + np.uint64(base)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(FIRST)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(SECOND)
+    return np.asarray(z ^ (z >> np.uint64(31)), dtype=np.uint64)
 
 
 def uniforms(seed: int, purpose: str, clients: Ints, *at: int) -> NDArray[np.float64]:
@@ -106,10 +98,3 @@ def home_ranks(costs: Ints, workers: int) -> Ints:
     for rank, positions in enumerate(pack(costs, workers)):
         found[positions] = rank
     return found
-
-
-def _mixed(z: int) -> int:
-    z &= _MASK
-    z = ((z ^ (z >> 30)) * _FIRST) & _MASK
-    z = ((z ^ (z >> 27)) * _SECOND) & _MASK
-    return z ^ (z >> 31)

@@ -14,12 +14,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rayps_client.signed_orders import DEADLINE as DEADLINE
+
 from rayps.core.errors import ConfigError
 from rayps.core.text import form
 from rayps.core.values import Json, Keywords
 from rayps.federated.population.options import PopulationSpec
 
-DEADLINE = 600.0  # default of a round's deadline, in seconds
 REMOTE = "remote"
 
 

@@ -4,10 +4,12 @@
     members/NUMBER.json          each client that has joined; written by the service
     seen/NUMBER                  the time of a client's last request; by the service
     left/NUMBER                  each client that has left; by the service
+    away/NUMBER                  each client that has said that it takes part in no round now; by the service
     starts.json                  each start of the job: its first round and its first order; by the worker
     standing.json                the clients for which the job waits, as text; by the worker
     rounds/SERIAL/order.json     the round's clients, facts and deadline; by the worker
     rounds/SERIAL/parameters.safetensors   the parameters with which the clients start; by the worker
+    rounds/SERIAL/.NUMBER-HASH   the part of an update that has arrived, and the whole update's hash; by the service
     rounds/SERIAL/inbox/NUMBER   each client's update; by the service
     rounds/SERIAL/taken/NUMBER   the updates after the worker has closed the round and renamed `inbox` to `taken`
     rounds/SERIAL/verdicts.json  why updates of the round did not count; by the worker
@@ -95,7 +97,8 @@ class Mailbox:
                         )
                     back = JoinedClient(**(asdict(member) | {"token": token, "samples": samples}))
                     _write(self._member(member.number), asdict(back))
-                    (self.folder / "left" / str(member.number)).unlink(missing_ok=True)
+                    for name in ("left", "away"):
+                        (self.folder / name / str(member.number)).unlink(missing_ok=True)
                     self.record_request(member.number)
                     return back
             number = max((member.number for member in known), default=-1) + 1
@@ -127,6 +130,18 @@ class Mailbox:
         """Record that a client has left. The client may join again."""
         _touch(self.folder / "left" / str(number))
 
+    def set_away(self, number: int, away: bool) -> None:
+        """Record whether a client says that it takes part in no round now, for example outside of its hours."""
+        path = self.folder / "away" / str(number)
+        if away:
+            _touch(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def is_away(self, number: int) -> bool:
+        """Return whether a client has said that it takes part in no round now."""
+        return (self.folder / "away" / str(number)).exists()
+
     def last_seen(self, number: int) -> float:
         """Return the seconds since the client's last request, or infinity if there was none."""
         try:
@@ -135,13 +150,13 @@ class Mailbox:
             return float("inf")
 
     def state(self, number: int) -> Literal["here", "away", "left"]:
-        """Return whether a client is connected ("here"), has been silent ("away") or has left ("left").
+        """Return whether a client is connected ("here"), is silent or says so ("away"), or has left ("left").
 
         Only clients that are connected are asked.
         """
         if (self.folder / "left" / str(number)).exists():
             return "left"
-        return "here" if self.last_seen(number) < AWAY_SECONDS else "away"
+        return "here" if self.last_seen(number) < AWAY_SECONDS and not self.is_away(number) else "away"
 
     def _member(self, number: int) -> Path:
         return self.folder / "members" / f"{number:08}.json"
@@ -170,14 +185,28 @@ class Mailbox:
             raise self._too_late(serial)
         return path
 
-    def new_part(self, serial: int, number: int) -> Path:
-        """Return the path of a new file, into which the service writes an update before it calls `deliver`.
+    def part(self, serial: int, number: int, digest: str) -> Path:
+        """Return the path of the file into which the service writes an update before it calls `deliver`.
 
-        Raises Conflict if the round is closed.
+        `digest` is the SHA-256 of the whole update. Parts of other updates of this client are deleted. Raises Conflict
+        if the round is closed.
         """
         if not self.is_open(serial):
             raise self._too_late(serial)
-        return self._round(serial) / f".{number}-{secrets.token_hex(8)}"
+        found = self._round(serial) / f".{number}-{digest}"
+        for other in self._round(serial).glob(f".{number}-*"):
+            if other != found:
+                other.unlink(missing_ok=True)
+        return found
+
+    def update_bytes(self, serial: int, number: int) -> int:
+        """Return the size of the client's update in the round; 0 if there is none, or if its bytes were deleted."""
+        for name in ("inbox", "taken"):
+            try:
+                return (self._round(serial) / name / str(number)).stat().st_size
+            except FileNotFoundError:
+                continue
+        return 0
 
     def deliver(self, serial: int, number: int, part: Path) -> bool:
         """Move a complete update from the file `part` into the round.
@@ -193,7 +222,7 @@ class Mailbox:
         except FileExistsError:
             return False
         except FileNotFoundError:
-            if (self._round(serial) / "taken" / str(number)).exists():
+            if self.has_update(serial, number):
                 return False
             raise self._too_late(serial) from None
         finally:

@@ -2,6 +2,7 @@
 
     identity.json              the client's key (created by `ClientFolder`, mode 0600)
     progress.json              the newest order that was started, and the newest order that is done
+    traffic.json               the bytes sent and received today (`rayps_client.limits`)
     state-ROUND.safetensors    the strategy's state of this client (SCAFFOLD's c_i, Ditto's model) after a round
 
 A state never leaves this machine. The folder has the states of all rounds to which the job may return. A repeated round
@@ -14,17 +15,15 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-import safetensors
-import safetensors.torch
-from torch import Tensor
-
-from rayps.core.errors import Conflict
-from rayps.core.values import Keywords
-from rayps.service.settings import private_write
+from rayps_client.errors import Conflict
+from rayps_client.local_trainer import RawTensors
+from rayps_client.private_file import private_write
+from rayps_client.raw_tensors import decode_tensors, encode_tensors, metadata_of, metadata_of_file
+from rayps_client.values import Json, Keywords
 
 Starts = Sequence[
     Sequence[int]
@@ -66,24 +65,23 @@ class ClientFolder:
         self.finished, self.last = serial, round
         self._save_progress()
 
-    def load_state(self, round: int, strategy: str, starts: Starts) -> dict[str, Tensor]:
+    def load_state(self, round: int, strategy: str, starts: Starts) -> RawTensors:
         """Return the strategy's state of this client before round `round`, or {} if there is none."""
         self._delete_invalid(starts)
         for at in reversed(self._rounds()):
             if at < round:
-                facts, tensors = _read_state(self._state_path(at))
-                return tensors if facts.get("strategy") == strategy else {}
+                raw = self._state_path(at).read_bytes()
+                return decode_tensors(raw) if metadata_of(raw).get("strategy") == strategy else {}
         return {}
 
-    def save_state(self, round: int, serial: int, strategy: str, state: dict[str, Tensor], since: int) -> None:
+    def save_state(self, round: int, serial: int, strategy: str, state: RawTensors, since: int) -> None:
         """Store the state after round `round`, which order `serial` asked for.
 
         Of the states before round `since`, to which the job never returns, keep only the newest.
         """
-        plain = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
         part = self.folder / f".state-{secrets.token_hex(4)}"
         with part.open("wb") as file:
-            file.write(safetensors.torch.save(plain, {"strategy": strategy, "serial": str(serial)}))
+            file.write(encode_tensors(state, {"strategy": strategy, "serial": str(serial)}))
             file.flush()
             os.fsync(file.fileno())
         part.replace(self._state_path(round))
@@ -93,13 +91,21 @@ class ClientFolder:
     def _delete_invalid(self, starts: Starts) -> None:
         """Delete each invalid state: after it was stored, the job restarted at the state's round or an earlier one."""
         for at in self._rounds():
-            serial = int(_read_state(self._state_path(at), tensors=False)[0].get("serial", 0))
+            serial = int(metadata_of_file(self._state_path(at)).get("serial", 0))
             if any(began <= at and serial < first for began, first in starts):
                 self._state_path(at).unlink()
 
     def delete_state(self, round: int) -> None:
         """Delete the state after a round whose update was rejected."""
         self._state_path(round).unlink(missing_ok=True)
+
+    def read_facts(self, name: str) -> Keywords:
+        """Return the facts in the JSON file `name` of this folder, or {} if there is no such file."""
+        return self._read_json(name)
+
+    def write_facts(self, name: str, facts: Mapping[str, Json]) -> None:
+        """Write facts into the JSON file `name` of this folder, atomically."""
+        private_write(self.folder / name, json.dumps(facts))
 
     def close(self) -> None:
         """Unlock the folder."""
@@ -121,9 +127,3 @@ class ClientFolder:
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
-
-
-def _read_state(path: Path, tensors: bool = True) -> tuple[dict[str, str], dict[str, Tensor]]:
-    with safetensors.safe_open(path, framework="pt") as file:
-        found = {name: file.get_tensor(name) for name in file.keys()} if tensors else {}  # noqa: SIM118  no dict
-        return file.metadata() or {}, found

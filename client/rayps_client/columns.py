@@ -1,0 +1,236 @@
+"""Convert Arrow columns to numpy rows, and check columns and values. Opens no file."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pt
+from numpy.typing import NDArray
+
+from rayps_client.errors import DataError
+from rayps_client.values import Json
+
+Array = NDArray[np.generic]
+DType = np.dtype[np.generic]
+
+
+@dataclass(frozen=True, slots=True)
+class BadValue:
+    """The first value of a chunk that is not valid: its row in the chunk, its column, and why it is not valid."""
+
+    row: int
+    column: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnRows:
+    """n rows: features `x` [n, width], labels `y` [n] or None, and whether each row is valid (`good` [n]).
+
+    `bad` is the first invalid value, or None.
+    """
+
+    x: Array
+    y: Array | None
+    good: NDArray[np.bool_]
+    bad: BadValue | None
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnLayout:
+    """The columns of rows, and their widths and dtypes."""
+
+    features: tuple[str, ...]  # names of columns
+    widths: tuple[int | None, ...]  # for each feature, the number of values per row; None if it is not known yet
+    label: str | None  # name of a column
+    store: DType  # dtype of features in memory
+    label_dtype: DType
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the columns to read."""
+        return [*self.features, *([] if self.label is None else [self.label])]
+
+    @property
+    def width(self) -> int:
+        """The number of feature values per row."""
+        return sum(width or 0 for width in self.widths)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in memory, including one byte for its validity."""
+        return self.width * self.store.itemsize + (0 if self.label is None else self.label_dtype.itemsize) + 1
+
+    def rows(self, chunk: pa.RecordBatch) -> ColumnRows:
+        """Return the rows of a chunk as numpy arrays, in which invalid values are zeros."""
+        count = chunk.num_rows
+        x = np.zeros((count, self.width), dtype=self.store)
+        good = np.ones(count, dtype=np.bool_)
+        found: list[BadValue] = []
+        place = 0
+        for name, width in zip(self.features, self.widths, strict=True):
+            found += _fill(x[:, place : place + (width or 0)], good, chunk.column(name), name)
+            place += width or 0
+        y = None
+        if self.label is not None:
+            y = np.zeros((count, 1), dtype=self.label_dtype)
+            found += _fill(y, good, chunk.column(self.label), self.label)
+            y = y[:, 0]
+        return ColumnRows(x, y, good, min(found, key=lambda bad: bad.row, default=None))
+
+
+def layout_of(
+    schema: pa.Schema, features: Sequence[str], label: str | None, *, dtype: DType, label_dtype: DType | None, file: str
+) -> ColumnLayout:
+    """Check a file's columns and return their layout.
+
+    Raises:
+        DataError: a column is missing, or its type cannot be used.
+    """
+    for name in [*features, *([] if label is None else [label])]:
+        if schema.get_field_index(name) < 0:
+            raise DataError(f"{file}: {missing(schema, name)}", file=file, column=name, columns=schema.names)
+    types = [_numbers(schema.field(name).type) for name in features]
+    for name, kind in zip(features, types, strict=True):
+        _check_type(kind, schema.field(name).type, name, file)
+        if dtype.kind in "iu" and not (pt.is_integer(kind) or pt.is_boolean(kind)):
+            raise DataError(
+                f"{file}: column {name!r} is {kind}, not whole numbers: leave dtype={dtype} out", file=file, column=name
+            )
+    widths = tuple(_width(schema.field(name).type) for name in features)
+    small = dtype == np.float32 and all(pt.is_uint8(kind) or pt.is_boolean(kind) for kind in types)
+    store = np.dtype(np.uint8) if small else dtype
+    return ColumnLayout(tuple(features), widths, label, store, label_dtype or _label_dtype(schema, label, file))
+
+
+def missing(schema: pa.Schema, name: str) -> str:
+    """Return a text that says that a column is missing, with the existing columns and the most similar name."""
+    names = [str(column) for column in schema.names]
+    near = difflib.get_close_matches(name, names, n=1)
+    shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"there is no column {name!r}: the columns are {shown or 'none at all'}{hint}"
+
+
+def _label_dtype(schema: pa.Schema, label: str | None, file: str) -> DType:
+    if label is None:
+        return np.dtype(np.int64)
+    kind = schema.field(label).type
+    if _is_list(kind):
+        raise DataError(
+            f"{file}: label column {label!r} is {kind}: give a column with one number per row", file=file, column=label
+        )
+    plain = _numbers(kind)
+    _check_type(plain, kind, label, file)
+    return np.dtype(np.int64) if pt.is_integer(plain) or pt.is_boolean(plain) else np.dtype(np.float32)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind))
+
+
+def _width(kind: pa.DataType) -> int | None:
+    if pt.is_fixed_size_list(kind):
+        return int(kind.list_size)
+    return None if _is_list(kind) else 1
+
+
+def _numbers(kind: pa.DataType) -> pa.DataType:
+    """Return the type of the single values in a column."""
+    if _is_list(kind):
+        kind = kind.value_type
+    return kind.value_type if pt.is_dictionary(kind) else kind
+
+
+def _check_type(kind: pa.DataType, whole: pa.DataType, name: str, file: str) -> None:
+    if pt.is_integer(kind) or pt.is_floating(kind) or pt.is_boolean(kind) or pt.is_decimal(kind):
+        return
+    text = pt.is_string(kind) or pt.is_large_string(kind) or pt.is_binary(kind) or pt.is_large_binary(kind)
+    hint = (
+        "text needs a number for each value first, e.g. pandas.factorize or one column per value"
+        if text
+        else "convert it to a number first"
+        if pt.is_temporal(kind) or pt.is_null(kind)
+        else "give columns of numbers, or of lists of numbers"
+    )
+    raise DataError(f"{file}: column {name!r} is {whole}: {hint}", file=file, column=name)
+
+
+# ---------------------------------------------------------------------------------------------- values
+
+
+def _fill(out: Array, good: NDArray[np.bool_], column: pa.Array, name: str) -> list[BadValue]:
+    """Write a column into `out`, and set `good` to False for its invalid rows.
+
+    Return a list of the first invalid value, or an empty list.
+    """
+    if _is_list(column.type):
+        whole, values = _lists(column, out.shape[1])
+    else:
+        whole, values = np.ones(len(column), dtype=np.bool_), column
+    plain, known = _plain(values, out.dtype)
+    width = out.shape[1]
+    if whole.all():
+        out[:] = plain.reshape(len(column), width)
+    else:
+        out[whole] = plain.reshape(-1, width)
+    fine = whole.copy()
+    if known is not None:
+        fine[whole] &= known.reshape(-1, width).all(axis=1)
+    if out.dtype.kind == "f":
+        fine &= np.isfinite(out).all(axis=1)
+    if fine.all():
+        return []
+    out[~fine] = 0
+    good &= fine
+    row = int(np.argmin(fine))
+    return [BadValue(row, name, _reason(column[row].as_py(), width))]
+
+
+def _lists(column: pa.Array, width: int) -> tuple[NDArray[np.bool_], pa.Array]:
+    """Return whether each row is a list of `width` values, and the values of those rows that are."""
+    if column.null_count == 0 and pt.is_fixed_size_list(column.type):
+        return np.ones(len(column), dtype=np.bool_), column.flatten()
+    lengths = pc.fill_null(pc.list_value_length(column), -1).to_numpy(zero_copy_only=False)
+    whole = lengths == width
+    return whole, (column if whole.all() else column.filter(pa.array(whole))).flatten()
+
+
+def _plain(values: pa.Array, dtype: DType) -> tuple[Array, NDArray[np.bool_] | None]:
+    """Return the values as a numpy array, and a mask that is True for each value that is not null.
+
+    The mask is None if no value is null.
+    """
+    if pt.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    known = values.is_valid().to_numpy(zero_copy_only=False) if values.null_count else None
+    if pt.is_boolean(values.type):
+        values = values.cast(pa.uint8())
+    elif pt.is_decimal(values.type):
+        values = values.cast(pa.float64())
+    if dtype.kind in "iu":
+        values = values.cast(pa.from_numpy_dtype(dtype))  # the cast refuses values that do not fit
+    if known is not None:
+        values = values.fill_null(0)
+    with np.errstate(over="ignore"):
+        return values.to_numpy(zero_copy_only=False).astype(dtype, copy=False), known
+
+
+def _reason(value: Json, width: int) -> str:
+    if value is None:
+        return "is null"
+    if isinstance(value, list):
+        if len(value) != width:
+            return f"has {len(value)} values where others have {width}"
+        at = next(place for place, one in enumerate(value) if one is None or not _fits(one))
+        return f"{_reason(value[at], 1)} at index {at}"
+    return "is NaN" if value != value else f"is {value}, which is not finite as float32"
+
+
+def _fits(value: float) -> bool:
+    return bool(abs(float(value)) <= float(np.finfo(np.float32).max))

@@ -1,0 +1,136 @@
+"""What the commands `rayps client` and `rayps-client` do with their options. Each of them passes its own trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rayps_client.certificates import trusted
+from rayps_client.client_folder import ClientFolder
+from rayps_client.client_options import ClientOptions
+from rayps_client.connection import Line, ServiceConnection
+from rayps_client.errors import ConfigError
+from rayps_client.limits import MEGABYTE, DailyTraffic, LineMeter, Pace, use_cpus
+from rayps_client.local_trainer import LocalTrainer
+from rayps_client.participation import Participation
+from rayps_client.process import ClientProcess, Ended
+from rayps_client.schedule import hours_of
+from rayps_client.signed_orders import NAME, ClientToken
+from rayps_client.values import Json
+
+
+def run_client(
+    options: ClientOptions, make_trainer: Callable[[ClientOptions], LocalTrainer], report: Callable[[str], None]
+) -> Ended:
+    """Take part in a job until it has ended.
+
+    Raises:
+        ConfigError: an option is invalid.
+        WorkloadError, DataError, Unauthorized, Unreachable, Conflict: see `ClientProcess.run` and `ClientFolder`.
+    """
+    token = ClientToken.read(_token(options.token))
+    url = service_address(options.url)
+    job, name = _job(token, options.job), _name(token, options.name)
+    hours = [hours_of(text) for text in options.between]
+    for field_name in ("memory", "traffic", "rate"):
+        value = getattr(options, field_name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"{field_name} is {value:g}: give a number above 0", field=field_name)
+    trust = trusted(options.certificate, options.pins)
+    if trust is not None and not url.startswith("https://"):
+        raise ConfigError(f"--certificate and --pin need an address with https://, and url is {url}", field="url")
+    if options.cpus is not None:
+        use_cpus(options.cpus)
+    trainer = make_trainer(options)
+    folder = ClientFolder((options.state or state_folder() / "clients") / job / name)
+    traffic = DailyTraffic(folder, _bytes(options.traffic, MEGABYTE))
+    pace = None if options.rate is None else Pace(options.rate * 1000)
+    line = Line(trust, options.proxy, LineMeter(traffic, pace))
+    connection = ServiceConnection(url, str(token), options.patience, report, line=line)
+    conditions = Participation(hours, options.on_charge, traffic, _bytes(options.memory, MEGABYTE))
+    process = ClientProcess(trainer, token, job, connection, folder, name=name, report=report, conditions=conditions)
+    try:
+        ended = process.run()
+    finally:
+        connection.close()
+        traffic.save()
+        folder.close()
+    rounds = f"{ended.rounds} round{'' if ended.rounds == 1 else 's'} with an update of this client since this start"
+    report(f"job {job} is {ended.status}: {ended.reason} ({rounds})")
+    return ended
+
+
+def service_address(given: str | None) -> str:
+    """Return the address of the job service: `given`, or RAYPS_URL. Raises ConfigError if there is none."""
+    name, found = ("--url", given) if given else ("RAYPS_URL", os.environ.get("RAYPS_URL", "").strip())
+    if not found:
+        raise ConfigError("give the job service's address: --url, or RAYPS_URL", field="url")
+    if not found.startswith(("http://", "https://")) or not urlsplit(found).netloc:
+        raise ConfigError(f"{name} is {found!r}: give an address such as https://train.example.org", field="url")
+    return found.rstrip("/")
+
+
+def state_folder() -> Path:
+    """Return the folder of rayps's state on this machine: RAYPS_STATE_DIR, or `~/.rayps`."""
+    return Path(os.environ.get("RAYPS_STATE_DIR", "").strip() or "~/.rayps").expanduser()
+
+
+def assignments_of(changes: Sequence[str]) -> dict[str, Json]:
+    """Return the parameters in texts such as `lr=0.3`: JSON, or else text. Raises ConfigError if one has no name."""
+    found: dict[str, Json] = {}
+    for change in changes:
+        name, equals, text = change.partition("=")
+        if not equals or not name.strip().isidentifier():
+            raise ConfigError(f"--set {change!r}: give NAME=VALUE, e.g. lr=0.3", field="params")
+        try:
+            found[name.strip()] = json.loads(text)
+        except ValueError:
+            found[name.strip()] = text
+    return found
+
+
+def _bytes(given: float | None, unit: int) -> int | None:
+    return None if given is None else int(given * unit)
+
+
+def _job(token: ClientToken, given: str | None) -> str:
+    which = token.job or given
+    if which is None:
+        raise ConfigError("this token is valid for any job: give the job with --job ID", field="job")
+    if given not in (None, which):
+        raise ConfigError(f"this token is for job {which}, not for {given}: omit --job", field="job")
+    return which
+
+
+def _name(token: ClientToken, given: str | None) -> str:
+    if given is not None and not NAME.fullmatch(given):
+        raise ConfigError(
+            f"name is {given!r}: give at most 64 characters: letters (A-Z, a-z), digits, spaces and _ . -, with a "
+            "letter or a digit first and last",
+            field="name",
+        )
+    if given is not None and token.name not in (None, given):
+        raise ConfigError(f"this token is for the client {token.name!r}, not for {given!r}: omit --name", field="name")
+    who = given or token.name
+    if who is None:
+        raise ConfigError(
+            "this token is valid for any client: give this client's name with --name, e.g. hospital-a", field="name"
+        )
+    return who
+
+
+def _token(given: str | None) -> str:
+    text = given or os.environ.get("RAYPS_CLIENT_TOKEN", "")
+    if text.startswith("@"):
+        try:
+            text = Path(text[1:]).expanduser().read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ConfigError(f"the token's file {text[1:]} cannot be read: {error.strerror}", field="token") from error
+    if not text:
+        raise ConfigError(
+            "there is no token: set --token or RAYPS_CLIENT_TOKEN to the token that you received", field="token"
+        )
+    return text

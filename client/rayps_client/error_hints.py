@@ -1,0 +1,111 @@
+"""How to mend an error of the user's code that a library's text does not explain: one line for each known error.
+
+The text of an error of torch names no label and no number of classes. These are read from the arguments of the torch
+function in the error's traceback. The module does not import torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Protocol
+
+from rayps_client.values import Keywords
+
+
+class _Tensor(Protocol):
+    @property
+    def shape(self) -> Sequence[int]:
+        """The extents."""
+
+    def min(self) -> float:
+        """Return the smallest element."""
+
+    def max(self) -> float:
+        """Return the largest element."""
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+
+
+def hint(error: BaseException) -> str:
+    """Return one line on how to mend an error of the user's code, or "" if the error is not known here."""
+    if isinstance(error, StopIteration):
+        return (
+            "next() was called on an iterator that has ended, such as one epoch of a DataLoader: begin the next epoch "
+            "by iter(loader), or write `for batch in loader`"
+        )
+    text = str(error)
+    for pattern, explain in _KNOWN:
+        found = re.search(pattern, text)
+        if found is not None:
+            with suppress(Exception):  # a hint must never hide the error
+                return explain(error, found)
+    return ""
+
+
+def _labels(error: BaseException, found: re.Match[str]) -> str:
+    for arguments in _arguments(error, "cross_entropy", "nll_loss"):
+        scores, labels = arguments["input"], arguments["target"]
+        classes = scores.shape[1] if len(scores.shape) > 1 else scores.shape[0]
+        return (
+            f"the labels of the batch are {_range(labels)}, and the model's output has {classes} classes, "
+            f"0 to {classes - 1}: give the last layer more outputs, or correct the labels"
+        )
+    return f"a label is {found[1]}: labels must be 0 to the number of the model's outputs - 1"
+
+
+def _ids(error: BaseException, found: re.Match[str]) -> str:
+    for arguments in _arguments(error, "embedding", "embedding_bag"):
+        rows = arguments["weight"].shape[0]
+        return (
+            f"the ids of the batch are {_range(arguments['input'])}, and the embedding has {rows} rows, 0 to "
+            f"{rows - 1}: give nn.Embedding more rows, or correct the ids"
+        )
+    return "an index is larger than the tensor that it selects from: compare the ids with the size of the embedding"
+
+
+def _range(values: _Tensor) -> str:
+    return f"{int(values.min())} to {int(values.max())}" if values.numel() else "empty"
+
+
+def _arguments(error: BaseException, *names: str) -> Iterator[Keywords]:
+    """Yield the arguments of torch's functions `names` in an error's traceback."""
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code.co_name in names and "/torch/" in code.co_filename.replace("\\", "/"):
+            yield trace.tb_frame.f_locals
+        trace = trace.tb_next
+
+
+def _says(text: str) -> Callable[[BaseException, re.Match[str]], str]:
+    return lambda _, found: found.expand(text)
+
+
+_KNOWN: tuple[tuple[str, Callable[[BaseException, re.Match[str]], str]], ...] = (
+    (r"Target (-?\d+) is out of bounds", _labels),
+    (r"index out of range in self", _ids),
+    (
+        r"mat1 and mat2 shapes cannot be multiplied \((\d+)x(\d+) and (\d+)x(\d+)\)",
+        _says(r"a layer expects \3 input features and gets \2: change the layer's first size, or reshape the batch"),
+    ),
+    (
+        r"expected target dtype to be Long|expected scalar type Long",
+        _says("labels of classes must be whole numbers: pass batch.y.long() to the loss"),
+    ),
+    (
+        r"must have the same dtype|expected scalar type|expected m1 and m2 to have the same dtype",
+        _says("the batch and the model have different dtypes: convert one, e.g. batch.x.float() or model.float()"),
+    ),
+    (
+        r"optimizer got an empty parameter list",
+        _says("the optimizer was given no parameter: check the condition that selects them from `params`"),
+    ),
+    (
+        r"No module named '([\w.]+)'",
+        _says(r"install the package \1 on every machine that runs workers, or correct the import"),
+    ),
+)

@@ -1,0 +1,158 @@
+"""Train the client of this process without rayps: what the trainers for torch and for numpy have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from rayps_client.algorithms import PERSONAL, half_of
+from rayps_client.client_turn import ClientSteps, Engine, mean_of
+from rayps_client.errors import WorkloadError
+from rayps_client.local_trainer import LayoutRow, LocalReply, LocalTask, RawTensors, RoundStart
+from rayps_client.random_numbers import number
+from rayps_client.raw_tensors import RawTensor
+from rayps_client.row_order import Ints
+from rayps_client.rows import Batch, Rows
+
+V = TypeVar("V")  # vectors: tensors of torch, or arrays of numpy
+_BESIDE = "beside/"  # prefix, in a client's state, of the buffers of the client's personal model
+
+
+class LightEngine(Engine[V], Protocol[V]):
+    """An engine whose parameters and buffers can be exchanged as bytes."""
+
+    def layout(self) -> Sequence[LayoutRow]:
+        """Return the names, shapes and dtypes of the parameters."""
+
+    def load(self, vector: V, buffers: Mapping[str, RawTensor]) -> None:
+        """Copy parameters and buffers into the model."""
+
+    def buffers(self) -> RawTensors:
+        """Return the model's buffers, which may be the model's memory."""
+
+    def begin(self, tick: int, seed: int) -> None:
+        """Set the schedule's rates of step `tick`, and seed random numbers such as those of dropout."""
+
+    def vector_of(self, raw: RawTensor) -> V:
+        """Return bytes as a vector of this engine."""
+
+    def raw(self, vector: V) -> RawTensor:
+        """Return a vector as bytes, which may be the vector's memory."""
+
+    def apart(self) -> AbstractContextManager[object]:
+        """Return a context after which random numbers continue as if nothing had been drawn in it."""
+
+
+class FirstRows:
+    """The first rows of a client, in their order: those on which a workload is tried out."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.batch_size, self.shuffle = rows.batch_size, False
+        self._rows = rows
+
+    def check(self) -> None:
+        """Do nothing: the rows have been checked."""
+
+    def rows(self) -> int:
+        """Return the number of rows."""
+        return min(self._rows.rows(), self.batch_size)
+
+    def take(self, rows: Ints) -> Batch:
+        """Return a batch of the rows with these numbers."""
+        return self._rows.take(np.asarray(rows))
+
+
+class LightTrainer(Generic[V]):
+    """Trains the client of this process: a `rayps_client.local_trainer.LocalTrainer`."""
+
+    def __init__(self, engine: LightEngine[V], rows: Rows, accumulate: int) -> None:
+        """Check the rows. Raises DataError if there are none, or a value cannot be used."""
+        rows.check()
+        self.engine, self._rows, self._accumulate = engine, rows, accumulate
+
+    @property
+    def samples(self) -> int:
+        """The number of the client's rows."""
+        return self._rows.rows()
+
+    def layout(self) -> Sequence[LayoutRow]:
+        """Return the names, shapes and dtypes of the parameters."""
+        return self.engine.layout()
+
+    def try_out(self) -> None:
+        """Train on one batch to find errors before the client joins; then restore the model and its buffers.
+
+        Raises:
+            WorkloadError, DataError: the user's code or data failed.
+        """
+        engine = self.engine
+        before, buffers = engine.copy(engine.vector), _copies(engine.buffers())
+        start = RoundStart(engine.raw(before), {}, buffers)
+        task = LocalTask({"name": "fedavg", "local_steps": 1}, 0, 0, 0, 0, start=start, state={})
+        with engine.apart():
+            self._train(task, FirstRows(self._rows))
+        engine.load(before, buffers)
+
+    def train(self, task: LocalTask) -> LocalReply:
+        """Train the client.
+
+        Raises:
+            WorkloadError, DataError: the user's code or data failed.
+            ConfigError: the strategy is not known here.
+        """
+        return self._train(task, self._rows)
+
+    def _train(self, task: LocalTask, rows: Rows) -> LocalReply:
+        engine, options = self.engine, task.strategy
+        half, personal = half_of(options), PERSONAL.get(str(options.get("name")))
+        own = {name: value for name, value in task.state.items() if not name.startswith((_BESIDE, "buffers/"))}
+        w_t = engine.vector_of(task.start.w)
+        shared = {name: engine.vector_of(raw) for name, raw in task.start.shared.items()}
+        state = {name: engine.vector_of(raw) for name, raw in own.items()}
+        engine.load(w_t, task.start.buffers)
+        engine.begin(task.tick, number(task.seed, "model", task.round, task.client) >> 1)
+        turn = ClientSteps(engine, task, rows, self._accumulate, (w_t, shared, state))
+        half(turn, options)
+        steps, (loss, samples) = turn.steps, mean_of(turn.losses)
+        w, buffers, kept = engine.raw(engine.vector), engine.buffers(), {}
+        if personal is not None:
+            w, buffers = _copy(w), _copies(buffers)
+            beside = {name.removeprefix(_BESIDE): raw for name, raw in task.state.items() if name.startswith(_BESIDE)}
+            engine.load(w_t, {**task.start.buffers, **beside})  # the buffers from before the training of w_k
+            personal(turn, options)
+            kept = {f"{_BESIDE}{name}": raw for name, raw in engine.buffers().items()}
+        return LocalReply(
+            w,
+            {name: engine.raw(vector) for name, vector in turn.reply.items()},
+            buffers,
+            {**{name: engine.raw(vector) for name, vector in turn.state.items()}, **kept},
+            n=turn.n,
+            steps=steps,
+            samples=samples,
+            loss=loss,
+        )
+
+
+def checked_rows(found: object, workload: object) -> Rows:
+    """Return what `data()` returned, if a light client can read it.
+
+    Raises:
+        WorkloadError: it is another kind of data.
+    """
+    if isinstance(found, Rows):
+        return found
+    raise WorkloadError(
+        f"data() of {type(workload).__name__} returned {type(found).__name__}: return rayps_client.tensors(...) or "
+        "rayps_client.parquet(...),\nor install rayps on this machine, and run `rayps client`"
+    )
+
+
+def _copy(raw: RawTensor) -> RawTensor:
+    return RawTensor(raw.dtype, raw.shape, bytes(raw.data))
+
+
+def _copies(raws: Mapping[str, RawTensor]) -> RawTensors:
+    return {name: _copy(raw) for name, raw in raws.items()}

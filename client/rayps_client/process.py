@@ -1,0 +1,297 @@
+"""A real federated client: a process outside of the cluster that trains on its own data. It uses outgoing HTTP only.
+
+Guarantees: the client sends only parameters, counts and the loss. Rows, labels and the strategy's state of this client
+never leave this machine. An order is executed only if the service that made the token has signed the order, if the
+order is for this job and client, and if it is newer than all orders that are done. The process can be killed at any
+moment and started again.
+
+The process joins a job, polls for work (long polls), trains, and sends the update. If the service does not answer, it
+retries with exponential pauses. What trains is a `LocalTrainer`, and whether the client takes part now is decided by
+its `Conditions`: outside of its hours it stays joined, and tells the service that no round should wait for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypedDict
+
+from rayps_client.client_folder import ClientFolder
+from rayps_client.connection import ServiceConnection
+from rayps_client.errors import Conflict, NotFound, RaypsError, Unauthorized
+from rayps_client.local_trainer import LocalReply, LocalTask, LocalTrainer, RoundStart, layout_bytes
+from rayps_client.signed_orders import DEADLINE, ClientToken, OrderFacts, verified
+from rayps_client.update_codec import decode_start, encode_update
+
+log = logging.getLogger(__name__)
+
+LONG_POLL_SECONDS = 20.0  # how long the service may wait for work before it answers
+_TRANSIT_SECONDS = 0.5  # an order may have been in transit for this time, so its deadline counts as this much earlier
+_LEAVE_SECONDS = 3.0  # time-out of the call that leaves the job
+_BUFFERS = "buffers/"  # prefix of a client's own buffers in its state
+_ENDED = "SUCCEEDED"  # the status of a job that has ended well
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a job ended, as its client reports it."""
+
+    status: str
+    reason: str
+    rounds: int  # number of rounds in which this client's update was accepted
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the job ended well."""
+        return self.status == _ENDED
+
+
+class WorkAnswer(TypedDict, total=False):
+    """The service's answer to a client that asks for work."""
+
+    kind: str  # round, wait or end
+    status: str
+    reason: str | None
+    verdict: str | None  # why the newest update was rejected
+    order: str
+    signature: str
+
+
+class Conditions(Protocol):
+    """Decides whether the client takes part now."""
+
+    def away(self) -> str | None:
+        """Return why the client does not take part now, or None if it does."""
+
+    def pause(self) -> None:
+        """Wait, while the client is away, until it is worth looking again."""
+
+    def admit(self, bytes_of_parameters: int) -> str | None:
+        """Return why the client cannot take part in a round with parameters of this size today, or None.
+
+        Raises ConfigError if it never can.
+        """
+
+    def trained(self) -> str | None:
+        """Return a warning after a training, such as that it took more memory than allowed, or None."""
+
+
+class Always:
+    """The conditions of a client that always takes part."""
+
+    def away(self) -> str | None:
+        """Return None."""
+        return None
+
+    def pause(self) -> None:
+        """Do nothing: the client is never away."""
+
+    def admit(self, bytes_of_parameters: int) -> str | None:
+        """Return None."""
+        return None
+
+    def trained(self) -> str | None:
+        """Return None."""
+        return None
+
+
+class ClientProcess:
+    """A client that takes part in one job, from joining until the job has ended."""
+
+    def __init__(
+        self,
+        trainer: LocalTrainer,
+        token: ClientToken,
+        job: str,
+        connection: ServiceConnection,
+        folder: ClientFolder,
+        *,
+        name: str | None = None,
+        report: Callable[[str], None] = log.info,
+        conditions: Conditions | None = None,
+    ) -> None:
+        self.trainer, self.token, self.job, self.name = trainer, token, job, name
+        self._connection, self._folder, self._report = connection, folder, report
+        self._conditions = conditions or Always()
+        self._number, self._public_key, self._rounds = -1, "", 0
+        self._last_reason = ""
+
+    def run(self) -> Ended:
+        """Take part until the job has ended.
+
+        After an error or Ctrl-C the client leaves the job, so no round waits for it.
+
+        Raises:
+            Unauthorized: the token is revoked, or an order is unsigned, replayed or for another job.
+            Unreachable: the service did not answer for too long.
+            WorkloadError, DataError: the workload cannot be trained here.
+            ConfigError: the client's limits do not allow its training.
+        """
+        self.trainer.try_out()
+        self._conditions.admit(layout_bytes(self.trainer.layout()))  # raises an error if no round can be trained here
+        self._warn()
+        self.token.check(self._connection.call("GET", "/api/v1/client/key").json()["public_key"])
+        try:
+            self.join()
+            return self._run_rounds()
+        except BaseException:  # Ctrl-C too
+            if self._number >= 0:
+                self._connection.try_once("POST", "/api/v1/client/leave", _LEAVE_SECONDS, headers=self._headers())
+            raise
+
+    def _run_rounds(self) -> Ended:
+        while True:
+            away = self._conditions.away()
+            work = self._request_work(away is not None)
+            if work.get("verdict"):
+                self._discard_rejected_state(str(work["verdict"]))
+            if work["kind"] == "end":
+                return Ended(work["status"], str(work.get("reason") or ""), self._rounds)
+            if away is not None:
+                self._report_once(f"away: {away}")
+                self._conditions.pause()
+            elif work["kind"] == "round":
+                self._last_reason = ""
+                self._follow(self.verified_order(work))
+            else:
+                self._report_once(f"job {self.job} ({work.get('status')}): {work.get('reason') or 'waits'}")
+
+    def _follow(self, order: OrderFacts) -> None:
+        """Execute an order, unless today's limits do not allow it."""
+        refused = self._conditions.admit(order["parameters"]["bytes"])
+        if refused is not None:
+            self._report_once(f"round {order['round']}: left out: {refused}")
+            return
+        self.train_round(order)
+        self._warn()
+
+    def _warn(self) -> None:
+        warning = self._conditions.trained()
+        if warning is not None:
+            self._report(warning)
+
+    def _report_once(self, text: str) -> None:
+        if text != self._last_reason:
+            self._last_reason = text
+            self._report(text)
+
+    def join(self) -> None:
+        """Join the job and receive this client's number. A client that joins again receives the same number."""
+        samples = self.trainer.samples
+        body = {"name": self.name, "key": self._folder.key, "samples": samples, "job": self.job}
+        found = self._connection.call("POST", "/api/v1/client/join", json=body).json()
+        self._number, self._public_key, self.name = int(found["number"]), found["public_key"], found["name"]
+        self.token.check(self._public_key)
+        self._report(f"joined job {self.job} as {self.name}, client {self._number}, with {samples} samples")
+
+    def _headers(self, **more: str) -> dict[str, str]:
+        return {"Rayps-Client": f"{self.job}:{self._number}:{self._folder.key}", **more}
+
+    def _request_work(self, away: bool) -> WorkAnswer:
+        params: dict[str, str | int | float] = {"after": self._folder.finished, "wait": LONG_POLL_SECONDS}
+        if away:
+            params = {"after": self._folder.finished, "wait": 0, "away": "true"}
+        found: WorkAnswer = self._connection.call(
+            "GET", "/api/v1/client/work", params=params, headers=self._headers()
+        ).json()
+        return found
+
+    def verified_order(self, work: WorkAnswer) -> OrderFacts:
+        """Return the order, after checking its signature, job, client and serial number.
+
+        Raises:
+            Unauthorized: a check failed. No part of the order is executed.
+        """
+        order = verified(str(work.get("order")), str(work.get("signature")), self._public_key, self.token.fingerprint)
+        mine = {"kind": "round", "job": self.job, "client": self._number, "name": self.name}
+        for key, value in mine.items():
+            if order.get(key) != value:
+                raise _refusal(f"the {key} of the order is {order.get(key)!r}, but that of this client is {value!r}")
+        serial = order["serial"]
+        if serial <= self._folder.finished or serial < self._folder.started:
+            newest = max(self._folder.finished, self._folder.started)
+            raise _refusal(f"order {serial} is a replay: order {newest} was received before")
+        return order
+
+    def train_round(self, order: OrderFacts) -> None:
+        """Execute an order: receive the parameters, train, and send the update."""
+        serial, round, asked = order["serial"], order["round"], time.monotonic()
+        self._folder.start_order(serial)
+        start = self._start_of(order)
+        if start is None:
+            return
+        at, name = order["phase"] + round, str(order["strategy"]["name"])
+        state = self._folder.load_state(at, name, order["starts"])
+        own = {key.removeprefix(_BUFFERS): value for key, value in state.items() if key.startswith(_BUFFERS)}
+        start = RoundStart(start.w, start.shared, {**start.buffers, **own})
+        task = LocalTask(
+            order["strategy"], order["seed"], round, self._number, order.get("tick", at), start=start, state=state
+        )
+        began = time.monotonic()
+        reply = self.trainer.train(task)
+        if order["strategy"].get("buffers") == "keep":  # the buffers stay on this machine
+            reply.state |= {f"{_BUFFERS}{key}": value for key, value in reply.buffers.items()}
+            reply.buffers = {}
+        seconds = time.monotonic() - began
+        order |= {"trained": seconds, "ends": asked + float(order["seconds"]) - _TRANSIT_SECONDS}
+        if self._send(order, reply):
+            if reply.state:
+                self._folder.save_state(at, serial, name, reply.state, order["since"])
+            self._folder.finish_order(serial, at)
+            self._rounds += 1
+            self._report(f"round {round}: {reply.n} samples, loss {reply.loss:.4g}, {seconds:.1f} s; sent")
+
+    def _start_of(self, order: OrderFacts) -> RoundStart | None:
+        """Receive what an order's round starts from. Return None if the round has ended."""
+        path = f"/api/v1/client/rounds/{order['serial']}/parameters"
+        try:
+            raw = self._connection.download(path, self._headers())
+        except (Conflict, NotFound) as error:
+            self._update_not_counted(order, error)
+            return None
+        if hashlib.sha256(raw).hexdigest() != order["parameters"]["sha256"]:
+            raise _refusal("the received parameters do not have the SHA-256 hash in the signed order")
+        return decode_start(raw, self.trainer.layout())
+
+    def _send(self, order: OrderFacts, reply: LocalReply) -> bool:
+        path = f"/api/v1/client/rounds/{order['serial']}/update"
+        try:
+            self._connection.upload(path, encode_update(reply), self._headers())
+        except (Conflict, NotFound) as error:
+            self._update_not_counted(order, error)
+            return False
+        return True
+
+    def _update_not_counted(self, order: OrderFacts, error: RaypsError) -> None:
+        if error.data.get("code") not in ("late", "no_order", "not_asked"):
+            raise error
+        self._folder.finish_order(order["serial"], None)
+        if "trained" not in order or time.monotonic() < order["ends"]:  # not late: e.g. the job was restored
+            self._report(f"round {order['round']}: {error}")
+            return
+        deadline = order["strategy"].get("deadline", DEADLINE)
+        self._report(
+            f"round {order['round']}: the update was too late and not counted: training took {order['trained']:.1f} s, "
+            f"and {order['seconds']:.1f} s were left of the round's deadline of {deadline:g} s. In the job's strategy, "
+            "raise deadline, or lower local_epochs or local_steps"
+        )
+
+    def _discard_rejected_state(self, verdict: str) -> None:
+        """Delete the state after the newest update, because the job rejected that update.
+
+        The next round uses the state from before the update.
+        """
+        if self._folder.last is not None:
+            self._report(f"round {self._folder.last}: the update was rejected: {verdict}")
+            self._folder.delete_state(self._folder.last)
+            self._folder.finish_order(self._folder.finished, None)
+            self._rounds -= 1
+
+
+def _refusal(why: str) -> Unauthorized:
+    return Unauthorized(
+        f"this client refused an order of the service and executed no part of it: {why}", code="refused"
+    )

@@ -1,0 +1,126 @@
+"""Train a real client with rayps's own trainer: every feature of a workload and of a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from rayps_client.local_trainer import LayoutRow, LocalReply, LocalTask
+from rayps_client.torch_tensors import raw_of, raws_of, tensor_of, tensors_of
+from rayps_client.values import JsonObject
+
+from rayps.core.errors import ConfigError, WorkloadError
+from rayps.core.user_code import user_code
+from rayps.data.base import Data
+from rayps.data.other_files import with_other_files
+from rayps.federated.client import ClientRows, Task, Trainer
+from rayps.federated.remote_codec import layout_rows
+from rayps.federated.strategy_interface import FederatedView
+from rayps.strategies.catalogue import parse
+from rayps.strategies.fedavg import FedAvg
+from rayps.tensors.flat import FlatModel
+from rayps.workload.base import Workload
+from rayps.workload.model import apart, model_of
+
+
+class WorkloadTrainer:
+    """Trains the client of this process in a model of a `rayps.Workload`: a `rayps_client.local_trainer.LocalTrainer`.
+
+    Raises ConfigError if `device` cannot be used, and WorkloadError or DataError if the model or data cannot be built.
+    """
+
+    def __init__(self, workload: Workload, data: Data, device: str = "cpu") -> None:
+        self.workload = workload
+        _check_device(device)
+        self._rows = rows_of(data)
+        with apart():
+            model = model_of(workload).to(device)
+        model.train()
+        self.trainer = Trainer(FlatModel(model), workload, device)
+
+    @property
+    def samples(self) -> int:
+        """The number of the client's rows."""
+        return len(self._rows.numbers)
+
+    def layout(self) -> Sequence[LayoutRow]:
+        """Return the names, shapes and dtypes of the model's parameters."""
+        return layout_rows(self.trainer.flat.layout)
+
+    def try_out(self) -> None:
+        """Train on one batch to find errors before the client joins; then restore the model and its buffers.
+
+        Raises:
+            WorkloadError, DataError: the user's code or data failed.
+        """
+        rows, trainer = self._rows, self.trainer
+        few = ClientRows(rows.numbers[: rows.batch_size], rows.take, rows.batch_size, False)
+        w, buffers = trainer.flat.vector.clone(), trainer.copy_buffers()
+        with apart():
+            trainer.train(FedAvg(local_steps=1), Task(0, 0, 0, w, {}), few)
+        trainer.load(w, buffers)
+        for parameter in trainer.parameters:
+            parameter.grad = None
+
+    def train(self, task: LocalTask) -> LocalReply:
+        """Train the client. Raises WorkloadError or DataError if the user's code or data failed."""
+        start = task.start
+        w, shared, buffers = tensor_of(start.w), tensors_of(start.shared), tensors_of(start.buffers)
+        state = tensors_of(task.state)
+        given = Task(task.seed, task.round, task.client, w, shared, state, buffers, task.tick)
+        reply = self.trainer.train(_strategy_of(task.strategy), given, self._rows)
+        return LocalReply(
+            raw_of(reply.w),
+            raws_of(reply.sums),
+            raws_of(reply.buffers),
+            raws_of(reply.state),
+            n=reply.n,
+            steps=reply.steps,
+            samples=reply.samples,
+            loss=reply.loss,
+        )
+
+
+def rows_of(data: Data) -> ClientRows:
+    """Return all rows of a data set, as the rows of this one client.
+
+    Raises:
+        DataError: there are no rows, or a value cannot be used.
+    """
+    with user_code("data"):
+        data.check()
+        count = data.rows()
+        mine = data.with_clients(np.zeros(count, dtype=np.int64)).clients
+    return ClientRows(mine.rows(0), mine.batch, data.batch_size, getattr(data, "shuffle", True))
+
+
+def own_data(workload: Workload, path: str | None) -> Data:
+    """Return the workload's data; with `path`, the same columns from that Parquet file or folder.
+
+    Raises:
+        WorkloadError: data() does not return a data source.
+        DataError: `path` is given, and the workload's data does not come from Parquet files.
+    """
+    with user_code("data"):
+        data = workload.data()
+    if not isinstance(data, Data):
+        raise WorkloadError(f"data() returned {type(data).__name__}: return one of rayps.data, e.g. parquet(...)")
+    return data if path is None else with_other_files(data, path)
+
+
+def _strategy_of(given: JsonObject) -> FederatedView:
+    strategy = parse(given)[0].strategy
+    assert isinstance(strategy, FederatedView), "the service sends clients only orders of federated strategies"
+    return strategy
+
+
+def _check_device(device: str) -> None:
+    """Check that torch can use the device. Raises ConfigError if it cannot."""
+    try:
+        torch.zeros(1, device=device)
+    except Exception as error:  # each kind of device fails in its own way
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"device {device!r} cannot be used on this machine: {cause}. Give --device cpu", field="device"
+        ) from error
