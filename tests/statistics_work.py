@@ -44,3 +44,14 @@ class Hospital(rayps.StatisticsWorkload):
             raise RuntimeError("the rows are elsewhere")
         x, who = rows()
         return data(x[who == self.k])
+
+
+class Pooled(Hospital):
+    """The rows of several hospitals here."""
+
+    def __init__(self, x, who):
+        super().__init__()
+        self.x, self.who = x, who
+
+    def data(self):
+        return data(self.x, self.who)

@@ -54,9 +54,9 @@ class Sketch:
             return vector.to(torch.float64)
         signed = vector * self._signs
         whole = self.size - self.size % self.width
-        found = signed[:whole].view(-1, self.width).sum(dim=0, dtype=torch.float64)
+        found = signed[:whole].view(-1, self.width).sum(dim=0)  # in the dtype of the model, which costs a third
         found[: self.size - whole] += signed[whole:]
-        return found
+        return found.to(torch.float64)
 
 
 class UpdateReports:
@@ -76,7 +76,7 @@ class UpdateReports:
     def see(self, update: Tensor, weight: float) -> None:
         """Take the update of a reply, which may still be rejected."""
         row = torch.zeros(2 + self._sketch.width, dtype=torch.float64)
-        row[0] = torch.linalg.vector_norm(update, dtype=torch.float64)
+        row[0] = torch.linalg.vector_norm(update)
         row[2:] = self._sketch.of(update)
         self._last = weight, row
 
