@@ -10,6 +10,7 @@ import typer
 
 from benchmarks.cli_admm import admm
 from benchmarks.cli_averaging import averaging
+from benchmarks.cli_client import client
 from benchmarks.cli_federated import federated
 from benchmarks.cli_laws import laws
 from benchmarks.cli_learning import learning
@@ -21,7 +22,20 @@ from benchmarks.cli_tasks import tasks
 from rayps.cli.main import run_app
 
 app = typer.Typer(no_args_is_help=True, help="Measure rayps and other libraries in one run.")
-for command in (laws, admm, averaging, learning, federated, private_clients, robust, pipeline, tensor, tasks, mistakes):
+for command in (
+    laws,
+    admm,
+    averaging,
+    learning,
+    federated,
+    private_clients,
+    client,
+    robust,
+    pipeline,
+    tensor,
+    tasks,
+    mistakes,
+):
     app.command()(command)
 
 

@@ -36,7 +36,9 @@ _HOMES = {
     "FedAvg": "rayps.strategies.fedavg",
     "FedAvgM": "rayps.strategies.fedopt",
     "FedBuff": "rayps.strategies.fedbuff",
+    "FedPer": "rayps.strategies.fedper",
     "FedProx": "rayps.strategies.fedprox",
+    "FedRep": "rayps.strategies.fedrep",
     "FedYogi": "rayps.strategies.fedopt",
     "Hogwild": "rayps.strategies.hogwild",
     "Hybrid": "rayps.strategies.hybrid",
@@ -120,7 +122,9 @@ if TYPE_CHECKING:
     from rayps.strategies.fedopt import FedAdam as FedAdam
     from rayps.strategies.fedopt import FedAvgM as FedAvgM
     from rayps.strategies.fedopt import FedYogi as FedYogi
+    from rayps.strategies.fedper import FedPer as FedPer
     from rayps.strategies.fedprox import FedProx as FedProx
+    from rayps.strategies.fedrep import FedRep as FedRep
     from rayps.strategies.hogwild import Hogwild as Hogwild
     from rayps.strategies.hybrid import Hybrid as Hybrid
     from rayps.strategies.local_sgd import LocalSGD as LocalSGD

@@ -29,6 +29,7 @@ import pytest
 import torch
 import typer.main
 import yaml
+from rayps_client.__main__ import options_of
 
 import rayps
 from rayps.cli.main import app
@@ -365,6 +366,8 @@ def test_a_command_is_one(command, request):
             run, folder = [sys.executable, "-m", "rayps.cli", *rest], request.getfixturevalue("folder")
             done = subprocess.run(run, capture_output=True, text=True, cwd=folder, timeout=300)
             assert done.returncode == 0, done.stderr
+    elif program == "rayps-client":
+        assert options_of(rest).target
     elif program == "make":
         check_make(rest)
     elif program == "curl":

@@ -4,8 +4,8 @@ import pickle
 from pathlib import Path
 
 import pytest
+from rayps_client import errors
 
-from rayps.core import errors
 from rayps.core.errors import ActorDied, ConfigError, LinkError, NotFound, RaypsError, UserError
 
 

@@ -49,6 +49,7 @@ NAMES = [
     "fedavg",
     "flights",
     "gan",
+    "handwriting",
     "hogwild",
     "language_model",
     "local_sgd",

@@ -5,10 +5,12 @@ import json
 import pytest
 import safetensors.torch
 import torch
+from federated_work import Fed
 from service_site import Site
 from small_work import Small, distance, train
 
 import rayps
+from rayps import FedPer
 from rayps.cli import main as cli
 from rayps.core.errors import CheckpointError, ConfigError, NotFound
 from rayps.runtime.saved_model import export_checkpoint
@@ -318,3 +320,36 @@ def test_an_export_without_a_workload_has_every_tensor(tmp_path):
     with pytest.raises(CheckpointError):
         export_checkpoint(tmp_path / "saved", tmp_path / "more", None)
     assert files(tmp_path) == ["out", "saved"]
+
+
+FEDERATED = """
+import sys; sys.path.insert(0, {tests!r})
+import federated_work, rayps
+from small_work import rows
+class Fed(federated_work.Fed): pass
+class NoData(Fed):
+    def data(self): raise rayps.errors.DataError("the rows are elsewhere")
+"""
+
+
+def test_the_model_of_a_client_is_exported(at, tmp_path, request, monkeypatch, capsys):
+    (tmp_path / "fed.py").write_text(FEDERATED.format(tests=str(request.path.parent)))
+    monkeypatch.chdir(tmp_path)
+    with Client() as client:
+        job = client.submit("fed.py:Fed", working_dir=tmp_path, strategy="fedper:private=2").id
+    saved = str(at.start(job) / "checkpoints")
+    law = train(Fed(), FedPer(private="2"), workers=2, epochs=2, checkpoint=saved)
+    mine = law.client("3").model()
+    assert cli.main(["export", job, "of_job", "--client", "3"]) == 0
+    assert cli.main(["export", saved, "elsewhere", "--client", "3", "--workload", "fed.py:NoData"]) == 0
+    for folder in ("of_job", "elsewhere"):  # names are in the checkpoint: no data is read
+        found = rayps.load_state(Fed().model(), tmp_path / folder)
+        assert distance(found, mine) == 0 and distance(found, law.model()) > 0
+    capsys.readouterr()
+    for given, why in (
+        (["--client", "33", "--workload", "fed.py:Fed"], "there is no client '33' (did you mean '3'?)"),
+        (["--client", "3"], "give --workload"),
+        (["--client", "3", "--workload", "fed.py:Fed", "--average"], "leave --average out"),
+    ):
+        assert cli.main(["export", saved, "none", *given]) == 2
+        assert why in capsys.readouterr().err

@@ -199,8 +199,8 @@ class Member:
         assert target == states_module.WORKER_STATES
         return getattr(self, method)(*given)
 
-    def sizes(self):
-        return torch.arange(1, 101).numpy()
+    def clients(self):
+        return torch.arange(1, 101).numpy(), tuple(f"c{k}" for k in range(100))
 
     def load_states(self, rows, round):
         if rows is None:

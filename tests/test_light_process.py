@@ -9,6 +9,7 @@ import ipaddress
 import json
 import os
 import re
+import socket
 import ssl
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import httpx2
 import numpy as np
 import pytest
 import torch
-from client_site import Clinic, until
+from client_site import All, Clinic, until
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -536,6 +537,36 @@ def test_a_service_retains_what_has_arrived(clinic: Clinic) -> None:
         again = put(len(raw), b"")
         assert again.status_code == 200 and again.json()["again"]
     job.wait(30)
+
+
+class CutOnce(httpx2.BaseTransport):
+    """The line to a real service, which breaks in the first update after 300 bytes of its body."""
+
+    def __init__(self) -> None:
+        self._through = httpx2.HTTPTransport()
+        self.spans: list[str] = []
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        if request.method != "PUT":
+            return self._through.handle_request(request)
+        self.spans.append(request.headers["content-range"])
+        if len(self.spans) > 1:
+            return self._through.handle_request(request)
+        body = b"".join(request.stream)  # type: ignore[arg-type]
+        head = f"PUT {request.url.path} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in request.headers.items())
+        with socket.create_connection((request.url.host, request.url.port)) as line:
+            line.sendall(head.encode() + b"\r\n" + body[:300])
+        raise httpx2.WriteError("the line broke")
+
+
+def test_an_update_whose_line_breaks_is_completed(clinic: Clinic) -> None:
+    job, line = clinic.job("fedavg:local_epochs=2,clients=remote(least=2,wait=100)", 1), CutOnce()
+    clinic.hospital(job, 0, transport=line).begin()
+    clinic.hospital(job, 1).begin()
+    assert torch.equal(clinic.trained(job), train(All(2), "fedavg:local_epochs=2", epochs=1).snapshot.params)
+    first, second = (re.match(r"bytes (\d+)-(\d+)/(\d+)", span) for span in line.spans)
+    assert first and second and int(first[1]) == 0 and int(second[1]) in (0, 300)  # 0: the service had none of it yet
+    assert first[3] == second[3]
 
 
 def test_no_round_waits_for_a_client_that_is_away(clinic: Clinic) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,9 +28,11 @@ from small_work import train
 import rayps
 from rayps.clients.workload_trainer import WorkloadTrainer
 from rayps.core.errors import ConfigError, DataError, WorkloadError
+from rayps.core.user_module import pack
 from rayps.strategies.catalogue import parse
 from rayps.workload.base import as_workload
 
+ROOT = Path(__file__).resolve().parent.parent
 STRATEGIES = {
     "fedavg": "fedavg:local_epochs=2",
     "fedavg, steps": "fedavg:local_steps=7,batch_size=5",
@@ -428,3 +434,31 @@ def test_an_object_of_the_light_class_can_be_trained() -> None:
 
     one, other = train(Light(), "all_reduce", epochs=2), train(as_workload(Light()), "all_reduce", epochs=2)
     assert torch.equal(one.snapshot.params, other.snapshot.params)
+
+
+def test_a_light_workload_is_sent_to_workers_by_value(tmp_path: Path) -> None:
+    """A process that has neither this file nor its classes trains what it gets."""
+    work = as_workload(of_numpy(lr=0.2))
+    (tmp_path / "packed").write_bytes(pack(work))
+    code = """
+from pathlib import Path
+import rayps
+from rayps.core.user_module import unpack
+from rayps.clients.workload_trainer import WorkloadTrainer
+
+work = unpack(Path("packed").read_bytes())
+assert isinstance(work, rayps.Workload)
+trainer = WorkloadTrainer(work, work.data())
+trainer.try_out()
+print(trainer.samples, trainer.layout()[0][0], work.optimizer(list(work.model().parameters())).param_groups[0]["lr"])
+"""
+    paths = os.pathsep.join(str(ROOT / name) for name in ("", "api", "client"))
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, "23 w 0.2\n", "")

@@ -647,7 +647,6 @@ def test_a_client_may_do_what_is_a_clients_and_nothing_else(clinic: Clinic) -> N
         ("fedbuff:clients=remote", 1, "asynchronous"),
         ("fedavg:clients=remote", 2, "workers is 2"),
         ("fedavg:clients=remote", 1, "job service"),
-        ("fedavg:clients=remote,finetune=1", 1, "finetune"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_starts(strategy: str, workers: int, why: str) -> None:

@@ -25,12 +25,14 @@ from rayps.federated.remote.signed_orders import order_text
 from rayps.service.client_tokens import Grant
 from rayps.service.store import JobRecord
 from rayps.strategies.catalogue import own_names, parse
+from rayps_api.client_model import model_facts, model_file
 from rayps_api.schemas import problems, timestamp
 from rayps_api.schemas_clients import (
     ClientsOut,
     JoinIn,
     JoinOut,
     KeyOut,
+    ModelOut,
     NewToken,
     PartOut,
     TokenIn,
@@ -46,7 +48,7 @@ LONGEST_WAIT = 30.0  # seconds that a request for work may wait
 _PAUSE = 0.1  # seconds between two checks for an order
 _SEEN_SECONDS = 2.0  # seconds between two records that a client was seen
 _BLOCK = 1 << 20  # bytes
-MOST_UPDATES = 8  # updates that are received at one time; further requests are answered with 429
+MOST_UPDATES = 64  # updates that are received at one time, on slow lines for minutes; more are answered with 429
 
 router = APIRouter(prefix="/api/v1", tags=["clients"], responses=problems(400, 401, 403, 404, 409, 413, 422))
 
@@ -315,6 +317,33 @@ async def update(
     finally:
         caller.service.receiving -= 1
     return JSONResponse({"serial": serial, "again": not new}, 201 if new else 200)
+
+
+@router.get("/client/model", response_model=ModelOut)
+async def model(caller: Joined) -> Any:
+    """Show the facts of the job's newest checkpoint, signed. 404 if there is none yet."""
+    facts = await asyncio.to_thread(model_facts, caller.service.folder(caller.job))
+    member, starts = caller.member, await asyncio.to_thread(caller.mailbox.known_starts)
+    facts |= {"starts": starts, "job": caller.job, "client": member.number, "name": member.name}
+    text = order_text(facts)
+    return {"model": text, "signature": caller.service.client_tokens.key.sign(text)}
+
+
+@router.get(
+    "/client/model/{step}/{name}",
+    response_class=Response,
+    responses={200: {"content": {"application/octet-stream": {}}}},
+)
+async def model_content(
+    step: Annotated[int, InPath(ge=0, lt=2**53)], name: Annotated[str, InPath(max_length=100)], caller: Joined
+) -> Response:
+    """Send the parameters or the buffers of a checkpoint, as safetensors; their hashes are in the facts."""
+    path = await asyncio.to_thread(model_file, caller.service.folder(caller.job), step, name)
+    file = await asyncio.to_thread(path.open, "rb")
+    size = os.fstat(file.fileno()).st_size
+    return StreamingResponse(
+        _blocks(file), media_type="application/octet-stream", headers={"Content-Length": str(size)}
+    )
 
 
 @router.post("/client/leave", status_code=204)

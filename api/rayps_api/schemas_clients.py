@@ -90,6 +90,13 @@ class WorkOut(BaseModel):
     verdict: str | None = Field(None, description="Why the update of round `after` did not count.")
 
 
+class ModelOut(BaseModel):
+    """The answer to a client that asks for the job's newest parameters."""
+
+    model: str = Field(description="The facts of the newest checkpoint, as signed text.")
+    signature: str
+
+
 class UpdateOut(BaseModel):
     """The answer to a received update."""
 

@@ -20,7 +20,7 @@ _EPILOG = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code. Errors are at most three lines on stderr."""
-    options = _options(arguments)
+    options = options_of(arguments)
     from rayps_client.command import run_client
     from rayps_client.load_workload import trainer_of
 
@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _options(arguments: Sequence[str] | None) -> ClientOptions:
+def options_of(arguments: Sequence[str] | None) -> ClientOptions:
+    """Return the options in a command's arguments. Exits with code 2 if one is unknown."""
     parser = argparse.ArgumentParser(
         "rayps-client",
         description="Train on this machine's data in a federated job. Only parameters, counts and the mean loss leave "

@@ -1,9 +1,10 @@
 """The folder of a real federated client on its own disk. A client that is killed at any moment can continue from it.
 
     identity.json              the client's key (created by `ClientFolder`, mode 0600)
-    progress.json              the newest order that was started, and the newest order that is done
+    progress.json              the newest order that was started, and the newest order that is done; the client's number
     traffic.json               the bytes sent and received today (`rayps_client.limits`)
     state-ROUND.safetensors    the strategy's state of this client (SCAFFOLD's c_i, Ditto's model) after a round
+    global.safetensors         the job's parameters, from which a personal model is made (`rayps_client.global_model`)
 
 A state never leaves this machine. The folder has the states of all rounds to which the job may return. A repeated round
 therefore starts with the same state as at first.
@@ -19,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from rayps_client.errors import Conflict
+from rayps_client.errors import ConfigError, Conflict
 from rayps_client.local_trainer import RawTensors
 from rayps_client.private_file import private_write
 from rayps_client.raw_tensors import decode_tensors, encode_tensors, metadata_of, metadata_of_file
@@ -46,14 +47,21 @@ class ClientFolder:
                 f"another `rayps client` uses {folder}: it is the same client of the same job. Let that process "
                 "continue, or give another --name or --state"
             ) from error
-        identity = self._read_json("identity.json")
+        identity = _read_json(folder / "identity.json")
         self.key = str(identity.get("key") or "")
         if not self.key:
             self.key = secrets.token_urlsafe(32)
             private_write(folder / "identity.json", json.dumps({"key": self.key}))
-        progress = self._read_json("progress.json")
+        progress = _read_json(folder / "progress.json")
         self.started, self.finished = int(progress.get("begun", 0)), int(progress.get("settled", 0))
         self.last: int | None = progress.get("round")  # the round of the newest accepted update
+        self.number: int | None = progress.get("number")  # this client's number in the job; None before it has joined
+
+    def record_number(self, number: int) -> None:
+        """Record the number that this client has in the job."""
+        if number != self.number:
+            self.number = number
+            self._save_progress()
 
     def start_order(self, serial: int) -> None:
         """Record that the client starts order `serial`. From now on, the client refuses older orders."""
@@ -68,11 +76,7 @@ class ClientFolder:
     def load_state(self, round: int, strategy: str, starts: Starts) -> RawTensors:
         """Return the strategy's state of this client before round `round`, or {} if there is none."""
         self._delete_invalid(starts)
-        for at in reversed(self._rounds()):
-            if at < round:
-                raw = self._state_path(at).read_bytes()
-                return decode_tensors(raw) if metadata_of(raw).get("strategy") == strategy else {}
-        return {}
+        return newest_state(self.folder, round, strategy, starts)
 
     def save_state(self, round: int, serial: int, strategy: str, state: RawTensors, since: int) -> None:
         """Store the state after round `round`, which order `serial` asked for.
@@ -91,8 +95,7 @@ class ClientFolder:
     def _delete_invalid(self, starts: Starts) -> None:
         """Delete each invalid state: after it was stored, the job restarted at the state's round or an earlier one."""
         for at in self._rounds():
-            serial = int(metadata_of_file(self._state_path(at)).get("serial", 0))
-            if any(began <= at and serial < first for began, first in starts):
+            if _is_invalid(at, metadata_of_file(self._state_path(at)), starts):
                 self._state_path(at).unlink()
 
     def delete_state(self, round: int) -> None:
@@ -101,7 +104,7 @@ class ClientFolder:
 
     def read_facts(self, name: str) -> Keywords:
         """Return the facts in the JSON file `name` of this folder, or {} if there is no such file."""
-        return self._read_json(name)
+        return _read_json(self.folder / name)
 
     def write_facts(self, name: str, facts: Mapping[str, Json]) -> None:
         """Write facts into the JSON file `name` of this folder, atomically."""
@@ -112,18 +115,55 @@ class ClientFolder:
         self._lock.close()
 
     def _save_progress(self) -> None:
-        facts = {"begun": self.started, "settled": self.finished, "round": self.last}
+        facts = {"begun": self.started, "settled": self.finished, "round": self.last, "number": self.number}
         private_write(self.folder / "progress.json", json.dumps(facts))
 
     def _rounds(self) -> list[int]:
-        return sorted(int(path.stem.partition("-")[2]) for path in self.folder.glob("state-*.safetensors"))
+        return _rounds_in(self.folder)
 
     def _state_path(self, round: int) -> Path:
         return self.folder / f"state-{round}.safetensors"
 
-    def _read_json(self, name: str) -> Keywords:
-        try:
-            found = json.loads((self.folder / name).read_bytes())
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+
+def newest_state(folder: Path, round: int, strategy: str, starts: Starts) -> RawTensors:
+    """Return a client's state before round `round`, from its folder, which may be locked; {} if there is none."""
+    for at in reversed(_rounds_in(folder)):
+        if at < round:
+            raw = (folder / f"state-{at}.safetensors").read_bytes()
+            facts = metadata_of(raw)
+            if not _is_invalid(at, facts, starts):
+                return decode_tensors(raw) if facts.get("strategy") == strategy else {}
+    return {}
+
+
+def identity_of(folder: Path) -> tuple[int, str]:
+    """Return a client's number and key from its folder, which may be locked.
+
+    Raises ConfigError if no client has joined a job from this folder.
+    """
+    key, number = _read_json(folder / "identity.json").get("key"), _read_json(folder / "progress.json").get("number")
+    if not isinstance(key, str) or not isinstance(number, int):
+        raise ConfigError(
+            f"{folder} is not the folder of a client that has joined: check --state, --job and --name, or join with "
+            "`rayps client`",
+            field="state",
+        )
+    return number, key
+
+
+def _rounds_in(folder: Path) -> list[int]:
+    return sorted(int(path.stem.partition("-")[2]) for path in folder.glob("state-*.safetensors"))
+
+
+def _is_invalid(at: int, facts: Mapping[str, str], starts: Starts) -> bool:
+    """Return whether the job restarted at round `at` or an earlier one after the state of `facts` was stored."""
+    serial = int(facts.get("serial", 0))
+    return any(began <= at and serial < first for began, first in starts)
+
+
+def _read_json(path: Path) -> Keywords:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

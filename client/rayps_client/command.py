@@ -31,7 +31,7 @@ def run_client(
         ConfigError: an option is invalid.
         WorkloadError, DataError, Unauthorized, Unreachable, Conflict: see `ClientProcess.run` and `ClientFolder`.
     """
-    token = ClientToken.read(_token(options.token))
+    token = ClientToken.read(token_text(options.token))
     url = service_address(options.url)
     job, name = _job(token, options.job), _name(token, options.name)
     hours = [hours_of(text) for text in options.between]
@@ -122,7 +122,11 @@ def _name(token: ClientToken, given: str | None) -> str:
     return who
 
 
-def _token(given: str | None) -> str:
+def token_text(given: str | None) -> str:
+    """Return the text of a client's token: `given`, RAYPS_CLIENT_TOKEN, or what the file after an @ contains.
+
+    Raises ConfigError if there is none.
+    """
     text = given or os.environ.get("RAYPS_CLIENT_TOKEN", "")
     if text.startswith("@"):
         try:

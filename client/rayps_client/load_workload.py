@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from rayps_client import parameters, twin
 from rayps_client.client_options import ClientOptions
 from rayps_client.errors import DataError, UserError, WorkloadError
+from rayps_client.loading import without_collection
 from rayps_client.local_trainer import LocalTrainer
 from rayps_client.user_errors import users_code
 from rayps_client.user_files import Finder, broken
@@ -57,7 +58,8 @@ def trainer_of(options: ClientOptions) -> LocalTrainer:
     Raises:
         ConfigError, WorkloadError, DataError: the workload or its rows cannot be trained here.
     """
-    workload = load(options.target, options.params)
+    with without_collection():  # the user's file imports torch
+        workload = load(options.target, options.params)
     with users_code("data"):
         rows = workload.data()
     if options.data is not None:
@@ -66,7 +68,8 @@ def trainer_of(options: ClientOptions) -> LocalTrainer:
         from rayps_client.numpy_trainer import numpy_trainer
 
         return numpy_trainer(workload, rows)
-    from rayps_client.torch_trainer import torch_trainer
+    with without_collection():
+        from rayps_client.torch_trainer import torch_trainer
 
     return torch_trainer(workload, rows, options.device)
 

@@ -21,7 +21,8 @@ from typing import Protocol, TypedDict
 
 from rayps_client.client_folder import ClientFolder
 from rayps_client.connection import ServiceConnection
-from rayps_client.errors import Conflict, NotFound, RaypsError, Unauthorized
+from rayps_client.errors import Conflict, NotFound, RaypsError, Unauthorized, Unreachable
+from rayps_client.global_model import fetch_global
 from rayps_client.local_trainer import LocalReply, LocalTask, LocalTrainer, RoundStart, layout_bytes
 from rayps_client.signed_orders import DEADLINE, ClientToken, OrderFacts, verified
 from rayps_client.update_codec import decode_start, encode_update
@@ -117,7 +118,7 @@ class ClientProcess:
         self._connection, self._folder, self._report = connection, folder, report
         self._conditions = conditions or Always()
         self._number, self._public_key, self._rounds = -1, "", 0
-        self._last_reason = ""
+        self._last_reason, self._personal = "", False  # whether the job's clients have personal models
 
     def run(self) -> Ended:
         """Take part until the job has ended.
@@ -149,6 +150,8 @@ class ClientProcess:
             if work.get("verdict"):
                 self._discard_rejected_state(str(work["verdict"]))
             if work["kind"] == "end":
+                if self._personal:
+                    self._keep_parameters()
                 return Ended(work["status"], str(work.get("reason") or ""), self._rounds)
             if away is not None:
                 self._report_once(f"away: {away}")
@@ -185,6 +188,7 @@ class ClientProcess:
         found = self._connection.call("POST", "/api/v1/client/join", json=body).json()
         self._number, self._public_key, self.name = int(found["number"]), found["public_key"], found["name"]
         self.token.check(self._public_key)
+        self._folder.record_number(self._number)
         self._report(f"joined job {self.job} as {self.name}, client {self._number}, with {samples} samples")
 
     def _headers(self, **more: str) -> dict[str, str]:
@@ -219,6 +223,7 @@ class ClientProcess:
     def train_round(self, order: OrderFacts) -> None:
         """Execute an order: receive the parameters, train, and send the update."""
         serial, round, asked = order["serial"], order["round"], time.monotonic()
+        self._personal = order.get("personal", False)
         self._folder.start_order(serial)
         start = self._start_of(order)
         if start is None:
@@ -277,6 +282,18 @@ class ClientProcess:
             f"round {order['round']}: the update was too late and not counted: training took {order['trained']:.1f} s, "
             f"and {order['seconds']:.1f} s were left of the round's deadline of {deadline:g} s. In the job's strategy, "
             "raise deadline, or lower local_epochs or local_steps"
+        )
+
+    def _keep_parameters(self) -> None:
+        """Store the job's last parameters, from which this client's personal model is made."""
+        try:
+            facts = fetch_global(self._connection, self.token, self._headers(), self._folder.folder)
+        except (NotFound, Unreachable) as error:  # the job has no checkpoint, or the service has ended too
+            self._report(f"the job's parameters were not fetched: {error.message}")
+            return
+        self._report(
+            f"the job's parameters after {facts['round']} rounds are stored with this client's state: `rayps personal` "
+            "makes and evaluates its personal model"
         )
 
     def _discard_rejected_state(self, verdict: str) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rayps_client.errors import ConfigError, DataError
 from rayps_client.row_order import Ints
@@ -64,7 +63,7 @@ class ArrayRows:
         if self.y is not None and len(self.y) != len(self.x):
             raise DataError(f"tensors: x has {len(self.x)} rows, y has {len(self.y)}: give the same number", column="y")
         for name, values in (("x", self.x), ("y", self.y)):
-            row = None if values is None else _not_finite(np.asarray(values))
+            row = None if values is None else _not_finite(values)
             if row is not None:
                 raise DataError(
                     f"tensors: {name} has NaN or infinity in row {row}: replace it, or leave the row out",
@@ -116,8 +115,13 @@ def _array(name: str, value: Any) -> Any:
     return value.detach() if hasattr(value, "detach") else value
 
 
-def _not_finite(values: NDArray[Any]) -> int | None:
-    if values.dtype.kind not in "fc" or not values.size:
+def _not_finite(values: Any) -> int | None:
+    """Return the first row of an array or tensor that has NaN or infinity, or None."""
+    if hasattr(values, "isfinite"):  # a tensor
+        finite = np.asarray(values.isfinite())
+    elif values.dtype.kind in "fc":
+        finite = np.isfinite(values)
+    else:
         return None
-    bad = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)
+    bad = ~finite.reshape(len(values), -1).all(axis=1)
     return int(np.flatnonzero(bad)[0]) if bad.any() else None

@@ -15,13 +15,13 @@ import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, TypedDict
+from typing import Self, TypedDict, cast
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from rayps_client.errors import ConfigError, Unauthorized
-from rayps_client.values import JsonObject
+from rayps_client.values import JsonObject, Keywords
 
 _DOMAIN = b"rayps: an order to a federated client, 1\n"
 _SCHEME = "rpc"
@@ -139,6 +139,7 @@ class OrderFacts(TypedDict, total=False):
     since: int  # the earliest round to which the job may still return
     starts: list[list[int]]  # each start of the job: (its first round, the serial of its first order)
     tick: int  # step of the workload's learning-rate schedule; left out without a schedule
+    personal: bool  # whether the job's clients have personal models
     parameters: OrderedParameters
     serial: int  # number of the order in the job
     job: str
@@ -147,6 +148,23 @@ class OrderFacts(TypedDict, total=False):
     seconds: float  # seconds left until the round's deadline
     trained: float  # set by the client: the seconds of its training
     ends: float  # set by the client: the time until which its update counts
+
+
+class ModelFacts(TypedDict, total=False):
+    """The facts of a job's newest checkpoint, signed for one client: see `rayps_client.global_model`."""
+
+    kind: str  # "model"
+    step: int  # the checkpoint's number
+    round: int  # the number of rounds that the job had completed
+    origin: list[int]  # the first round and epoch of the phase
+    steps_per_epoch: int
+    strategy: JsonObject
+    seed: int
+    starts: list[list[int]]  # as in an order
+    files: dict[str, OrderedParameters]  # the checkpoint's files that the client downloads
+    job: str
+    client: int
+    name: str
 
 
 def is_client_token(text: str) -> bool:
@@ -159,8 +177,8 @@ def fingerprint(public: str) -> str:
     return text_of(hashlib.sha256(bytes_of(public)).digest())
 
 
-def order_text(facts: OrderFacts) -> str:
-    """Return an order's canonical text, which the service signs."""
+def order_text(facts: OrderFacts | ModelFacts) -> str:
+    """Return the canonical text of an order, or of facts of a checkpoint, which the service signs."""
     return json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 
@@ -170,6 +188,15 @@ def verified(text: str, signature: str, public: str, expected: str) -> OrderFact
     Raises:
         Unauthorized: the fingerprint or the signature is wrong. No part of the order may be used.
     """
+    return cast(OrderFacts, _verified(text, signature, public, expected))
+
+
+def verified_model(text: str, signature: str, public: str, expected: str) -> ModelFacts:
+    """Check `text` as `verified` does, then return the facts of a checkpoint in it."""
+    return cast(ModelFacts, _verified(text, signature, public, expected))
+
+
+def _verified(text: str, signature: str, public: str, expected: str) -> Keywords:
     try:
         known, key = fingerprint(public), Ed25519PublicKey.from_public_bytes(bytes_of(public))
     except ValueError as error:
@@ -180,7 +207,7 @@ def verified(text: str, signature: str, public: str, expected: str) -> OrderFact
         raise _wrong_key()
     try:
         key.verify(bytes_of(signature), _DOMAIN + text.encode())
-        facts: OrderFacts = json.loads(text)
+        facts: Keywords = json.loads(text)
     except (InvalidSignature, ValueError) as error:
         raise Unauthorized(
             "this client refused an order without the service's signature. A proxy between client and service may have "

@@ -42,6 +42,13 @@ def export(
     average: Annotated[
         bool, typer.Option("--average", help="Write the average of the weights (EMA, SWA), not the last weights.")
     ] = False,
+    client: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Write the personal model of this client of a federated job, not the model of all clients.",
+        ),
+    ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option(
@@ -53,13 +60,14 @@ def export(
 ) -> None:
     """Write a trained model into a new folder. The files are safetensors, or what save_pretrained writes."""
     params = assignments(changes or [])
+    what = _What(average, client)
     if is_url(source) or Path(source).is_dir():
         made = None if workload is None else _Maker(workload, None, {}, params)
         found = _remote(source, checkpoint) if is_url(source) else _local(Path(source), checkpoint)
-        _write(found, folder, made, params, average=average)
+        _write(found, folder, made, params, what)
         return
-    with Client() as client:
-        job = client.job(source)
+    with Client() as service:
+        job = service.job(source)
         spec = job.data["spec"]
         ends = (path for path in job.files() if path.startswith("checkpoints/") and path.endswith(f"/{_MANIFEST}"))
         names = [path.removeprefix("checkpoints/").removesuffix(f"/{_MANIFEST}") for path in ends]
@@ -77,7 +85,7 @@ def export(
                 made = _Maker(workload, None, own, params)
             elif (target := spec["workload"]) is not None and home is not None and Path(home).is_dir():
                 made = _Maker(target, home, {}, own | params)
-            _write(draft / "state", folder, made, params, average=average)
+            _write(draft / "state", folder, made, params, what)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
@@ -123,6 +131,14 @@ def _remote(source: str, wanted: str) -> str:
 
 
 @dataclass(frozen=True)
+class _What:
+    """What of a checkpoint is written: the last weights, their average, or the personal model of a client."""
+
+    average: bool
+    client: str | None
+
+
+@dataclass(frozen=True)
 class _Maker:
     """The workload that makes the model, and the folder with its files; `params` replace those it was trained with.
 
@@ -141,7 +157,8 @@ class _Maker:
         return load_trained(self.target, self.home, recorded | self.trained, self.params)
 
 
-def _write(path: Location, folder: Path, maker: _Maker | None, params: JsonObject, *, average: bool) -> None:
+def _write(path: Location, folder: Path, maker: _Maker | None, params: JsonObject, what: _What) -> None:
+    from rayps.runtime.job_clients import JobClients
     from rayps.runtime.own_loop.state import KIND
     from rayps.runtime.saved_model import export_checkpoint
     from rayps.tensors.checkpoint import meta_of
@@ -150,7 +167,7 @@ def _write(path: Location, folder: Path, maker: _Maker | None, params: JsonObjec
     absolute = folder.expanduser().absolute()
     meta = meta_of(source)
     if KIND in meta:
-        _write_modules(source, absolute, maker, params, average=average)
+        _write_modules(source, absolute, maker, params, what)
         show.line(str(folder))
         return
     if maker is None and params:
@@ -158,22 +175,32 @@ def _write(path: Location, folder: Path, maker: _Maker | None, params: JsonObjec
             f"--set {next(iter(params))} sets a parameter of the workload that makes the model: give --workload",
             field="set",
         )
+    if what.client is not None and (maker is None or what.average):
+        raise ConfigError(
+            f"--client {what.client} makes the personal model of a client from the last weights: "
+            + ("leave --average out" if what.average else "give --workload, with which the model is made"),
+            field="client",
+        )
     home = contextlib.nullcontext() if maker is None or maker.home is None else contextlib.chdir(maker.home)
     with home:  # model() may read files
         made = None if maker is None else maker.make(meta.get("params", {}))
-        export_checkpoint(source, absolute, made, average=average)
+        if what.client is None or made is None:
+            export_checkpoint(source, absolute, made, average=what.average)
+        else:
+            JobClients.of_checkpoint(source, made, Path.cwd()).client(what.client).save(absolute)
     if maker is None:
         show.note("the tensors are saved by name, without the code of a model: give --workload to use save_pretrained")
     show.line(str(folder))
 
 
-def _write_modules(source: Location, folder: Path, maker: _Maker | None, params: JsonObject, *, average: bool) -> None:
+def _write_modules(source: Location, folder: Path, maker: _Maker | None, params: JsonObject, what: _What) -> None:
     """Write the modules in the saved state of a loop. Raises ConfigError if options of a workload's model are given."""
     from rayps.runtime.own_loop.export import export_modules
     from rayps.runtime.own_loop.state import parts_of
     from rayps.tensors import checkpoint
 
-    given = {"--workload": maker is not None, "--set": bool(params), "--average": average}
+    given = {"--workload": maker is not None, "--set": bool(params), "--average": what.average}
+    given["--client"] = what.client is not None
     if any(given.values()):
         raise ConfigError(
             "this is the state of a loop, whose modules are exported by the names in rayps.save: leave "

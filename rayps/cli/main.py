@@ -20,6 +20,7 @@ from rayps.cli import client as cli_client
 from rayps.cli import clients as cli_clients
 from rayps.cli import export as cli_export
 from rayps.cli import jobs as cli_jobs
+from rayps.cli import personal as cli_personal
 from rayps.cli import plan as cli_plan
 from rayps.cli import report as cli_report
 from rayps.cli import run as cli_run
@@ -302,6 +303,7 @@ def doctor(output: Annotated[Output, typer.Option("--output", "-o", help="table 
 
 cli_jobs.add(app)
 cli_export.add(app)
+cli_personal.add(app)
 cli_sweeps.add(app)
 cli_client.add(app)
 app.command()(cli_backup.backup)

@@ -1,1 +1,1 @@
-"""Real federated clients: the process that trains outside of the cluster, and its folder."""
+"""Real federated clients: rayps's own trainer for the process of `rayps_client`."""

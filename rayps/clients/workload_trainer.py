@@ -65,9 +65,12 @@ class WorkloadTrainer:
 
     def train(self, task: LocalTask) -> LocalReply:
         """Train the client. Raises WorkloadError or DataError if the user's code or data failed."""
-        start = task.start
-        w, shared, buffers = tensor_of(start.w), tensors_of(start.shared), tensors_of(start.buffers)
-        state = tensors_of(task.state)
+        start, device = task.start, self.trainer.device
+        w = tensor_of(start.w).to(device)
+        shared, buffers, state = (
+            {name: value.to(device) for name, value in tensors_of(raws).items()}
+            for raws in (start.shared, start.buffers, task.state)
+        )
         given = Task(task.seed, task.round, task.client, w, shared, state, buffers, task.tick)
         reply = self.trainer.train(_strategy_of(task.strategy), given, self._rows)
         return LocalReply(
@@ -106,6 +109,18 @@ def own_data(workload: Workload, path: str | None) -> Data:
         data = workload.data()
     if not isinstance(data, Data):
         raise WorkloadError(f"data() returned {type(data).__name__}: return one of rayps.data, e.g. parquet(...)")
+    return data if path is None else with_other_files(data, path)
+
+
+def evaluation_of(workload: Workload, path: str | None) -> Data:
+    """Return the workload's evaluation data; with `path`, the same columns from that Parquet file or folder.
+
+    Raises WorkloadError or DataError as `own_data` does.
+    """
+    with user_code("evaluation_data"):
+        data = workload.evaluation_data()
+    if not isinstance(data, Data):
+        raise WorkloadError(f"evaluation_data() returned {type(data).__name__}: return one of rayps.data")
     return data if path is None else with_other_files(data, path)
 
 

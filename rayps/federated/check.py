@@ -10,6 +10,7 @@ from rayps.federated.aggregation_options import Aggregation
 from rayps.federated.client import is_plain
 from rayps.federated.population.attack_spec import skew
 from rayps.federated.population.cohort import cohort_size
+from rayps.federated.private_layers import PrivateLayers
 from rayps.federated.private_rounds import PrivateJob, private_job
 from rayps.federated.simulated_rounds import events_of
 from rayps.federated.strategy_interface import ClientSide, FederatedView, is_buffered, joining_under
@@ -40,6 +41,8 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
         )
     if side.plain:
         _check_plain_sgd(name, workload)
+    if side.private:
+        _check_private(name, side, workload)
     aggregation, population, fraction = strategy.aggregation, strategy.population, strategy.fraction
     joining = joining_under(strategy)
     if joining is not None:
@@ -114,6 +117,26 @@ def _check_plain_sgd(name: str, workload: Workload) -> None:
         )
 
 
+def _check_private(name: str, side: ClientSide, workload: Workload) -> None:
+    """Check that a strategy may have private layers, and that the model has such layers.
+
+    Raises:
+        ConfigError: the strategy sends further vectors or has personal models; or the names do not fit the model.
+    """
+    if side.sums or side.model:
+        what = (
+            f"sends further vectors ({', '.join(side.sums)})"
+            if side.sums
+            else f"has a model of each client ({side.model})"
+        )
+        raise ConfigError(
+            f"{name} has private layers and also {what}, which would contain them: leave one of the two out",
+            field="private",
+        )
+    with apart():
+        PrivateLayers.of_model(side.private, model_of(workload))
+
+
 def _check_smallest_round(aggregation: Aggregation, least: int, asked: int) -> None:
     """Check the options for the smallest round of real clients, which asks `asked` of `least` connected clients.
 
@@ -130,7 +153,7 @@ def _check_smallest_round(aggregation: Aggregation, least: int, asked: int) -> N
 
 def _warn_of_no_metrics(name: str, side: ClientSide, workload: Workload) -> str | None:
     """Return a warning if clients have personal models whose metrics cannot be computed, or None if they have not."""
-    if not (side.model or side.finetune):
+    if not (side.model or side.finetune or side.private):
         return None
     with user_code("evaluation_data"):
         data = workload.evaluation_data()
@@ -141,6 +164,7 @@ def _warn_of_no_metrics(name: str, side: ClientSide, workload: Workload) -> str 
         f"{what} evaluates each client's personal model on that client's rows of the evaluation data, but "
         "evaluation_data() is not divided into clients: no personal_* metrics are computed. Give client= there "
         "too, or return evaluation_data().with_clients(data().clients.alike(labels))"
+        + (". The other metrics use the initial private layers" if side.private else "")
     )
 
 

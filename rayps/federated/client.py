@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from rayps.core.maximize import direction
 from rayps.core.user_code import user_code
 from rayps.data.base import Batch, Nested, map_tensors
 from rayps.federated.population.cohort import number
+from rayps.federated.private_layers import PrivateLayers
 from rayps.federated.row_order import Ints, parts
 from rayps.federated.strategy_interface import FederatedView
 from rayps.tensors import optim
@@ -75,11 +77,11 @@ class ClientReply:
     `w` and `buffers` may be the model's memory. They are valid until the next client trains.
     """
 
-    w: Tensor  # w_k
+    w: Tensor  # w_k, without private parameters
     n: int  # the client's number of samples
     sums: Tensors  # the vectors that the strategy sums over clients, with their names
     state: Tensors  # the client's new state
-    buffers: Tensors
+    buffers: Tensors  # without private buffers
     loss: float  # mean over all samples of this training
     samples: int  # samples processed, with repetitions
     steps: int
@@ -136,6 +138,16 @@ class ClientTurn:
         self._trainer, self._strategy, self._task, self._rows = trainer, strategy, task, rows
         self._all_rows: Batch | None = None
         self._last: Grad | None = None
+
+    @property
+    def private(self) -> frozenset[str]:
+        """The names of the parameters that stay with the client."""
+        return self._trainer.private_layers(self._strategy).parameters
+
+    @property
+    def shared_names(self) -> frozenset[str]:
+        """The names of the parameters that the client sends."""
+        return self._trainer.private_layers(self._strategy).shared
 
     @property
     def lr(self) -> float:
@@ -202,17 +214,19 @@ class ClientTurn:
             batch = Batch(batch.x, self._rows.relabel(batch.y), batch.size)
         return batch.to(self._trainer.device) if self._trainer.device != "cpu" else batch
 
-    def grad(self, batch: Batch) -> Grad:
+    def grad(self, batch: Batch, of: Collection[str] | None = None) -> Grad:
         """Return the gradient of the loss on a batch, at `w`. The result can be added and multiplied like a vector.
 
-        Raises WorkloadError if the user's loss failed or is not a scalar.
+        `of` are the names of the parameters to which the gradient refers; None means all. The others have no gradient,
+        so that a step leaves them unchanged. Raises WorkloadError if the user's loss failed or is not a scalar.
         """
         if self._last is not None and not self._last.used:
             _ = self._last.vector  # copies the last gradient before backward overwrites it
         trainer = self._trainer
         for p in trainer.parameters:
             p.grad = None
-        found = accumulate(trainer.loss, batch, _value)
+        with trainer.only(of):
+            found = accumulate(trainer.loss, batch, _value)
         if found.factor != 1:
             for p in trainer.parameters:
                 if p.grad is not None:
@@ -251,11 +265,34 @@ class Trainer:
         self.buffers: Tensors = dict(flat.model.named_buffers())
         self._values = [flat.vector[e.lo : e.hi].view(e.shape) for e in flat.layout.entries]
         self._rates, self._tick = rates_of(recipe_of(workload), flat.layout), 0
+        self._private: dict[tuple[str, ...], PrivateLayers] = {}
         self._make_optimizer()
 
     def _make_optimizer(self) -> None:
         self._optimizer = optim.made(recipe_of(self.workload), self.parameters)
         self._record_options()
+
+    def private_layers(self, strategy: FederatedView) -> PrivateLayers:
+        """Return the part of the model that stays with each client under a strategy.
+
+        Raises ConfigError if the strategy's patterns do not fit the model.
+        """
+        patterns = strategy.client_side.private
+        if patterns not in self._private:
+            self._private[patterns] = PrivateLayers.of(patterns, self.flat.layout, self.buffers)
+        return self._private[patterns]
+
+    @contextmanager
+    def only(self, names: Collection[str] | None) -> Iterator[None]:
+        """Compute gradients of the parameters with these names only; None means of all."""
+        others = [] if names is None else [p for name, p in self.parameters.pairs() if name not in names]
+        try:
+            for p in others:
+                p.requires_grad_(False)
+            yield
+        finally:
+            for p in others:
+                p.requires_grad_(True)
 
     @property
     def scheduled(self) -> bool:
@@ -351,13 +388,17 @@ class Trainer:
         Raises:
             WorkloadError, DataError: the user's code or data failed.
         """
-        self.load(task.w_t, task.buffers)
+        private = self.private_layers(strategy)
+        task = self._loaded(task, private)
         self.set_tick(task.tick)
         seed_torch(number(task.seed, "model", task.round, task.client) >> 1)  # for dropout, for example
         turn = ClientTurn(self, strategy, task, rows)
         strategy.client(turn)
         steps, losses = turn.steps, turn.losses
         w, buffers = self.flat.vector, self.buffers
+        if private:
+            turn.state |= private.state_of(w, buffers)
+            w, buffers = private.cut(w), private.without_private(buffers)
         if strategy.client_side.model is not None:
             w, buffers = w.clone(), self.copy_buffers()
             turn.losses = []
@@ -370,10 +411,29 @@ class Trainer:
             w, turn.n, turn.reply, turn.state, buffers, total / weight if weight else math.nan, samples, steps
         )
 
-    def finetune(self, strategy: FederatedView, task: Task, rows: ClientRows, epochs: int) -> None:
-        """Set the model to w_t, then train it for `epochs` epochs on this client's rows alone."""
+    def _loaded(self, task: Task, private: PrivateLayers) -> Task:
+        """Load what a client starts from into the model: w_t and buffers, with the client's private part in them.
+
+        Return the task with that start as its w_t.
+        """
         self.load(task.w_t, task.buffers)
+        if not private:
+            return task
+        private.load(task.state, self.flat.vector, self.buffers)
+        return replace(task, w_t=self.flat.vector.clone())
+
+    def load_start(self, strategy: FederatedView, task: Task) -> None:
+        """Set the model to what the client of `task` starts from: w_t with its own private part and buffers."""
+        self._loaded(task, self.private_layers(strategy))
+
+    def finetune(self, strategy: FederatedView, task: Task, rows: ClientRows, epochs: int) -> None:
+        """Set the model to what the client starts from, then train it for `epochs` epochs on the client's rows alone.
+
+        The same task and rows give the same bits on every worker.
+        """
+        task = self._loaded(task, self.private_layers(strategy))
         self.set_tick(task.tick)
+        seed_torch(number(task.seed, "finetune", task.round, task.client) >> 1)
         turn = ClientTurn(self, strategy, task, rows)
         for batch in turn.batches(epochs):
             turn.step(turn.grad(batch))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sqlite3
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -56,6 +57,7 @@ class ClientStates:
                     "create table states (client integer, round integer, state blob not null, "
                     "primary key (client, round))"
                 )
+                weakref.finalize(self, self._db.close)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
                 f"cannot store the clients' states on disk in {folder or tempfile.gettempdir()}: {error}; set TMPDIR "
@@ -158,14 +160,14 @@ class WorkerStates:
         self.states: ClientStates | None = None
         self._workload = workload
 
-    def sizes(self) -> Ints:
-        """Return the number of samples of each client of the data.
+    def clients(self) -> tuple[Ints, tuple[str, ...]]:
+        """Return the number of samples and the name of each client of the data.
 
         Raises DataError or WorkloadError if the data cannot be read.
         """
         with user_code("data"):
-            found: Ints = self._workload().data().clients.sizes
-        return found
+            found = self._workload().data().clients
+        return found.sizes, found.names
 
     def load_states(self, rows: list[Row] | None, round: int) -> None:
         """Add the states that clients have after `round`. If `rows` is None, start again without states."""

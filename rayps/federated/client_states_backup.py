@@ -11,18 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+from torch import Tensor
 
 from rayps.cluster.local import ActorHandle
 from rayps.core.errors import CheckpointError, ClusterError
 from rayps.federated.client_states import WORKER_STATES, ClientStates, Row
+from rayps.federated.client_states_file import read_states, write_states
 from rayps.federated.population.cohort import Ints, home_ranks
-
-_FOLDER, _FILE = "clients", "states.parquet"
-_STRATEGY = b"rayps.strategy"
-_BATCH = 64  # states that are read from a file at once
-_SCHEMA = pa.schema([("client", pa.int64()), ("round", pa.int64()), ("state", pa.binary())])
 
 
 class _Worker(Protocol):
@@ -38,6 +33,7 @@ class ClientStatesBackup:
 
     def __init__(self) -> None:
         self._sizes: Ints | None = None  # samples of each client, by which they are assigned to workers
+        self._names: tuple[str, ...] = ()  # of all clients, by number
         self._states: ClientStates | None = None
         self._strategy = ""  # the strategy whose states these are
         self._at = 0  # the round of the newest snapshot
@@ -57,7 +53,8 @@ class ClientStatesBackup:
         self._strategy, self._at = owner, round
         try:
             if self._sizes is None:
-                self._sizes = workers[0].handle.call("companion", WORKER_STATES, "sizes").result(timeout)
+                asked = workers[0].handle.call("companion", WORKER_STATES, "clients")
+                self._sizes, self._names = asked.result(timeout)
             if self._states is not None:
                 self._states.delete_after(round)
             ranks = home_ranks(self._sizes, len(workers))
@@ -103,25 +100,26 @@ class ClientStatesBackup:
 
     def write(self, folder: Path) -> list[Path]:
         """Write the states into a checkpoint's folder. Return the paths of the written files."""
-        path = folder / _FOLDER / _FILE
-        path.parent.mkdir(parents=True)
-        with pq.ParquetWriter(path, _SCHEMA.with_metadata({_STRATEGY: self._strategy.encode()})) as writer:
-            for rows in self._all(self._at):
-                columns = [list(column) for column in zip(*rows, strict=True)]
-                writer.write_batch(pa.record_batch(columns, schema=_SCHEMA))
-        return [path]
+        return [write_states(folder, self._strategy, self._names, self._all(self._at))]
 
     def read(self, folder: Path, round: int) -> None:
         """Read the states, if there are any, from the folder of a checkpoint of `round`."""
-        path = folder / _FOLDER / _FILE
-        if not path.exists():
+        found = read_states(folder)
+        if found is None:
             return
-        file, self._states = pq.ParquetFile(path), ClientStates()
-        self._strategy = (file.schema_arrow.metadata or {}).get(_STRATEGY, b"").decode()
-        for batch in file.iter_batches(batch_size=_BATCH):
-            self._states.add_rows(zip(*(batch.column(i).to_pylist() for i in range(3)), strict=True))
+        (self._strategy, chunks), self._states = found, ClientStates()
+        for rows in chunks:
+            self._states.add_rows(rows)
         self._states.commit()
         self._at = self._states.saved = round
+
+    def find(self, name: str) -> int | None:
+        """Return the number of the client of this name, or None if no client has it."""
+        return self._names.index(name) if name in self._names else None
+
+    def get(self, client: int) -> dict[str, Tensor]:
+        """Return the newest state of a client, or {} if it has none."""
+        return {} if self._states is None else self._states.get(client)
 
     def _check_clients(self, rows: list[Row]) -> None:
         assert self._sizes is not None

@@ -63,6 +63,7 @@ class FederatedEngine:
         self.trainer = Trainer(w.flat, w.workload, w.device)
         self.private = _private_rounds(self)
         self._w_t = torch.empty_like(w.flat.vector)
+        self.private_layers = self.trainer.private_layers(strategy)
         stateful = self.side.stateful and not remote
         self.home_ranks = home_ranks(w.batches.data.clients.sizes, w.size) if stateful else None
         self.states = ClientStates() if stateful else None
@@ -72,11 +73,11 @@ class FederatedEngine:
         self.stopped: Callable[[], bool] = lambda: False  # whether the driver has ended this worker's plan
         self.evaluation_data: Data | None = None  # the evaluation data, once it has been loaded
         self.source: RemoteReplies | SimulatedReplies = RemoteReplies(self) if remote else SimulatedReplies(self)
-        size, dtype = w.flat.layout.size, w.flat.layout.dtype
+        size, dtype = self.private_layers.shared_size, w.flat.layout.dtype
         extras = dict.fromkeys(self.side.sums, (size, dtype))
         if self.private is not None and self.private.job.spec.adaptive:
             extras[BITS] = (1, torch.float64)
-        statistics = BufferStatistics(self.trainer.buffers)
+        statistics = BufferStatistics(self.private_layers.without_private(self.trainer.buffers))
         self._statistics = statistics if statistics.size and not self.side.keeps_buffers else None
         aggregation = strategy.aggregation
         self._reports = UpdateReports(size, dtype, w.plan.seed) if strategy.report is not None else None
@@ -119,7 +120,7 @@ class FederatedEngine:
         w_t, buffers = self._w_t.copy_(w.flat.vector), self.trainer.copy_buffers()
         known = self.source.round(t, w_t, w.shared, buffers)
         cohort = list(known.sampled) if known.cohort is None else known.cohort
-        self._aggregate.begin(t, cohort, w_t, self._pack_buffers(buffers))
+        self._aggregate.begin(t, cohort, self.private_layers.cut(w_t), self._pack_buffers(buffers))
         self._losses = []
         if self._reports is not None:
             self._reports.begin(cohort)
@@ -178,7 +179,7 @@ class FederatedEngine:
         why = self._aggregate.add_reply(
             task.client,
             reply.w,
-            self.base(task.version),
+            self.private_layers.cut(self.base(task.version)),
             weight,
             reply.sums,
             buffers=self._pack_buffers(reply.buffers),
@@ -222,7 +223,9 @@ class FederatedEngine:
             if outcome.count:
                 return outcome.skipped
             return "no reply could be used" if outcome.rejected else "no client replied"
-        strategy.server(FederatedServer(w.flat.vector, outcome, self.source.count, w.shared, t))
+        shared = self.private_layers.cut(w.flat.vector)
+        strategy.server(FederatedServer(shared, outcome, self.source.count, w.shared, t))
+        self.private_layers.paste(w.flat.vector, shared)
         if self._statistics is not None and outcome.buffers is not None:
             self._statistics.unpack(outcome.buffers, self.trainer.buffers)
         return ""
@@ -338,8 +341,8 @@ def name_clients(away: list[list[str]], count: int) -> str:
 class FederatedServer:
     """The argument of a strategy's `server` method: the parameters, and the combined replies of a round.
 
-    `w` is w_t, which the method changes in place to w_(t+1). `memory` is the server's state between rounds. `noise` is
-    the standard deviation of the noise on each element of `delta`; 0 without privacy.
+    `w` is w_t without private parameters, which the method changes in place to w_(t+1). `memory` is the server's state
+    between rounds. `noise` is the standard deviation of the noise on each element of `delta`; 0 without privacy.
     """
 
     def __init__(self, w: Tensor, outcome: RoundAggregate, clients: int, memory: dict[str, Tensor], round: int) -> None:

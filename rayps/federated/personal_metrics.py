@@ -1,12 +1,13 @@
 """Evaluate each client's personal model on the client's rows of the evaluation data: metrics `personal_*`.
 
 A client's personal model is the model that the strategy stores for the client (Ditto's v_k), or w after some epochs on
-the client's data (`finetune`), or w with the client's buffers (`buffers="keep"`). The clients that are in both the
-training and the evaluation data are divided among the workers, and each worker evaluates its part.
+the client's data (`finetune`), or w with the client's private layers or buffers (`buffers="keep"`). The clients that
+are in both the training and the evaluation data are divided among the workers, and each worker evaluates its part.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,13 +16,12 @@ from rayps.core.metrics import Totals, add_totals
 from rayps.core.user_code import user_code
 from rayps.data.clients import Clients
 from rayps.data.partition_rules import Ints
-from rayps.federated.client import Task, personal_buffers
+from rayps.federated.client import Task
+from rayps.federated.personal_model import ROWS, load_personal
 from rayps.federated.reply_source import SimulatedReplies
 
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
-
-ROWS = 1024  # rows of a client that are evaluated at once
 
 
 def personal(engine: FederatedEngine) -> Totals:
@@ -49,13 +49,8 @@ def personal(engine: FederatedEngine) -> Totals:
         state, own_buffers = engine.state_of(k)
         t = engine.at(w.position)
         task = Task(w.plan.seed, t, k, vector, w.shared, state, buffers | own_buffers, engine.tick(t))
-        if side.finetune:
-            assert isinstance(engine.source, SimulatedReplies), "only simulated clients are tuned here"
-            trainer.finetune(strategy, task, engine.source.rows(k), side.finetune)
-        elif side.model is not None and side.model in state:
-            trainer.load(state[side.model], buffers | personal_buffers(state))
-        else:
-            trainer.load(vector, task.buffers)
+        assert isinstance(engine.source, SimulatedReplies), "only simulated clients are evaluated here"
+        load_personal(trainer, strategy, task, partial(engine.source.rows.of, k))
         _evaluate(engine, clients, clients.rows(other), sums)
     trainer.load(vector, buffers)
     torch.set_rng_state(rng)

@@ -18,7 +18,7 @@ def check_private(strategy: FederatedView) -> None:
     Raises:
         ConfigError: an option would void the claim; the text says why, and what to do instead.
     """
-    spec = strategy.private
+    spec = strategy.privacy_spec
     if spec is None:
         return
     _refuse_algorithm(strategy)

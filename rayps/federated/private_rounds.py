@@ -115,12 +115,12 @@ def private_job(strategy: FederatedView, clients: int | None) -> PrivateJob | No
 
     `clients` is None for real clients.
     """
-    if strategy.private is None:
+    if strategy.privacy_spec is None:
         return None
     joining = joining_under(strategy)
     count = joining.least if joining is not None else clients
     assert count is not None, "simulated clients are counted"
-    return PrivateJob(strategy.private, count, strategy.fraction, joining is not None)
+    return PrivateJob(strategy.privacy_spec, count, strategy.fraction, joining is not None)
 
 
 class _Releases:

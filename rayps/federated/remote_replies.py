@@ -116,12 +116,14 @@ class RemoteReplies:
             "strategy": strategy.to_wire(),
             "since": self._since(w.position),
             "starts": self._mailbox.starts(w.position, self._first),
+            "personal": side.measured,
         }
         if self._engine.trainer.scheduled:
             facts["tick"] = self._engine.tick(t)
         self._first = False
-        self._like = w_t, {} if side.keeps_buffers else buffers
-        most = remote_codec.most_bytes(w_t, side.sums, self._like[1])
+        part = self._engine.private_layers
+        self._like = part.cut(w_t), {} if side.keeps_buffers else part.without_private(buffers)
+        most = remote_codec.most_bytes(self._like[0], side.sums, self._like[1])
         asked = dict(zip(chosen, self.names(chosen), strict=True))
         order = self._mailbox.open_round(facts, asked, self._deadline, most, raw)
         self._wait_for(order)

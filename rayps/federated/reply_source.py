@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayps.federated.client import ClientReply, ClientRows, Task, Tensors
+from rayps.federated.client import ClientReply, Task, Tensors
 from rayps.federated.population.cohort import Ints, pack
 from rayps.federated.population.events import clock_at
 from rayps.federated.population.population import Training
 from rayps.federated.simulated_rounds import events_of
-from rayps.federated.strategy_interface import attackers_of, is_buffered
+from rayps.federated.simulated_rows import SimulatedRows
+from rayps.federated.strategy_interface import is_buffered
 
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
@@ -64,12 +65,7 @@ class SimulatedReplies:
         self._mine: list[Training] = []  # this worker's trainings
         self._w_t: Tensor | None = None
         self._buffers: Tensors = {}
-        attack = attackers_of(engine.strategy)
-        self._attack = attack if attack is None else attack.with_classes(self._clients.label_names)
-        flips = attack is not None and attack.flips_labels
-        self._label_flippers = (
-            attack.attackers(w.plan.seed, self.count) if attack is not None and flips else frozenset[int]()
-        )
+        self.rows = SimulatedRows(engine.strategy, w.batches.data, self._clients, w.plan.seed)
 
     def names(self, numbers: Iterable[int]) -> list[str]:
         """Return the names of the clients with these numbers."""
@@ -129,14 +125,8 @@ class SimulatedReplies:
                 self._buffers | own,
                 engine.tick(each.version),
             )
-            reply = engine.trainer.train(engine.strategy, task, self.rows(each.client))
+            reply = engine.trainer.train(engine.strategy, task, self.rows.of(each.client))
             yield TrainingTask(each.client, each.version, each.staleness), reply
-
-    def rows(self, client: int) -> ClientRows:
-        """Return a client's rows. The rows of an attacker that flips labels have false labels."""
-        data, clients = self._engine.w.batches.data, self._clients
-        relabel = self._attack.labels if self._attack is not None and client in self._label_flippers else None
-        return ClientRows(clients.rows(client), clients.batch, data.batch_size, getattr(data, "shuffle", True), relabel)
 
 
 def parameters_of(shared: dict[str, Tensor], version: int, w_t: Tensor) -> Tensor:

@@ -39,16 +39,18 @@ class ClientSide:
     keeps_buffers: bool = False  # whether each client has its own BatchNorm statistics; if not, they are averaged
     finetune: int | None = None  # epochs for which a copy of w is trained before it is evaluated on the client's rows
     plain: bool = False  # whether the optimizer must be SGD without momentum and weight decay
+    # names or patterns of parameters and buffers that never leave the client: see `rayps.federated.private_layers`
+    private: tuple[str, ...] = ()
 
     @property
     def stateful(self) -> bool:
         """Whether a state of each client is stored between rounds."""
-        return bool(self.state) or self.keeps_buffers
+        return bool(self.state or self.private) or self.keeps_buffers
 
     @property
     def measured(self) -> bool:
-        """Whether each client is evaluated with a personal model or with its own buffers."""
-        return bool(self.finetune or self.model or self.keeps_buffers)
+        """Whether each client has a personal model: one of its own, a tuned copy, private layers or own buffers."""
+        return bool(self.finetune or self.model or self.private or self.keeps_buffers)
 
 
 @runtime_checkable
@@ -72,7 +74,7 @@ class FederatedView(StrategyView, Protocol):
         """The options of the simulated clients."""
 
     @property
-    def private(self) -> PrivacySpec | None:
+    def privacy_spec(self) -> PrivacySpec | None:
         """The options of client-level differential privacy; None if the job is not private."""
 
     @property

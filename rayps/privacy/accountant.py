@@ -7,9 +7,9 @@
               differential privacy", AISTATS 2019), replace one unit; such a sum has the sensitivity 2 * clip
     tree      Renyi divergences of tree aggregation (Kairouz et al. 2021); a unit takes part at most once in each tree
 
-Each value is an upper bound. Privacy loss distributions are rounded upwards to a grid of 1e-4 to 1e-3, for which the
-value may be too large by about 1%. If the losses are so large (little noise) that a distribution would need too much
-memory, Renyi divergences are used under poisson and all as well; their bound is looser.
+Each value is an upper bound. Losses are rounded upwards to a grid of about 1,500 points in the range of one release,
+for which the value may be too large by about 0.1%. If the losses are so large (little noise) that a distribution would
+need too much memory, Renyi divergences are used under poisson and all as well; their bound is looser.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ NAMES = {
     TREE: "Renyi divergences",
 }
 _LARGEST_NOISE = 1e6
+_POINTS = 1500  # points of the grid in the range of one release
 _LARGEST_LOSS = 2000.0  # with larger losses, Renyi divergences are used
 _ALWAYS_INFINITE = 1e6  # an epsilon above this is reported as infinite
 
@@ -145,9 +146,11 @@ def _loss(mechanism: Mechanism, spent: Spent) -> float:
 
 
 def _interval(mechanism: Mechanism) -> float:
-    """Return the interval of the grid of losses, so that it has about 20,000 points."""
-    noise = mechanism.noise_multiplier
-    return min(1e-3, max(1e-4, (6 / noise + 0.5 / noise**2) / 20_000))
+    """Return the interval of the grid of losses."""
+    noise, q = mechanism.noise_multiplier, mechanism.probability
+    whole = 6 / noise + 0.5 / noise**2  # about the largest loss without sampling
+    largest = whole if whole > 500 else math.log1p(q * math.expm1(whole))
+    return max(1e-6, largest / _POINTS)
 
 
 @lru_cache(maxsize=16)

@@ -754,6 +754,7 @@ class Driver:
             self.journal.lines(self._started.lines())
             self._record.add_server_events(self._started, over=True)
             self._record.times.end(self._started.members)
+            self._checkpoints.clients = self._started.release_client_states()
             self._started.close()
             self._checkpoints.discard_unfinished()
 
@@ -761,6 +762,9 @@ class Driver:
         """Write the outcome to the journal, once."""
         assert isinstance(state, states.RunEnded)
         outcome = Outcome(state.status, state.reason, snapshot=self._checkpoints.newest)
+        outcome.clients, self._checkpoints.clients = self._checkpoints.clients, None
+        if self._known is not None and outcome.snapshot is not None:
+            outcome.strategy = self._known.strategy_of(outcome.snapshot)
         if state.status is Status.SUCCEEDED:
             outcome.metrics, outcome.tables = self._record.metrics, self._checkpoints.tables
             if self._callbacks.early:

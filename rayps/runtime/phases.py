@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rayps.core.grid import Grid
 from rayps.core.phase_rounds import OPEN, Boundary, Calendar, PhaseSpan
-from rayps.core.strategy import Phase
+from rayps.core.strategy import Phase, StrategyView
 from rayps.core.strategy_families import has_remote_clients, learns_by_client
 from rayps.parallel.division.divide import words
 from rayps.parallel.division.division import Division
@@ -54,6 +54,11 @@ class RunPlan:
     def phase(self, number: int) -> PhaseRun:
         """Return the phase with this number, and its current rounds, which change if earlier phases end early."""
         return PhaseRun(self.phases[number], self.calendar.spans[number], self.divisions[number])
+
+    def strategy_of(self, snapshot: Snapshot) -> StrategyView:
+        """Return the strategy of the phase in which a state was taken: the last that begins at the state's origin."""
+        began = [number for number, span in enumerate(self.calendar.spans) if span.begin <= snapshot.origin[0]]
+        return self.phases[began[-1]].strategy
 
     def widest(self, workers: int) -> Grid:
         """Return the grid of the phase whose replicas have the most workers."""

@@ -25,8 +25,10 @@ from rayps.core.strategy_families import ends_together
 from rayps.core.topology import shard_of
 from rayps.core.urls import Location, is_url
 from rayps.core.values import JsonObject
+from rayps.federated.client_states_backup import ClientStatesBackup
 from rayps.parallel.division.division import Division
 from rayps.ps.server.dense_segment import ShardPart
+from rayps.runtime.job_clients import recorded_clients
 from rayps.runtime.journal import Journal
 from rayps.runtime.phases import RunPlan
 from rayps.runtime.state_folder import StateFolder
@@ -85,6 +87,7 @@ class Checkpointer:
         self.newest: Snapshot | None = None
         # the states of sparse tables at the end of the run, if no checkpoint has them
         self.tables: dict[str, list[bytes]] = {}
+        self.clients: ClientStatesBackup | None = None  # the states of clients at the end of the run
         self._spec, self._journal = spec, journal
         # where workers write their parts if there is no folder for checkpoints
         self.scratch: StateFolder | None = None
@@ -217,6 +220,7 @@ class Checkpointer:
         ticks = Ticks(newer.origin, newer.steps_per_epoch)
         schedule = plan.schedule.facts(newer.layout, newer.round, ticks, newer.skipped)
         maker = {"workload": self._spec.workload, "strategy": str(self._spec.strategy), "seed": self._spec.seed}
+        maker |= recorded_clients(plan.strategy_of(newer), self._spec.resources)
         recorded = self._recorded | self._callbacks.state()
         state = newer.to_state(generation=generation, **maker, **schedule, **recorded)
         checkpoint.must_be_finite(state, f"after round {newer.round - 1}", round=newer.round - 1)

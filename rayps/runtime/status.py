@@ -14,7 +14,9 @@ from rayps.core.job_status import Status
 from rayps.core.metrics import Rounds, Throughput
 from rayps.core.phase_rounds import Calendar
 from rayps.core.records import Event, OutcomeRecord, Point, ProgressRecord, ShardLine, WorkerLine
+from rayps.core.strategy import StrategyView
 from rayps.core.urls import Location
+from rayps.federated.client_states_backup import ClientStatesBackup
 from rayps.ps.server.dense_segment import ShardFacts
 from rayps.runtime.journal import Journal
 from rayps.runtime.state_folder import StateFolder
@@ -43,6 +45,8 @@ class Outcome:
     best: Location | None = None  # the checkpoint of the best evaluation, if a callback kept one
     # the folder with the state that `snapshot` stands for, if there is no folder for checkpoints; removed with it
     scratch: StateFolder | None = None
+    strategy: StrategyView | None = None  # the strategy whose state `snapshot` is
+    clients: ClientStatesBackup | None = None  # the states of a federated job's clients at the end of the run
 
     def to_dict(self) -> OutcomeRecord:
         """Return the content of `outcome.json`."""

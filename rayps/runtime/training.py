@@ -18,6 +18,7 @@ import pyarrow as pa
 from torch import nn
 
 from rayps.cluster.local import LOCAL_CPUS, Cluster
+from rayps.cluster.reservation import torch_threads
 from rayps.core import metrics
 from rayps.core.errors import CheckpointError, ConfigError, RaypsError, TrainingError
 from rayps.core.goodput import JobTime
@@ -29,12 +30,16 @@ from rayps.core.time_report import report_of
 from rayps.core.urls import Location, is_url, location_of
 from rayps.core.values import Json, JsonObject
 from rayps.federated.client_scores import report_clients, report_rounds
+from rayps.federated.client_states_backup import ClientStatesBackup
+from rayps.federated.client_states_file import StoredStates
+from rayps.federated.strategy_interface import FederatedView
 from rayps.privacy.claim import claim_of_run
 from rayps.ps.tables.embedding import load, load_states
 from rayps.runtime.callbacks import CallbackRunner, RunHandle, runner_of
 from rayps.runtime.display import Display
 from rayps.runtime.driver import Driver
 from rayps.runtime.dry_run import rehearse
+from rayps.runtime.job_clients import ClientResult, JobClients
 from rayps.runtime.journal import Journal
 from rayps.runtime.saved_model import save_model
 from rayps.runtime.state_folder import StateFolder
@@ -79,6 +84,7 @@ class Result:
     # the folder with the state that `snapshot` stands for, if the run had no folder for checkpoints; removed with it
     scratch: StateFolder | None = None
     time: JobTime = field(default_factory=JobTime)  # where the time of workers and servers went
+    federated: JobClients | None = None  # the clients of a federated job
     # what a private job claims: epsilon, delta, against whom it holds, in numbers and words; None if it is not private
     privacy: JsonObject | None = None
 
@@ -140,6 +146,29 @@ class Result:
             with checkpoints.tables_of(self.checkpoint) as tables:
                 model = load(model, tables)
         return model.eval()
+
+    @property
+    def clients(self) -> list[str]:
+        """The names of a federated job's clients, by number; [] if the strategy has no simulated clients."""
+        return [] if self.federated is None else self.federated.names
+
+    def client(self, name: str) -> ClientResult:
+        """Return a client of a federated job, with its personal model: see `docs/federated.md`.
+
+        Raises:
+            ConfigError: there is no client of this name, it has no personal model, or the job has no clients.
+
+        Example:
+            result = rayps.train(clients, strategy=rayps.Ditto(), workers=2)  # data with clients
+            model = result.client(result.clients[0]).model()
+        """
+        if self.federated is None:
+            raise ConfigError(
+                "the job has no clients: only federated strategies have personal models, such as ditto, fedper, or "
+                "fedavg with finetune=1",
+                field="client",
+            )
+        return self.federated.client(name)
 
     def save(self, folder: str | Path, *, average: bool = False) -> Path:
         """Write the trained model into a new folder that needs no rayps, and return the folder.
@@ -333,10 +362,20 @@ def train(
     finally:
         if display:
             display.close()
-    return _result(outcome, journal, workload, driver.job_time())
+    return _result(outcome, journal, workload, driver.job_time(), spec)
 
 
-def _result(outcome: Outcome, journal: Journal, workload: Workload, time: JobTime) -> Result:
+def _clients(outcome: Outcome, workload: Workload, spec: JobSpec) -> JobClients | None:
+    """Return the clients of a run that has succeeded; None if its last strategy is not federated."""
+    strategy, snapshot = outcome.strategy, outcome.snapshot
+    if not isinstance(strategy, FederatedView) or snapshot is None:
+        return None
+    states: StoredStates = outcome.clients or ClientStatesBackup()
+    threads = torch_threads(spec.resources["cpu"])
+    return JobClients(workload, strategy, snapshot, states, seed=spec.seed, threads=threads)
+
+
+def _result(outcome: Outcome, journal: Journal, workload: Workload, time: JobTime, spec: JobSpec) -> Result:
     """Return the result of a run that has succeeded. Raise the error of a run that has failed."""
     if outcome.status is not Status.SUCCEEDED or outcome.snapshot is None:
         raise outcome.error if isinstance(outcome.error, RaypsError) else TrainingError(outcome.message)
@@ -352,6 +391,7 @@ def _result(outcome: Outcome, journal: Journal, workload: Workload, time: JobTim
         outcome.best,
         outcome.scratch,
         time,
+        _clients(outcome, workload, spec),
         claim_of_run(journal.events, journal.points),
     )
 

@@ -257,6 +257,11 @@ class WorkerGroup:
             self._client_states = ClientStatesBackup()
         return self._client_states
 
+    def release_client_states(self) -> ClientStatesBackup | None:
+        """Return the states of the job's clients, which the group does not close from now on; None without states."""
+        found, self._client_states = self._client_states, None
+        return found
+
     def close(self) -> None:
         """End every member, delete the job's data on a server group, and release the resources."""
         if self._code.leaves_files:

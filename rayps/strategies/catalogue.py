@@ -38,7 +38,9 @@ from rayps.strategies.downpour import Downpour
 from rayps.strategies.fedavg import FedAvg
 from rayps.strategies.fedbuff import FedBuff
 from rayps.strategies.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
+from rayps.strategies.fedper import FedPer
 from rayps.strategies.fedprox import FedProx
+from rayps.strategies.fedrep import FedRep
 from rayps.strategies.hogwild import Hogwild
 from rayps.strategies.hybrid import Hybrid
 from rayps.strategies.local_sgd import LocalSGD
@@ -87,6 +89,8 @@ CATALOGUE: dict[str, type[Strategy]] = {
         FedYogi,
         FedBuff,
         Ditto,
+        FedPer,
+        FedRep,
         Statistics,
     )
 }

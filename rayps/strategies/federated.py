@@ -109,7 +109,6 @@ class Federated(FlatOptions, Strategy):
         for name, value, unset in (
             ("enough", self.aggregation.enough, None),
             ("over_selection", self.aggregation.over_selection, 0.0),
-            ("finetune", self.finetune, None),
         ):
             if value != unset:
                 raise ConfigError(
@@ -124,7 +123,7 @@ class Federated(FlatOptions, Strategy):
             )
 
     @property
-    def private(self) -> PrivacySpec | None:
+    def privacy_spec(self) -> PrivacySpec | None:
         """The options of client-level differential privacy; None if the job is not private."""
         return privacy_of(self.privacy)
 

@@ -281,15 +281,19 @@ class Mailbox:
 
         With `first`, the job has just started at `round`: add this start, with the serial that its first order gets.
         """
-        path = self.folder / "starts.json"
-        known: list[list[int]] = (read_json(path) or {}).get("starts", [])
+        known = self.known_starts()
         if first:
             before = self.newest()
             is_open = before is not None and self.is_open(before.serial)
             serial = max(self._serials(), default=0) + (0 if is_open else 1)
             known = [*known, [round, serial]]
-            _write(path, {"starts": known})
+            _write(self.folder / "starts.json", {"starts": known})
         return known
+
+    def known_starts(self) -> list[list[int]]:
+        """Return each start of the job so far, as `starts` does."""
+        found: list[list[int]] = (read_json(self.folder / "starts.json") or {}).get("starts", [])
+        return found
 
     def open_round(
         self, facts: OrderFacts, sampled: dict[int, str], deadline: float, most_bytes: int, parameters: bytes

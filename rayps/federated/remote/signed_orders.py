@@ -4,6 +4,7 @@ from rayps_client.signed_orders import (
     NAME,
     ClientToken,
     Key,
+    ModelFacts,
     OrderFacts,
     fingerprint,
     is_client_token,
@@ -11,4 +12,14 @@ from rayps_client.signed_orders import (
     verified,
 )
 
-__all__ = ["NAME", "ClientToken", "Key", "OrderFacts", "fingerprint", "is_client_token", "order_text", "verified"]
+__all__ = [
+    "NAME",
+    "ClientToken",
+    "Key",
+    "ModelFacts",
+    "OrderFacts",
+    "fingerprint",
+    "is_client_token",
+    "order_text",
+    "verified",
+]

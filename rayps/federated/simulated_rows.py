@@ -1,0 +1,26 @@
+"""The rows of simulated clients. Those of attackers that flip labels have false labels."""
+
+from __future__ import annotations
+
+from rayps.data.base import Data
+from rayps.data.clients import Clients
+from rayps.federated.client import ClientRows
+from rayps.federated.strategy_interface import FederatedView, attackers_of
+
+
+class SimulatedRows:
+    """The rows of each client of a data set, as a client of this job trains on them."""
+
+    def __init__(self, strategy: FederatedView, data: Data, clients: Clients, seed: int) -> None:
+        """Draw the attackers of `strategy`, if it simulates some. `clients` are those of `data`."""
+        self._data, self._clients = data, clients
+        attack = attackers_of(strategy)
+        self._attack = attack if attack is None else attack.with_classes(clients.label_names)
+        flips = attack is not None and attack.flips_labels
+        self._flippers = attack.attackers(seed, clients.count) if attack is not None and flips else frozenset[int]()
+
+    def of(self, client: int) -> ClientRows:
+        """Return the rows of the client with this number."""
+        data, clients = self._data, self._clients
+        relabel = self._attack.labels if self._attack is not None and client in self._flippers else None
+        return ClientRows(clients.rows(client), clients.batch, data.batch_size, getattr(data, "shuffle", True), relabel)

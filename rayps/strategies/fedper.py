@@ -1,0 +1,76 @@
+"""FedPer: private layers. Clients share some layers of the model, and each keeps the others for itself.
+
+Arivazhagan, Aggarwal, Singh, Choudhary, "Federated Learning with Personalization Layers", 2019 (arXiv:1912.00818),
+algorithms 1 and 2. The model consists of the base layers W_B and of the personalization layers W_P. In round t, for
+each client j of the cohort S, with n_j samples:
+    client j: (W_B,j, W_P,j) <- (W_B, W_P,j);  trains all layers as in FedAvg;  keeps W_P,j, and replies with W_B,j
+    server:   W_B <- sum_S n_j W_B,j / sum_S n_j, over the clients that replied
+W_P,j starts as W_P of the initial model, which is the same for all clients, and is stored between rounds.
+
+`private` names W_P: parameters, modules or glob patterns of names (`rayps.federated.private_layers`). With BatchNorm
+among these layers, its statistics are private too. The server holds the initial W_P and never changes it: so metrics
+without the prefix `personal_` are those of the trained W_B under the initial W_P, and say little. The metrics
+`personal_*` evaluate (W_B, W_P,j) on client j's rows of the evaluation data. Without `private` this is FedAvg.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from rayps.core.errors import ConfigError
+from rayps.core.values import Json
+from rayps.federated.strategy_interface import ClientSide
+from rayps.strategies.federated import Federated
+
+if TYPE_CHECKING:
+    from rayps.federated.client import ClientTurn
+    from rayps.federated.engine import FederatedServer
+
+
+@dataclass(frozen=True, init=False)
+class FedPer(Federated):
+    """FedAvg in which layers named private stay with each client: for clients whose labels mean different things.
+
+    Example:
+        rayps.train(clients, strategy=rayps.FedPer(private="2"), workers=2)  # layer 2 of an nn.Sequential
+    """
+
+    private: Json = None
+    name: ClassVar[str] = "fedper"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        private_names(self.private)
+
+    @property
+    def client_side(self) -> ClientSide:
+        """What a client stores: the private layers."""
+        return replace(super().client_side, private=private_names(self.private))
+
+    def client(self, c: ClientTurn) -> None:
+        """Train W_B and W_P,j together."""
+        for b in c.batches():
+            c.step(c.grad(b))
+
+    def server(self, s: FederatedServer) -> None:
+        """Set W_B to the mean of the clients' W_B,j."""
+        assert s.mean is not None, "a synchronous round has a mean"
+        s.w.copy_(s.mean)
+
+
+def private_names(given: Json) -> tuple[str, ...]:
+    """Return the option `private` as a tuple of names and patterns; None means that nothing is private.
+
+    A whole number is the name of a layer, as torch.nn.Sequential numbers them. Raises ConfigError if the option is
+    neither a name nor a list of names.
+    """
+    names = [] if given is None else given if isinstance(given, (list, tuple)) else [given]
+    for name in names:
+        if isinstance(name, bool) or not isinstance(name, (str, int)) or name == "":
+            raise ConfigError(
+                f'private is {given!r}: give the name of a layer ("head"), or a list of names and glob patterns '
+                '(["head", "*.bias"]; in text\nprivate=(head,*.bias), and "2.0.*" for a name that would be a number)',
+                field="private",
+            )
+    return tuple(str(name) for name in names)
