@@ -18,24 +18,13 @@ from benchmarks.cli_mistakes import mistakes
 from benchmarks.cli_parallel import pipeline, tensor
 from benchmarks.cli_private_clients import private_clients
 from benchmarks.cli_robust import robust
+from benchmarks.cli_secure import secure
 from benchmarks.cli_tasks import tasks
 from rayps.cli.main import run_app
 
 app = typer.Typer(no_args_is_help=True, help="Measure rayps and other libraries in one run.")
-for command in (
-    laws,
-    admm,
-    averaging,
-    learning,
-    federated,
-    private_clients,
-    client,
-    robust,
-    pipeline,
-    tensor,
-    tasks,
-    mistakes,
-):
+FEDERATED = (federated, private_clients, client, secure, robust)
+for command in (laws, admm, averaging, learning, *FEDERATED, pipeline, tensor, tasks, mistakes):
     app.command()(command)
 
 

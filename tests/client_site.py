@@ -20,6 +20,7 @@ from fake_manager import ThreadPlace
 from rayps_client.client_folder import ClientFolder
 from rayps_client.connection import ServiceConnection
 from rayps_client.process import ClientProcess
+from rayps_client.secure.pinned_keys import PinnedKeys
 from rayps_client.signed_orders import ClientToken
 from service_site import Site
 
@@ -178,6 +179,7 @@ class Hospital(threading.Thread):
         transport: httpx2.BaseTransport | None = None,
         state: Path | None = None,
         gate: threading.Event | None = None,
+        pinned: PinnedKeys | None = None,
     ) -> None:
         super().__init__(daemon=True)
         self.said: list[str] = []
@@ -194,6 +196,7 @@ class Hospital(threading.Thread):
             self.folder,
             name=name or f"h{k}",
             report=self.said.append,
+            pinned=pinned,
         )
 
     def run(self) -> None:

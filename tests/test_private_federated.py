@@ -220,4 +220,4 @@ def test_the_option_travels_as_text_and_as_json():
 
 
 def test_scaffold_without_privacy_is_untouched():
-    assert Scaffold().private is None and FedAvg().private is None
+    assert Scaffold().privacy_spec is None and FedAvg().privacy_spec is None

@@ -181,7 +181,7 @@ def test_the_catalogue_tells_everything():
     assert told["parameter_server"]["options"][-5:] == [replica, resources, *late]
     assert [o["of"] for o in told["pipeline"]["options"] if "of" in o] == [["tensor_parallel"]]
     of_any_type = {o["name"] for o in told["fedavg"]["options"] if o["type"] == "Any"}
-    assert of_any_type == {"rule", "attack", "speed", "available", "clients"}
+    assert of_any_type == {"rule", "attack", "speed", "available", "clients", "privacy", "secure"}
     options = {o["name"]: o["default"] for o in told["parameter_server"]["options"]}
     assert options == {
         "shards": 1,

@@ -28,6 +28,7 @@ from rayps.strategies.catalogue import own_names, parse
 from rayps_api.client_model import model_facts, model_file
 from rayps_api.schemas import problems, timestamp
 from rayps_api.schemas_clients import (
+    JOB,
     ClientsOut,
     JoinIn,
     JoinOut,
@@ -164,10 +165,15 @@ async def clients(job_id: str, running: RunningService) -> Any:
 
 
 @router.get("/client/key", response_model=KeyOut)
-async def key(grant: Granted, request: Request) -> Any:
-    """Show the public key of the orders' signatures; a client checks it before it joins."""
+async def key(grant: Granted, request: Request, job: Annotated[str | None, Query(pattern=JOB)] = None) -> Any:
+    """Show the public key of the orders' signatures, and whether `job` is secure.
+
+    A client checks the key before it joins. A client of a secure job joins without the number of its samples.
+    """
     running: Service = request.app.state.service
-    return {"public_key": running.client_tokens.key.public}
+    wanted = grant.job or job
+    secure = False if wanted is None else is_secure(await running.store.get(wanted))
+    return {"public_key": running.client_tokens.key.public, "secure": secure}
 
 
 @router.post("/client/join", response_model=JoinOut)
@@ -188,9 +194,12 @@ async def join(body: JoinIn, grant: Granted, request: Request) -> Any:
     _check_remote(job)
     if job.status.terminal:
         raise Conflict(f"job {job.id} has ended: {job.status}: {job.reason or ''}", status=409, code="ended")
+    samples = 0 if is_secure(job) else body.samples  # a secure round counts samples under its masks
+    if samples is None:
+        raise ConfigError("the client's number of samples is missing: give samples", field="samples")
     mailbox = running.mailbox(job.id)
     await asyncio.to_thread(mailbox.prepare)
-    member = await asyncio.to_thread(mailbox.join, name, body.key, grant.id, body.samples)
+    member = await asyncio.to_thread(mailbox.join, name, body.key, grant.id, samples)
     return {
         "job": job.id,
         "name": name,
@@ -304,6 +313,12 @@ async def update(
     caller.service.receiving += 1
     try:
         order = await asyncio.to_thread(_open_order, caller, serial, True)
+        if order is not None and "secure" in order.facts:
+            raise Conflict(
+                f"order {serial} is a secure round: its updates are sent masked, in stages; use a newer rayps client",
+                status=409,
+                code="secure",
+            )
         if order is None:
             return JSONResponse({"serial": serial, "again": True}, 200)
         path = await asyncio.to_thread(caller.mailbox.part, serial, caller.member.number, rayps_sha256)
@@ -457,6 +472,12 @@ def _check_remote(job: JobRecord) -> None:
             field="job",
             code="not_remote",
         )
+
+
+def is_secure(job: JobRecord) -> bool:
+    """Return whether the updates of a job's real clients are summed under masks in all of its phases."""
+    phases = [] if own_names(job.spec.strategy) else parse(job.spec.strategy)
+    return any(getattr(phase.strategy, "secure", None) is not None for phase in phases)
 
 
 def _shown(mailbox: Mailbox) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class KeyOut(BaseModel):
     """The public key with which a client checks the signatures of orders."""
 
     public_key: str = Field(description="Ed25519; its fingerprint is in the token.")
+    secure: bool = Field(description="Whether the job's rounds are secure: then clients join without `samples`.")
 
 
 class JoinIn(BaseModel):
@@ -62,7 +63,7 @@ class JoinIn(BaseModel):
 
     name: str | None = Field(None, pattern=NAME)
     key: Key
-    samples: int = Field(ge=1, lt=2**53)
+    samples: int | None = Field(None, ge=1, lt=2**53, description="Left out in a secure job.")
     job: str | None = Field(None, pattern=JOB, description="Needed if the token is valid for any job.")
 
 
@@ -102,6 +103,22 @@ class UpdateOut(BaseModel):
 
     serial: int
     again: bool = Field(description="Whether an earlier update of this round was received; only the first one counts.")
+
+
+class StageOut(BaseModel):
+    """The answer after a stage of a secure round. `answer` is the signed text."""
+
+    kind: Literal["answer", "wait"]
+    answer: str | None = None
+    signature: str | None = None
+
+
+class WithdrawIn(BaseModel):
+    """Why a client takes no further part in a secure round."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    reason: str = Field(min_length=1, max_length=300)
 
 
 class PartOut(BaseModel):

@@ -73,6 +73,9 @@ def options_of(arguments: Sequence[str] | None) -> ClientOptions:
     parser.add_argument("--memory", type=float, metavar="MB", help="refuse rounds that need more memory than this")
     parser.add_argument("--traffic", type=float, metavar="MB", help="send and receive at most this much a day")
     parser.add_argument("--rate", type=float, metavar="KB/S", help="send and receive at most this much a second")
+    parser.add_argument(
+        "--peers", type=Path, metavar="FILE", help="the keys of all clients, by which they check each other"
+    )
     found = vars(parser.parse_args(arguments))
     from rayps_client.command import assignments_of
 

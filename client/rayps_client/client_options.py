@@ -34,3 +34,4 @@ class ClientOptions:
     memory: float | None = None  # MB
     traffic: float | None = None  # MB a day
     rate: float | None = None  # KB/s
+    peers: Path | None = None  # the keys of all clients, a line `NAME KEY` each

@@ -18,6 +18,7 @@ from rayps_client.local_trainer import LocalTrainer
 from rayps_client.participation import Participation
 from rayps_client.process import ClientProcess, Ended
 from rayps_client.schedule import hours_of
+from rayps_client.secure.pinned_keys import pinned_keys
 from rayps_client.signed_orders import NAME, ClientToken
 from rayps_client.values import Json
 
@@ -45,13 +46,17 @@ def run_client(
     if options.cpus is not None:
         use_cpus(options.cpus)
     trainer = make_trainer(options)
-    folder = ClientFolder((options.state or state_folder() / "clients") / job / name)
+    clients = options.state or state_folder() / "clients"
+    pinned = None if options.peers is None else pinned_keys(options.peers, name, clients / f"{name}.key")
+    folder = ClientFolder(clients / job / name)
     traffic = DailyTraffic(folder, _bytes(options.traffic, MEGABYTE))
     pace = None if options.rate is None else Pace(options.rate * 1000)
     line = Line(trust, options.proxy, LineMeter(traffic, pace))
     connection = ServiceConnection(url, str(token), options.patience, report, line=line)
     conditions = Participation(hours, options.on_charge, traffic, _bytes(options.memory, MEGABYTE))
-    process = ClientProcess(trainer, token, job, connection, folder, name=name, report=report, conditions=conditions)
+    process = ClientProcess(
+        trainer, token, job, connection, folder, name=name, report=report, conditions=conditions, pinned=pinned
+    )
     try:
         ended = process.run()
     finally:

@@ -19,11 +19,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypedDict
 
+import numpy as np
+
 from rayps_client.client_folder import ClientFolder
 from rayps_client.connection import ServiceConnection
 from rayps_client.errors import Conflict, NotFound, RaypsError, Unauthorized, Unreachable
 from rayps_client.global_model import fetch_global
 from rayps_client.local_trainer import LocalReply, LocalTask, LocalTrainer, RoundStart, layout_bytes
+from rayps_client.secure.pinned_keys import PinnedKeys
+from rayps_client.secure.quantise import ClientNumbers
+from rayps_client.secure.secure_replies import JoinedAs, SecureReplies
 from rayps_client.signed_orders import DEADLINE, ClientToken, OrderFacts, verified
 from rayps_client.update_codec import decode_start, encode_update
 
@@ -113,12 +118,15 @@ class ClientProcess:
         name: str | None = None,
         report: Callable[[str], None] = log.info,
         conditions: Conditions | None = None,
+        pinned: PinnedKeys | None = None,
     ) -> None:
+        """`pinned`: the keys by which clients check each other in secure rounds; None trusts the service for it."""
         self.trainer, self.token, self.job, self.name = trainer, token, job, name
         self._connection, self._folder, self._report = connection, folder, report
         self._conditions = conditions or Always()
         self._number, self._public_key, self._rounds = -1, "", 0
         self._last_reason, self._personal = "", False  # whether the job's clients have personal models
+        self._secure = SecureReplies(connection, folder.folder, pinned)
 
     def run(self) -> Ended:
         """Take part until the job has ended.
@@ -134,7 +142,9 @@ class ClientProcess:
         self.trainer.try_out()
         self._conditions.admit(layout_bytes(self.trainer.layout()))  # raises an error if no round can be trained here
         self._warn()
-        self.token.check(self._connection.call("GET", "/api/v1/client/key").json()["public_key"])
+        key = self._connection.call("GET", "/api/v1/client/key", params={"job": self.job}).json()
+        self.token.check(key["public_key"])
+        self._secure.read_key(key)
         try:
             self.join()
             return self._run_rounds()
@@ -183,13 +193,14 @@ class ClientProcess:
 
     def join(self) -> None:
         """Join the job and receive this client's number. A client that joins again receives the same number."""
-        samples = self.trainer.samples
-        body = {"name": self.name, "key": self._folder.key, "samples": samples, "job": self.job}
+        samples = f"{self.trainer.samples} samples" + (" that stay secret" if self._secure.required else "")
+        sent = None if self._secure.required else self.trainer.samples
+        body = {"name": self.name, "key": self._folder.key, "samples": sent, "job": self.job}
         found = self._connection.call("POST", "/api/v1/client/join", json=body).json()
         self._number, self._public_key, self.name = int(found["number"]), found["public_key"], found["name"]
         self.token.check(self._public_key)
         self._folder.record_number(self._number)
-        self._report(f"joined job {self.job} as {self.name}, client {self._number}, with {samples} samples")
+        self._report(f"joined job {self.job} as {self.name}, client {self._number}, with {samples}")
 
     def _headers(self, **more: str) -> dict[str, str]:
         return {"Rayps-Client": f"{self.job}:{self._number}:{self._folder.key}", **more}
@@ -242,7 +253,7 @@ class ClientProcess:
             reply.buffers = {}
         seconds = time.monotonic() - began
         order |= {"trained": seconds, "ends": asked + float(order["seconds"]) - _TRANSIT_SECONDS}
-        if self._send(order, reply):
+        if self._add_to_sum(order, reply, start) if self._secure.expects(order) else self._send(order, reply):
             if reply.state:
                 self._folder.save_state(at, serial, name, reply.state, order["since"])
             self._folder.finish_order(serial, at)
@@ -269,6 +280,20 @@ class ClientProcess:
             self._update_not_counted(order, error)
             return False
         return True
+
+    def _add_to_sum(self, order: OrderFacts, reply: LocalReply, start: RoundStart) -> bool:
+        """Take part in the sum of a secure round; return whether this client's update is in it."""
+        update = reply.w.array().astype(np.float64) - start.w.array()
+        numbers = ClientNumbers(update, reply.n, reply.loss, reply.samples)
+        joined = JoinedAs(self.job, self._number, self.name or "", self._headers())
+        why = self._secure.send(order, numbers, joined, self._verified_text)
+        if why is not None:
+            self._folder.finish_order(order["serial"], None)
+            self._report(f"round {order['round']}: this client's update is not in the sum: {why}")
+        return why is None
+
+    def _verified_text(self, text: str, signature: str) -> OrderFacts:
+        return verified(text, signature, self._public_key, self.token.fingerprint)
 
     def _update_not_counted(self, order: OrderFacts, error: RaypsError) -> None:
         if error.data.get("code") not in ("late", "no_order", "not_asked"):

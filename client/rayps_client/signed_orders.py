@@ -21,6 +21,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from rayps_client.errors import ConfigError, Unauthorized
+from rayps_client.secure.secure_facts import SecureFacts
 from rayps_client.values import JsonObject, Keywords
 
 _DOMAIN = b"rayps: an order to a federated client, 1\n"
@@ -141,6 +142,7 @@ class OrderFacts(TypedDict, total=False):
     tick: int  # step of the workload's learning-rate schedule; left out without a schedule
     personal: bool  # whether the job's clients have personal models
     parameters: OrderedParameters
+    secure: SecureFacts  # left out unless updates are aggregated securely
     serial: int  # number of the order in the job
     job: str
     client: int  # the client's number

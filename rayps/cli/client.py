@@ -65,6 +65,14 @@ def client(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Set a parameter of the workload, as the job has it."),
     ] = None,
+    peers: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The keys of all clients, a line `NAME KEY` each: this client then takes part in secure rounds only, "
+            "and checks in them that the service has exchanged no key and shows all clients the same survivors.",
+        ),
+    ] = None,
     certificate: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The only certificates (PEM) that are trusted for https.")
     ] = None,
@@ -121,6 +129,7 @@ def client(
         memory=memory,
         traffic=traffic,
         rate=rate,
+        peers=peers,
     )
     if not run_client(options, _trainer, show.note).succeeded:
         raise typer.Exit(1)
@@ -273,7 +282,7 @@ def joined(
                 c["number"],
                 c["name"],
                 c["state"],
-                c["samples"],
+                c["samples"] or "secret",
                 "" if c["seen_seconds"] is None else f"{c['seen_seconds']:.0f} s ago",
                 c["doing"],
             ]

@@ -7,7 +7,8 @@
     clip                    w_k - w_t is scaled down to the norm `clip`
        (local privacy)      a client would add its noise here, to its own clipped update
     sum                     rule "mean": the n_k w_k are added in fixed point (`exact_sum`), in one sum over all workers
-       (secure aggregation) masks would be added here: limbs are integers modulo 2^64, and only their sum is read
+       (secure aggregation) not here: real clients send masked whole numbers (`secure_rounds`), and their sum is the
+                            round's result: there is no reply to screen, and no rule but the mean
     rule                    the other rules need all updates at once: they are gathered on each worker, as the rows of a
                             matrix in cohort order; buffers and `sums` of the clients are combined by the same rule,
                             each as a matrix of its own
@@ -81,6 +82,7 @@ class RoundAggregate:
     buffers: Tensor | None = None
     chosen: list[int] | None = None  # the clients that krum, multi_krum or bulyan chose; None under other rules
     skipped: str | None = None  # why the round has no result, so that the model is unchanged; None if it has one
+    void: bool = False  # whether a secure round could not be summed; then `skipped` says why
     noise: float = 0.0  # standard deviation of the noise on each element of `delta`
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from rayps_client.secure.quantise import SummedNumbers
 from torch import Tensor
 
 from rayps.core.errors import ConfigError
@@ -133,9 +134,7 @@ class FederatedEngine:
         reading = self.trainer.reading - read
         w.meter.data += reading
         w.meter.compute += time.perf_counter() - began - reading
-        if self.private is not None:
-            self.private.release(self._aggregate, clip, w.position)
-        outcome = self._aggregate.combine(w.ring, w.shared)
+        outcome = self._combine(self.source.summed(w_t), clip)
         outcome.noise = 0.0 if self.private is None else self.private.noise(clip)
         chosen = None if outcome.chosen is None else frozenset(outcome.chosen)
         for client, loss, n in self._losses if self.private is None else ():
@@ -157,6 +156,22 @@ class FederatedEngine:
         self._begun, self._counted = self._begun + 1, self._counted or not why
         if w.position >= w.plan.end and not self._counted and w.rank == 0:
             self._warn(why, rejected)
+
+    def _combine(self, summed: tuple[RoundAggregate, SummedNumbers | None] | None, clip: float) -> RoundAggregate:
+        """Combine the replies of a round, or take the sum `summed` of a secure round; add the noise of a private job.
+
+        A void secure round releases nothing, so it has no noise and is not charged.
+        """
+        w = self.w
+        if summed is not None and (self.private is None or summed[1] is None):
+            if summed[1] is not None:
+                w.meter.add_loss(summed[1].loss / summed[1].weight, summed[1].samples, summed[1].samples)
+            return summed[0]
+        if summed is not None and summed[1] is not None:
+            self._aggregate.add_noise(torch.from_numpy(summed[1].update), {})  # the sum itself; the noise follows
+        if self.private is not None:
+            self.private.release(self._aggregate, clip, w.position)
+        return self._aggregate.combine(w.ring, w.shared)
 
     def _ends(self, private: PrivateRounds) -> bool:
         """Return whether the budget allows no more release: the phase then ends without this round."""
@@ -220,7 +235,7 @@ class FederatedEngine:
         """
         w, strategy = self.w, self.strategy
         if outcome.skipped is not None:
-            if outcome.count:
+            if outcome.count or outcome.void:
                 return outcome.skipped
             return "no reply could be used" if outcome.rejected else "no client replied"
         shared = self.private_layers.cut(w.flat.vector)

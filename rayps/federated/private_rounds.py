@@ -120,7 +120,7 @@ def private_job(strategy: FederatedView, clients: int | None) -> PrivateJob | No
     joining = joining_under(strategy)
     count = joining.least if joining is not None else clients
     assert count is not None, "simulated clients are counted"
-    return PrivateJob(strategy.privacy_spec, count, strategy.fraction, joining is not None)
+    return PrivateJob(strategy.privacy_spec, count, strategy.fraction, joining is not None, strategy.secure is not None)
 
 
 class _Releases:

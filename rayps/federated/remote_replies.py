@@ -8,6 +8,7 @@ joined.
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,24 +16,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from rayps_client.secure.quantise import SummedNumbers
 from torch import Tensor
 
 from rayps.core.errors import ConfigError, StaleGeneration, TrainingError
 from rayps.data.clients import ClientSummary
 from rayps.federated import remote_codec
 from rayps.federated.client import ClientReply
+from rayps.federated.combine_replies import RoundAggregate
 from rayps.federated.population.cohort import Ints, cohort_size, first
 from rayps.federated.remote.join_options import JoinOptions
 from rayps.federated.remote.mailbox import FOLDER, JoinedClient, Mailbox, RoundOrder
 from rayps.federated.remote.signed_orders import OrderFacts
 from rayps.federated.reply_source import Round
+from rayps.federated.secure_rounds import SecureRounds, SecureTotal, aggregate_of, listed, secure_rounds_of
 from rayps.federated.strategy_interface import deadline_of, joining_under
 
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
 
 PAUSE = 0.05  # seconds between two polls
-_SHOWN = 5  # the largest number of names in a message
 _LISTED = 60  # the largest number of clients in a summary
 
 
@@ -61,6 +64,9 @@ class RemoteReplies:
         self._files: dict[int, Path] = {}  # from client to the file of its update
         self._usable: list[int] = []  # clients whose updates have the right form
         self._like: tuple[Tensor, Mapping[str, Tensor]] = engine.w.flat.vector, {}  # expected form of an update
+        # the secure rounds, and the result of the current one; None: the service sees each update
+        self._secure = secure_rounds_of(engine, self._mailbox)
+        self._total: SecureTotal | None = None
 
     # ---- clients
 
@@ -100,6 +106,7 @@ class RemoteReplies:
         """
         there = self._wait_for_clients(t)
         w, strategy, side, private = self._engine.w, self._strategy, self._engine.side, self._engine.private
+        self._total = None
         if private is None:
             chosen = first(w.plan.seed, t, there, cohort_size(len(there), strategy.fraction)).tolist()
         else:  # the number that is asked is fixed, as the divisor is
@@ -125,11 +132,30 @@ class RemoteReplies:
         self._like = part.cut(w_t), {} if side.keeps_buffers else part.without_private(buffers)
         most = remote_codec.most_bytes(self._like[0], side.sums, self._like[1])
         asked = dict(zip(chosen, self.names(chosen), strict=True))
+        if self._secure is not None:
+            return self._secure_round(self._secure, facts, asked, raw)
         order = self._mailbox.open_round(facts, asked, self._deadline, most, raw)
         self._wait_for(order)
         self._files, self._open = self._mailbox.close_round(order.serial), order
         self._mailbox.write_waits(None)
         return self._check_updates(order)
+
+    def _secure_round(self, secure: SecureRounds, facts: OrderFacts, asked: dict[int, str], raw: bytes) -> Round:
+        """Run a secure round, or take the stored sum of the same round."""
+        facts = {**facts, "secure": secure.facts(len(asked))}
+        total, begun = secure.stored(facts, hashlib.sha256(raw).hexdigest()), time.time()
+        if total is None:
+            order = self._mailbox.open_round(facts, asked, self._deadline, secure.most_bytes(facts["secure"]), raw)
+            total, begun = secure.run(order, self._wait_with), order.begun
+            self._mailbox.close_round(order.serial)
+            self._open = order
+        self._mailbox.write_waits(None)
+        self._total, self.refused = total, []
+        return Round(total.sampled, sorted(total.dropped.items()), begun, time.time(), total.survivors)
+
+    def summed(self, w_t: Tensor) -> tuple[RoundAggregate, SummedNumbers | None] | None:
+        """Return the result of a secure round, and its sums unless it is void. None: the rounds are not secure."""
+        return None if self._total is None else (aggregate_of(self._total, w_t), self._total.numbers)
 
     def replies(self) -> Iterator[tuple[int, ClientReply]]:
         """Yield the usable replies, in the order of clients. Only one reply is in memory at a time."""
@@ -184,9 +210,9 @@ class RemoteReplies:
                 self._report_clients()
                 return np.asarray(there, dtype=np.int64)
             away = [self._members[n].name for n, state in states.items() if state == "away"]
-            here = _listed([self._members[n].name for n in there])
+            here = listed([self._members[n].name for n in there])
             waits = f"round {t} waits for {least - len(there)} more of {_clients(least)}; connected: {here or 'none'}"
-            waits += f"; away: {_listed(away)}" if away else ""
+            waits += f"; away: {listed(away)}" if away else ""
             if time.monotonic() - began > self._joining.wait:
                 raise TrainingError(
                     f"{waits}; it has waited {self._joining.wait:g} s: let clients join with `rayps client`, or raise "
@@ -204,12 +230,16 @@ class RemoteReplies:
             left = order.begun + order.deadline - time.time()
             if not missing or left <= 0:
                 return
-            names = _listed([order.sampled[n] for n in sorted(missing)])
+            names = listed([order.sampled[n] for n in sorted(missing)])
             self._mailbox.write_waits(
                 f"round {order.round} waits for {names}: {len(arrived)} of {len(order.sampled)} have "
                 f"replied; the deadline is {_seconds(order.deadline)} after the round's start"
             )
             self._pause()
+
+    def _wait_with(self, waits: str) -> None:
+        self._mailbox.write_waits(waits)
+        self._pause()
 
     def _takes_no_part(self, number: int) -> bool:
         """Return whether a client has left, or has said that it takes part in no round now."""
@@ -232,7 +262,8 @@ class RemoteReplies:
                 return
             facts = self._summary()
             joined = f"{_clients(self.count)} {'has' if self.count == 1 else 'have'} joined"
-            self._engine.w.event("clients", f"{joined}, with {facts['rows']} samples", **facts)
+            rows = "their numbers of samples are secret" if self._secure else f"with {facts['rows']} samples"
+            self._engine.w.event("clients", f"{joined}, {rows}", **facts)
 
 
 def create_mailbox(folder: Path | None) -> str:
@@ -281,8 +312,3 @@ def _clients(count: int) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:g} s"
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -74,6 +74,9 @@ class SimulatedReplies:
     def report_rejected(self, rejected: list[tuple[int, str]]) -> None:
         """Do nothing: simulated clients do not use the reasons."""
 
+    def summed(self, w_t: Tensor) -> None:
+        """Return None: simulated clients reply one by one."""
+
     def round(self, t: int, w_t: Tensor, shared: dict[str, Tensor], buffers: Tensors) -> Round:
         """Plan round `t`, choose the trainings that this worker runs, and return the round's clients."""
         clock = shared[_CLOCK].cpu().numpy() if _CLOCK in shared and t else clock_at()

@@ -90,6 +90,10 @@ class FederatedView(StrategyView, Protocol):
         """How the job waits for real clients (`rayps.federated.remote.join_options`); None means simulated clients."""
 
     @property
+    def secure(self) -> Json:
+        """How real clients' updates are summed unseen (`rayps.federated.remote.secure_options`), or None."""
+
+    @property
     def client_side(self) -> ClientSide:
         """What a client stores, and what it sends in addition to its update."""
 

@@ -142,6 +142,13 @@ def parse(given: StrategySpec, folder: str | Path | None = None) -> list[Phase]:
                 "write [(2, ParameterServer()), AllReduce()]",
                 field="strategy",
             )
+    secure = {getattr(phase.strategy, "secure", None) is not None for phase in phases if phase.strategy.rows.remote}
+    if len(secure) > 1:
+        raise ConfigError(
+            "some phases of this job are secure and others are not: the others would show each update. Give all "
+            "phases secure=...",
+            field="secure",
+        )
     return phases
 
 

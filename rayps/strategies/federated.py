@@ -27,6 +27,9 @@ with them, and only that client is evaluated with them. `finetune`: at each eval
 evaluation data trains a copy of w for this number of epochs. The copy is evaluated on the client's rows, for the
 metrics `personal_*`.
 
+`secure`: the updates of real clients are summed under masks, so that no update is seen
+(`rayps.federated.remote.secure_options`).
+
 `report`: with "clients", each round reports how single clients' updates differ (`rayps.federated.client_scores`), for
 `Result.client_report` and `rayps report JOB --clients`.
 
@@ -53,6 +56,7 @@ from rayps.federated.local_training import LocalTraining
 from rayps.federated.population.options import PopulationSpec, check_fraction
 from rayps.federated.private_options import check_private
 from rayps.federated.remote.join_options import joining_of
+from rayps.federated.remote.secure_options import SecureOptions, secure_of
 from rayps.federated.strategy_interface import Buffered, ClientSide
 from rayps.privacy.options import PrivacySpec, privacy_of
 from rayps.strategies.base import Strategy
@@ -79,6 +83,7 @@ class Federated(FlatOptions, Strategy):
     finetune: int | None = None
     privacy: Json | PrivacySpec = None
     clients: Json = None
+    secure: Json = None
     report: str | None = None
     loop: ClassVar[str] = FEDERATED_ROUNDS
     # names of vectors in `c.reply`, each as long as w, which are summed over clients without weights
@@ -102,6 +107,9 @@ class Federated(FlatOptions, Strategy):
         if joining_of(self.clients) is not None:
             self._check_for_real_clients()
         object.__setattr__(self, "privacy", privacy_of(self.privacy))
+        secure = secure_of(self.secure)
+        if secure is not None:
+            self._check_for_secure_sums(secure)
         check_private(self)
 
     def _check_for_real_clients(self) -> None:
@@ -121,6 +129,27 @@ class Federated(FlatOptions, Strategy):
                 "fedavg, fedprox, scaffold, ditto or a server optimizer (fedavgm, fedadam, ...)",
                 field="clients",
             )
+
+    def _check_for_secure_sums(self, secure: SecureOptions) -> None:
+        """Check that the server needs nothing but the weighted sum of the updates."""
+        private, weight = self.privacy_spec, self.weight(7, 0)
+        ways = [
+            (self.clients is None, "the clients are simulated here, where each update is seen: give clients=remote"),
+            (self.aggregation.rule != "mean", "a robust rule compares the updates one by one: leave rule out"),
+            (self.aggregation.clip is not None, "it clips updates itself: give clip in secagg(clip=...) only"),
+            (bool(self.sums), f"{self.name} also sums vectors without a bound: use fedavg, fedprox or fedadam"),
+            (weight not in (1, 7), f"{self.name} weights replies by other numbers than their samples: use fedavg"),
+            (weight == 1 and secure.max_weight != 1, "all clients have equal weight: give secagg(max_weight=1)"),
+            (self.report is not None, "a report looks at single updates: leave report out"),
+        ]
+        if private is not None:
+            ways += [
+                (private.clip != secure.clip, f"privacy has clip={private.clip}: give both the same number"),
+                (secure.max_weight != 1, "under privacy all clients have equal weight: give secagg(max_weight=1)"),
+            ]
+        for wrong, why in ways:
+            if wrong:
+                raise ConfigError(f"secure is {self.secure!r}, but {why}", field="secure")
 
     @property
     def privacy_spec(self) -> PrivacySpec | None:

@@ -69,11 +69,11 @@ class Statistics(Federated):
                 "or leave rows_per_client out",
                 field="rows_per_client",
             )
-        if self.private is not None:
+        if self.privacy_spec is not None:
             self._check_privacy()
 
     def _check_privacy(self) -> None:
-        spec = self.private
+        spec = self.privacy_spec
         assert spec is not None, "the job is private"
         if spec.clip != 1.0:
             raise ConfigError(

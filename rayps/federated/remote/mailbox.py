@@ -13,6 +13,7 @@
     rounds/SERIAL/inbox/NUMBER   each client's update; by the service
     rounds/SERIAL/taken/NUMBER   the updates after the worker has closed the round and renamed `inbox` to `taken`
     rounds/SERIAL/verdicts.json  why updates of the round did not count; by the worker
+    rounds/SERIAL/stages/        the messages of a secure round (`rayps.federated.remote.stage_folder`)
 
 Every file is created complete, by rename or link. The rename of a round's inbox closes the round: an update is either
 in the inbox or late, never both, and two workers cannot both take the update. A serial number is used once. If a worker
@@ -32,10 +33,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from rayps_client.secure.protocol import Stage
+
 from rayps.core.errors import Conflict, NotFound, Unauthorized
 from rayps.core.records import read_json
 from rayps.core.values import Keywords
 from rayps.federated.remote.signed_orders import OrderFacts
+from rayps.federated.remote.stage_folder import StageFolder
 
 FOLDER = "clients"  # name of the mailbox folder, in the job's folder
 AWAY_SECONDS = 20.0  # a client that has sent no request for this many seconds is not asked
@@ -243,6 +247,7 @@ class Mailbox:
         order = self.newest()
         if order is not None:
             (self._round(order.serial) / "inbox" / str(number)).unlink(missing_ok=True)
+            self.stages(order.serial).revoke(number)
 
     def _too_late(self, serial: int) -> Exception:
         if self._round(serial).is_dir():
@@ -310,12 +315,15 @@ class Mailbox:
             return before
         if before is not None:
             self.close_round(before.serial)
+            self.stages(before.serial).delete()
         serial = max(self._serials(), default=0) + 1
         order = RoundOrder(
             serial, int(facts["round"]), sampled, time.time(), deadline, most_bytes, {**facts, "serial": serial}
         )
         making = self._rounds / f".{serial}-{secrets.token_hex(4)}"
         (making / "inbox").mkdir(parents=True, mode=0o700)
+        if "secure" in facts:
+            StageFolder(making).open(Stage.ADVERTISE)  # open before any client can have the order
         (making / PARAMETERS).write_bytes(parameters)
         _write(making / "order.json", asdict(order))
         making.rename(self._round(serial))
@@ -361,6 +369,15 @@ class Mailbox:
             return sorted(int(path.name) for path in self._rounds.iterdir() if path.name.isdigit())
         except FileNotFoundError:
             return []
+
+    @property
+    def job(self) -> str:
+        """The job's id, which is the name of the job's folder."""
+        return self.folder.parent.name
+
+    def stages(self, serial: int) -> StageFolder:
+        """Return the stages of a secure round."""
+        return StageFolder(self._round(serial))
 
     def _round(self, serial: int) -> Path:
         return self._rounds / str(serial)

@@ -1,0 +1,138 @@
+"""The routes by which real clients exchange the messages of secure rounds (`rayps.federated.remote.stage_folder`).
+
+The service moves messages between clients and the worker, and signs the worker's answers like orders. A message of a
+client that has dropped out is refused before it is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
+from fastapi.responses import JSONResponse
+from rayps_client.secure.protocol import Stage
+from rayps_client.secure.service_stages import answer_text
+from starlette.requests import ClientDisconnect
+
+from rayps.core.errors import Conflict
+from rayps.federated.remote.mailbox import RoundOrder
+from rayps_api.routes_clients import LONGEST_WAIT, MOST_UPDATES, Caller, Joined, Serial
+from rayps_api.schemas import problems
+from rayps_api.schemas_clients import StageOut, UpdateOut, WithdrawIn
+
+_PAUSE = 0.05  # seconds between two looks for an answer
+
+router = APIRouter(prefix="/api/v1", tags=["clients"], responses=problems(400, 401, 403, 404, 409, 413, 422))
+
+
+@router.put(
+    "/client/rounds/{serial}/stages/{stage}",
+    status_code=201,
+    response_model=UpdateOut,
+    responses={200: {"model": UpdateOut}, **problems(429)},
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+        }
+    },
+)
+async def message(
+    serial: Serial,
+    stage: Stage,
+    caller: Joined,
+    request: Request,
+    rayps_sha256: Annotated[str, Header(pattern=r"^[0-9a-f]{64}$", description="The SHA-256 hash of the body.")],
+) -> Any:
+    """Receive a client's message of a stage. The first complete message counts. 409 if the client has dropped out."""
+    if caller.service.receiving >= MOST_UPDATES:
+        raise HTTPException(429, f"{MOST_UPDATES} updates are being received: retry", {"Retry-After": "1"})
+    caller.service.receiving += 1
+    try:
+        order = await asyncio.to_thread(_secure_order, caller, serial)
+        stages, number = caller.mailbox.stages(serial), caller.member.number
+        if await asyncio.to_thread(stages.has_message, stage, number):
+            return JSONResponse({"serial": serial, "again": True}, 200)
+        part = await asyncio.to_thread(stages.new_part, stage, number)
+        try:
+            await _receive(request, part, order.most_bytes, rayps_sha256)
+            new = await asyncio.to_thread(stages.deliver, stage, number, part)
+        finally:
+            part.unlink(missing_ok=True)
+    finally:
+        caller.service.receiving -= 1
+    return JSONResponse({"serial": serial, "again": not new}, 201 if new else 200)
+
+
+@router.get("/client/rounds/{serial}/stages/{stage}", response_model=StageOut)
+async def answer(
+    serial: Serial,
+    stage: Stage,
+    caller: Joined,
+    request: Request,
+    wait: Annotated[float, Query(ge=0, le=LONGEST_WAIT, allow_inf_nan=False)] = 20.0,
+) -> Any:
+    """Return the answer after a stage, signed. Wait up to `wait` seconds for it. 409 if the client has dropped out."""
+    ends, stages = time.monotonic() + wait, caller.mailbox.stages(serial)
+    await asyncio.to_thread(_secure_order, caller, serial)
+    while True:
+        found = await asyncio.to_thread(stages.answer, stage, caller.member.number)
+        if found is not None:
+            text = answer_text(caller.job, caller.member.number, serial, stage, found)
+            return StageOut(kind="answer", answer=text, signature=caller.service.client_tokens.key.sign(text))
+        if time.monotonic() >= ends or caller.service.closing.is_set() or await request.is_disconnected():
+            return StageOut(kind="wait")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(caller.service.closing.wait(), _PAUSE)
+
+
+@router.post("/client/rounds/{serial}/withdraw", status_code=204)
+async def withdraw(serial: Serial, body: WithdrawIn, caller: Joined) -> Response:
+    """Record that a client takes no further part in a secure round, so that no stage waits for it."""
+    await asyncio.to_thread(caller.mailbox.stages(serial).withdraw, caller.member.number, body.reason)
+    return Response(status_code=204)
+
+
+async def _receive(request: Request, part: Path, most: int, digest: str) -> None:
+    """Write the request's body into the file `part`, block by block.
+
+    Raises:
+        HTTPException: the body is too long or incomplete, or its hash is wrong.
+        Conflict: the stage was closed.
+    """
+    found, size = hashlib.sha256(), 0
+    try:
+        with part.open("xb") as file:
+            async for block in request.stream():
+                size += len(block)
+                if size > most:
+                    raise HTTPException(413, f"a message of this round has {most} bytes at most")
+                found.update(block)
+                await asyncio.to_thread(file.write, block)
+    except FileNotFoundError:
+        raise Conflict("the round is closed: the message is too late", status=409, code="late") from None
+    except ClientDisconnect:
+        raise HTTPException(400, "the message is incomplete: the connection was closed") from None
+    if found.hexdigest() != digest:
+        raise HTTPException(422, "the message's hash is not the one in Rayps-Sha256: send it again")
+
+
+def _secure_order(caller: Caller, serial: int) -> RoundOrder:
+    """Return this client's order of a secure round.
+
+    Raises:
+        Conflict: the round is closed, is not secure, or the order is not for this client.
+    """
+    order = caller.mailbox.newest()
+    if order is None or order.serial != serial or not caller.mailbox.is_open(serial):
+        raise Conflict(f"order {serial} is closed: its messages are too late and do not count", status=409, code="late")
+    if caller.member.number not in order.sampled or "secure" not in order.facts:
+        raise Conflict(
+            f"order {serial} is not a secure round for the client {caller.member.name}", status=409, code="not_asked"
+        )
+    return order

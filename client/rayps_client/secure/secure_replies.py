@@ -1,0 +1,100 @@
+"""How a real client replies in a secure job: not with its update, but by taking part in the round's sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rayps_client.errors import ConfigError, Conflict, NotFound, TrainingError, Unauthorized
+from rayps_client.secure.pinned_keys import PinnedKeys
+from rayps_client.secure.quantise import ClientNumbers
+from rayps_client.secure.release_record import ReleaseRecord
+from rayps_client.secure.service_stages import Connection, ServiceStages
+from rayps_client.secure.take_part import SecureClient, take_part
+
+_OWN_REASONS = ("begun", "repeated", "refused")  # codes of Conflict by which this client itself takes no part
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedAs:
+    """A client in its job, since it has joined."""
+
+    job: str
+    number: int
+    name: str
+    headers: Mapping[str, str]  # which name this client in requests
+
+
+class SecureReplies:
+    """The replies of one client in a secure job."""
+
+    def __init__(self, connection: Connection, folder: Path, pinned: PinnedKeys | None = None) -> None:
+        """`folder`: the client's own folder. `pinned`: the keys by which clients check each other, or None."""
+        self._connection, self._pinned = connection, pinned
+        self._record = ReleaseRecord(folder)
+        self.required = False  # whether the job is secure: the client joins without the number of its samples
+
+    def read_key(self, key: Mapping[str, Any]) -> None:
+        """Learn whether the job is secure from `key`, the service's answer with its public key.
+
+        Raises:
+            ConfigError: this client has pinned keys, but the job is not secure.
+        """
+        self.required = bool(key.get("secure"))
+        if self._pinned is not None and not self.required:
+            raise ConfigError(
+                "this client was started with --peers, but the job would show its updates to the service: submit the "
+                "job with\nsecure=secagg(clip=...,verify=true), or leave --peers out",
+                field="peers",
+            )
+
+    def expects(self, order: Mapping[str, Any]) -> bool:
+        """Return whether an order is for a secure round.
+
+        Raises:
+            Unauthorized: the order is for a plain round, in a job that was secure when this client joined.
+        """
+        found = "secure" in order
+        if self.required and not found:
+            raise Unauthorized(
+                "this client refused an order of the service: it would show the client's update, but the job was "
+                "secure when the client joined",
+                code="refused",
+            )
+        return found
+
+    def send(
+        self,
+        order: Mapping[str, Any],
+        numbers: ClientNumbers,
+        joined: JoinedAs,
+        verify: Callable[[str, str], Mapping[str, Any]],
+    ) -> str | None:
+        """Take part in the sum of a round. Return None, or why this client's numbers are not in it.
+
+        `verify` checks the service's signature of a text, and returns the facts in the text.
+
+        Raises:
+            Unauthorized: a message was forged.
+            ConfigError: the order does not fit this client's options.
+        """
+        serial = int(order["serial"])
+        stages = ServiceStages(self._connection, joined.headers, (joined.job, joined.number, serial), verify)
+        client = SecureClient(joined.job, joined.number, joined.name, self._record, self._pinned)
+        try:
+            take_part(client, serial, order["secure"], (numbers, _name(order)), stages)
+        except (Conflict, NotFound, TrainingError) as error:
+            if isinstance(error, TrainingError) or error.data.get("code") in _OWN_REASONS:
+                stages.withdraw(error.message)
+            elif error.data.get("code") not in ("late", "no_order", "not_asked"):
+                raise
+            return error.message
+        return None
+
+
+def _name(order: Mapping[str, Any]) -> str:
+    """Return the name of what a client trains from in a round: the same name means the same update."""
+    at = int(order["phase"]) + int(order["round"])
+    return f"round {at} from {order['parameters']['sha256']} with seed {order['seed']}"

@@ -1,0 +1,218 @@
+"""A client's side of a secure round: each method takes the server's answer and returns the next message.
+
+The methods are called once each, in the order of the stages. All secrets are made here, live in this object, and end
+with it. Nothing is released that `ReleaseRecord` has not written before.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from rayps_client.errors import Unauthorized
+from rayps_client.secure import shamir
+from rayps_client.secure.graph import shares_needed
+from rayps_client.secure.masks import add_mask, agree, new_private, public_of
+from rayps_client.secure.pinned_keys import PinnedKeys
+from rayps_client.secure.protocol import (
+    AdvertisedKeys,
+    RoundName,
+    Stage,
+    VoidRound,
+    encode,
+    numbered,
+    seed_digest,
+    survivors_text,
+    texts,
+)
+from rayps_client.secure.quantise import Words
+from rayps_client.secure.release_record import ReleaseRecord
+from rayps_client.values import Json
+
+_NONCE = 12  # bytes
+_TWO_SHARES = 2 * shamir.SHARE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRules:
+    """Who this client is in a round, and what it insists on."""
+
+    round: RoundName
+    number: int
+    name: str
+    threshold: float  # more than this fraction of a closed neighbourhood must hold shares of a secret to recover it
+    least: int  # with fewer survivors the client releases nothing
+    pinned: PinnedKeys | None = None  # None: the server is trusted to hand out the clients' own keys
+
+
+class SecureTurn:
+    """One client in one secure round."""
+
+    def __init__(self, rules: TurnRules, record: ReleaseRecord) -> None:
+        self._rules, self._record = rules, record
+        self._stage: Stage | None = None
+        self._seal, self._mask, self._seed = new_private(), new_private(), secrets.token_bytes(shamir.SECRET_BYTES)
+        self._neighbours: dict[int, AdvertisedKeys] = {}
+        self._own_share = b""  # this client's share of its own seed
+        self._held: dict[int, tuple[bytes, bytes]] = {}  # from neighbour in U2 to shares of its mask key and its seed
+
+    @property
+    def _threshold(self) -> int:
+        return shares_needed(len(self._neighbours) + 1, self._rules.threshold)
+
+    def advertise(self) -> bytes:
+        """Return the message of `advertise_keys`.
+
+        Raises:
+            Conflict: this round was begun before.
+        """
+        self._enter(None, Stage.ADVERTISE)
+        rules = self._rules
+        self._record.begin(rules.round.serial)
+        keys = AdvertisedKeys(rules.name, public_of(self._seal), public_of(self._mask))
+        if rules.pinned is not None:
+            signature = rules.pinned.sign(keys.signed_text(rules.round, rules.number))
+            keys = AdvertisedKeys(keys.name, keys.seal, keys.mask, signature)
+        return encode(keys.facts())
+
+    def share(self, answer: Mapping[str, Json]) -> bytes:
+        """Return the message of `share_keys`, from the keys of the neighbours.
+
+        Raises:
+            Unauthorized: a neighbour's keys are not signed with its pinned key.
+            VoidRound: there are too few neighbours, or two of them have one key.
+        """
+        self._enter(Stage.ADVERTISE, Stage.SHARE)
+        rules, given = self._rules, answer["neighbours"]
+        assert isinstance(given, Mapping)
+        for other, facts in given.items():
+            assert isinstance(facts, Mapping)
+            self._neighbours[int(other)] = AdvertisedKeys.read(facts)
+        keys = [key for each in self._neighbours.values() for key in (each.seal, each.mask)]
+        if len(set(keys)) < len(keys) or rules.number in self._neighbours or not self._neighbours:
+            raise VoidRound("the neighbours' keys are not different keys of other clients")
+        for number, each in self._neighbours.items():
+            if rules.pinned is not None and not rules.pinned.verify(
+                each.name, each.signed_text(rules.round, number), each.signature
+            ):
+                raise Unauthorized(
+                    f"the keys of the client {each.name!r} are not signed with its key in the file of --peers: this "
+                    "client sends nothing",
+                    code="forged",
+                )
+        points = {number: number + 1 for number in (*self._neighbours, rules.number)}
+        parts = [shamir.split(secret, self._threshold, points.values()) for secret in (self._mask, self._seed)]
+        self._own_share = parts[1][points[rules.number]]
+        sealed = {
+            number: self._sealed(number, parts[0][points[number]] + parts[1][points[number]])
+            for number in self._neighbours
+        }
+        return encode({"sealed": texts(sealed), "digest": seed_digest(rules.round, rules.number, self._seed)})
+
+    def mask(self, answer: Mapping[str, Json], vector: Words, update: str) -> Words:
+        """Add all masks to `vector`, in place, and return it: the message of `masked_input`.
+
+        `update` names what was trained from what (`ReleaseRecord.send_update`).
+
+        Raises:
+            Unauthorized: a share was not sealed by its neighbour for this client and round.
+            VoidRound: too few neighbours have sent shares.
+            Conflict: a vector of this update was sent before.
+        """
+        self._enter(Stage.SHARE, Stage.MASK)
+        sealed = numbered(answer["sealed"])
+        if not sealed.keys() <= self._neighbours.keys() or len(sealed) + 1 < self._threshold:
+            raise VoidRound(f"{len(sealed)} neighbours have sent shares, and {self._threshold - 1} are needed")
+        self._held = {number: self._opened(number, raw) for number, raw in sealed.items()}
+        self._record.send_update(self._rules.round.serial, update)
+        add_mask(vector, self._seed, 1)
+        for number in self._held:
+            key = agree(
+                self._mask, self._neighbours[number].mask, pair_purpose(self._rules.round, self._rules.number, number)
+            )
+            add_mask(vector, key, 1 if self._rules.number < number else -1)
+        return vector
+
+    def confirm(self, answer: Mapping[str, Json]) -> bytes:
+        """Return the message of `consistency_check`: the signature of the survivors."""
+        self._enter(Stage.MASK, Stage.CONFIRM)
+        pinned = self._rules.pinned
+        text = survivors_text(self._rules.round, _numbers(answer["survivors"]))
+        return encode(texts({self._rules.number: b"" if pinned is None else pinned.sign(text)}))
+
+    def unmask(self, answer: Mapping[str, Json], confirmed: Mapping[str, Json] | None) -> bytes:
+        """Return the message of `unmasking`, from the survivors in `answer` and the signatures in `confirmed`.
+
+        `confirmed` is None if the round has no consistency check.
+
+        Raises:
+            VoidRound: too few clients have survived.
+            Unauthorized: with pinned keys: too few neighbours have signed the same survivors.
+            Conflict: shares were released in this round before.
+        """
+        self._enter(Stage.MASK if confirmed is None else Stage.CONFIRM, Stage.UNMASK)
+        rules, survivors = self._rules, frozenset(_numbers(answer["survivors"]))
+        near = survivors & self._held.keys()
+        if rules.number not in survivors or len(near) + 1 < self._threshold or len(survivors) < rules.least:
+            raise VoidRound(
+                f"{len(near)} neighbours of this client have survived, and {self._threshold - 1} are needed"
+            )
+        if rules.pinned is not None:
+            self._check_signatures(rules.pinned, survivors, {} if confirmed is None else confirmed)
+        seeds = {number: self._held[number][1] for number in near}
+        keys = {number: held[0] for number, held in self._held.items() if number not in survivors}
+        self._record.release(rules.round.serial, seeds, keys)
+        return encode({"seeds": texts({**seeds, rules.number: self._own_share}), "keys": texts(keys)})
+
+    def _check_signatures(self, pinned: PinnedKeys, survivors: frozenset[int], confirmed: Mapping[str, Json]) -> None:
+        text = survivors_text(self._rules.round, survivors)
+        signed = numbered(confirmed.get("signatures", {}))
+        valid = sum(
+            number in self._held and pinned.verify(self._neighbours[number].name, text, signature)
+            for number, signature in signed.items()
+        )
+        if valid + 1 < self._threshold:
+            raise Unauthorized(
+                f"{valid} neighbours have signed the survivors that the service names, and {self._threshold - 1} are "
+                "needed: this client releases no share",
+                code="refused",
+            )
+
+    def _sealed(self, to: int, shares: bytes) -> bytes:
+        nonce, purpose = os.urandom(_NONCE), self._rules.round.purpose("shares", self._rules.number, to)
+        return nonce + AESGCM(self._shared_key(to)).encrypt(nonce, shares, purpose)
+
+    def _opened(self, sender: int, sealed: bytes) -> tuple[bytes, bytes]:
+        purpose = self._rules.round.purpose("shares", sender, self._rules.number)
+        try:
+            found = AESGCM(self._shared_key(sender)).decrypt(sealed[:_NONCE], sealed[_NONCE:], purpose)
+        except (InvalidTag, ValueError) as error:
+            raise Unauthorized(
+                f"the shares of client {sender} were not sealed by it for this client and round", code="forged"
+            ) from error
+        if len(found) != _TWO_SHARES:
+            raise Unauthorized(f"the shares of client {sender} have {len(found)} bytes", code="forged")
+        return found[: shamir.SHARE_BYTES], found[shamir.SHARE_BYTES :]
+
+    def _shared_key(self, other: int) -> bytes:
+        low, high = sorted((self._rules.number, other))
+        return agree(self._seal, self._neighbours[other].seal, self._rules.round.purpose("seal", low, high))
+
+    def _enter(self, before: Stage | None, stage: Stage) -> None:
+        assert self._stage is before, f"{stage} follows {before}, not {self._stage}"
+        self._stage = stage
+
+
+def pair_purpose(round: RoundName, one: int, other: int) -> bytes:
+    """Return the purpose of the key from which two clients expand their common mask."""
+    return round.purpose("mask", *sorted((one, other)))
+
+
+def _numbers(value: Json) -> Sequence[int]:
+    assert isinstance(value, Sequence)
+    return [int(str(number)) for number in value]

@@ -1,0 +1,90 @@
+"""A client's secure round, from its numbers to the last message: the stages one after another, over any transport."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from rayps_client.errors import ConfigError
+from rayps_client.secure.pinned_keys import PinnedKeys
+from rayps_client.secure.protocol import RoundName, Stage
+from rayps_client.secure.quantise import ClientNumbers, Quantiser
+from rayps_client.secure.release_record import ReleaseRecord
+from rayps_client.secure.secure_facts import SecureFacts
+from rayps_client.secure.secure_turn import SecureTurn, TurnRules
+from rayps_client.values import Json
+
+
+class StageExchange(Protocol):
+    """The transport of a round's messages. Both methods retry until the service answers."""
+
+    def put(self, stage: Stage, message: bytes) -> None:
+        """Send this client's message of a stage. Raises Conflict if the stage is closed."""
+
+    def get(self, stage: Stage) -> Mapping[str, Json]:
+        """Wait for the server's answer after a stage. Raises Conflict if this client or the round has dropped out."""
+
+
+@dataclass(frozen=True, slots=True)
+class SecureClient:
+    """A client in a job's secure rounds."""
+
+    job: str
+    number: int
+    name: str
+    record: ReleaseRecord
+    pinned: PinnedKeys | None = None
+
+    def rules(self, serial: int, facts: SecureFacts) -> TurnRules:
+        """Return this client's rules for a round.
+
+        Raises:
+            ConfigError: this client has pinned keys, but the round has no consistency check.
+        """
+        if self.pinned is not None and not facts["verify"]:
+            raise ConfigError(
+                "this client was started with --peers, but the job does not let clients check each other: give\n"
+                "verify=true in the job's secure=secagg(...), or leave --peers out",
+                field="peers",
+            )
+        name = RoundName(self.job, serial)
+        return TurnRules(name, self.number, self.name, facts["threshold"], max(2, facts["least"]), self.pinned)
+
+
+def quantiser_of(facts: SecureFacts) -> Quantiser:
+    """Return how a round's numbers are written. Raises ConfigError if their sum might wrap."""
+    return Quantiser(
+        facts["clip"], facts["bits"], facts["max_weight"], facts["clients"], norm=facts["norm"], counts=facts["counts"]
+    )
+
+
+def take_part(
+    client: SecureClient, serial: int, facts: SecureFacts, trained: tuple[ClientNumbers, str], exchange: StageExchange
+) -> None:
+    """Add this client's numbers to the sum of a round.
+
+    `trained` has the numbers, and the name of what they were trained from (`ReleaseRecord.send_update`).
+
+    Raises:
+        Conflict: the client is too late, or has begun this round or sent this update before.
+        VoidRound: too few clients are left.
+        TrainingError: the numbers are not finite.
+        Unauthorized: a message was forged.
+        ConfigError: `facts` do not fit this client.
+    """
+    quantiser, (numbers, update) = quantiser_of(facts), trained
+    integers = quantiser.integers(numbers)
+    turn = SecureTurn(client.rules(serial, facts), client.record)
+    exchange.put(Stage.ADVERTISE, turn.advertise())
+    exchange.put(Stage.SHARE, turn.share(exchange.get(Stage.ADVERTISE)))
+    answer = exchange.get(Stage.SHARE)
+    # noise of the client's own (`noise.py`) is added to `integers` here, before any mask
+    vector = turn.mask(answer, quantiser.words(integers), update)
+    exchange.put(Stage.MASK, vector.tobytes())
+    survivors = exchange.get(Stage.MASK)
+    confirmed = None
+    if facts["verify"]:
+        exchange.put(Stage.CONFIRM, turn.confirm(survivors))
+        confirmed = exchange.get(Stage.CONFIRM)
+    exchange.put(Stage.UNMASK, turn.unmask(survivors, confirmed))

@@ -1,0 +1,252 @@
+"""The worker's side of secure rounds: open and close the stages in the mailbox, and unmask the sum.
+
+Clients train first and exchange keys afterwards: a client that fails or is late in training then has no keys, and costs
+the others nothing; and keys live for seconds, not for the hours of a training. No client's update exists on this side:
+the worker reads messages of which only the sum of all masked vectors can be unmasked.
+
+A worker that is lost is replaced by one that continues with the same messages (`ServerSum` has no secret). The sum of a
+round is stored before it is used: if the job returns to a checkpoint and repeats the round from the same parameters,
+the stored sum is used again. A second sum over other clients would show, by its difference, the update of one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from rayps_client.secure.protocol import Answer, RoundName, Stage, VoidRound
+from rayps_client.secure.quantise import EXTRAS, Quantiser, SummedNumbers, Words
+from rayps_client.secure.secure_facts import SecureFacts
+from rayps_client.secure.server_sum import ServerRules, ServerSum
+from rayps_client.secure.take_part import quantiser_of
+from torch import Tensor
+
+from rayps.core.errors import ConfigError
+from rayps.federated.buffer_statistics import BufferStatistics
+from rayps.federated.combine_replies import RoundAggregate
+from rayps.federated.remote.mailbox import Mailbox, RoundOrder
+from rayps.federated.remote.secure_options import SecureOptions, secure_of
+from rayps.federated.remote.signed_orders import OrderFacts
+
+if TYPE_CHECKING:
+    from rayps.federated.engine import FederatedEngine
+
+# the seconds that each stage may take, as fractions of the round's deadline; the first includes the training
+SHARES_OF_DEADLINE = {Stage.ADVERTISE: 0.6, Stage.SHARE: 0.1, Stage.MASK: 0.15, Stage.CONFIRM: 0.05, Stage.UNMASK: 0.1}
+_MESSAGE_BYTES = 1 << 16  # largest message of a stage, except for what grows with the clients and the vector
+_BYTES_PER_CLIENT = 512
+_SHOWN = 5  # the largest number of names in a message
+
+
+@dataclass(slots=True)
+class SecureTotal:
+    """The result of a secure round."""
+
+    sampled: list[int]  # the asked clients
+    survivors: list[int] = field(default_factory=list)  # whose updates are in the sum
+    numbers: SummedNumbers | None = None  # None: the round is void
+    void: str | None = None  # why the round is void
+    dropped: dict[int, str] = field(default_factory=dict)  # the other asked clients, and why
+
+
+class SecureRounds:
+    """The secure rounds of a job with real clients."""
+
+    def __init__(
+        self, mailbox: Mailbox, options: SecureOptions, least: int, size: int, *, private: bool = False
+    ) -> None:
+        """`least`: the fewest clients with which a round counts. `size`: the number of the model's parameters.
+
+        `private`: whether noise will be added to the sums, so that their sensitivity counts.
+        """
+        self.options, self._private = options, private
+        self._mailbox, self._least, self._size = mailbox, least, size
+
+    def facts(self, clients: int) -> SecureFacts:
+        """Return what the order of a round of `clients` clients says. Raises ConfigError if their sum might wrap."""
+        return self.options.facts(clients, self._least, self._size if self._private else None)
+
+    def most_bytes(self, facts: SecureFacts) -> int:
+        """Return the largest number of bytes of a message of a round."""
+        words = (self._size + EXTRAS) * quantiser_of(facts).word.itemsize
+        return max(words, _MESSAGE_BYTES + _BYTES_PER_CLIENT * facts["clients"])
+
+    def run(self, order: RoundOrder, pause: Callable[[str], None]) -> SecureTotal:
+        """Run the stages of a round until its sum is known or the round is void, and store the sum.
+
+        `pause` is called with what is waited for, and pauses for a moment.
+        """
+        facts, stages = order.facts["secure"], self._mailbox.stages(order.serial)
+        name, quantiser = RoundName(self._mailbox.job, order.serial), quantiser_of(facts)
+        server = ServerSum(ServerRules(name, facts["threshold"], facts["least"], self.options.degree))
+        run, found = _StageRun(order, self._mailbox, server, pause), SecureTotal(sorted(order.sampled))
+        try:
+            masked = self._run_stages(run, facts["verify"], quantiser)
+            total = server.total(_read(run.collect(Stage.UNMASK)), _vectors(masked, quantiser))
+            found.numbers, found.survivors = quantiser.read_sum(total), sorted(masked)
+        except VoidRound as void:
+            found.void = void.message
+        lost = {**run.lost, **stages.withdrawn(), **server.unusable}
+        found.dropped = {number: why for number, why in sorted(lost.items()) if number not in found.survivors}
+        if found.numbers is not None:
+            self._store(order.facts, found, total)
+        stages.delete()
+        return found
+
+    def _run_stages(self, run: _StageRun, verify: bool, quantiser: Quantiser) -> dict[int, Path]:
+        """Run all stages but the last. Return the files of the survivors' masked vectors."""
+        server = run.server
+        run.finish(Stage.ADVERTISE, server.advertised(_read(run.collect(Stage.ADVERTISE))), Stage.SHARE)
+        run.finish(Stage.SHARE, server.shared(_read(run.collect(Stage.SHARE))), Stage.MASK)
+        length = (self._size + EXTRAS) * quantiser.word.itemsize
+        whole = {}
+        for number, path in run.collect(Stage.MASK).items():
+            if path.stat().st_size == length:
+                whole[number] = path
+            else:
+                server.unusable[number] = f"its masked update has {path.stat().st_size} bytes, {length} were expected"
+        answers = server.masked(whole)
+        masked = {number: whole[number] for number in answers}
+        run.finish(Stage.MASK, answers, Stage.CONFIRM if verify else Stage.UNMASK)
+        if verify:
+            run.finish(Stage.CONFIRM, server.confirmed(_read(run.collect(Stage.CONFIRM))), Stage.UNMASK)
+        return masked
+
+    # ---- the sums of past rounds
+
+    def stored(self, facts: OrderFacts, parameters: str) -> SecureTotal | None:
+        """Return the result of an earlier order with the same training, if its sum is stored.
+
+        `parameters`: the SHA-256 hash of the parameters that clients start from.
+        """
+        path = self._path(facts, parameters)
+        try:
+            about = json.loads(path.with_suffix(".json").read_bytes())
+            quantiser = quantiser_of(about["secure"])
+            numbers = quantiser.read_sum(quantiser.read_words(path.read_bytes()))
+        except FileNotFoundError:
+            return None
+        dropped = {int(number): why for number, why in about["dropped"].items()}
+        return SecureTotal(about["sampled"], about["survivors"], numbers, None, dropped)
+
+    def _store(self, facts: OrderFacts, found: SecureTotal, total: Words) -> None:
+        """Store the sum of a round, and delete the sums of rounds to which the job never returns."""
+        path = self._path(facts, facts["parameters"]["sha256"])
+        about = {"sampled": found.sampled, "survivors": found.survivors}
+        path.parent.mkdir(exist_ok=True, mode=0o700)
+        path.with_suffix(".json").write_text(
+            json.dumps({**about, "dropped": found.dropped, "secure": facts["secure"]}), encoding="utf-8"
+        )
+        part = path.with_suffix(".part")
+        with part.open("wb") as file:
+            file.write(total.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)  # last: a sum without this file does not exist
+        for old in path.parent.glob("*.sum"):
+            if int(old.name.partition("-")[0]) < facts["since"]:
+                old.unlink(missing_ok=True)
+                old.with_suffix(".json").unlink(missing_ok=True)
+
+    def _path(self, facts: OrderFacts, parameters: str) -> Path:
+        """Return the file of the sum of a round, which is named by what its clients have trained from."""
+        at = facts["phase"] + facts["round"]
+        what = [at, facts["seed"], facts["strategy"], facts.get("tick"), parameters]
+        digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+        return self._mailbox.folder / "sums" / f"{at}-{digest}.sum"
+
+
+def secure_rounds_of(engine: FederatedEngine, mailbox: Mailbox) -> SecureRounds | None:
+    """Return the secure rounds of a job, or None if its strategy has no option `secure`.
+
+    Raises:
+        ConfigError: the model has buffers that clients would send.
+    """
+    options, strategy = secure_of(engine.strategy.secure), engine.strategy
+    if options is None:
+        return None
+    if BufferStatistics(engine.trainer.buffers).size and not engine.side.keeps_buffers:
+        raise ConfigError(
+            "secure aggregation sums updates of bounded norm, but this model has buffers without a bound (BatchNorm's "
+            "statistics):\ngive buffers=keep, by which each client keeps its own, or use GroupNorm or LayerNorm in the "
+            "model",
+            field="secure",
+        )
+    least, size = strategy.aggregation.min_replies, engine.w.flat.layout.size
+    return SecureRounds(mailbox, options, least, size, private=engine.private is not None)
+
+
+def aggregate_of(total: SecureTotal, w_t: Tensor) -> RoundAggregate:
+    """Return the result of a secure round as the strategy's `server` method takes it."""
+    found = RoundAggregate(None, None, {}, len(total.survivors), 0.0, skipped=total.void, void=total.void is not None)
+    if total.numbers is not None:
+        delta = torch.from_numpy(total.numbers.mean)
+        found.delta, found.weight = delta.to(w_t.dtype).cpu(), float(total.numbers.weight)
+        found.mean = (w_t.detach().cpu().double() + delta).to(w_t.dtype)
+    return found
+
+
+class _StageRun:
+    """The stages of one round, one after another."""
+
+    def __init__(self, order: RoundOrder, mailbox: Mailbox, server: ServerSum, pause: Callable[[str], None]) -> None:
+        self.server, self._order, self._mailbox, self._pause = server, order, mailbox, pause
+        self._stages = mailbox.stages(order.serial)
+        self._asked = sorted(order.sampled)  # who may send the message of the current stage
+        self.lost: dict[int, str] = {}  # why clients have dropped out
+
+    def collect(self, stage: Stage) -> dict[int, Path]:
+        """Wait for the messages of a stage, then close it. Return a dict from client to the file of its message."""
+        deadline = SHARES_OF_DEADLINE[stage] * self._order.deadline
+        ends = (self._order.begun if stage is Stage.ADVERTISE else time.time()) + deadline
+        while not self._stages.is_closed(stage):
+            arrived = self._stages.arrived(stage)
+            silent = arrived | self._stages.withdrawn().keys()
+            missing = [n for n in self._asked if n not in silent and not self._takes_no_part(n)]
+            enough = stage is Stage.UNMASK and self.server.suffices(arrived)
+            if not missing or enough or time.time() >= ends:
+                break
+            self._pause(
+                f"round {self._order.round} waits for {listed([self._order.sampled[n] for n in missing])}: "
+                f"{len(arrived)} of {len(self._asked)} have sent the message of the stage {stage}; this stage has "
+                f"{deadline:g} s of the round's deadline of {self._order.deadline:g} s"
+            )
+        found = self._stages.close(stage)
+        self.lost |= {n: self._why_silent(n, stage) for n in self._asked if n not in found and n not in self.lost}
+        return {number: path for number, path in found.items() if number in self._asked}
+
+    def finish(self, stage: Stage, answers: Mapping[int, Answer], following: Stage) -> None:
+        """Open the following stage, then publish the answers of this one."""
+        self._asked = sorted(answers)
+        self._stages.open(following)
+        self._stages.publish(stage, answers)
+
+    def _takes_no_part(self, number: int) -> bool:
+        return self._mailbox.state(number) == "left" or self._mailbox.is_away(number)
+
+    def _why_silent(self, number: int, stage: Stage) -> str:
+        why = {"left": "left", "away": "offline"}.get(self._mailbox.state(number), "deadline")
+        return f"{why} at {stage}"
+
+
+def listed(names: list[str]) -> str:
+    """Return up to five names as text."""
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _read(paths: Mapping[int, Path]) -> dict[int, bytes]:
+    return {number: path.read_bytes() for number, path in paths.items()}
+
+
+def _vectors(paths: Mapping[int, Path], quantiser: Quantiser) -> Iterator[Words]:
+    """Yield masked vectors, so that one of them is in memory at a time."""
+    for path in paths.values():
+        yield quantiser.read_words(path.read_bytes())

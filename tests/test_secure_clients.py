@@ -1,0 +1,408 @@
+"""Secure aggregation with real clients: real HTTP, real files, and no update on the service's side."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+import torch
+from client_site import All, Clinic, Own, until
+from rayps_client.errors import ConfigError, Unauthorized
+from rayps_client.secure.pinned_keys import PinnedKeys, pinned_keys, read_peers
+from rayps_client.secure.protocol import Stage
+from rayps_client.secure.quantise import Quantiser
+from rayps_client.secure.secure_replies import SecureReplies
+from small_work import train
+
+from rayps.clients.workload_trainer import WorkloadTrainer
+from rayps.cluster.local import surrounding
+from rayps.core.logs import LogBuffer
+from rayps.federated import remote_replies
+from rayps.federated.remote.mailbox import Mailbox
+from rayps.federated.remote.secure_options import secure_of
+from rayps.federated.remote.stage_folder import StageFolder
+from rayps.federated.secure_rounds import SecureRounds
+from rayps.strategies.catalogue import parse
+
+ROOT = Path(__file__).resolve().parent.parent
+PLAIN = "fedavg:local_epochs=2,deadline=500"
+STEP = 5 / (2**19 - 1)
+
+
+def secure(least: int, more: str = "") -> str:
+    return f"{PLAIN},secure=secagg(clip=5,bits=20{more}),clients=remote(least={least},wait=100)"
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(LogBuffer, "capture", lambda self: None)  # actors are threads: this process's own words
+    yield
+    os.chdir(ROOT)
+
+
+@pytest.fixture(scope="module")
+def clinic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clinic]:
+    made = Clinic(tmp_path_factory.mktemp("clinic"))
+    yield made
+    made.close()
+
+
+def simulated(clients: int, rounds: int, **options: Any) -> torch.Tensor:
+    return train(All(clients), "fedavg:local_epochs=2", epochs=rounds, **options).snapshot.params
+
+
+def cohorts(job: Any) -> list[dict[str, Any]]:
+    return [event for event in job.events() if event["kind"] == "cohort"]
+
+
+# ---- the law, and what the service holds
+
+
+def test_masked_sums_are_the_plain_mean_and_nothing_else_leaves(
+    clinic: Clinic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, written = list[bytes](), list[bytes]()
+
+    def keep(self: StageFolder) -> None:
+        held.extend(path.read_bytes() for path in self._folder.rglob("*") if path.is_file())
+        delete(self)
+
+    def words(self: Quantiser, integers: Any) -> Any:
+        written.append(plain(self, integers).tobytes())
+        return plain(self, integers)
+
+    delete, plain = StageFolder.delete, Quantiser.words
+    monkeypatch.setattr(StageFolder, "delete", keep)
+    monkeypatch.setattr(Quantiser, "words", words)
+    job = clinic.job(secure(3), rounds=1, seed=5)
+    hospitals = clinic.hospitals(job, 3)
+    learnt = clinic.trained(job)
+    error = (learnt - simulated(3, 1, seed=5)).abs().max().item()
+    assert 0 < error <= STEP / 2 * 3 / 75 * 1.001  # half a step times clients over the sum of their 75 samples
+    (event,) = cohorts(job)
+    assert (event["replied"], event["trained"], event["dropped"]) == (3, ["h0", "h1", "h2"], [])
+    assert all("20 samples that stay secret" in h.over().said[0] for h in hospitals[:1])
+    assert [each["samples"] for each in clinic.joined(job).values()] == [0, 0, 0]
+    (point,) = (point for point in job.metrics() if point.get("kind") == "round")
+    assert 0.5 < point["loss"] < 1.2 and point["samples"] == 2 * 75  # the mean loss and the samples were in the sum
+    files = [*held, *(path.read_bytes() for path in clinic.service.folder(job.id).rglob("*") if path.is_file())]
+    vectors = [raw for raw in held if len(raw) == 4 * 53]
+    assert len(written) == 3 and len(vectors) == 3 and len(files) > 20
+    for raw in written:  # neither the vector, nor its beginning, nor as text
+        for part in (raw[:40], base64.b64encode(raw[:39]), str(np.frombuffer(raw, "<i4")[:3].tolist()).encode()):
+            assert not any(part in each for each in files)
+    assert not any(b'"samples": 20' in each or b'"samples":20' in each for each in files)
+    assert not list((clinic.service.mailbox(job.id).folder / "rounds").glob("*/stages"))  # and all of it is deleted
+
+
+class Dies(httpx2.BaseTransport):
+    """A client's network, which ends the client before it sends the message of a stage."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._through, self._stage = httpx2.HTTPTransport(), stage
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        if request.method == "PUT" and request.url.path.endswith(self._stage):
+            raise RuntimeError(f"dies at {self._stage}")
+        return self._through.handle_request(request)
+
+
+@pytest.mark.parametrize("stage", [stage for stage in Stage if stage is not Stage.CONFIRM])
+def test_a_client_that_ends_in_a_stage_leaves_the_sum_exact(clinic: Clinic, stage: Stage) -> None:
+    job = clinic.job(secure(4), rounds=1, seed=5)
+    for k in range(4):
+        clinic.hospital(job, k, transport=Dies(stage) if k == 3 else None).begin()
+    learnt, counted = clinic.trained(job), 4 if stage is Stage.UNMASK else 3
+    (event,) = cohorts(job)
+    assert event["dropped"] == ([] if stage is Stage.UNMASK else [["h3", f"left at {stage}"]])
+    assert event["replied"] == counted
+    assert (learnt - simulated(counted, 1, seed=5)).abs().max() <= STEP / 2 * 4 / 75 * 1.001
+
+
+def test_too_few_survivors_make_the_round_void(clinic: Clinic) -> None:
+    job = clinic.job(secure(3), rounds=1, seed=5)
+    for k in range(3):
+        clinic.hospital(job, k, transport=Dies(Stage.MASK) if k else None).begin()
+    clinic.trained(job)
+    (event,) = cohorts(job)
+    assert (event["replied"], event["skipped"]) == (0, True)
+    assert event["message"].endswith(
+        "h2 (left at masked_input): the model is unchanged, because secure aggregation: 1 clients have sent their "
+        "masked update, and 2 are needed"
+    )
+
+
+def test_a_client_without_a_usable_update_takes_no_part(clinic: Clinic) -> None:
+    class Bad(Own):
+        def loss(self, model: Any, batch: Any) -> Any:
+            return super().loss(model, batch) * float("nan")
+
+    job = clinic.job(secure(4), rounds=1, seed=5)
+    hospitals = [clinic.hospital(job, k) for k in range(4)]
+    hospitals[3].outside.trainer = WorkloadTrainer(Bad(3), Bad(3).data())
+    for hospital in hospitals:
+        hospital.begin()
+    assert torch.isfinite(clinic.trained(job)).all()
+    (event,) = cohorts(job)
+    assert event["dropped"] == [["h3", "its update or loss contains values that are not finite"]]
+
+
+# ---- whatever is killed
+
+
+def test_a_worker_that_dies_in_a_secure_round_goes_on_with_it(clinic: Clinic) -> None:
+    job, gate = clinic.job(secure(3), rounds=1, seed=5), threading.Event()
+    hospitals = [clinic.hospital(job, k, gate=gate if k == 2 else None).begin() for k in range(3)]
+    stages = clinic.service.mailbox(job.id).stages(1)
+    until(lambda: stages.arrived(Stage.ADVERTISE) == {0, 1})
+    until(lambda: "waits for h2: 2 of 3 have sent the message of the stage advertise_keys" in clinic.reason(job))
+    kill_workers(clinic)
+    gate.set()
+    learnt = clinic.trained(job)
+    assert (learnt - simulated(3, 1, seed=5)).abs().max() <= STEP
+    assert [hospital.over().ended.rounds for hospital in hospitals] == [1, 1, 1]
+    assert clinic.service.mailbox(job.id).newest().serial == 1
+
+
+def test_a_repeated_round_uses_the_stored_sum(clinic: Clinic, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker dies after it has learnt a sum and before it saves it: nobody is asked for a second sum."""
+    real, calls = remote_replies.aggregate_of, list[int]()
+
+    def dies(*given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            kill_workers(clinic)
+        return real(*given)
+
+    monkeypatch.setattr(remote_replies, "aggregate_of", dies)
+    job = clinic.job(secure(3), rounds=1, seed=5)
+    hospitals = clinic.hospitals(job, 3)
+    learnt = clinic.trained(job)
+    assert len(calls) == 2 and (learnt - simulated(3, 1, seed=5)).abs().max() <= STEP
+    assert clinic.service.mailbox(job.id).newest().serial == 1
+    assert [hospital.over().ended.rounds for hospital in hospitals] == [1, 1, 1]
+
+
+def kill_workers(clinic: Clinic) -> None:
+    for name in clinic.workers():
+        cluster = surrounding()
+        cluster.kill(cluster.find(name))  # type: ignore[arg-type]
+
+
+# ---- with noise
+
+
+def test_noise_after_unmasking_gives_what_noise_on_plain_updates_gives(clinic: Clinic) -> None:
+    dp = "privacy=dp(noise_multiplier=0.5,clip=5,noise=seeded)"
+    learnt = []
+    for more in ("", ",secure=secagg(clip=5,bits=26,max_weight=1)"):
+        job = clinic.job(f"fedavg:deadline=500,{dp}{more},clients=remote(least=3,wait=100)", rounds=1, seed=5)
+        clinic.hospitals(job, 3)
+        learnt.append(clinic.trained(job))
+    step = 5 / (2**25 - 1)
+    assert 0 < (learnt[0] - learnt[1]).abs().max() < 10 * step  # rounded, and scaled down for the rounding
+    claim = next(event for event in job.events() if event["kind"] == "privacy")
+    assert claim["trusted"].startswith("The server sees only the sum of the clients' updates")
+    assert cohorts(job) == []
+    assert not any("samples" in point and point.get("kind") == "round" and point["samples"] for point in job.metrics())
+
+
+# ---- the routes
+
+
+class ByHand:
+    """A client by hand, which may send anything."""
+
+    def __init__(self, clinic: Clinic, job: Any, name: str) -> None:
+        token = clinic.invite(job)["token"]
+        self.http = httpx2.Client(base_url=clinic.url, headers={"Authorization": f"Bearer {token}"})
+        body = {"name": name, "key": name * 20}
+        number = self.http.post("/api/v1/client/join", json=body).raise_for_status().json()["number"]
+        self.http.headers["Rayps-Client"] = f"{job.id}:{number}:{name * 20}"
+
+    def put(self, path: str, raw: bytes, digest: str | None = None) -> httpx2.Response:
+        headers = {"Rayps-Sha256": digest or hashlib.sha256(raw).hexdigest()}
+        return self.http.put(f"/api/v1/client/rounds/{path}", content=raw, headers=headers)
+
+
+def test_what_does_not_belong_into_a_stage_is_refused_unread(clinic: Clinic) -> None:
+    job = clinic.job(secure(3), rounds=1, seed=5)
+    hand = ByHand(clinic, job, "hand")
+    clinic.hospitals(job, 2)
+    until(lambda: hand.http.get("/api/v1/client/work", params={"wait": 5}).json()["kind"] == "round")
+    plain = hand.put("1/update", b"an update in clear")
+    assert (plain.status_code, plain.json()["code"]) == (409, "secure")
+    assert hand.put("1/stages/masked_input", b"0" * 212).status_code == 409  # no such stage yet
+    assert hand.put("1/stages/elsewhere", b"").status_code == 422
+    assert hand.put("1/stages/advertise_keys", b"{}", "0" * 64).status_code == 422
+    assert hand.put("1/stages/advertise_keys", b"0" * (1 << 20)).status_code == 413
+    assert hand.put("2/stages/advertise_keys", b"{}").status_code == 409
+    assert hand.put("1/stages/advertise_keys", b"{}").status_code == 201
+    again = hand.put("1/stages/advertise_keys", b"[]")
+    assert again.status_code == 200 and again.json()["again"]
+    clinic.trained(job)  # the round goes on without it
+    late = hand.put("1/stages/masked_input", b"0" * 212)
+    assert (late.status_code, late.json()["code"]) == (409, "late")
+    (event,) = cohorts(job)
+    assert (event["replied"], event["dropped"]) == (2, [["hand", "its message cannot be read"]])
+    assert hand.http.post("/api/v1/client/rounds/1/withdraw", json={"reason": "too late"}).status_code == 204
+
+
+def test_a_client_that_has_dropped_out_is_late_in_each_later_stage(tmp_path: Path) -> None:
+    box = Mailbox(tmp_path / "job" / "clients")
+    box.prepare()
+    stages = box.stages(1)
+    with pytest.raises(Exception, match="goes on without"):
+        stages.new_part(Stage.ADVERTISE, 0)
+    stages.open(Stage.ADVERTISE)
+    part = stages.new_part(Stage.ADVERTISE, 0)
+    part.write_bytes(b"keys")
+    late = stages.new_part(Stage.ADVERTISE, 1)
+    late.write_bytes(b"late keys")
+    assert stages.deliver(Stage.ADVERTISE, 0, part) and stages.answer(Stage.ADVERTISE, 0) is None
+    assert {number: path.read_bytes() for number, path in stages.close(Stage.ADVERTISE).items()} == {0: b"keys"}
+    assert stages.close(Stage.ADVERTISE).keys() == {0}  # by a second worker
+    with pytest.raises(Exception, match="goes on without"):
+        stages.deliver(Stage.ADVERTISE, 1, late)
+    assert not late.exists()
+    stages.open(Stage.SHARE)
+    stages.publish(Stage.ADVERTISE, {0: {"x": 1}})
+    stages.publish(Stage.ADVERTISE, {0: {"x": 2}, 1: {}})  # a second worker's answers do not replace the first's
+    assert stages.answer(Stage.ADVERTISE, 0) == {"x": 1}
+    for refused in (lambda: stages.answer(Stage.ADVERTISE, 1), lambda: stages.new_part(Stage.SHARE, 1)):
+        with pytest.raises(Exception, match="goes on without"):
+            refused()
+    part = stages.new_part(Stage.SHARE, 0)
+    part.write_bytes(b"")
+    stages.deliver(Stage.SHARE, 0, part)
+    stages.revoke(0)
+    assert stages.arrived(Stage.SHARE) == set() and stages.withdrawn() == {0: "its token was revoked"}
+    stages.delete()
+    stages.withdraw(0, "too late")
+    assert not (tmp_path / "job" / "clients" / "rounds" / "1" / "stages").exists()
+
+
+def test_an_answer_that_is_published_while_a_client_asks_is_no_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = StageFolder(tmp_path)
+    stages.open(Stage.ADVERTISE)
+    read = Path.read_bytes
+
+    def late(path: Path) -> bytes:
+        if not (tmp_path / "stages" / Stage.ADVERTISE / "answers").is_dir():
+            stages.publish(Stage.ADVERTISE, {0: {"x": 1}})
+            raise FileNotFoundError  # the answer was not there when the service looked
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", late)
+    assert stages.answer(Stage.ADVERTISE, 0) is None and stages.answer(Stage.ADVERTISE, 0) == {"x": 1}
+
+
+# ---- clients that check each other
+
+
+def test_clients_with_pinned_keys_check_each_other(clinic: Clinic, tmp_path: Path) -> None:
+    peers, pinned = tmp_path / "peers", dict[int, PinnedKeys]()
+    for k in range(3):
+        with pytest.raises(ConfigError, match=f"h{k} ") as shown:
+            pinned_keys(peers, f"h{k}", tmp_path / f"h{k}.key")
+        with peers.open("a") as file:
+            file.write(str(shown.value).splitlines()[-1] + "\n")
+    for k in range(3):
+        pinned[k] = pinned_keys(peers, f"h{k}", tmp_path / f"h{k}.key")
+    job = clinic.job(secure(3, ",verify=true"), rounds=1, seed=5)
+    for k in range(3):
+        clinic.hospital(job, k, pinned=pinned[k]).begin()
+    assert (clinic.trained(job) - simulated(3, 1, seed=5)).abs().max() <= STEP
+    assert cohorts(job)[0]["replied"] == 3 and len(read_peers(peers)) == 3
+    for strategy, why in ((secure(1), "verify=true"), (f"{PLAIN},clients=remote(wait=100)", "show its updates")):
+        job = clinic.job(strategy, rounds=1)
+        hospital = clinic.hospital(job, 0, pinned=pinned[0], name="h0")
+        hospital.start()
+        if "secagg" in strategy:
+            clinic.hospital(job, 1).start()
+        hospital.over()
+        assert isinstance(hospital.error, ConfigError) and why in str(hospital.error)
+        job.stop().wait(30)
+
+
+def test_a_client_of_a_secure_job_follows_no_plain_order(tmp_path: Path) -> None:
+    replies = SecureReplies(None, tmp_path)  # type: ignore[arg-type]
+    replies.read_key({"public_key": ""})
+    assert not replies.required and not replies.expects({})
+    replies.read_key({"secure": True})
+    assert replies.required and replies.expects({"secure": {}})
+    with pytest.raises(Unauthorized, match="would show the client's update"):
+        replies.expects({})
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [
+        ("fedavg:secure=secagg(clip=1)", "simulated here"),
+        ("fedavg:clients=remote,secure=secagg", "needs clip"),
+        ("fedavg:clients=remote,secure=secagg(clip=none)", "needs clip"),
+        ("fedavg:clients=remote,secure=other(clip=1)", "give secagg"),
+        ("fedavg:clients=remote,secure=secagg(clip=0)", "clip is 0"),
+        ("fedavg:clients=remote,secure=secagg(clip=1,bits=40)", "from 2 to 32"),
+        ("fedavg:clients=remote,secure=secagg(clip=1,threshold=0.3)", "from 0.5 to below 1"),
+        ("fedavg:clients=remote,secure=secagg(clip=1,verify=2)", "true or false"),
+        ("fedavg:clients=remote,secure=secagg(clip=1,neighbours=1)", "or auto"),
+        ("fedavg:clients=remote,secure=secagg(clip=1,top_k=3)", "no option 'top_k'"),
+        ("fedavg:clients=remote,rule=median,secure=secagg(clip=1)", "robust rule"),
+        ("fedavg:clients=remote,clip=1,secure=secagg(clip=1)", "clips updates itself"),
+        ("fedavg:clients=remote,privacy=dp(noise_multiplier=1),secure=secagg(clip=2,max_weight=1)", "the same number"),
+        ("fedavg:clients=remote,privacy=dp(noise_multiplier=1,clip=2),secure=secagg(clip=2)", "max_weight=1"),
+        (
+            "fedavg:clients=remote,privacy=dp(noise_multiplier=1,clip=adaptive),secure=secagg(clip=2,max_weight=1)",
+            "the same number",
+        ),
+        ("scaffold:clients=remote,secure=secagg(clip=1)", "sums vectors without a bound"),
+        ("fedbuff:clients=remote,secure=secagg(clip=1)", "asynchronous"),
+        ("1*fedavg:clients=remote > fedavg:clients=remote,secure=secagg(clip=1)", "others are not"),
+    ],
+)
+def test_what_secure_sums_cannot_do_is_refused_with_a_way_out(strategy: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        parse(strategy)
+
+
+def test_options_become_the_facts_of_an_order(tmp_path: Path) -> None:
+    options = secure_of("secagg(clip=2,bits=8,max_weight=1,neighbours=6,verify=true)")
+    assert options is not None and options.degree == 6 and secure_of(None) is None
+    facts = options.facts(clients=10, least=1)
+    numbers = {"clip": 2, "bits": 8, "max_weight": 1, "clients": 10, "threshold": 0.5, "least": 2, "verify": True}
+    assert facts == {**numbers, "norm": 2, "counts": True}
+    private = secure_of("secagg(clip=2,bits=16,max_weight=1)")
+    assert private is not None
+    noised = private.facts(10, 1, private_size=10_000)
+    assert noised["norm"] == 2 - 2 / 32767 * 100 / 2 and not noised["counts"]
+    with pytest.raises(ConfigError, match="raise bits"):
+        options.facts(10, 1, private_size=10**6)
+    with pytest.raises(ConfigError, match="64 bits"):
+        secure_of("secagg(clip=1,bits=32,max_weight=1048576)").facts(10_000, 1)  # type: ignore[union-attr]
+    rounds = SecureRounds(Mailbox(tmp_path), options, 3, 1000)
+    assert rounds.facts(10)["least"] == 3 and rounds.most_bytes(rounds.facts(10)) == (1 << 16) + 5120
+    assert json.dumps(facts)
+
+
+def test_a_model_with_statistics_is_refused_unless_clients_keep_them(clinic: Clinic) -> None:
+    (clinic.path / "normed.py").write_text(
+        "import client_site, torch\n\nclass Server(client_site.Server):\n    def model(self):\n"
+        "        return torch.nn.Sequential(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1)).double()\n"
+    )
+    job = clinic.user.submit("normed.py:Server", working_dir=clinic.path, strategy=secure(1), epochs=1).wait(60)
+    assert job.data["status"] == "FAILED" and "buffers=keep" in job.data["reason"]

@@ -1,0 +1,528 @@
+"""Secure aggregation without a network: whoever dies where, the sum is exact or the round is void, never wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from rayps_client.errors import ConfigError, Conflict, TrainingError, Unauthorized
+from rayps_client.secure import noise, shamir
+from rayps_client.secure.graph import draw_graph, failures, neighbours_for, shares_needed
+from rayps_client.secure.masks import Keystream, add_mask
+from rayps_client.secure.pinned_keys import PinnedKeys, public_text, read_peers
+from rayps_client.secure.protocol import RoundName, Stage, VoidRound, bytes_of, decode, encode
+from rayps_client.secure.quantise import ClientNumbers, Quantiser, Words
+from rayps_client.secure.release_record import ReleaseRecord
+from rayps_client.secure.secure_turn import SecureTurn, TurnRules
+from rayps_client.secure.server_sum import ServerRules, ServerSum
+
+ROUND = RoundName("0" * 26, 7)
+SIZE = 9
+STAGES = (Stage.ADVERTISE, Stage.SHARE, Stage.MASK, Stage.CONFIRM, Stage.UNMASK)
+
+
+class Memory(ReleaseRecord):
+    """A record that is not written: most of these tests kill nobody's disk."""
+
+    def __init__(self) -> None:
+        super().__init__(Path("/nowhere"))
+
+    def _save(self) -> None:
+        pass
+
+
+def vectors(n: int, word: Any = np.uint32) -> dict[int, Words]:
+    made = np.random.default_rng(n)
+    return {k: made.integers(0, np.iinfo(word).max, SIZE, dtype=word, endpoint=True) for k in range(n)}
+
+
+class Round:
+    """A round in memory. `dies` is a dict from client to the stage whose message it does not send any more."""
+
+    def __init__(self, n: int, threshold: float = 0.5, k: int | None = None, verify: bool = False, **dies: Any) -> None:
+        self.plain, self.dies, self.verify = vectors(n), dies.get("dies", {}), verify
+        pinned = dies.get("pinned", {})
+        self.server = ServerSum(ServerRules(ROUND, threshold, 2, k))
+        self.turns = {
+            number: SecureTurn(TurnRules(ROUND, number, f"c{number}", threshold, 2, pinned.get(number)), Memory())
+            for number in self.plain
+        }
+        self.sent: dict[Stage, dict[int, Any]] = {}  # all that the server gets
+        self.answers: dict[Stage, dict[int, Any]] = {}
+
+    def _ask(self, stage: Stage, asked: Any, message: Any) -> dict[int, Any]:
+        self.sent[stage] = {}
+        for number in asked:
+            if STAGES.index(self.dies.get(number, Stage.UNMASK)) < STAGES.index(stage) or (
+                self.dies.get(number) is stage
+            ):
+                continue
+            self.sent[stage][number] = message(number)
+        return self.sent[stage]
+
+    def run(self) -> Words:
+        turns, server, answers = self.turns, self.server, self.answers
+        answers[Stage.ADVERTISE] = server.advertised(self._ask(Stage.ADVERTISE, turns, lambda k: turns[k].advertise()))
+        keys = answers[Stage.ADVERTISE]
+        answers[Stage.SHARE] = server.shared(self._ask(Stage.SHARE, keys, lambda k: turns[k].share(keys[k])))
+        sealed = answers[Stage.SHARE]
+        masked = self._ask(Stage.MASK, sealed, lambda k: turns[k].mask(sealed[k], self.plain[k].copy(), f"update {k}"))
+        answers[Stage.MASK] = survivors = server.masked(masked)
+        signed: Mapping[int, Any] = dict.fromkeys(survivors)
+        if self.verify:
+            signed = server.confirmed(self._ask(Stage.CONFIRM, survivors, lambda k: turns[k].confirm(survivors[k])))
+            answers[Stage.CONFIRM] = dict(signed)
+        shares = self._ask(Stage.UNMASK, signed, lambda k: turns[k].unmask(survivors[k], signed[k]))
+        assert server.suffices(shares) or not self._is_total(shares, masked, survivors)
+        return self._total(shares, masked, survivors)
+
+    def _total(self, shares: Any, masked: Any, survivors: Any) -> Words:
+        return self.server.total(shares, [masked[k] for k in survivors])
+
+    def _is_total(self, *sent: Any) -> bool:
+        try:
+            self._total(*sent)
+        except VoidRound:
+            return False
+        return True
+
+    def expected(self) -> Words:
+        """The plain sum over the clients whose masked vector came: the slow twin."""
+        total = np.zeros(SIZE, dtype=np.uint32)
+        for number, vector in self.plain.items():
+            if STAGES.index(self.dies.get(number, Stage.UNMASK)) > STAGES.index(Stage.MASK):
+                total = total + vector
+        return total
+
+
+# ---- the law: exact or void
+
+
+@pytest.mark.parametrize(("n", "threshold"), [(3, 0.5), (4, 0.5), (4, 0.7), (5, 0.6)])
+def test_whoever_dies_where_the_sum_is_exact_or_the_round_is_void(n: int, threshold: float) -> None:
+    ways = [None, Stage.ADVERTISE, Stage.SHARE, Stage.MASK, Stage.UNMASK]
+    seen = {"exact": 0, "void": 0}
+    every = itertools.product(ways, repeat=n) if n == 3 else itertools.combinations_with_replacement(ways, n)
+    for pattern in every:  # clients are alike, up to the sign of their masks
+        order = pattern if sum(map(ways.index, pattern)) % 2 else pattern[::-1]
+        dies = {number: stage for number, stage in enumerate(order) if stage is not None}
+        round = Round(n, threshold, dies=dies)
+        advertised = n - list(order).count(Stage.ADVERTISE)
+        needed, left = shares_needed(advertised, threshold), n - len(dies)
+        try:
+            found = round.run()
+        except VoidRound as void:
+            assert left < max(2, needed), (dies, void)
+            seen["void"] += 1
+        else:
+            assert left >= needed and np.array_equal(found, round.expected()), dies
+            seen["exact"] += 1
+    assert min(seen.values()) > 3, seen
+
+
+@pytest.mark.parametrize("word", [np.uint32, np.uint64])
+def test_masks_cancel_in_both_moduli(word: Any) -> None:
+    round = Round(5, dies={1: Stage.MASK, 2: Stage.UNMASK})
+    round.plain = vectors(5, word)
+    total = round.run()
+    assert total.dtype == word and np.array_equal(total, sum(round.plain[k] for k in (0, 2, 3, 4)))
+
+
+def test_a_sparse_graph_gives_the_same_sum() -> None:
+    for dead in range(0, 20, 3):
+        round = Round(20, 0.5, 8, dies={dead: Stage.MASK, (dead + 7) % 20: Stage.UNMASK, (dead + 3) % 20: Stage.SHARE})
+        assert np.array_equal(round.run(), round.expected())
+        assert {len(each) for each in round.server.graph.values()} == {8}
+    alone = Round(20, 0.5, 4, dies={k: Stage.MASK for k in range(20) if k % 2})
+    try:
+        assert np.array_equal(alone.run(), alone.expected())
+    except VoidRound as void:
+        assert "mask each other" in str(void)
+
+
+def test_a_server_that_starts_again_gives_the_same_answers() -> None:
+    first = Round(5, dies={4: Stage.MASK})
+    total = first.run()
+    again = ServerSum(ServerRules(ROUND, 0.5, 2))
+    assert again.advertised(first.sent[Stage.ADVERTISE]) == first.answers[Stage.ADVERTISE]
+    assert again.shared(first.sent[Stage.SHARE]) == first.answers[Stage.SHARE]
+    assert again.masked(first.sent[Stage.MASK]) == first.answers[Stage.MASK]
+    masked = first.sent[Stage.MASK]
+    assert np.array_equal(again.total(first.sent[Stage.UNMASK], list(masked.values())), total)
+
+
+def test_wrong_shares_make_the_round_void_and_unreadable_messages_drop_their_sender() -> None:
+    round = Round(4, dies={3: Stage.MASK})
+    shares: dict[int, Any] = {}
+    real = round._total
+
+    def changed(given: Any, masked: Any, survivors: Any) -> Words:
+        shares.update(given)
+        facts = decode(given[0])
+        facts["seeds"] = {**facts["seeds"], "1": facts["seeds"]["0"]}  # type: ignore[dict-item, index]
+        return real({**given, 0: encode(facts)}, masked, survivors)
+
+    round._total = changed  # type: ignore[method-assign]
+    round._is_total = lambda *sent: False  # type: ignore[method-assign]
+    with pytest.raises(VoidRound, match="the shares about the client 'c1' are wrong"):
+        round.run()
+    masked = [round.sent[Stage.MASK][k] for k in range(3)]
+    assert np.array_equal(round.server.total({**shares, 0: shares[0]}, masked), round.expected())
+    for bad in (b"", b"[]", b"{}", b'{"seeds":3,"keys":{}}', b'{"seeds":{},"keys":{}}'):
+        with pytest.raises(VoidRound, match="2 clients have sent their shares"):
+            round.server.total({**shares, 0: bad}, masked)
+        assert 0 in round.server.unusable
+
+
+# ---- what the server can see
+
+
+def secrets_of(turn: SecureTurn) -> dict[str, bytes]:
+    return {"seed": turn._seed, "mask key": turn._mask, "seal key": turn._seal}
+
+
+def all_bytes(value: Any) -> list[bytes]:
+    """Every text and number in what the server holds, decoded as far as it can be."""
+    if isinstance(value, np.ndarray):
+        return [value.tobytes()]
+    if isinstance(value, bytes):
+        try:
+            return [value, *all_bytes(json.loads(value))]
+        except ValueError:
+            return [value]
+    if isinstance(value, Mapping):
+        return [part for each in value.values() for part in all_bytes(each)]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [part for each in value for part in all_bytes(each)]
+    if dataclasses.is_dataclass(value):
+        return all_bytes({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+    if isinstance(value, str):
+        try:
+            return [value.encode(), bytes_of(value)]
+        except ValueError:
+            return [value.encode()]
+    return all_bytes(vars(value)) if hasattr(value, "__dict__") else []
+
+
+def test_the_server_holds_no_update_and_nothing_that_unmasks_one() -> None:
+    round = Round(5, 0.5, dies={3: Stage.MASK, 4: Stage.UNMASK})
+    round.run()
+    held = all_bytes([round.sent, round.answers, round.server])
+    assert len(held) > 100
+    for number, turn in round.turns.items():
+        assert not any(round.plain[number].tobytes() in each for each in held), number
+        assert not any(secret in each for each in held for secret in secrets_of(turn).values()), number
+    seeds: dict[int, dict[int, bytes]] = {}
+    keys: dict[int, dict[int, bytes]] = {}
+    for sender, message in round.sent[Stage.UNMASK].items():
+        for kind, into in (("seeds", seeds), ("keys", keys)):
+            for about, share in decode(message)[kind].items():  # type: ignore[union-attr]
+                into.setdefault(int(about), {})[sender + 1] = bytes_of(share)
+    assert set(seeds) == {0, 1, 2, 4} and set(keys) == {3}  # one kind about each, all over the round
+    assert {k: shamir.combine(shares, 3) for k, shares in seeds.items()} == {k: round.turns[k]._seed for k in seeds}
+    assert shamir.combine(keys[3], 3) == round.turns[3]._mask
+    for number in (0, 1, 2, 4):  # with its seed alone a vector is still masked by its neighbours
+        half = round.sent[Stage.MASK][number].copy()
+        add_mask(half, round.turns[number]._seed, -1)
+        assert not np.array_equal(half, round.plain[number])
+
+
+def test_the_search_above_would_find_a_vector_and_a_seed() -> None:
+    round = Round(3)
+    round.run()
+    planted = {"deep": [{"in": encode({"x": "AAAA" + public_text(Ed25519PrivateKey.generate())})}], "v": round.plain[1]}
+    assert round.plain[1].tobytes() in all_bytes(planted)
+    round.server.unusable[5] = secret = "c" * 40
+    assert secret.encode() in all_bytes(round.server)
+
+
+def test_a_masked_vector_is_uniform() -> None:
+    plain = np.zeros(1 << 16, dtype=np.uint32)
+    masked = plain.copy()
+    add_mask(masked, bytes(range(32)), 1)
+    counts = np.bincount(masked.view(np.uint8), minlength=256)
+    expected = counts.sum() / 256
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    assert 180 < chi_square < 345  # 255 degrees of freedom: outside with a probability of 1e-4; the key is fixed
+    add_mask(masked, bytes(range(32)), -1)
+    assert not masked.any()
+    long = np.arange((1 << 18) + 5, dtype=np.uint64)  # more than one block
+    add_mask(long, b"k" * 32, 1)
+    stream = np.frombuffer(Keystream(b"k" * 32).read(long.nbytes), dtype="<u8")
+    assert np.array_equal(long, np.arange((1 << 18) + 5, dtype=np.uint64) + stream)
+
+
+# ---- what a client refuses
+
+
+@pytest.mark.parametrize("dies_at", range(6))
+def test_a_client_that_is_killed_anywhere_never_releases_both_shares(tmp_path: Path, dies_at: int) -> None:
+    """At each write a client may die, before or after it: started again, it releases nothing more in this round."""
+    folder, round, released = tmp_path, Round(4), list[bytes]()
+
+    class Dying(ReleaseRecord):
+        writes = 0
+
+        def _save(self) -> None:
+            if type(self).writes == dies_at // 2 and dies_at % 2 == 0:
+                raise KeyboardInterrupt
+            super()._save()
+            type(self).writes += 1
+            if type(self).writes == dies_at // 2 + 1 and dies_at % 2 == 1:
+                raise KeyboardInterrupt
+
+    rules = TurnRules(ROUND, 0, "c0", 0.5, 2)
+    round.turns[0] = SecureTurn(rules, Dying(folder))
+    real = round.turns[0].unmask
+    round.turns[0].unmask = lambda *a: released.append(real(*a)) or released[-1]  # type: ignore
+    with pytest.raises(KeyboardInterrupt):
+        round.run()
+    again = SecureTurn(rules, ReleaseRecord(folder))
+    if dies_at == 0:
+        again.advertise()  # nothing had been sent: the round may begin
+    else:
+        with pytest.raises(Conflict, match="was begun before"):
+            again.advertise()
+    assert released == []
+
+
+def test_a_client_answers_one_unmasking_only() -> None:
+    round = Round(4)
+    round.run()
+    turn, survivors = round.turns[0], round.answers[Stage.MASK][0]
+    with pytest.raises(AssertionError):
+        turn.unmask({"survivors": [0, 1, 2]}, None)
+    turn._stage = Stage.MASK  # even then
+    with pytest.raises(Conflict, match="a second kind of share"):
+        turn.unmask({"survivors": [0, 1, 2]}, None)
+    turn._stage = Stage.MASK
+    with pytest.raises(Conflict, match="a second kind of share"):
+        turn.unmask(survivors, None)
+
+
+def test_a_client_sends_an_update_once(tmp_path: Path) -> None:
+    record = ReleaseRecord(tmp_path)
+    record.begin(3)
+    record.send_update(3, "round 1 from abc")
+    again = ReleaseRecord(tmp_path)
+    again.begin(4)
+    with pytest.raises(Conflict, match="difference of two sums"):
+        again.send_update(4, "round 1 from abc")
+    again.send_update(4, "round 1 from abd")
+    with pytest.raises(Conflict, match="not the one"):
+        again.release(3, [1], [2])
+    with pytest.raises(Conflict, match="second kind"):
+        again.release(4, [1, 2], [2])
+
+
+def test_too_few_survivors_get_nothing_of_a_client() -> None:
+    round = Round(5, 0.6)
+    round.run()
+    turn = round.turns[0]
+    for survivors, why in (([0], "0 neighbours"), ([0, 1], "1 neighbours"), ([1, 2, 3, 4], "4 neighbours")):
+        turn._stage = Stage.MASK
+        with pytest.raises(VoidRound, match=why):
+            turn.unmask({"survivors": survivors}, None)
+
+
+def test_shares_for_another_client_round_or_job_are_refused() -> None:
+    for change in ("swap", "round", "flip"):
+        round = Round(3)
+        real = round.server.shared
+
+        def forged(messages: Any, real: Any = real, change: str = change) -> Any:
+            found = real(messages)
+            sealed = dict(found[0]["sealed"])
+            if change == "swap":
+                sealed["1"], sealed["2"] = sealed["2"], sealed["1"]
+            elif change == "flip":
+                sealed["1"] = "AAAA" + sealed["1"][4:]
+            return found | {0: {"sealed": sealed}}
+
+        round.server.shared = forged  # type: ignore[method-assign]
+        if change == "round":
+            other = RoundName(ROUND.job, 8)
+            round.turns[1]._rules = dataclasses.replace(round.turns[1]._rules, round=other)
+        with pytest.raises(Unauthorized, match="were not sealed by it"):
+            round.run()
+
+
+def pins(n: int, tmp_path: Path) -> dict[int, PinnedKeys]:
+    private = {k: Ed25519PrivateKey.generate() for k in range(n)}
+    file = tmp_path / "peers.txt"
+    file.write_text("# our clinics\n\n" + "".join(f"c{k} {public_text(key)}\n" for k, key in private.items()))
+    return {k: PinnedKeys(key, read_peers(file)) for k, key in private.items()}
+
+
+def test_pinned_keys_bear_crashes_and_find_a_lying_server(tmp_path: Path) -> None:
+    pinned = pins(5, tmp_path)
+    for stage in STAGES:
+        round = Round(5, 0.5, verify=True, pinned=pinned, dies={2: stage})
+        assert np.array_equal(round.run(), round.expected())
+    own_keys = Round(5, 0.5, verify=True, pinned=pinned)
+    own_keys.turns[3] = SecureTurn(TurnRules(ROUND, 3, "c3", 0.5, 2), Memory())  # the server in the place of c3
+    with pytest.raises(Unauthorized, match="'c3' are not signed"):
+        own_keys.run()
+    two_worlds = Round(5, 0.5, verify=True, pinned=pinned)
+    real = two_worlds.server.masked
+
+    def lies(numbers: Any) -> Any:
+        found = real(numbers)
+        return {k: {"survivors": [0, 1, 2, 3, 4] if k % 2 else [0, 1, 2, 4]} for k in found}
+
+    two_worlds.server.masked = lies  # type: ignore[method-assign]
+    with pytest.raises(Unauthorized, match="have signed the survivors"):
+        two_worlds.run()
+    (tmp_path / "bad").write_text("c0\n")
+    with pytest.raises(ConfigError, match="line 1"):
+        read_peers(tmp_path / "bad")
+
+
+# ---- shares, numbers, graph
+
+
+def test_any_t_shares_give_the_secret_and_the_field_is_one() -> None:
+    assert pow(3, shamir.PRIME - 1, shamir.PRIME) == 1 and all(
+        _is_strong_probable_prime(shamir.PRIME, a) for a in BASES
+    )
+    assert not any(_is_strong_probable_prime(2**256 + offset, 3) for offset in range(1, 297, 2))  # none in between
+    secret = bytes(range(224, 256))
+    shares = shamir.split(secret, 3, [1, 2, 5, 9, 1000])
+    for some in itertools.combinations(shares, 3):
+        assert shamir.combine({point: shares[point] for point in some}, 3) == secret
+    assert shamir.combine(shares, 3) == secret
+    assert all(len(share) == shamir.SHARE_BYTES for share in shares.values())
+    assert len({share[-8:] for share in shamir.split(secret, 2, range(1, 50)).values()}) == 49
+    assert set(shamir.split(secret, 1, [3, 4]).values()) == {b"\0" + secret}
+    with pytest.raises(ConfigError, match="2 shares of a secret that needs 3"):
+        shamir.combine({1: shares[1], 2: shares[2]}, 3)
+    for bad in ((b"short", 2, [1, 2]), (secret, 3, [1, 2]), (secret, 1, [0, 1]), (secret, 2, [1, 1])):
+        with pytest.raises(ConfigError):
+            shamir.split(*bad)
+
+
+BASES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41)
+
+
+def _is_strong_probable_prime(n: int, base: int) -> bool:
+    """Miller and Rabin's test."""
+    odd, twos = n - 1, 0
+    while odd % 2 == 0:
+        odd, twos = odd // 2, twos + 1
+    x = pow(base, odd, n)
+    return x in (1, n - 1) or any((x := x * x % n) == n - 1 for _ in range(twos - 1))
+
+
+@pytest.mark.parametrize(
+    ("bits", "max_weight", "clients", "size"), [(16, 1000, 50, 4), (16, 1000, 100, 8), (8, 1, 3, 4)]
+)
+def test_sums_of_whole_numbers_do_not_wrap_and_are_near_the_plain_sum(
+    bits: int, max_weight: int, clients: int, size: int
+) -> None:
+    quantiser, made = Quantiser(1.5, bits, max_weight, clients), np.random.default_rng(1)
+    assert quantiser.word.itemsize == size
+    extreme = [ClientNumbers(np.array([1e9, 0.0]), 10**9, 1e9, 10**12)] * clients  # the largest of everything
+    total = quantiser.read_sum(_summed(quantiser, extreme))
+    assert total.weight == clients * max_weight and total.update.tolist() == [1.5 * total.weight, 0.0]
+    assert total.loss == 128.0 * total.weight
+    some = [
+        ClientNumbers(made.normal(size=40) * 0.1, int(made.integers(1, max_weight + 1)), float(made.normal()), 7)
+        for _ in range(clients)
+    ]
+    total = quantiser.read_sum(_summed(quantiser, some))
+    assert total.weight == sum(each.weight for each in some) and total.samples == min(7, max_weight * 127) * clients
+    plain = sum(each.weight * each.update for each in some)
+    assert np.abs(total.update - plain).max() <= quantiser.step * clients / 2 * (1 + 1e-9)
+    assert math.isclose(total.loss, sum(s.weight * s.loss for s in some), abs_tol=128 * clients / quantiser.levels)
+
+
+def _summed(quantiser: Quantiser, numbers: list[ClientNumbers]) -> Words:
+    total = quantiser.words(quantiser.integers(numbers[0]))
+    for each in numbers[1:]:
+        total = total + quantiser.words(quantiser.integers(each))
+    return total
+
+
+def test_an_update_is_clipped_and_what_cannot_be_written_is_refused() -> None:
+    quantiser = Quantiser(2.0, 16, 10, 3)
+    long = quantiser.integers(ClientNumbers(np.array([3.0, 4.0]), 1, 0.0, 1))[:2] * quantiser.step
+    assert np.allclose(long, [1.2, 1.6], atol=quantiser.step)
+    for update, loss in ((np.array([np.nan]), 0.0), (np.array([np.inf]), 0.0), (np.zeros(1), math.inf)):
+        with pytest.raises(TrainingError, match="not finite"):
+            quantiser.integers(ClientNumbers(update, 1, loss, 1))
+    with pytest.raises(ConfigError, match="does not fit into 64 bits"):
+        Quantiser(1.0, 32, 1 << 20, 1 << 20)
+
+
+def test_the_graph_is_regular_connected_and_as_large_as_the_bounds_say() -> None:
+    for n, k in ((7, 6), (10, 4), (50, 20), (100, 99)):
+        graph = draw_graph(range(n), k, b"seed")
+        assert {len(others) for others in graph.values()} == {k}
+        assert all(number in graph[other] for number, others in graph.items() for other in others)
+        reached, edge = {0}, [0]
+        while edge:
+            edge = [other for each in edge for other in graph[each] if other not in reached and not reached.add(other)]  # type: ignore[func-returns-value]
+        assert len(reached) == n
+    assert draw_graph(range(50), 8, b"a") != draw_graph(range(50), 8, b"b")
+    assert [neighbours_for(n, 0.5) for n in (1, 2, 3, 50)] == [0, 1, 2, 49]  # few clients: the complete graph
+    last = 0
+    for n in (1000, 10_000, 100_000):
+        k = neighbours_for(n, 0.5)
+        broken, void = failures(n, k, 0.5)
+        assert broken <= 2.0**-40 and void <= 2.0**-30 and last < k < 200
+        assert max(failures(n, k - 4, 0.5)[1] / 2.0**-30, failures(n, k - 4, 0.5)[0] / 2.0**-40) > 1
+        last = k
+
+
+def test_the_bounds_of_the_graph_count_what_a_simulation_counts() -> None:
+    made, n, k, threshold = np.random.default_rng(3), 40, 14, 0.5
+    t, hits, trials = shares_needed(k + 1, threshold), 0, 2000
+    graph = draw_graph(range(n), k, b"x")
+    for _ in range(trials):
+        dead = set(made.permutation(n)[: math.ceil(0.2 * n)].tolist())
+        hits += sum(sum(other not in dead for other in graph[each]) < t for each in graph if each not in dead)
+    expected = failures(n, k, threshold)[1] * 0.8  # the bound counts the dead ones too
+    assert 0.7 * expected < hits / trials < 1.3 * expected
+
+
+# ---- noise
+
+
+@pytest.mark.parametrize("sigma", [1, 3, 50])
+def test_discrete_noise_has_the_distribution_of_its_formula(sigma: int) -> None:
+    drawn = noise.NoiseSource(bytes([sigma] * 32)).gaussian(20_000, sigma)
+    edge = 6 * sigma
+    values = np.arange(-edge, edge + 1)
+    weights = np.exp(-(values**2) / (2 * sigma**2))
+    cells = np.array_split(values, min(len(values), 13))
+    share = np.array([weights[cell + edge].sum() for cell in cells]) / weights.sum() * len(drawn)
+    found = np.array([np.isin(drawn, cell).sum() for cell in cells])
+    large = share > 5
+    chi_square = (((found - share) ** 2 / share)[large]).sum()
+    assert chi_square < 40, (chi_square, large.sum())  # at most 12 degrees of freedom: 7e-5; the key is fixed
+    assert found.sum() >= len(drawn) - 1
+
+
+def test_noise_is_sized_for_the_fewest_survivors() -> None:
+    assert noise.share_of(100.0, 25) == 20 and noise.share_of(1.0, 100) == 1
+    assert noise.sensitivity(100, 400) == 110
+    worst = Quantiser(1.0, 8, 1, 3)
+    made = np.random.default_rng(0)
+    for _ in range(50):
+        update = made.normal(size=64)
+        rounded = worst.integers(ClientNumbers(update, 1, 0.0, 1))[:-3]
+        assert np.linalg.norm(rounded) <= noise.sensitivity(worst.levels, 64)
+    for bad in (0, 1 << 25):
+        with pytest.raises(ConfigError, match="standard deviation"):
+            noise.NoiseSource().gaussian(1, bad)
+    large = noise.NoiseSource(b"l" * 32).gaussian(3000, 1 << 20)
+    assert 0.95 < large.std() / (1 << 20) < 1.05
+    assert Quantiser(1.0, 16, 1000, 50).with_margin(noise.margin_of(1 << 26, 50)).word.itemsize == 8
