@@ -48,11 +48,11 @@ class Sketch:
             bits = torch.randint(0, 2, (size,), generator=made, dtype=torch.int8)
             self._signs = (2 * bits - 1).to(dtype)
 
-    def of(self, vector: Tensor) -> Tensor:
-        """Return the sketch [width], float64, of a vector [size]."""
+    def of(self, vector: Tensor, *, in_place: bool = False) -> Tensor:
+        """Return the sketch [width], float64, of a vector [size]. With `in_place` the vector is overwritten."""
         if self._signs is None:
             return vector.to(torch.float64)
-        signed = vector * self._signs
+        signed = vector.mul_(self._signs) if in_place else vector * self._signs
         whole = self.size - self.size % self.width
         found = signed[:whole].view(-1, self.width).sum(dim=0)  # in the dtype of the model, which costs a third
         found[: self.size - whole] += signed[whole:]
@@ -63,7 +63,7 @@ class UpdateReports:
     """What one worker knows of its clients' updates in a round. All workers make the same calls of `write`."""
 
     def __init__(self, size: int, dtype: torch.dtype, seed: int) -> None:
-        self._sketch = Sketch(size, dtype, seed)
+        self._sketch, self._update = Sketch(size, dtype, seed), torch.empty(size, dtype=dtype)
         self._gathering = Gathering({_ROW: (2 + self._sketch.width, torch.float64)})
         self._place: dict[int, int] = {}
         self._last: tuple[float, Tensor] | None = None  # weight and row of the last update
@@ -73,11 +73,12 @@ class UpdateReports:
         self._place = {client: place for place, client in enumerate(dict.fromkeys(map(int, cohort)))}
         self._gathering.clear()
 
-    def see(self, update: Tensor, weight: float) -> None:
-        """Take the update of a reply, which may still be rejected."""
+    def see(self, reply: Tensor, base: Tensor, weight: float) -> None:
+        """Take the update `reply` - `base` of a reply, which may still be rejected."""
+        update = torch.sub(reply, base, out=self._update)  # one memory for all updates: new memory costs more than this
         row = torch.zeros(2 + self._sketch.width, dtype=torch.float64)
         row[0] = torch.linalg.vector_norm(update)
-        row[2:] = self._sketch.of(update)
+        row[2:] = self._sketch.of(update, in_place=True)
         self._last = weight, row
 
     def accept(self, client: int, loss: float) -> None:

@@ -303,13 +303,13 @@ class Aggregate:
         attack = self.attack if client in self._attackers else None
         if self._sums_models and (attack is None or attack.name not in OWN):
             if self._reports is not None:
-                self._reports.see(reply - base, weight)
+                self._reports.see(reply, base, weight)
             return main.add(reply, weight)
         update = reply - base
         if attack is not None:
             update = false_update(attack, update, self._seed, self._now.round, client)
         if self._reports is not None:
-            self._reports.see(update, weight)
+            self._reports.see(update, torch.zeros_like(update), weight)
         if self._sums_models:
             return main.add(base + update, weight)
         if self.clip is not None or self.gathers:
