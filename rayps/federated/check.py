@@ -20,7 +20,9 @@ from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import recipe_of
 from rayps.workload.base import Workload
 from rayps.workload.model import apart, model_of
+from rayps.workload.statistics_workload import StatisticsWorkload
 
+STATISTICS = "statistics"  # name of the strategy that computes statistics
 _LABELS = 1000  # with more labels, the skew of clients' labels is not computed
 
 
@@ -31,6 +33,12 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
         ConfigError, DataError: the data has no clients, or the strategy's options do not fit them.
     """
     name, side = strategy.name, strategy.client_side
+    if isinstance(workload, StatisticsWorkload) != (name == STATISTICS):
+        raise ConfigError(
+            f"the strategy is {name}, and the workload is {'' if name != STATISTICS else 'not '}a StatisticsWorkload: "
+            "the strategy statistics and a rayps.StatisticsWorkload belong together",
+            field="strategy",
+        )
     if side.plain:
         _check_plain_sgd(name, workload)
     if side.private:

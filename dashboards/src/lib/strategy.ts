@@ -206,7 +206,7 @@ function hybrid(strategy: StrategyWire): string {
 /** Strategies of clients, as their papers spell them. */
 const FEDERATED: Record<string, string> = {
   fedavg: "FedAvg", fedprox: "FedProx", scaffold: "Scaffold", fedavgm: "FedAvgM", fedadagrad: "FedAdagrad", fedadam: "FedAdam",
-  fedyogi: "FedYogi", fedbuff: "FedBuff", ditto: "Ditto", fedper: "FedPer", fedrep: "FedRep",
+  fedyogi: "FedYogi", fedbuff: "FedBuff", ditto: "Ditto", fedper: "FedPer", fedrep: "FedRep", statistics: "Statistics",
 };
 
 /** Strategies whose workers learn apart. */
