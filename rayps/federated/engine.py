@@ -338,7 +338,8 @@ class FederatedEngine:
 def _private_rounds(engine: FederatedEngine) -> PrivateRounds | None:
     """Return the private part of the rounds, or None. Raises ConfigError if the options do not fit the clients."""
     w, strategy = engine.w, engine.strategy
-    job = private_job(strategy, None if engine.clients is None else engine.clients.count)
+    size = w.flat.layout.size
+    job = private_job(strategy, None if engine.clients is None else engine.clients.count, size)
     if job is None:
         return None
     assert w.plan.ledger is not None, "the driver gives private jobs a ledger"

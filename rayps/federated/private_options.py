@@ -23,6 +23,12 @@ def check_private(strategy: FederatedView) -> None:
         return
     _refuse_algorithm(strategy)
     _refuse_options(strategy, spec)
+    if spec.by_clients and strategy.secure is None:
+        raise ConfigError(
+            "privacy has noise_by=clients, but a client's share of the noise does not protect it: only the sum under "
+            "masks has enough. Give secure=secagg(clip=...,max_weight=1) and clients=remote too, or leave noise_by out",
+            field="privacy",
+        )
     if has_remote_clients(strategy):
         if spec.sampling in (POISSON, FIXED):
             raise ConfigError(

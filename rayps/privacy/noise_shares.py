@@ -81,8 +81,8 @@ def share_noise(multiplier: float, people: tuple[int, int, float], norm: int, si
     sigma = share_of(multiplier * norm, count)
     if sigma > MOST_SIGMA:
         raise ConfigError(
-            f"noise_by=clients: each client's noise would have the standard deviation of {sigma} steps, and {MOST_SIGMA} "
-            "is the most: lower bits in secure=secagg(bits=...)",
+            f"noise_by=clients: each client's noise would have the standard deviation of {sigma} steps, and "
+            f"{MOST_SIGMA} is the most: lower bits in secure=secagg(bits=...)",
             field="privacy",
         )
     return NoiseShares(sigma, count, asked, least, norm, size)
