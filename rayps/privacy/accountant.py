@@ -5,7 +5,8 @@
               (Balle and Wang, "Improving the Gaussian mechanism", ICML 2018)
     fixed     Renyi divergences of sampling without replacement (Wang, Balle, Kasiviswanathan, "Subsampled Renyi
               differential privacy", AISTATS 2019), replace one unit; such a sum has the sensitivity 2 * clip
-    distributed   Renyi divergences of sums of discrete Gaussians (`rayps.privacy.noise_shares`); one unit is replaced by
+    distributed
+              Renyi divergences of sums of discrete Gaussians (`rayps.privacy.noise_shares`); one unit is replaced by
               one that adds zeros
     tree      Renyi divergences of tree aggregation (Kairouz et al. 2021); a unit takes part at most once in each tree
 

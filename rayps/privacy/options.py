@@ -131,7 +131,6 @@ class PrivacySpec:
                 "none; give sampling=poisson",
                 field="privacy",
             )
-
         if self.honest is not None and not self.by_clients:
             raise ConfigError(
                 f"privacy has honest={self.honest:g}, the fraction of clients that add their share of the noise, but "

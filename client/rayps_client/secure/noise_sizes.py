@@ -1,4 +1,4 @@
-"""How large a client's share of the noise is, and the room that it needs in a word. Without numpy: the service reads it.
+"""How large a client's share of the noise is, and the room that it needs in a word. The service reads it: no numpy.
 
 Kairouz, Liu and Steinke, "The Distributed Discrete Gaussian Mechanism for Federated Learning with Secure Aggregation",
 ICML 2021: each client adds a share of the noise to its whole numbers, before masks. A share is sized for the fewest
