@@ -308,12 +308,15 @@ class FederatedEngine:
             why += f" (client {who!r}: {reason}); lower the learning rate, or look for bad values"
         self.w.event("warning", f"the model was not trained: {rounds}, because {why}")
 
-    def evaluate(self) -> Totals:
-        """Return a dict from `personal_*` metric to (sum over rows, number of rows). The model does not change.
+    def evaluate(self, of_job: Totals) -> Totals:
+        """Return a dict from `personal_*` and `client_*` metric to its total. The model does not change.
 
-        A private job has none of them, because they would be computed from clients' rows without noise.
+        `of_job` has the metrics of the model on the job's own evaluation data, whose names real clients use. A private
+        job has no others, because they would be computed from clients' rows without noise.
         """
-        return personal(self) if self.private is None else {}
+        if self.private is not None:
+            return {}
+        return personal(self) if isinstance(self.source, SimulatedReplies) else self.source.evaluate(of_job)
 
     def state_of(self, client: int) -> tuple[Tensors, Tensors]:
         """Return a client's stored state, and the buffers in this state, on the model's device."""

@@ -85,6 +85,12 @@ def _refuse_options(strategy: FederatedView, spec: PrivacySpec) -> None:
             f"privacy=dp(clip={aggregation.clip:g},...) and leave clip out",
             field="clip",
         )
+    if strategy.client_evaluation:
+        raise ConfigError(
+            "client_evaluation=true measures models on the clients' rows without noise, which would void the claim of "
+            "privacy: leave it out, and evaluate where the rows are (rayps personal)",
+            field="client_evaluation",
+        )
     for name, value, unset in (
         ("min_replies", aggregation.min_replies, 1),
         ("enough", aggregation.enough, None),

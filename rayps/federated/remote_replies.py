@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from rayps_client.secure.quantise import SummedNumbers
+from rayps_client.signed_orders import EVALUATION, ROUND
 from torch import Tensor
 
 from rayps.core.errors import ConfigError, StaleGeneration, TrainingError
+from rayps.core.metrics import Totals
 from rayps.data.clients import ClientSummary
 from rayps.federated import remote_codec
 from rayps.federated.client import ClientReply
+from rayps.federated.client_evaluation import MOST_SECONDS, ClientEvaluation
 from rayps.federated.combine_replies import RoundAggregate
 from rayps.federated.population.cohort import Ints, cohort_size, first
 from rayps.federated.remote.join_options import JoinOptions
@@ -115,18 +118,7 @@ class RemoteReplies:
             private.asked(chosen)
         given = {name: value for name, value in shared.items() if name in side.sums}
         raw = remote_codec.encode_parameters(w_t, w.flat.layout, given, buffers)
-        facts: OrderFacts = {
-            "kind": "round",
-            "round": t,
-            "phase": w.plan.origin[0],
-            "seed": w.plan.seed,
-            "strategy": strategy.to_wire(),
-            "since": self._since(w.position),
-            "starts": self._mailbox.starts(w.position, self._first),
-            "personal": side.measured,
-        }
-        if self._engine.trainer.scheduled:
-            facts["tick"] = self._engine.tick(t)
+        facts = self._facts(ROUND, t, self._mailbox.starts(w.position, self._first))
         self._first = False
         part = self._engine.private_layers
         self._like = part.cut(w_t), {} if side.keeps_buffers else part.without_private(buffers)
@@ -139,6 +131,45 @@ class RemoteReplies:
         self._files, self._open = self._mailbox.close_round(order.serial), order
         self._mailbox.write_waits(None)
         return self._check_updates(order)
+
+    def _facts(self, kind: str, t: int, starts: list[list[int]]) -> OrderFacts:
+        w = self._engine.w
+        facts: OrderFacts = {
+            "kind": kind,
+            "round": t,
+            "phase": w.plan.origin[0],
+            "seed": w.plan.seed,
+            "strategy": self._strategy.to_wire(),
+            "since": self._since(w.position),
+            "starts": starts,
+            "personal": self._engine.side.measured,
+        }
+        if self._engine.trainer.scheduled:
+            facts["tick"] = self._engine.tick(t)
+        return facts
+
+    def evaluate(self, of_job: Totals) -> Totals:
+        """Let the connected clients evaluate the model on their own rows, if the strategy says so.
+
+        Return a dict from `client_*` and `personal_*` metric to its total.
+        """
+        engine, strategy = self._engine, self._strategy
+        if not strategy.client_evaluation:
+            return {}
+        self._members = self._mailbox.members()
+        asked = {each.number: each.name for each in self._members if self._mailbox.state(each.number) == "here"}
+        if not asked:
+            return {}
+        facts = self._facts(EVALUATION, engine.at(engine.w.position), self._mailbox.known_starts())
+        raw = remote_codec.encode_parameters(
+            engine.w.flat.vector, engine.w.flat.layout, {}, engine.trainer.copy_buffers()
+        )
+        evaluation = ClientEvaluation(self._mailbox, strategy, min(self._deadline, MOST_SECONDS))
+        found, void = evaluation.run(facts, asked, raw, of_job, (self._wait_with, self._wait_for))
+        self._mailbox.write_waits(None)
+        if void:
+            engine.w.event("warning", f"round {engine.w.position}: no metrics of clients, because {void}")
+        return found
 
     def _secure_round(self, secure: SecureRounds, facts: OrderFacts, asked: dict[int, str], raw: bytes) -> Round:
         """Run a secure round, or take the stored sum of the same round."""

@@ -167,7 +167,7 @@ class SecureRounds:
     def _path(self, facts: OrderFacts, parameters: str) -> Path:
         """Return the file of the sum of a round, which is named by what its clients have trained from."""
         at = facts["phase"] + facts["round"]
-        what = [at, facts["seed"], facts["strategy"], facts.get("tick"), parameters]
+        what = [facts["kind"], at, facts["seed"], facts["strategy"], facts.get("tick"), parameters]
         digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
         return self._mailbox.folder / "sums" / f"{at}-{digest}.sum"
 
