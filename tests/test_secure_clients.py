@@ -271,6 +271,25 @@ def test_the_sum_has_the_clients_updates_and_their_noise_and_is_charged_before_i
     )
 
 
+def test_a_worker_that_dies_while_noised_updates_are_unmasked_is_charged_once(
+    clinic: Clinic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, dead = StageFolder.open, list[Stage]()
+
+    def open_(self: StageFolder, stage: Stage) -> None:
+        opened(self, stage)
+        if stage is Stage.UNMASK and not dead:
+            dead.append(stage)
+            kill_workers(clinic)
+
+    monkeypatch.setattr(StageFolder, "open", open_)
+    job = clinic.job(f"fedavg:deadline=500,{NOISED},clients=remote(least=3,wait=100)", rounds=1, seed=5)
+    clinic.hospitals(job, 3)
+    clinic.trained(job)
+    assert dead and (clinic.service.folder(job.id) / "privacy" / "ledger.jsonl").read_text().count("\n") == 1
+    assert [event["releases"] for event in job.events() if event["kind"] == "privacy" and "releases" in event][-1] == 1
+
+
 def test_a_void_round_of_noised_updates_is_not_charged(clinic: Clinic) -> None:
     job = clinic.job(f"fedavg:deadline=500,{NOISED},clients=remote(least=3,wait=100)", rounds=1, seed=5)
     for k in range(3):

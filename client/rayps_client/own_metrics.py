@@ -75,10 +75,11 @@ def decode_metrics(raw: bytes) -> OwnMetrics | str:
 def _totals(facts: Mapping[str, Sequence[object]]) -> OwnTotals:
     found: OwnTotals = {}
     for name, (value, weight, how) in facts.items():
-        numbers = [float(number) for number in (value, weight) if isinstance(number, (int, float))]
-        if len(numbers) != 2 or not all(map(math.isfinite, numbers)) or numbers[1] < 0 or how not in _HOWS:
+        if not isinstance(value, (int, float)) or not isinstance(weight, (int, float)) or how not in _HOWS:
             raise ValueError(name)
-        found[str(name)] = OwnTotal(*numbers, str(how))
+        if not math.isfinite(value) or not math.isfinite(weight) or weight < 0:
+            raise ValueError(name)
+        found[str(name)] = OwnTotal(float(value), float(weight), str(how))
     if len(found) > _MOST_METRICS:
         raise ValueError("too many metrics")
     return found

@@ -49,7 +49,8 @@ class GlobalState:
 
     def task(self, client: int, state: Tensors, buffers: Mapping[str, Tensor]) -> Task:
         """Return the training of a client in the next round. `buffers` are those of the global model."""
-        return with_own_buffers(Task(self.seed, self.round, client, self.w, self.shared, state, buffers, self.tick))
+        here = dict(buffers)
+        return with_own_buffers(Task(self.seed, self.round, client, self.w, self.shared, state, here, self.tick))
 
 
 def with_own_buffers(task: Task) -> Task:
