@@ -17,10 +17,10 @@ from rayps_client.errors import DataError
 from rayps_client.own_metrics import (
     OwnMetrics,
     OwnTotal,
+    VectorLayout,
     decode_metrics,
     encode_metrics,
     totals_of_sum,
-    vector_length,
     vector_of,
 )
 from rayps_client.secure.quantise import ClientNumbers, Quantiser
@@ -142,6 +142,28 @@ def test_a_personal_metric_is_that_of_the_simulation(clinic: Clinic, strategy: s
     assert found["client_error"] == pytest.approx(result.metrics["error"], rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("more", "noise"),
+    [
+        ("", "server"),
+        ("secure=secagg(clip=5,max_weight=1),", "server"),
+        ("secure=secagg(clip=5,max_weight=1),", "clients"),
+    ],
+    ids=["clear", "masked", "by clients"],
+)
+def test_a_private_job_releases_noised_metrics_and_charges_them(clinic: Clinic, more: str, noise: str) -> None:
+    private = f"privacy=dp(noise_multiplier=0.001,clip=5,noise_by={noise}),{more}metric_bound=4"
+    told = f"fedavg:deadline=500,client_evaluation=true,{private},clients=remote(least=2,wait=100)"
+    job = clinic.job(told, rounds=1, seed=5)
+    join(clinic, job, [Evaluated, Evaluated])
+    learnt, (found,) = clinic.trained(job), metrics_of(job)
+    each = [law(learnt, [k])["error"] for k in range(2)]  # both count equally
+    assert 0 < abs(found["client_error"] - sum(each) / 2) < 0.05 and "client_replies" not in found
+    assert (clinic.service.folder(job.id) / "privacy" / "ledger.jsonl").read_text().count("\n") == 2
+    last = [event for event in job.events() if event["kind"] == "privacy"][-1]
+    assert last["releases"] == 2  # the round, and the evaluation
+
+
 # ---- without HTTP
 
 
@@ -180,13 +202,11 @@ def test_metrics_that_cannot_be_used_are_named(raw: bytes, why: str) -> None:
 @pytest.mark.parametrize("personal", [False, True])
 def test_the_sum_of_vectors_gives_the_weighted_means(personal: bool) -> None:
     names, bound, most = ["loss"], 2.0, 20
-    size = vector_length(names, personal)
-    quantiser = Quantiser(bound * math.sqrt(size), 24, most, 2, counts=False)
-    integers = sum(
-        quantiser.integers(ClientNumbers(vector_of(each, names, bound, personal), each.rows, 0.0, 0)) for each in (A, B)
-    )
+    layout = VectorLayout(names, bound, personal)
+    quantiser = Quantiser(bound * math.sqrt(layout.size), 24, most, 2, counts=False)
+    integers = sum(quantiser.integers(ClientNumbers(vector_of(each, layout), each.rows, 0.0, 0)) for each in (A, B))
     found = quantiser.read_sum(quantiser.words(np.asarray(integers)))
-    shared, own = totals_of_sum(found.update, found.weight, names, bound, personal)
+    shared, own = totals_of_sum(found.update, found.weight, layout)
     assert found.weight == 30  # of A's 30 rows, 20 count
     assert shared["loss"].mean == pytest.approx((20 * 1.5 + 10 * 0.5) / 30, abs=1e-5)
     assert own.keys() == ({"loss"} if personal else set())
@@ -195,11 +215,11 @@ def test_the_sum_of_vectors_gives_the_weighted_means(personal: bool) -> None:
 
 
 def test_metrics_are_limited_and_missing_ones_refused() -> None:
-    assert vector_of(A, ["loss"], 1.0, False).tolist() == [1.0]
+    assert vector_of(A, VectorLayout(["loss"], 1.0, False)).tolist() == [1.0]
     with pytest.raises(DataError, match="no metric 'accuracy'"):
-        vector_of(A, ["loss", "accuracy"], 1.0, False)
+        vector_of(A, VectorLayout(["loss", "accuracy"], 1.0, False))
     with pytest.raises(DataError, match="not finite"):
-        vector_of(OwnMetrics(1, {"loss": OwnTotal(math.inf, 1.0)}), ["loss"], 1.0, False)
+        vector_of(OwnMetrics(1, {"loss": OwnTotal(math.inf, 1.0)}), VectorLayout(["loss"], 1.0, False))
 
 
 @pytest.mark.parametrize(
@@ -208,8 +228,8 @@ def test_metrics_are_limited_and_missing_ones_refused() -> None:
         ("fedavg:client_evaluation=true", "clients are simulated"),
         ("fedavg:client_evaluation=2,clients=remote", "client_evaluation is 2"),
         ("fedavg:metric_bound=0,clients=remote", "metric_bound is 0"),
-        ("fedavg:metric_bound=2,client_evaluation=true,clients=remote", "under masks only"),
-        ("fedavg:client_evaluation=true,clients=remote,privacy=dp(noise_multiplier=1)", "void the claim"),
+        ("fedavg:metric_bound=2,client_evaluation=true,clients=remote", "under masks or with noise"),
+        ("fedavg:client_evaluation=true,clients=remote,privacy=dp(noise_multiplier=1,mechanism=tree)", "once in a"),
     ],
 )
 def test_what_clients_cannot_evaluate_is_refused(strategy: str, why: str) -> None:

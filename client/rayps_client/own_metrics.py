@@ -85,24 +85,34 @@ def _totals(facts: Mapping[str, Sequence[object]]) -> OwnTotals:
     return found
 
 
-def vector_length(names: Sequence[str], personal: bool) -> int:
-    """Return the number of elements of the vector under masks."""
-    return 2 * len(names) + 1 if personal else len(names)
+@dataclass(frozen=True, slots=True)
+class VectorLayout:
+    """What the vector of each client has, in an evaluation under masks or with noise."""
+
+    names: Sequence[str]
+    bound: float  # largest absolute value of an element
+    personal: bool  # whether the job's clients have personal models
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return 2 * len(self.names) + 1 if self.personal else len(self.names)
 
 
-def vector_of(found: OwnMetrics, names: Sequence[str], bound: float, personal: bool) -> Vector:
+def vector_of(found: OwnMetrics, layout: VectorLayout) -> Vector:
     """Return the vector of a client, before it is multiplied by its weight.
 
     Raises:
         DataError: the workload here does not compute one of the metrics, or a metric is not finite.
     """
+    names, bound = layout.names, layout.bound
     missing = [name for name in names if name not in found.shared]
     values = [found.shared[name].mean for name in names if not missing]
     if missing or not all(map(math.isfinite, values)):
         what = f"has no metric {missing[0]!r}" if missing else "has a metric that is not finite"
         raise DataError(f"the evaluation on this client's rows {what}: the job's model is not evaluated here")
     parts = np.clip(values, -bound, bound)
-    if not personal:
+    if not layout.personal:
         return np.asarray(parts, dtype=np.float64)
     own = [found.personal[name].mean for name in names if name in found.personal]
     there = len(own) == len(names) and all(map(math.isfinite, own))
@@ -110,16 +120,14 @@ def vector_of(found: OwnMetrics, names: Sequence[str], bound: float, personal: b
     return np.concatenate([parts, more, [bound if there else 0.0]])
 
 
-def totals_of_sum(
-    total: Vector, weight: int, names: Sequence[str], bound: float, personal: bool
-) -> tuple[OwnTotals, OwnTotals]:
+def totals_of_sum(total: Vector, weight: int, layout: VectorLayout) -> tuple[OwnTotals, OwnTotals]:
     """Return the totals of the job's model and of the personal models, from the sum of the clients' vectors.
 
     `total` is the sum of the vectors times the weights, and `weight` the sum of the weights.
     """
-    count = len(names)
+    names = layout.names
     shared = {name: OwnTotal(float(total[at]), float(weight)) for at, name in enumerate(names)}
-    there = float(total[-1]) / bound if personal else 0.0
+    there = float(total[-1]) / layout.bound if layout.personal else 0.0
     if there <= 0.5:
         return shared, {}
-    return shared, {name: OwnTotal(float(total[count + at]), there) for at, name in enumerate(names)}
+    return shared, {name: OwnTotal(float(total[len(names) + at]), there) for at, name in enumerate(names)}

@@ -26,7 +26,7 @@ from rayps_client.connection import ServiceConnection
 from rayps_client.errors import Conflict, DataError, NotFound, RaypsError, Unauthorized, Unreachable, WorkloadError
 from rayps_client.global_model import fetch_global
 from rayps_client.local_trainer import LocalReply, LocalTask, LocalTrainer, RoundStart, layout_bytes
-from rayps_client.own_metrics import OwnMetrics, encode_metrics, vector_of
+from rayps_client.own_metrics import OwnMetrics, VectorLayout, encode_metrics, vector_of
 from rayps_client.secure.pinned_keys import PinnedKeys
 from rayps_client.secure.quantise import ClientNumbers
 from rayps_client.secure.secure_replies import JoinedAs, SecureReplies
@@ -303,7 +303,7 @@ class ClientProcess:
     def _add_metrics(self, order: OrderFacts, found: OwnMetrics) -> str | None:
         """Take part in the sum of the clients' metrics. Return None, or why this client's are not in it."""
         facts = order["metrics"]
-        vector = vector_of(found, facts["names"], facts["bound"], order.get("personal", False))
+        vector = vector_of(found, VectorLayout(facts["names"], facts["bound"], order.get("personal", False)))
         numbers = ClientNumbers(vector, found.rows, 0.0, 0)
         return self._secure.send(order, numbers, self._joined(), self._verified_text)
 

@@ -311,12 +311,12 @@ class FederatedEngine:
     def evaluate(self, of_job: Totals) -> Totals:
         """Return a dict from `personal_*` and `client_*` metric to its total. The model does not change.
 
-        `of_job` has the metrics of the model on the job's own evaluation data, whose names real clients use. A private
-        job has no others, because they would be computed from clients' rows without noise.
+        `of_job` has the metrics of the model on the job's own evaluation data, whose names real clients use. Simulated
+        clients of a private job have none, because they would be computed from clients' rows without noise.
         """
-        if self.private is not None:
-            return {}
-        return personal(self) if isinstance(self.source, SimulatedReplies) else self.source.evaluate(of_job)
+        if isinstance(self.source, RemoteReplies):
+            return self.source.evaluate(of_job)
+        return personal(self) if self.private is None else {}
 
     def state_of(self, client: int) -> tuple[Tensors, Tensors]:
         """Return a client's stored state, and the buffers in this state, on the model's device."""

@@ -85,10 +85,10 @@ def _refuse_options(strategy: FederatedView, spec: PrivacySpec) -> None:
             f"privacy=dp(clip={aggregation.clip:g},...) and leave clip out",
             field="clip",
         )
-    if strategy.client_evaluation:
+    if strategy.client_evaluation and spec.mechanism == TREE:
         raise ConfigError(
-            "client_evaluation=true measures models on the clients' rows without noise, which would void the claim of "
-            "privacy: leave it out, and evaluate where the rows are (rayps personal)",
+            "client_evaluation=true asks clients in each evaluation, but tree noise assumes that each takes part once "
+            "in a tree: leave it out, and evaluate where the rows are (rayps personal), or give sampling=all",
             field="client_evaluation",
         )
     for name, value, unset in (

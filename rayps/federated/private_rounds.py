@@ -44,7 +44,7 @@ from rayps.privacy.adaptive_clip import SHARE, next_clip, update_noise
 from rayps.privacy.claim import Setting, claim
 from rayps.privacy.ledger import ReleaseLedger
 from rayps.privacy.mechanism import Mechanism, Spent
-from rayps.privacy.noise import KeyedNoise, NoiseSource, SecretNoise
+from rayps.privacy.noise import Floats, KeyedNoise, NoiseSource, SecretNoise
 from rayps.privacy.noise_shares import NoiseShares, share_noise
 from rayps.privacy.options import ALL, DISTRIBUTED, FIXED, POISSON, SEEDED, TREE, PrivacySpec
 from rayps.privacy.tree_noise import tree_noise
@@ -293,6 +293,21 @@ class PrivateRounds:
         """
         assert self._releases is not None, "rank 0 has the account"
         self._releases.account.charge(round)
+
+    def release_metrics(self, total: Floats, norm: float, round: int) -> Floats:
+        """Return the sum of the clients' metrics with noise. `norm`: the largest norm of what one client adds to it.
+
+        The release is recorded before. If the clients have added the noise, both was done before the sum was unmasked.
+
+        Raises OSError if the ledger cannot be written; nothing is released then.
+        """
+        if self.shares is not None:
+            return total
+        assert self._releases is not None, "rank 0 has the account"
+        self._releases.account.charge(round)
+        std = self._releases.account.mechanism.noise_multiplier * norm
+        found: Floats = np.rint((total + self._releases.source.normal(len(total), std, round, 2)) / (std * 1e-6))
+        return found * (std * 1e-6)
 
     def follow(self, outcome: RoundAggregate, memory: dict[str, torch.Tensor]) -> None:
         """Store the adaptive clip of the next round in the server's memory."""

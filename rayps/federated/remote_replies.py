@@ -153,18 +153,24 @@ class RemoteReplies:
 
         Return a dict from `client_*` and `personal_*` metric to its total.
         """
-        engine, strategy = self._engine, self._strategy
+        engine, strategy, private = self._engine, self._strategy, self._engine.private
         if not strategy.client_evaluation:
             return {}
         self._members = self._mailbox.members()
         asked = {each.number: each.name for each in self._members if self._mailbox.state(each.number) == "here"}
+        if private is not None and len(asked) >= private.job.drawn and private.exhausted() is None:
+            there = np.asarray(sorted(asked), dtype=np.int64)
+            chosen = first(engine.w.plan.seed, engine.w.position, there, private.job.drawn).tolist()
+            asked = {number: asked[number] for number in chosen}
+        elif private is not None:
+            asked = {}
         if not asked:
             return {}
         facts = self._facts(EVALUATION, engine.at(engine.w.position), self._mailbox.known_starts())
         raw = remote_codec.encode_parameters(
             engine.w.flat.vector, engine.w.flat.layout, {}, engine.trainer.copy_buffers()
         )
-        evaluation = ClientEvaluation(self._mailbox, strategy, min(self._deadline, MOST_SECONDS))
+        evaluation = ClientEvaluation(self._mailbox, strategy, min(self._deadline, MOST_SECONDS), private)
         found, void = evaluation.run(facts, asked, raw, of_job, (self._wait_with, self._wait_for))
         self._mailbox.write_waits(None)
         if void:

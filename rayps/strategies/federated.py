@@ -122,10 +122,10 @@ class Federated(FlatOptions, Strategy):
         check_private(self)
 
     def _check_client_evaluation(self) -> None:
-        if self.metric_bound != 1.0 and (not self.client_evaluation or self.secure is None):
+        if self.metric_bound != 1.0 and (not self.client_evaluation or (self.secure is None and self.privacy is None)):
             raise ConfigError(
-                f"metric_bound is {self.metric_bound:g}, but it limits the metrics of clients under masks only: give "
-                "client_evaluation=true and secure=secagg(...), or leave it out",
+                f"metric_bound is {self.metric_bound:g}, but it limits the metrics of clients under masks or with "
+                "noise only: give client_evaluation=true and secure=secagg(...) or privacy=dp(...), or leave it out",
                 field="metric_bound",
             )
         ways = [
