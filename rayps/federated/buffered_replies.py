@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
 
 RESTORED = "restored"  # the reason for dropping an update of a round after the checkpoint to which the job has returned
+ENDED = "ended"  # the reason for dropping an update that has arrived with the last updates of the last round
 
 
 @dataclass(slots=True)
@@ -110,6 +111,8 @@ class BufferedReplies(RemoteReplies):
                 waiting = None
                 self._wait_for_updates(now)
         self._mailbox.write_waits(None)
+        if self._engine.w.position + 1 >= self._engine.w.plan.end:
+            self._end(now)
         self.refused = [(client_of(now.counted[serial]), why) for serial, why in now.refused.items()]
         usable = now.usable()
         return Round(
@@ -237,6 +240,16 @@ class BufferedReplies(RemoteReplies):
                 now.dropped.append((client_of(order), "left"))
                 self._orders.settle(order)
         return whole
+
+    def _end(self, now: _OpenRound) -> None:
+        """End the orders that no later round of this phase counts."""
+        for order in now.running.values():
+            verdict = None
+            if self._orders.close(order):
+                now.dropped.append((client_of(order), ENDED))
+                verdict = "the job's last round ended before this update could count"
+            self._orders.settle(order, verdict)
+        now.running = {}
 
     def _reply(self, order: RoundOrder) -> ClientReply | str | None:
         """Decode the update of an order. Return the reason if it cannot be used, or None if there is no update."""
