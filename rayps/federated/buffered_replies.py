@@ -250,6 +250,7 @@ class BufferedReplies(RemoteReplies):
                 verdict = "the job's last round ended before this update could count"
             self._orders.settle(order, verdict)
         now.running = {}
+        self._orders.retract()
 
     def _reply(self, order: RoundOrder) -> ClientReply | str | None:
         """Decode the update of an order. Return the reason if it cannot be used, or None if there is no update."""

@@ -18,7 +18,7 @@ from rayps_client.signed_orders import OrderedParameters
 from rayps.federated.remote.mailbox import PARAMETERS, Mailbox, RoundOrder, write_json
 from rayps.federated.remote.signed_orders import OrderFacts
 
-_NEWEST = "newest.safetensors"
+_PUBLISHED = "parameters-*.safetensors"
 
 
 class ClientOrders:
@@ -27,18 +27,19 @@ class ClientOrders:
     def __init__(self, mailbox: Mailbox) -> None:
         """`mailbox`: the job's mailbox."""
         self._mailbox = mailbox
+        self._newest = mailbox.folder / _PUBLISHED.replace("*", secrets.token_hex(4))
 
     def publish(self, parameters: bytes) -> OrderedParameters:
         """Write the parameters with which the next orders start. Return their checksum and size."""
-        part = self._mailbox.folder / f".{_NEWEST}.{secrets.token_hex(4)}"
-        part.write_bytes(parameters)
-        part.replace(self._mailbox.folder / _NEWEST)
+        self._newest.unlink(missing_ok=True)  # orders have links to the earlier parameters
+        self._newest.write_bytes(parameters)
         return {"sha256": hashlib.sha256(parameters).hexdigest(), "bytes": len(parameters)}
 
     def open(self, facts: OrderFacts, client: tuple[int, str], deadline: float, most_bytes: int) -> RoundOrder:
         """Open an order for one client, given as (number, name), with the parameters that were published last."""
-        newest = self._mailbox.folder / _NEWEST
-        order = self._mailbox.create(facts, dict([client]), deadline, most_bytes, lambda path: os.link(newest, path))
+        order = self._mailbox.create(
+            facts, dict([client]), deadline, most_bytes, lambda path: os.link(self._newest, path)
+        )
         self.show(order)
         return order
 
@@ -87,9 +88,14 @@ class ClientOrders:
         `facts`: those of the orders that start in this round. The job may have returned to a checkpoint: orders of
         later rounds are then ended, and so are those of this round if they have other parameters.
 
+        The parameters that an earlier worker has published are deleted, so that it can open no more orders.
+
         Returns:
             The orders that continue, and those whose updates had arrived but are refused.
         """
+        for path in self._mailbox.folder.glob(_PUBLISHED):
+            if path != self._newest:
+                path.unlink(missing_ok=True)
         kept, refused = list[RoundOrder](), list[RoundOrder]()
         for order in self.live():
             arrived, was_open = self.has_update(order), self._mailbox.is_open(order.serial)
@@ -103,6 +109,10 @@ class ClientOrders:
             else:
                 self.settle(order)
         return kept, refused
+
+    def retract(self) -> None:
+        """Delete the published parameters, after the last order."""
+        self._newest.unlink(missing_ok=True)
 
     def _folder(self, order: RoundOrder) -> Path:
         return self._mailbox.round_folder(order.serial)

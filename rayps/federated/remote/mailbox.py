@@ -14,8 +14,7 @@
     rounds/SERIAL/taken/NUMBER   the updates after the worker has closed the round and renamed `inbox` to `taken`
     rounds/SERIAL/verdicts.json  why updates of the round did not count; by the worker
     rounds/SERIAL/stages/        the messages of a secure round (`rayps.federated.remote.stage_folder`)
-    newest.safetensors           the newest parameters of asynchronous rounds; each order has a link to its own; by the
-                                 worker
+    parameters-ID.safetensors    the newest parameters of asynchronous rounds, to which orders link; by the worker ID
     asked/NUMBER.json            the newest order of one client in asynchronous rounds; by the worker
 
 Every file is created complete, by rename or link. The rename of a round's inbox closes the round: an update is either
