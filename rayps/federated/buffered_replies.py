@@ -58,7 +58,7 @@ class _OpenRound:
     dropped: list[tuple[int, str]] = field(default_factory=list)  # (client, reason)
     late: set[int] = field(default_factory=set)  # clients that were dropped because they did not reply
     started: set[int] = field(default_factory=set)  # clients that have started in this round
-    base: tuple[int, Tensor] | None = None  # the round and the parameters that `base` has read last
+    base: tuple[int, Tensor] | None = None  # the round and the parameters that were read last
 
     def usable(self) -> list[RoundOrder]:
         """Return the orders whose updates can be used, by the round in which they started and serial number."""
@@ -130,18 +130,14 @@ class BufferedReplies(RemoteReplies):
         assert now is not None, "a round has begun"
         if version == now.number:
             return w_t
-        if now.base is None or now.base[0] != version:
-            order = next(order for order in now.usable() if order.round == version)
-            start = decode_start(self._orders.parameters(order), layout_rows(self._engine.w.flat.layout))
-            now.base = version, tensor_of(start.w)
-        return now.base[1]
+        return self._start_of(now, next(order for order in now.usable() if order.round == version))
 
     def replies(self) -> Iterator[tuple[int | TrainingTask, ClientReply]]:
         """Yield the usable replies. Only one reply is in memory at a time."""
         now = self._now
         assert now is not None, "a round has begun"
         for order in now.usable():
-            reply = self._reply(order)
+            reply = self._reply(now, order)
             assert isinstance(reply, ClientReply), "the update was checked when it arrived"
             yield TrainingTask(client_of(order), order.round, now.number - order.round), reply
 
@@ -194,7 +190,7 @@ class BufferedReplies(RemoteReplies):
             self._drop(now, now.running[serial], reason)
         for serial in step.counts:
             order = now.running.pop(serial)
-            reply = self._reply(order)
+            reply = self._reply(now, order)
             if reply is None:  # withdrawn in the meantime
                 now.running[serial] = order
                 continue
@@ -252,10 +248,21 @@ class BufferedReplies(RemoteReplies):
         now.running = {}
         self._orders.retract()
 
-    def _reply(self, order: RoundOrder) -> ClientReply | str | None:
+    def _reply(self, now: _OpenRound, order: RoundOrder) -> ClientReply | str | None:
         """Decode the update of an order. Return the reason if it cannot be used, or None if there is no update."""
         raw = self._orders.update(order)
-        return None if raw is None else self._decode(client_of(order), raw)
+        if raw is None:
+            return None
+        return self._decode(
+            order, client_of(order), raw, self._engine.private_layers.cut(self._start_of(now, order))
+        )
+
+    def _start_of(self, now: _OpenRound, order: RoundOrder) -> Tensor:
+        """Return the parameters from which the client of a live order has started."""
+        if now.base is None or now.base[0] != order.round:
+            start = decode_start(self._orders.parameters(order), layout_rows(self._engine.w.flat.layout))
+            now.base = order.round, tensor_of(start.w)
+        return now.base[1]
 
     def _status(self, number: int) -> ClientStatus:
         state = self._mailbox.state(number)

@@ -174,7 +174,7 @@ class RemoteReplies:
     def replies(self) -> Iterator[tuple[int | TrainingTask, ClientReply]]:
         """Yield the usable replies, in the order of clients. Only one reply is in memory at a time."""
         for number in self._usable:
-            reply = self._read(number)
+            reply = self._read(number, self._open)
             assert not isinstance(reply, str), "`_check_updates` has checked the update"
             yield number, reply
 
@@ -187,7 +187,7 @@ class RemoteReplies:
     def _check_updates(self, order: RoundOrder) -> Round:
         found: dict[int, str] = {}  # per client, why its update cannot be used
         for number in self._files:
-            reply = self._read(number)
+            reply = self._read(number, order)
             found[number] = reply if isinstance(reply, str) else ""
         self._usable = [number for number, why in found.items() if not why]
         self.refused = [(number, why) for number, why in found.items() if why]
@@ -195,12 +195,13 @@ class RemoteReplies:
         dropped = [(number, self._why_silent(number)) for number in asked if number not in self._files]
         return Round(asked, dropped, order.begun, time.time(), list(self._usable))
 
-    def _read(self, number: int) -> ClientReply | str:
-        return self._decode(number, self._files[number].read_bytes())
+    def _read(self, number: int, order: RoundOrder | None) -> ClientReply | str:
+        assert order is not None, "updates are read between the end of a round and its verdicts"
+        return self._decode(order, number, self._files[number].read_bytes(), self._like[0])
 
-    def _decode(self, number: int, raw: bytes) -> ClientReply | str:
-        """Decode an update of a client. Return the reason if it cannot be used."""
-        (w_t, buffers), most = self._like, self._members[number].samples
+    def _decode(self, order: RoundOrder, number: int, raw: bytes, w_t: Tensor) -> ClientReply | str:
+        """Decode a client's update for an order, which started from `w_t`. Return the reason if it cannot be used."""
+        buffers, most = self._like[1], self._members[number].samples
         return remote_codec.decode_update(raw, w_t, self._engine.side.sums, buffers, most)
 
     def _since(self, position: int) -> int:

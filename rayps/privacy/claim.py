@@ -55,8 +55,9 @@ def claim(spec: PrivacySpec, mechanism: Mechanism, setting: Setting) -> JsonObje
 def with_releases(facts: Keywords, epsilon: float, releases: int) -> JsonObject:
     """Return a claim with the number of releases, epsilon, and the claim as a sentence."""
     if facts["proves"]:
+        s = "" if releases == 1 else "s"
         sentence = (
-            f"The {releases} noised sums that left the workers, and all that is computed from them, are "
+            f"The releases of this run ({releases} noised sum{s}), and all that is computed from them, are "
             f"({epsilon:.4g}, {facts['delta']:g})-differentially private, where two data sets are neighbours if "
             f"{facts['neighbours']}."
         )

@@ -29,6 +29,7 @@ from rayps.core.strategy import Phase
 from rayps.core.time_report import report_of
 from rayps.core.urls import Location, is_url, location_of
 from rayps.core.values import Json, JsonObject
+from rayps.federated.client_scores import report_clients, report_rounds
 from rayps.federated.client_states_backup import ClientStatesBackup
 from rayps.federated.client_states_file import StoredStates
 from rayps.federated.strategy_interface import FederatedView
@@ -97,6 +98,23 @@ class Result:
     def report(self) -> JsonObject:
         """Where the time went, what costs most of it, and what to change: see `rayps.core.time_report.report_of`."""
         return report_of(self.time)
+
+    @property
+    def client_rounds(self) -> pa.Table | None:
+        """How single clients' updates differed in each round (`report=clients`): see `client_scores`; None if unknown.
+
+        Columns: round, client, weight, norm, cosine, share, agreement, loss, and deviations of three of them.
+        """
+        return report_rounds(self.events)
+
+    @property
+    def client_report(self) -> pa.Table | None:
+        """One row for each client: drift, and whether it is an outlier (`report=clients`); None if unknown.
+
+        The columns are those of `rayps.federated.client_scores.report_clients`.
+        """
+        rounds = self.client_rounds
+        return None if rounds is None else report_clients(rounds)
 
     @property
     def costs(self) -> list[Event]:
