@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from client_site import All, Clinic, Hospital, Own, Server, rows, until
+from client_site import Clinic, Hospital, Own, Server, rows, until
 from rayps_client.process import ClientProcess
 from small_work import train
 
@@ -80,7 +80,9 @@ def test_who_starts() -> None:
         (drawn[0], 2),
     ]
     late = dataclasses.replace(look, running=[order(1, drawn[0], ends=0.0)])
-    assert decide(late, dataclasses.replace(rules, concurrency=1)).starts == [(drawn[1], 0)]  # its place goes to another
+    assert decide(late, dataclasses.replace(rules, concurrency=1)).starts == [
+        (drawn[1], 0)
+    ]  # its place goes to another
     alone = Look(0, 0.0, [order(1, 0, ends=0.0)], {0: "here"})
     assert decide(alone, rules).starts == [(0, 0)]
     half = dataclasses.replace(rules, concurrency=None, fraction=0.4)
@@ -165,7 +167,7 @@ def test_each_order_is_closed_on_its_own_and_an_update_counts_once(box: Mailbox)
 def test_parameters_stay_as_long_as_an_order_refers_to_them(box: Mailbox) -> None:
     orders, (a, b) = ClientOrders(box), opened(box, 0, 0, 1)
     (published,) = box.folder.glob("parameters-*")
-    one, other = (os.stat(box.parameters(each.serial)) for each in (a, b))
+    one, other = (box.parameters(each.serial).stat() for each in (a, b))
     assert (one.st_ino, one.st_nlink) == (other.st_ino, 3)  # one file for both, and for the next orders
     published.unlink()
     for round in range(1, 30):  # old orders are deleted, but not those that are live
@@ -173,10 +175,10 @@ def test_parameters_stay_as_long_as_an_order_refers_to_them(box: Mailbox) -> Non
         orders.close(each)
         orders.settle(each)
     assert orders.parameters(a) == orders.parameters(b) == b"model 0" and len(box.serials()) < 25
-    assert os.stat(box.parameters(a.serial)).st_nlink == 2
+    assert box.parameters(a.serial).stat().st_nlink == 2
     orders.close(a)
     orders.settle(a)
-    assert os.stat(box.parameters(b.serial)).st_nlink == 1 and orders.live() == [b]
+    assert box.parameters(b.serial).stat().st_nlink == 1 and orders.live() == [b]
 
 
 def test_what_a_client_has_sent_does_not_count_once_its_token_is_revoked(box: Mailbox) -> None:

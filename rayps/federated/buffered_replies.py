@@ -49,6 +49,7 @@ class _OpenRound:
     """An asynchronous round whose updates are being collected."""
 
     number: int
+    w_t: Tensor  # the parameters at its start
     facts: OrderFacts  # of the orders that start in this round
     most_bytes: int  # largest size of an update
     begun: float = field(default_factory=time.time)
@@ -104,7 +105,7 @@ class BufferedReplies(RemoteReplies):
                 break
             if step.missing:
                 waiting = waiting or time.monotonic()
-                there = {order.client for order in look.running}
+                there = {client_of(order) for order in now.running.values()}
                 there |= {number for number, status in look.clients.items() if status == "here"}
                 self._wait_for_more(t, sorted(there), waiting)
             else:
@@ -128,9 +129,11 @@ class BufferedReplies(RemoteReplies):
         """Return the parameters at the start of round `version`; `w_t`: those of the current round."""
         now = self._now
         assert now is not None, "a round has begun"
-        if version == now.number:
-            return w_t
-        return self._start_of(now, next(order for order in now.usable() if order.round == version))
+        return (
+            w_t
+            if version == now.number
+            else self._start_of(now, next(order for order in now.usable() if order.round == version))
+        )
 
     def replies(self) -> Iterator[tuple[int | TrainingTask, ClientReply]]:
         """Yield the usable replies. Only one reply is in memory at a time."""
@@ -157,7 +160,7 @@ class BufferedReplies(RemoteReplies):
         raw, most_bytes = self._prepare(w_t, shared, buffers)
         facts = self._facts(t, self._mailbox.known_starts())
         facts["parameters"] = self._orders.publish(raw)
-        now = _OpenRound(t, facts, most_bytes)
+        now = _OpenRound(t, w_t, facts, most_bytes)
         now.running = {} if self._now is None else self._now.running
         if self._first:
             kept, refused = self._orders.resume(facts)
@@ -253,12 +256,12 @@ class BufferedReplies(RemoteReplies):
         raw = self._orders.update(order)
         if raw is None:
             return None
-        return self._decode(
-            order, client_of(order), raw, self._engine.private_layers.cut(self._start_of(now, order))
-        )
+        return self._decode(order, client_of(order), raw, self._engine.private_layers.cut(self._start_of(now, order)))
 
     def _start_of(self, now: _OpenRound, order: RoundOrder) -> Tensor:
         """Return the parameters from which the client of a live order has started."""
+        if order.round == now.number:
+            return now.w_t
         if now.base is None or now.base[0] != order.round:
             start = decode_start(self._orders.parameters(order), layout_rows(self._engine.w.flat.layout))
             now.base = order.round, tensor_of(start.w)
