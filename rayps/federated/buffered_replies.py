@@ -45,7 +45,7 @@ ENDED = "ended"  # the reason for dropping an update that has arrived with the l
 
 
 @dataclass(slots=True)
-class _OpenRound:
+class _AsyncRound:
     """An asynchronous round whose updates are being collected."""
 
     number: int
@@ -83,7 +83,7 @@ class BufferedReplies(RemoteReplies):
             self._joining.least,
             engine.w.plan.seed,
         )
-        self._now: _OpenRound | None = None
+        self._now: _AsyncRound | None = None
 
     # ---- a round
 
@@ -155,12 +155,12 @@ class BufferedReplies(RemoteReplies):
         for order in reversed(now.usable()):
             self._orders.settle(order, reasons.pop(client_of(order), None))
 
-    def _begin(self, t: int, w_t: Tensor, shared: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> _OpenRound:
+    def _begin(self, t: int, w_t: Tensor, shared: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> _AsyncRound:
         """Begin round `t` with the orders that are live."""
         raw, most_bytes = self._prepare(w_t, shared, buffers)
         facts = self._facts(t, self._mailbox.known_starts())
         facts["parameters"] = self._orders.publish(raw)
-        now = _OpenRound(t, w_t, facts, most_bytes)
+        now = _AsyncRound(t, w_t, facts, most_bytes)
         now.running = {} if self._now is None else self._now.running
         if self._first:
             kept, refused = self._orders.resume(facts)
@@ -171,7 +171,7 @@ class BufferedReplies(RemoteReplies):
         self._first, self._now = False, now
         return now
 
-    def _look(self, now: _OpenRound) -> Look:
+    def _look(self, now: _AsyncRound) -> Look:
         self._members = self._mailbox.members()
         running = [
             RunningOrder(
@@ -187,7 +187,7 @@ class BufferedReplies(RemoteReplies):
         counted = [(client_of(order), order.round) for order in now.counted.values()]
         return Look(now.number, time.time(), running, statuses, counted, now.late)
 
-    def _follow(self, now: _OpenRound, step: AsyncStep) -> None:
+    def _follow(self, now: _AsyncRound, step: AsyncStep) -> None:
         """Do what `step` says. Verdicts are written before new orders, with which clients ask for them."""
         for serial, reason in step.lost:
             self._drop(now, now.running[serial], reason)
@@ -206,7 +206,7 @@ class BufferedReplies(RemoteReplies):
         for client, again in step.starts:
             self._start(now, client, again)
 
-    def _drop(self, now: _OpenRound, order: RoundOrder, reason: str) -> None:
+    def _drop(self, now: _AsyncRound, order: RoundOrder, reason: str) -> None:
         """End an order whose update does not count, unless the update has arrived in the meantime."""
         if self._orders.close(order) and reason != STALE:
             return  # the next look sees the update
@@ -222,14 +222,14 @@ class BufferedReplies(RemoteReplies):
         now.dropped.append((client_of(order), reason))
         self._orders.settle(order, verdict)
 
-    def _start(self, now: _OpenRound, client: int, again: int) -> None:
+    def _start(self, now: _AsyncRound, client: int, again: int) -> None:
         """Give a client an order. `again`: how often it has replied from the same parameters."""
         facts: OrderFacts = {**now.facts, "seed": now.facts["seed"] + AGAIN * again}
         order = self._orders.open(facts, (client, self._members[client].name), self._deadline, now.most_bytes)
         now.running[order.serial] = order
         now.started.add(client)
 
-    def _take(self, now: _OpenRound) -> bool:
+    def _take(self, now: _AsyncRound) -> bool:
         """Close the orders that count. Return whether none of their updates was withdrawn in the meantime."""
         whole = True
         for order in now.usable():
@@ -240,7 +240,7 @@ class BufferedReplies(RemoteReplies):
                 self._orders.settle(order)
         return whole
 
-    def _end(self, now: _OpenRound) -> None:
+    def _end(self, now: _AsyncRound) -> None:
         """End the orders that no later round of this phase counts."""
         for order in now.running.values():
             verdict = None
@@ -251,14 +251,14 @@ class BufferedReplies(RemoteReplies):
         now.running = {}
         self._orders.retract()
 
-    def _reply(self, now: _OpenRound, order: RoundOrder) -> ClientReply | str | None:
+    def _reply(self, now: _AsyncRound, order: RoundOrder) -> ClientReply | str | None:
         """Decode the update of an order. Return the reason if it cannot be used, or None if there is no update."""
         raw = self._orders.update(order)
         if raw is None:
             return None
         return self._decode(order, client_of(order), raw, self._engine.private_layers.cut(self._start_of(now, order)))
 
-    def _start_of(self, now: _OpenRound, order: RoundOrder) -> Tensor:
+    def _start_of(self, now: _AsyncRound, order: RoundOrder) -> Tensor:
         """Return the parameters from which the client of a live order has started."""
         if order.round == now.number:
             return now.w_t
@@ -273,7 +273,7 @@ class BufferedReplies(RemoteReplies):
             return state
         return "away" if self._mailbox.is_away(number) else "silent"
 
-    def _wait_for_updates(self, now: _OpenRound) -> None:
+    def _wait_for_updates(self, now: _AsyncRound) -> None:
         names = listed(self.names(sorted({client_of(order) for order in now.running.values()})))
         self._wait_with(
             f"round {now.number} waits for updates: {len(now.counted)} of {self._rules.size} have arrived; training: "

@@ -273,6 +273,8 @@ class FederatedEngine:
         if w.rank:
             return
         message = f"round {w.position}: {outcome.count} of {asked} clients replied"
+        if known.staleness is not None:  # most updates are of clients that started in earlier rounds
+            message = f"round {w.position}: {outcome.count} updates arrived, {asked} clients started"
         ages = {} if known.staleness is None else {"staleness": {str(age): n for age, n in known.staleness.items()}}
         away = {
             key: [
