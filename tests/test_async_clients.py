@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from rayps.core.errors import Conflict
 from rayps.core.logs import LogBuffer
 from rayps.federated import buffered_replies
 from rayps.federated.population.cohort import hashes
+from rayps.federated.remote import mailbox
 from rayps.federated.remote.async_steps import AsyncRules, AsyncStep, Look, RunningOrder, decide
 from rayps.federated.remote.client_orders import ClientOrders
 from rayps.federated.remote.mailbox import Mailbox, RoundOrder
@@ -293,6 +295,13 @@ def update(w: torch.Tensor, k: int) -> torch.Tensor:
     return torch.cat([-0.05 * p.grad.reshape(-1) for p in model.parameters()])  # type: ignore[union-attr]
 
 
+def drawn() -> torch.Tensor:
+    """The parameters with which a job of seed 3 begins."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return torch.nn.utils.parameters_to_vector(Server().model().parameters()).detach()
+
+
 class Even(Server):
     """Three clients with 20 rows each, simulated."""
 
@@ -360,6 +369,39 @@ def test_a_worker_that_dies_in_a_round_loses_no_update_and_counts_none_twice(cli
     w1 = w + (update(w, 0) + update(w, 1)) / 2
     assert (learnt - (w1 + (2**-0.5 * update(w, 0) + update(w1, 1)) / 2)).abs().max() < 1e-12
     assert ward.rounds()[-1]["staleness"] == {"0": 1, "1": 1} and ward.orders(5)  # nobody was asked again
+
+
+def test_the_events_of_a_job_whose_worker_dies_give_its_model(clinic: Clinic, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three clients that train as fast as they can, in any order: the law over the events, in plain torch."""
+    monkeypatch.setattr(mailbox, "_KEPT_ROUNDS", 1000)  # all orders can be counted at the end
+    job = clinic.job("fedbuff:buffer=2,local_steps=1,batch_size=0,clients=remote(least=3,wait=100)", 6, seed=3)
+    clients = [clinic.hospital(job, k, pause=0.03) for k in range(3)]
+    box = clinic.service.mailbox(job.id)
+    for client in clients[:2]:
+        client.begin()
+    until(lambda: "waits for 1 more of 3" in (box.standing() or ""))
+    clients[2].begin()
+
+    def counted() -> dict[int, dict[str, Any]]:
+        return {event["round"]: event for event in job.events() if event["kind"] == "cohort"}  # a repeat is the last
+
+    for round in (1, 3):
+        until(lambda round=round: max(counted(), default=-1) >= round)
+        for name in clinic.workers():
+            cluster = surrounding()
+            cluster.kill(cluster.find(name))  # type: ignore[arg-type]
+    learnt = clinic.trained(job)
+    assert any(event["kind"] == "restarted" for event in job.events())
+    w, used = [drawn()], Counter[tuple[int, int]]()
+    for round, event in sorted(counted().items()):
+        ages = [int(age) for age, n in sorted(event["staleness"].items(), key=lambda e: -int(e[0])) for _ in range(n)]
+        updates = [(int(name[1:]), round - age) for name, age in zip(event["trained"], ages, strict=True)]
+        used.update(updates)
+        w.append(w[-1] + sum((1 + round - v) ** -0.5 * update(w[v], k) for k, v in updates) / 2)
+    assert len(w) == 7 and (learnt - w[-1]).abs().max() < 1e-12
+    orders = [box.order(serial) for serial in box.serials()]
+    asked = Counter((k, order.round) for order in orders if order is not None for k in order.sampled)
+    assert used <= asked  # no update counts twice
 
 
 NORMED = """

@@ -14,6 +14,7 @@ is one of the `buffer` updates of the round, as in a simulation, so that a round
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 RESTORED = "restored"  # the reason for dropping an update of a round after the checkpoint to which the job has returned
 ENDED = "ended"  # the reason for dropping an update that has arrived with the last updates of the last round
+_LOOK_SECONDS = 1.0  # pause between two readings of the clients that have joined
 
 
 @dataclass(slots=True)
@@ -59,6 +61,7 @@ class _AsyncRound:
     dropped: list[tuple[int, str]] = field(default_factory=list)  # (client, reason)
     late: set[int] = field(default_factory=set)  # clients that were dropped because they did not reply
     started: set[int] = field(default_factory=set)  # clients that have started in this round
+    looked: float = -math.inf  # when the clients that have joined were read last, by the monotonic clock
     base: tuple[int, Tensor] | None = None  # the round and the parameters that were read last
 
     def usable(self) -> list[RoundOrder]:
@@ -172,7 +175,9 @@ class BufferedReplies(RemoteReplies):
         return now
 
     def _look(self, now: _AsyncRound) -> Look:
-        self._members = self._mailbox.members()
+        if time.monotonic() - now.looked >= _LOOK_SECONDS:
+            now.looked = time.monotonic()
+            self._members = self._mailbox.members()
         running = [
             RunningOrder(
                 order.serial,
@@ -191,6 +196,8 @@ class BufferedReplies(RemoteReplies):
         """Do what `step` says. Verdicts are written before new orders, with which clients ask for them."""
         for serial, reason in step.lost:
             self._drop(now, now.running[serial], reason)
+        if step.counts:
+            self._members = self._mailbox.members()  # a client may have joined again with other rows
         for serial in step.counts:
             order = now.running.pop(serial)
             reply = self._reply(now, order)
