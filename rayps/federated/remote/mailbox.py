@@ -27,8 +27,9 @@ one client, in a folder of the same form (`rayps.federated.remote.client_orders`
 order alone: its inbox has one update at most, and its rename closes this order only. `parameters.safetensors` is then a
 hard link, so that the parameters of a round stay on the disk as long as one order refers to them. The worker deletes
 the link when the update has counted, or is refused: an order with parameters is open, or has an update to be counted.
-After a restart the worker finds these orders, so an update that has arrived still counts. It closes, with a verdict,
-the orders of rounds after the checkpoint to which the job has returned.
+After a restart the worker finds these orders, so an update that has arrived still counts, also one whose order the lost
+worker had closed: the driver uses the results of one worker only. The new worker closes, with a verdict, the orders of
+rounds after the checkpoint to which the job has returned.
 """
 
 from __future__ import annotations
