@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rayps_client.signed_orders import ROUND
 from rayps_client.torch_tensors import tensor_of
 from rayps_client.update_codec import decode_start
 from torch import Tensor
