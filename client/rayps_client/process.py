@@ -25,12 +25,13 @@ from rayps_client.client_folder import ClientFolder
 from rayps_client.connection import ServiceConnection
 from rayps_client.errors import Conflict, NotFound, RaypsError, Unauthorized, Unreachable
 from rayps_client.global_model import fetch_global
-from rayps_client.local_trainer import LocalReply, LocalTask, LocalTrainer, RoundStart, layout_bytes
+from rayps_client.local_trainer import LocalReply, LocalTask, LocalTrainer, RawTensors, RoundStart, layout_bytes
 from rayps_client.secure.pinned_keys import PinnedKeys
 from rayps_client.secure.quantise import ClientNumbers
 from rayps_client.secure.secure_replies import JoinedAs, SecureReplies
 from rayps_client.signed_orders import DEADLINE, ClientToken, OrderFacts, verified
 from rayps_client.update_codec import decode_start, encode_update
+from rayps_client.upload_coding import UploadCoder, bytes_of_round
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +76,10 @@ class Conditions(Protocol):
     def pause(self) -> None:
         """Wait, while the client is away, until it is worth looking again."""
 
-    def admit(self, bytes_of_parameters: int) -> str | None:
+    def admit(self, bytes_of_parameters: int, bytes_of_round: int | None = None) -> str | None:
         """Return why the client cannot take part in a round with parameters of this size today, or None.
 
-        Raises ConfigError if it never can.
+        `bytes_of_round`: what it receives and sends; None: not known yet. Raises ConfigError if it never can.
         """
 
     def trained(self) -> str | None:
@@ -95,7 +96,7 @@ class Always:
     def pause(self) -> None:
         """Do nothing: the client is never away."""
 
-    def admit(self, bytes_of_parameters: int) -> str | None:
+    def admit(self, bytes_of_parameters: int, bytes_of_round: int | None = None) -> str | None:
         """Return None."""
         return None
 
@@ -174,7 +175,9 @@ class ClientProcess:
 
     def _follow(self, order: OrderFacts) -> None:
         """Execute an order, unless today's limits do not allow it."""
-        refused = self._conditions.admit(order["parameters"]["bytes"])
+        layout = self.trainer.layout()
+        traffic = bytes_of_round(order["parameters"]["bytes"], layout, order["strategy"])
+        refused = self._conditions.admit(layout_bytes(layout), traffic)
         if refused is not None:
             self._report_once(f"round {order['round']}: left out: {refused}")
             return
@@ -241,6 +244,7 @@ class ClientProcess:
             return
         at, name = order["phase"] + round, str(order["strategy"]["name"])
         state = self._folder.load_state(at, name, order["starts"])
+        coder = UploadCoder.of(order["strategy"], order["seed"], at, self._number, state=state)
         own = {key.removeprefix(_BUFFERS): value for key, value in state.items() if key.startswith(_BUFFERS)}
         start = RoundStart(start.w, start.shared, {**start.buffers, **own})
         task = LocalTask(
@@ -248,12 +252,17 @@ class ClientProcess:
         )
         began = time.monotonic()
         reply = self.trainer.train(task)
+        coded = coder.coded(reply, reply.start or start.w)
         if order["strategy"].get("buffers") == "keep":  # the buffers stay on this machine
             reply.state |= {f"{_BUFFERS}{key}": value for key, value in reply.buffers.items()}
             reply.buffers = {}
         seconds = time.monotonic() - began
         order |= {"trained": seconds, "ends": asked + float(order["seconds"]) - _TRANSIT_SECONDS}
-        if self._add_to_sum(order, reply, start) if self._secure.expects(order) else self._send(order, reply):
+        if (
+            self._add_to_sum(order, reply, start)
+            if self._secure.expects(order)
+            else self._send(order, encode_update(reply, coded))
+        ):
             if reply.state:
                 self._folder.save_state(at, serial, name, reply.state, order["since"])
             self._folder.finish_order(serial, at)
@@ -272,10 +281,10 @@ class ClientProcess:
             raise _refusal("the received parameters do not have the SHA-256 hash in the signed order")
         return decode_start(raw, self.trainer.layout())
 
-    def _send(self, order: OrderFacts, reply: LocalReply) -> bool:
+    def _send(self, order: OrderFacts, reply: LocalReply, coded: RawTensors | None) -> bool:
         path = f"/api/v1/client/rounds/{order['serial']}/update"
         try:
-            self._connection.upload(path, encode_update(reply), self._headers())
+            self._connection.upload(path, encode_update(reply, coded), self._headers())
         except (Conflict, NotFound) as error:
             self._update_not_counted(order, error)
             return False

@@ -72,7 +72,9 @@ class WorkloadTrainer:
             for raws in (start.shared, start.buffers, task.state)
         )
         given = Task(task.seed, task.round, task.client, w, shared, state, buffers, task.tick)
-        reply = self.trainer.train(_strategy_of(task.strategy), given, self._rows)
+        strategy = _strategy_of(task.strategy)
+        part = self.trainer.private_layers(strategy)
+        reply = self.trainer.train(strategy, given, self._rows)
         return LocalReply(
             raw_of(reply.w),
             raws_of(reply.sums),
@@ -82,6 +84,7 @@ class WorkloadTrainer:
             steps=reply.steps,
             samples=reply.samples,
             loss=reply.loss,
+            start=raw_of(part.cut(w)) if part.parameters else None,
         )
 
 

@@ -25,6 +25,7 @@ from rayps.federated import remote_codec
 from rayps.federated.client import ClientReply
 from rayps.federated.combine_replies import RoundAggregate
 from rayps.federated.population.cohort import Ints, cohort_size, first
+from rayps.federated.remote.coding_options import RoundCodings
 from rayps.federated.remote.join_options import JoinOptions
 from rayps.federated.remote.mailbox import FOLDER, JoinedClient, Mailbox, RoundOrder
 from rayps.federated.remote.signed_orders import OrderFacts
@@ -63,7 +64,9 @@ class RemoteReplies:
         self._open: RoundOrder | None = None
         self._files: dict[int, Path] = {}  # from client to the file of its update
         self._usable: list[int] = []  # clients whose updates have the right form
-        self._like: tuple[Tensor, Mapping[str, Tensor]] = engine.w.flat.vector, {}  # expected form of an update
+        # w_t and buffers of the open round, which have the expected form of an update
+        self._like: tuple[Tensor, Mapping[str, Tensor]] = engine.w.flat.vector, {}
+        self._codings = RoundCodings(strategy)
         # the secure rounds, and the result of the current one; None: the service sees each update
         self._secure = secure_rounds_of(engine, self._mailbox)
         self._total: SecureTotal | None = None
@@ -114,7 +117,7 @@ class RemoteReplies:
             chosen = first(w.plan.seed, t, there, cohort_size(self._joining.least, strategy.fraction)).tolist()
             private.asked(chosen)
         given = {name: value for name, value in shared.items() if name in side.sums}
-        raw = remote_codec.encode_parameters(w_t, w.flat.layout, given, buffers)
+        raw = remote_codec.encode_parameters(w_t, w.flat.layout, given, buffers, coding=self._codings.download)
         facts: OrderFacts = {
             "kind": "round",
             "round": t,
@@ -130,7 +133,7 @@ class RemoteReplies:
         self._first = False
         part = self._engine.private_layers
         self._like = part.cut(w_t), {} if side.keeps_buffers else part.without_private(buffers)
-        most = remote_codec.most_bytes(self._like[0], side.sums, self._like[1])
+        most = remote_codec.most_bytes(self._like[0], side.sums, self._like[1], self._codings.update)
         asked = dict(zip(chosen, self.names(chosen), strict=True))
         if self._secure is not None:
             return self._secure_round(self._secure, facts, asked, raw)
@@ -160,7 +163,7 @@ class RemoteReplies:
     def replies(self) -> Iterator[tuple[int, ClientReply]]:
         """Yield the usable replies, in the order of clients. Only one reply is in memory at a time."""
         for number in self._usable:
-            reply = self._read(number)
+            reply = self._read(number, self._open)
             assert not isinstance(reply, str), "`_check_updates` has checked the update"
             yield number, reply
 
@@ -173,7 +176,7 @@ class RemoteReplies:
     def _check_updates(self, order: RoundOrder) -> Round:
         found: dict[int, str] = {}  # per client, why its update cannot be used
         for number in self._files:
-            reply = self._read(number)
+            reply = self._read(number, order)
             found[number] = reply if isinstance(reply, str) else ""
         self._usable = [number for number, why in found.items() if not why]
         self.refused = [(number, why) for number, why in found.items() if why]
@@ -181,9 +184,11 @@ class RemoteReplies:
         dropped = [(number, self._why_silent(number)) for number in asked if number not in self._files]
         return Round(asked, dropped, order.begun, time.time(), list(self._usable))
 
-    def _read(self, number: int) -> ClientReply | str:
-        (w_t, buffers), most = self._like, self._members[number].samples
-        return remote_codec.decode_update(self._files[number].read_bytes(), w_t, self._engine.side.sums, buffers, most)
+    def _read(self, number: int, order: RoundOrder | None) -> ClientReply | str:
+        (w_t, buffers), most, sums = self._like, self._members[number].samples, self._engine.side.sums
+        assert order is not None, "updates are read between the end of a round and its verdicts"
+        code = self._codings.update_code(order.facts, number)
+        return remote_codec.decode_update(self._files[number].read_bytes(), w_t, sums, buffers, most, code=code)
 
     def _since(self, position: int) -> int:
         """Return the earliest round to which the job may return: the round of the second newest checkpoint."""

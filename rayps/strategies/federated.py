@@ -30,6 +30,9 @@ metrics `personal_*`.
 `secure`: the updates of real clients are summed under masks, so that no update is seen
 (`rayps.federated.remote.secure_options`).
 
+`upload`, `download`: in how few bytes parameters travel between the job and real clients
+(`rayps.federated.remote.coding_options`).
+
 `privacy`: with `dp(...)`, a client's data is protected by noise (`rayps.privacy.options`,
 `rayps.federated.private_rounds`). Clients then have equal weights, and what depends on single clients is not reported:
 not the training loss, nor who or how many took part.
@@ -52,6 +55,7 @@ from rayps.federated.aggregation_options import Aggregation
 from rayps.federated.local_training import LocalTraining
 from rayps.federated.population.options import PopulationSpec, check_fraction
 from rayps.federated.private_options import check_private
+from rayps.federated.remote.coding_options import check_codings
 from rayps.federated.remote.join_options import joining_of
 from rayps.federated.remote.secure_options import SecureOptions, secure_of
 from rayps.federated.strategy_interface import Buffered, ClientSide
@@ -81,6 +85,8 @@ class Federated(FlatOptions, Strategy):
     privacy: Json | PrivacySpec = None
     clients: Json = None
     secure: Json = None
+    upload: str | None = None
+    download: str | None = None
     loop: ClassVar[str] = FEDERATED_ROUNDS
     # names of vectors in `c.reply`, each as long as w, which are summed over clients without weights
     sums: ClassVar[tuple[str, ...]] = ()
@@ -105,6 +111,7 @@ class Federated(FlatOptions, Strategy):
         if secure is not None:
             self._check_for_secure_sums(secure)
         check_private(self)
+        check_codings(self)
 
     def _check_for_real_clients(self) -> None:
         self.population.check_unset()
