@@ -15,15 +15,15 @@ value is not the vector: its sender adds what was left out to its next vector (`
 A vector that is not finite is decoded as one that is not finite.
 
 Konecny et al., "Federated Learning: Strategies for Improving Communication Efficiency", 2016 (random masks, random
-rounding); Stich et al., "Sparsified SGD with memory", NeurIPS 2018 (top_k with error feedback); Alistarh et al., "QSGD",
-NeurIPS 2017 (random rounding in blocks). `rayps.comm.compress` has the codecs of gradients, for tensors of torch on any
-device.
+rounding); Stich et al., "Sparsified SGD with memory", NeurIPS 2018 (top_k with error feedback); Alistarh et al.,
+"QSGD", NeurIPS 2017 (random rounding in blocks). `rayps.comm.compress` has the codecs of gradients, for tensors of
+torch on any device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from rayps_client.random_numbers import numbers
 
 Floats: TypeAlias = NDArray[np.float32] | NDArray[np.float64]
-Parts: TypeAlias = Mapping[str, NDArray[np.generic]]  # the arrays of a coded vector, by name
+Parts: TypeAlias = Mapping[str, NDArray[Any]]  # the arrays of a coded vector, by name
 
 BLOCK = 256  # elements that share one scale under int8
 _LEVELS = 127
@@ -94,15 +94,12 @@ class Int8:
         with np.errstate(over="ignore", invalid="ignore"):
             rows = _rows(x.astype(np.float32, copy=False))
             scales = (np.abs(rows).max(axis=1, initial=0) / np.float32(_LEVELS)).astype(np.float32)
-            rows = (
-                rows / np.where(scales == 0, np.float32(1), scales)[:, None]
-            )  # a scale of 0: the block has only zeros
+            rows /= np.where(scales == 0, np.float32(1), scales)[:, None]  # a scale of 0: all elements are zero
             if self._nearest:
-                np.rint(rows, out=rows)
+                rows = np.rint(rows)
             else:
                 generator = np.random.Generator(np.random.PCG64(draw))
-                rows += generator.random(rows.shape, dtype=np.float32)
-                np.floor(rows, out=rows)
+                rows = np.floor(rows + generator.random(rows.shape, dtype=np.float32))
         # a block with NaN or infinity has a scale that is not finite, so its elements are decoded as NaN or infinity
         steps = np.clip(np.nan_to_num(rows, copy=False, nan=1.0, posinf=1.0, neginf=-1.0), -_LEVELS, _LEVELS)
         return {"scales": scales, "steps": steps.reshape(-1)[:n].astype(np.int8)}
@@ -210,7 +207,7 @@ def _only(parts: Parts, *names: str) -> Parts:
     return parts
 
 
-def _part(parts: Parts, name: str, kind: str, count: int) -> NDArray[np.generic]:
+def _part(parts: Parts, name: str, kind: str, count: int) -> NDArray[Any]:
     found = parts[name]
     if found.dtype.name != kind or found.shape != (count,):
         raise Malformed(f"has {found.dtype.name} {found.shape} as {name!r}, but {kind} {(count,)} was expected")

@@ -258,11 +258,8 @@ class ClientProcess:
             reply.buffers = {}
         seconds = time.monotonic() - began
         order |= {"trained": seconds, "ends": asked + float(order["seconds"]) - _TRANSIT_SECONDS}
-        if (
-            self._add_to_sum(order, reply, start)
-            if self._secure.expects(order)
-            else self._send(order, encode_update(reply, coded))
-        ):
+        secure = self._secure.expects(order)
+        if self._add_to_sum(order, reply, start) if secure else self._send(order, reply, coded):
             if reply.state:
                 self._folder.save_state(at, serial, name, reply.state, order["since"])
             self._folder.finish_order(serial, at)

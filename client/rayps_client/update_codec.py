@@ -111,6 +111,8 @@ def decode_update(
         return "its update cannot be read"
     if code is not None:
         parts = _of("update", tensors)
+        if "w" in tensors:
+            return "its update has parameters, but the job's clients code their updates (`upload`, `download`)"
         tensors = {name: value for name, value in tensors.items() if not name.startswith("update/")}
         try:
             tensors["w"] = code.parameters(parts, w)
