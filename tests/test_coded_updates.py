@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 import torch
@@ -375,14 +376,61 @@ def by_hand(strategy: dict[str, Any], rounds: int, seed: int) -> torch.Tensor:
     return w_t
 
 
+class Killed(httpx2.BaseTransport):
+    """A client's line that ends, with all that the client says later, at its update of order `serial`."""
+
+    def __init__(self, serial: int, arrives: bool) -> None:
+        self._inner, self._serial, self._arrives, self._ended = httpx2.HTTPTransport(), serial, arrives, False
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        ends = request.method == "PUT" and request.url.path.endswith(f"/rounds/{self._serial}/update")
+        if self._ended or (ends and not self._arrives):
+            self._ended = True
+            raise RuntimeError("killed")
+        answer = self._inner.handle_request(request)
+        if ends:
+            answer.read()
+            self._ended = True
+            raise RuntimeError("killed")
+        return answer
+
+    def close(self) -> None:
+        self._inner.close()
+
+
 def test_a_job_with_coded_updates_computes_what_its_messages_say(clinic: Clinic) -> None:
     text = "fedavg:local_epochs=1,upload=top_k:0.2,download=int8,clients=remote(least=2,wait=100)"
     job = clinic.job(text, rounds=4, seed=5)
-    hospitals = clinic.hospitals(job, 2)
+    killed = [
+        Killed(2, arrives=True),
+        Killed(3, arrives=False),
+    ]  # what they have sent counts once, and their memory too
+    begun = [clinic.hospital(job, k, transport=killed[k]).begin() for k in range(2)]
+    again = []
+    for hospital in begun:
+        assert str(hospital.over().error) == "killed"
+        hospital.end()
+        again.append(clinic.hospital(job, begun.index(hospital)).begin())
     learnt = clinic.trained(job)
-    assert [hospital.over().ended.rounds for hospital in hospitals] == [4, 4]
+    assert [hospital.over().ended.rounds for hospital in again] == [3, 2]
     box = clinic.service.mailbox(job.id)
     order = box.newest()
     assert order is not None and order.facts["parameters"]["bytes"] < 1000  # 50 parameters of float64 in int8
-    assert "upload/rest" in hospitals[0].folder.load_state(9, "fedavg", box.known_starts())
+    assert "upload/rest" in again[0].folder.load_state(9, "fedavg", box.known_starts())
     assert torch.allclose(learnt, by_hand({**order.facts["strategy"]}, 4, 5), rtol=1e-9, atol=1e-12)
+
+
+def test_a_state_is_dropped_with_the_update_that_did_not_arrive(tmp_path: Path) -> None:
+    folder, state = ClientFolder(tmp_path), {"c": raw_of_array(vector(3))}
+    for serial, at, counts in ((1, 0, True), (2, 1, False)):
+        folder.start_order(serial)
+        folder.start_sending(serial, at)
+        folder.save_state(at, serial, "fedavg", state, 0)
+        assert folder.load_state(at + 1, "fedavg", []) == state
+        folder.close()
+        folder = ClientFolder(tmp_path)  # the client was killed here
+        assert folder.sending == (serial, at) and folder.finished == serial - 1
+        folder.finish_order(serial, at if counts else None)
+        assert folder.sending is None and folder.last == (at if counts else None)
+    assert sorted(path.name for path in tmp_path.glob("state-*")) == ["state-0.safetensors"]
+    folder.close()

@@ -160,6 +160,8 @@ class ClientProcess:
             work = self._request_work(away is not None)
             if work.get("verdict"):
                 self._discard_rejected_state(str(work["verdict"]))
+            if away is None and self._settled(work):
+                continue
             if work["kind"] == "end":
                 if self._personal:
                     self._keep_parameters()
@@ -172,6 +174,27 @@ class ClientProcess:
                 self._follow(self.verified_order(work))
             else:
                 self._report_once(f"job {self.job} ({work.get('status')}): {work.get('reason') or 'waits'}")
+
+    def _settled(self, work: WorkAnswer) -> bool:
+        """Find out whether an update has arrived that was being sent when this client ended.
+
+        Return whether this changed what the client has done. If the service still asks for this update, it has not
+        arrived, and the round is trained again.
+        """
+        if self._folder.sending is None:
+            return False
+        serial, at = self._folder.sending
+        if work["kind"] == "round" and self.verified_order(work)["serial"] == serial:
+            return False
+        headers = self._headers(**{"Rayps-Sha256": "0" * 64})
+        try:
+            self._connection.call("GET", f"/api/v1/client/rounds/{serial}/update", headers=headers)
+        except (Conflict, NotFound):  # the round has ended without it
+            self._folder.finish_order(serial, None)
+            return True
+        self._folder.finish_order(serial, at)
+        self._rounds += 1
+        return True
 
     def _follow(self, order: OrderFacts) -> None:
         """Execute an order, unless today's limits do not allow it."""
@@ -259,9 +282,10 @@ class ClientProcess:
         seconds = time.monotonic() - began
         order |= {"trained": seconds, "ends": asked + float(order["seconds"]) - _TRANSIT_SECONDS}
         secure = self._secure.expects(order)
+        self._folder.start_sending(serial, at)
+        if reply.state:  # stored before the update is sent, so that both count or neither does
+            self._folder.save_state(at, serial, name, reply.state, order["since"])
         if self._add_to_sum(order, reply, start) if secure else self._send(order, reply, coded):
-            if reply.state:
-                self._folder.save_state(at, serial, name, reply.state, order["since"])
             self._folder.finish_order(serial, at)
             self._rounds += 1
             self._report(f"round {round}: {reply.n} samples, loss {reply.loss:.4g}, {seconds:.1f} s; sent")
