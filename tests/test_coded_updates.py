@@ -33,7 +33,7 @@ import rayps
 from rayps.clients.workload_trainer import WorkloadTrainer
 from rayps.core.errors import ConfigError
 from rayps.core.logs import LogBuffer
-from rayps.federated.remote.coding_options import RoundCodings
+from rayps.federated.round_codings import RoundCodings
 from rayps.strategies.catalogue import parse
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,47 +25,30 @@ from dataclasses import dataclass
 import numpy as np
 
 from rayps_client.coded_vectors import Floats, Int8, Malformed, Parts, RandomMask, TopK, VectorCoding, Whole
-from rayps_client.errors import ConfigError
+from rayps_client.coding_names import INT8, TOP_K, download_name, upload_name
 from rayps_client.local_trainer import LayoutRow, LocalReply, RawTensors, layout_bytes
 from rayps_client.random_numbers import number
 from rayps_client.raw_tensors import RawTensor, floats_of, item_bytes, raw_of_array, raw_of_floats
 from rayps_client.values import JsonObject
 
-INT8, TOP_K, MASK = "int8", "top_k", "mask"
-_SHARES = {TOP_K: 0.05, MASK: 0.1}  # the share of the elements that is sent by default
 _MEMORY = "upload/rest"  # name, in a client's state, of what its encodings have left out
 DOWNLOAD: VectorCoding = Int8(nearest=True)  # the same for all clients, and in a repeated round
 
 
 def upload_of(given: object) -> VectorCoding | None:
-    """Return the coding of the option `upload`, or None for None.
-
-    Raises:
-        ConfigError: it is none of int8, top_k, top_k:SHARE, mask and mask:SHARE.
-    """
-    if given is None:
+    """Return the coding of the option `upload`, or None for None. Raises ConfigError if it cannot be read."""
+    found = upload_name(given)
+    if found is None:
         return None
-    name, colon, text = given.partition(":") if isinstance(given, str) else ("", "", "")
-    try:
-        fraction = float(text) if colon else _SHARES.get(name, 1.0)
-    except ValueError:
-        fraction = 0.0
-    if name not in (INT8, *_SHARES) or not 0 < fraction <= 1 or (colon and name == INT8):
-        raise ConfigError(
-            f"upload is {given!r}: give int8, top_k:SHARE or mask:SHARE with the share of the elements that are sent, "
-            "above 0 and up to 1 (top_k:0.05), or leave upload out",
-            field="upload",
-        )
+    name, fraction = found
     if name == INT8:
         return Int8(nearest=False)
     return TopK(fraction) if name == TOP_K else RandomMask(fraction)
 
 
 def download_of(given: object) -> VectorCoding | None:
-    """Return the coding of the option `download`, or None for None. Raises ConfigError if it is not int8."""
-    if given not in (None, INT8):
-        raise ConfigError(f"download is {given!r}: give int8, or leave download out", field="download")
-    return None if given is None else DOWNLOAD
+    """Return the coding of the option `download`, or None for None. Raises ConfigError if it cannot be read."""
+    return None if download_name(given) is None else DOWNLOAD
 
 
 def update_coding(strategy: JsonObject) -> VectorCoding | None:

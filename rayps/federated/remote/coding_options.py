@@ -11,29 +11,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rayps_client.coded_vectors import VectorCoding
-from rayps_client.upload_coding import UpdateCode, download_of, update_coding, upload_of
+from rayps_client.coding_names import download_name, upload_name
 
 from rayps.core.errors import ConfigError
 from rayps.core.strategy_families import has_remote_clients
-from rayps.federated.remote.signed_orders import OrderFacts
 
 if TYPE_CHECKING:
     from rayps.federated.strategy_interface import FederatedView
-
-
-class RoundCodings:
-    """The codings of a job's rounds."""
-
-    def __init__(self, strategy: FederatedView) -> None:
-        self.download: VectorCoding | None = download_of(strategy.download)
-        self.update: VectorCoding | None = update_coding({"upload": strategy.upload, "download": strategy.download})
-
-    def update_code(self, facts: OrderFacts, client: int) -> UpdateCode | None:
-        """Return the coding of a client's update in the round of an order. None: the client sends its parameters."""
-        if self.update is None:
-            return None
-        return UpdateCode.of(self.update, facts["seed"], facts["phase"] + facts["round"], client)
 
 
 def check_codings(strategy: FederatedView) -> None:
@@ -42,8 +26,8 @@ def check_codings(strategy: FederatedView) -> None:
     Raises:
         ConfigError: an option cannot be read, the clients are simulated, or updates are summed under masks.
     """
-    upload_of(strategy.upload)
-    download_of(strategy.download)
+    upload_name(strategy.upload)
+    download_name(strategy.download)
     for name, value in (("upload", strategy.upload), ("download", strategy.download)):
         if value is not None and not has_remote_clients(strategy):
             raise ConfigError(
