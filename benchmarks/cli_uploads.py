@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -23,6 +24,8 @@ def uploads(
     as_json: Json = False,
 ) -> None:
     """Code what real clients receive and send: bytes a round and accuracy, or seconds a round on a slow line."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")  # read when numpy is imported: the clients are threads of this process
     from benchmarks.uploads import CODINGS, bench_line, bench_uploads
 
     chosen = [name.strip() for name in codings.split(",")] if codings else list(CODINGS)

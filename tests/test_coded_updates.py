@@ -376,6 +376,20 @@ def by_hand(strategy: dict[str, Any], rounds: int, seed: int) -> torch.Tensor:
     return w_t
 
 
+def test_private_layers_stay_out_of_a_coded_update() -> None:
+    strategy: Any = parse("fedper:private=2,upload=top_k:0.1,clients=remote")[0].strategy.to_wire()
+    trainer = WorkloadTrainer(Own(0), Own(0).data())
+    w_t = raw_of(trainer.trainer.flat.vector.clone())
+    reply = trainer.train(LocalTask(strategy, 1, 0, 0, 0, start=RoundStart(w_t), state={}))
+    assert reply.start is not None and (reply.w.elements, reply.start.elements, w_t.elements) == (42, 42, 50)
+    assert np.array_equal(reply.start.array(), w_t.array()[:42])
+    coder = UploadCoder.of(strategy, 1, 0, 0, state={})
+    parts = coder.coded(reply, reply.start)
+    assert parts is not None and coder.code is not None and np.count_nonzero(coder.code.decoded(parts, 42)) == 4
+    found = decode_update(encode_update(reply, parts), reply.start, (), {}, 20, code=coder.code)
+    assert isinstance(found, LocalReply) and found.w.kind == reply.w.kind
+
+
 class Killed(httpx2.BaseTransport):
     """A client's line that ends, with all that the client says later, at its update of order `serial`."""
 
