@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rayps_client.coding_names import download_name, upload_name
+from rayps_client.coding_names import TOP_K, download_name, upload_name
 
 from rayps.core.errors import ConfigError
 from rayps.core.strategy_families import has_remote_clients
@@ -24,9 +24,10 @@ def check_codings(strategy: FederatedView) -> None:
     """Check the options `upload` and `download` of a federated strategy.
 
     Raises:
-        ConfigError: an option cannot be read, the clients are simulated, or updates are summed under masks.
+        ConfigError: an option cannot be read, the clients are simulated, updates are summed under masks, or rounds are
+            asynchronous and updates are coded by top_k.
     """
-    upload_name(strategy.upload)
+    upload = upload_name(strategy.upload)
     download_name(strategy.download)
     for name, value in (("upload", strategy.upload), ("download", strategy.download)):
         if value is not None and not has_remote_clients(strategy):
@@ -35,6 +36,12 @@ def check_codings(strategy: FederatedView) -> None:
                 f"clients=remote, or leave {name} out",
                 field=name,
             )
+    if upload is not None and upload[0] == TOP_K and strategy.buffered is not None:
+        raise ConfigError(
+            f"upload is {strategy.upload!r}, but under {strategy.name} a client may reply several times from the same "
+            "round, and what top_k leaves out is stored by round: give upload=int8 or upload=mask:SHARE",
+            field="upload",
+        )
     if strategy.upload is not None and strategy.secure is not None:
         raise ConfigError(
             f"upload is {strategy.upload!r}, but secure sums need whole numbers in the same places from every client: "
