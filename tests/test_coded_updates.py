@@ -450,3 +450,12 @@ def test_a_state_is_dropped_with_the_update_that_did_not_arrive(tmp_path: Path) 
         assert folder.sending is None and folder.last == (at if counts else None)
     assert sorted(path.name for path in tmp_path.glob("state-*")) == ["state-0.safetensors"]
     folder.close()
+
+
+def test_asynchronous_rounds_with_coded_updates_are_near_those_without(clinic: Clinic) -> None:
+    job = clinic.job("fedbuff:buffer=1,upload=int8,download=int8,clients=remote(least=1,wait=100)", rounds=3, seed=5)
+    (hospital,) = clinic.hospitals(job, 1)
+    learnt = clinic.trained(job)
+    assert hospital.over().ended.rounds >= 3
+    begun, plain = (train(work(1), "fedbuff:buffer=1", epochs=3, seed=5).snapshot.params for work in (Still, All))
+    assert float((learnt - plain).norm()) < 0.1 * float((begun - plain).norm())
