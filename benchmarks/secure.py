@@ -18,21 +18,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 from rayps_client.secure.protocol import Stage
 from rayps_client.secure.secure_facts import word_bits
 
+from benchmarks.job_service import START_SECONDS, JobService
 from benchmarks.peers import environment, run_script
 from rayps.core.errors import ConfigError, TrainingError
-from rayps.service.client import Client, Job
-from rayps.service.settings import Settings
+from rayps.service.client import Job
 
 HERE = Path(__file__).resolve().parent
 FLOWER = ["flwr[simulation]==1.42.*"]  # the last that was tried; SecAgg+ is in its older workflow only
@@ -40,7 +38,7 @@ BITS, MAX_WEIGHT, HIDDEN, ROWS = 16, 1000, 250, 20
 KEY_BITS, SHARE_BITS = 256, 264
 NONE = "none"
 _STAGES = (Stage.ADVERTISE, Stage.SHARE, Stage.MASK, Stage.UNMASK)
-_START_SECONDS, _JOB_SECONDS = 180.0, 300.0
+_JOB_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,8 @@ def bench_own(
     if unknown := set(runs) - known.keys():
         raise ConfigError(f"there is no run {unknown.pop()!r}: give some of {', '.join(known)}", field="runs")
     plans = [known[run] for run in runs]
-    with tempfile.TemporaryDirectory(prefix="rayps-bench-") as folder, _Service(Path(folder)) as service:
+    with tempfile.TemporaryDirectory(prefix="rayps-bench-") as folder, JobService(Path(folder)) as service:
+        shutil.copy(HERE / "secure_work.py", service.folder / "secure_work.py")
         return [_run(service, clients, plan, neighbours, deadline) for plan in plans]
 
 
@@ -128,32 +127,9 @@ def bench_flower(clients: int, share: float, neighbours: int | None, folder: Pat
     return rows
 
 
-class _Service:
-    """A real job service with a Ray of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.settings = Settings(state_dir=folder / "state").prepare()
-        shutil.copy(HERE / "secure_work.py", folder / "secure_work.py")
-
-    def __enter__(self) -> _Service:
-        command = [sys.executable, "-m", "rayps.cli", "serve", "--state-dir", str(self.settings.state_dir)]
-        with (self.folder / "log").open("w") as log:
-            self._process = subprocess.Popen(
-                [*command, "--port", "0", "--cpus", "2"], stdout=log, stderr=log, stdin=subprocess.DEVNULL
-            )
-        _until(self.settings.service_file.exists, "the service starts")
-        self.url = str(json.loads(self.settings.service_file.read_text())["url"])
-        self.user = Client(self.url, self.settings.token_file.read_text().strip())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.user.close()
-        self._process.terminate()
-        self._process.wait(120)
-
-
-def _run(service: _Service, clients: int, plan: dict[Stage, int], neighbours: int | None, deadline: float) -> SecureRow:
+def _run(
+    service: JobService, clients: int, plan: dict[Stage, int], neighbours: int | None, deadline: float
+) -> SecureRow:
     """Run one job of one round."""
     near = "auto" if neighbours is None else neighbours
     job = service.user.submit(
@@ -161,7 +137,7 @@ def _run(service: _Service, clients: int, plan: dict[Stage, int], neighbours: in
         working_dir=service.folder,
         strategy=(
             f"fedavg:deadline={deadline:g},secure=secagg(clip=4,bits={BITS},max_weight={MAX_WEIGHT},neighbours={near}),"
-            f"clients=remote(least={clients},wait={_START_SECONDS:g})"
+            f"clients=remote(least={clients},wait={START_SECONDS:g})"
         ),
         epochs=1,
     )
@@ -178,7 +154,7 @@ def _run(service: _Service, clients: int, plan: dict[Stage, int], neighbours: in
     return _row(service, job, homes, plan, neighbours or clients - 1)
 
 
-def _client(service: _Service, job: Job, token: str, home: Path, dies: Stage | None) -> subprocess.Popen[bytes]:
+def _client(service: JobService, job: Job, token: str, home: Path, dies: Stage | None) -> subprocess.Popen[bytes]:
     home.mkdir(parents=True)
     config = {"url": service.url, "token": token, "job": job.id, "name": home.name, "folder": str(home)}
     work = f"{service.folder / 'secure_work.py'}:Wide"
@@ -188,7 +164,7 @@ def _client(service: _Service, job: Job, token: str, home: Path, dies: Stage | N
         return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | own)
 
 
-def _row(service: _Service, job: Job, homes: Sequence[Path], plan: dict[Stage, int], neighbours: int) -> SecureRow:
+def _row(service: JobService, job: Job, homes: Sequence[Path], plan: dict[Stage, int], neighbours: int) -> SecureRow:
     event = next((event for event in job.events() if event["kind"] == "cohort"), None)
     if event is None:
         raise TrainingError(f"the job had no round: {job.data['reason']}")
@@ -217,11 +193,3 @@ def _row(service: _Service, job: Job, homes: Sequence[Path], plan: dict[Stage, i
         cost("cpu"),
         float(event["seconds"]),
     )
-
-
-def _until(ready: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    while not ready():
-        if time.monotonic() > deadline:
-            raise TrainingError(f"waited {_START_SECONDS:g} s: {what}")
-        time.sleep(0.1)

@@ -649,7 +649,7 @@ def test_traffic_is_counted_by_day_and_survives_a_restart(tmp_path: Path) -> Non
 
     traffic = made()
     traffic.add(300)
-    assert traffic.admit(100) is None and traffic.refusal() is None
+    assert traffic.admit(200) is None and traffic.refusal() is None
     traffic.add(550)
     assert "used" in str(traffic.refusal()) and "a round takes" in str(traffic.refusal())
     traffic.save()
@@ -657,7 +657,7 @@ def test_traffic_is_counted_by_day_and_survives_a_restart(tmp_path: Path) -> Non
     day[0] = "2026-01-02"
     assert made().spent == 0 and made().refusal() is None and traffic.refusal() is None
     with pytest.raises(ConfigError, match="raise --traffic"):
-        traffic.admit(501)
+        traffic.admit(1001)
     folder.close()
     assert traffic_refusal(10, 10, 0) is None and traffic_refusal(10, 10, 1) is not None
 
@@ -710,7 +710,7 @@ def test_participation(tmp_path: Path) -> None:
     assert slept == [30.0, 60.0, 60.0]
     now[0] -= datetime.timedelta(hours=10)
     supplies[0] = MAINS
-    assert found.away() is None and found.admit(10) is None and found.trained() is None
+    assert found.away() is None and found.admit(10, 20) is None and found.trained() is None
     traffic.add(990)
     assert "--traffic" in str(found.away())
     with pytest.raises(ConfigError, match="raise --memory"):

@@ -56,6 +56,8 @@ class ClientFolder:
         self.started, self.finished = int(progress.get("begun", 0)), int(progress.get("settled", 0))
         self.last: int | None = progress.get("round")  # the round of the newest accepted update
         self.number: int | None = progress.get("number")  # this client's number in the job; None before it has joined
+        # the serial and the round of an update of which this client does not know yet whether it has arrived
+        self.sending: tuple[int, int] | None = tuple(progress["sending"]) if progress.get("sending") else None
 
     def record_number(self, number: int) -> None:
         """Record the number that this client has in the job."""
@@ -68,9 +70,19 @@ class ClientFolder:
         self.started = serial
         self._save_progress()
 
+    def start_sending(self, serial: int, round: int) -> None:
+        """Record that the update of order `serial` is about to be sent. The new state is stored after this call."""
+        self.sending = (serial, round)
+        self._save_progress()
+
     def finish_order(self, serial: int, round: int | None) -> None:
-        """Record that order `serial` is done. `round`: its round; None if its update was not accepted."""
-        self.finished, self.last = serial, round
+        """Record that order `serial` is done. `round`: its round; None if its update was not accepted.
+
+        If the update was not accepted, delete the state that was stored when it was sent.
+        """
+        if round is None and self.sending is not None:
+            self.delete_state(self.sending[1])
+        self.finished, self.last, self.sending = serial, round, None
         self._save_progress()
 
     def load_state(self, round: int, strategy: str, starts: Starts) -> RawTensors:
@@ -115,7 +127,13 @@ class ClientFolder:
         self._lock.close()
 
     def _save_progress(self) -> None:
-        facts = {"begun": self.started, "settled": self.finished, "round": self.last, "number": self.number}
+        facts = {
+            "begun": self.started,
+            "settled": self.finished,
+            "round": self.last,
+            "number": self.number,
+            "sending": self.sending,
+        }
         private_write(self.folder / "progress.json", json.dumps(facts))
 
     def _rounds(self) -> list[int]:

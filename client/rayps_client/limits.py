@@ -98,13 +98,13 @@ class DailyTraffic:
         """Return why the client takes part in no more rounds today, or None."""
         return None if self._limit is None else traffic_refusal(self._limit, self.spent, self._round)
 
-    def admit(self, parameters: int) -> str | None:
-        """Return why a round with `parameters` bytes of parameters is too much for today, or None if it is not.
+    def admit(self, wanted: int) -> str | None:
+        """Return why a round in which `wanted` bytes are received and sent is too much for today, or None.
 
         Raises:
             ConfigError: it is too much for any day.
         """
-        self._round = 2 * parameters
+        self._round = wanted
         self.save()
         if self._limit is not None and self._round > self._limit:
             raise ConfigError(

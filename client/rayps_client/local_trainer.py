@@ -53,6 +53,7 @@ class LocalReply:
     steps: int
     samples: int  # samples processed, with repetitions
     loss: float  # mean over all samples of this training
+    start: RawTensor | None = None  # w_t without the layers that stay private, if there are any
 
 
 def layout_bytes(layout: Sequence[LayoutRow]) -> int:

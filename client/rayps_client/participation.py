@@ -42,8 +42,10 @@ class Participation:
         left = minutes_until(self._hours, self._minute()) * 60
         self._sleep(min(left or _LOOK_SECONDS, _LOOK_SECONDS))
 
-    def admit(self, bytes_of_parameters: int) -> str | None:
+    def admit(self, bytes_of_parameters: int, bytes_of_round: int | None = None) -> str | None:
         """Return why a round with parameters of this size is too much for today, or None.
+
+        `bytes_of_round`: what the client receives and sends in it; None: not known yet.
 
         Raises:
             ConfigError: a round takes more memory, or more traffic a day, than the client may use.
@@ -52,7 +54,7 @@ class Participation:
             refused = memory_refusal(self._memory, used_memory()[0], bytes_of_parameters)
             if refused is not None:
                 raise ConfigError(refused, field="memory")
-        return self._traffic.admit(bytes_of_parameters)
+        return None if bytes_of_round is None else self._traffic.admit(bytes_of_round)
 
     def trained(self) -> str | None:
         """Return a warning, once, if the process has had more memory than it may have."""

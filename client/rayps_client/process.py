@@ -25,13 +25,14 @@ from rayps_client.client_folder import ClientFolder
 from rayps_client.connection import ServiceConnection
 from rayps_client.errors import Conflict, DataError, NotFound, RaypsError, Unauthorized, Unreachable, WorkloadError
 from rayps_client.global_model import fetch_global
-from rayps_client.local_trainer import LocalReply, LocalTask, LocalTrainer, RoundStart, layout_bytes
+from rayps_client.local_trainer import LocalReply, LocalTask, LocalTrainer, RawTensors, RoundStart, layout_bytes
 from rayps_client.own_metrics import OwnMetrics, VectorLayout, encode_metrics, vector_of
 from rayps_client.secure.pinned_keys import PinnedKeys
 from rayps_client.secure.quantise import ClientNumbers
 from rayps_client.secure.secure_replies import JoinedAs, SecureReplies
 from rayps_client.signed_orders import DEADLINE, EVALUATION, ROUND, ClientToken, OrderFacts, verified
 from rayps_client.update_codec import decode_start, encode_update
+from rayps_client.upload_coding import UploadCoder, bytes_of_round, without_rest
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +77,10 @@ class Conditions(Protocol):
     def pause(self) -> None:
         """Wait, while the client is away, until it is worth looking again."""
 
-    def admit(self, bytes_of_parameters: int) -> str | None:
+    def admit(self, bytes_of_parameters: int, bytes_of_round: int | None = None) -> str | None:
         """Return why the client cannot take part in a round with parameters of this size today, or None.
 
-        Raises ConfigError if it never can.
+        `bytes_of_round`: what it receives and sends; None: not known yet. Raises ConfigError if it never can.
         """
 
     def trained(self) -> str | None:
@@ -96,7 +97,7 @@ class Always:
     def pause(self) -> None:
         """Do nothing: the client is never away."""
 
-    def admit(self, bytes_of_parameters: int) -> str | None:
+    def admit(self, bytes_of_parameters: int, bytes_of_round: int | None = None) -> str | None:
         """Return None."""
         return None
 
@@ -160,6 +161,8 @@ class ClientProcess:
             work = self._request_work(away is not None)
             if work.get("verdict"):
                 self._discard_rejected_state(str(work["verdict"]))
+            if away is None and self._settled(work):
+                continue
             if work["kind"] == "end":
                 if self._personal:
                     self._keep_parameters()
@@ -173,9 +176,34 @@ class ClientProcess:
             else:
                 self._report_once(f"job {self.job} ({work.get('status')}): {work.get('reason') or 'waits'}")
 
+    def _settled(self, work: WorkAnswer) -> bool:
+        """Find out whether an update has arrived that was being sent when this client ended.
+
+        Return whether this changed what the client has done. If the service still asks for this update, it has not
+        arrived, and the round is trained again.
+        """
+        if self._folder.sending is None:
+            return False
+        serial, at = self._folder.sending
+        if work["kind"] == "round" and self.verified_order(work)["serial"] == serial:
+            return False
+        headers = self._headers(**{"Rayps-Sha256": "0" * 64})
+        try:
+            self._connection.call("GET", f"/api/v1/client/rounds/{serial}/update", headers=headers)
+        except (Conflict, NotFound):  # the round has ended without it
+            self._folder.finish_order(serial, None)
+            return True
+        self._folder.finish_order(serial, at)
+        self._rounds += 1
+        return True
+
     def _follow(self, order: OrderFacts) -> None:
         """Execute an order, unless today's limits do not allow it."""
-        refused = self._conditions.admit(order["parameters"]["bytes"])
+        layout = self.trainer.layout()
+        traffic = received = order["parameters"]["bytes"]
+        if order["kind"] == ROUND:
+            traffic = bytes_of_round(received, layout, order["strategy"])
+        refused = self._conditions.admit(layout_bytes(layout), traffic)
         if refused is not None:
             self._report_once(f"round {order['round']}: left out: {refused}")
             return
@@ -247,6 +275,7 @@ class ClientProcess:
             return
         at, name = order["phase"] + round, str(order["strategy"]["name"])
         state = self._folder.load_state(at, name, order["starts"])
+        coder = UploadCoder.of(order["strategy"], order["seed"], at, self._number, state=state)
         own = {key.removeprefix(_BUFFERS): value for key, value in state.items() if key.startswith(_BUFFERS)}
         start = RoundStart(start.w, start.shared, {**start.buffers, **own})
         task = LocalTask(
@@ -254,14 +283,17 @@ class ClientProcess:
         )
         began = time.monotonic()
         reply = self.trainer.train(task)
+        coded = coder.coded(reply, reply.start or start.w)
         if order["strategy"].get("buffers") == "keep":  # the buffers stay on this machine
             reply.state |= {f"{_BUFFERS}{key}": value for key, value in reply.buffers.items()}
             reply.buffers = {}
         seconds = time.monotonic() - began
         order |= {"trained": seconds, "ends": asked + float(order["seconds"]) - _TRANSIT_SECONDS}
-        if self._add_to_sum(order, reply, start) if self._secure.expects(order) else self._send(order, reply):
-            if reply.state:
-                self._folder.save_state(at, serial, name, reply.state, order["since"])
+        secure = self._secure.expects(order)
+        self._folder.start_sending(serial, at)
+        if reply.state:  # stored before the update is sent, so that both count or neither does
+            self._folder.save_state(at, serial, name, reply.state, order["since"])
+        if self._add_to_sum(order, reply, start) if secure else self._send(order, reply, coded):
             self._folder.finish_order(serial, at)
             self._rounds += 1
             self._report(f"round {round}: {reply.n} samples, loss {reply.loss:.4g}, {seconds:.1f} s; sent")
@@ -274,7 +306,7 @@ class ClientProcess:
         start = self._start_of(order)
         if start is None:
             return
-        state = self._folder.load_state(at, name, order["starts"])
+        state = without_rest(self._folder.load_state(at, name, order["starts"]))
         task = LocalTask(
             order["strategy"], order["seed"], order["round"], self._number, order.get("tick", at), start, state
         )
@@ -322,10 +354,10 @@ class ClientProcess:
             raise _refusal("the received parameters do not have the SHA-256 hash in the signed order")
         return decode_start(raw, self.trainer.layout())
 
-    def _send(self, order: OrderFacts, reply: LocalReply) -> bool:
+    def _send(self, order: OrderFacts, reply: LocalReply, coded: RawTensors | None) -> bool:
         path = f"/api/v1/client/rounds/{order['serial']}/update"
         try:
-            self._connection.upload(path, encode_update(reply), self._headers())
+            self._connection.upload(path, encode_update(reply, coded), self._headers())
         except (Conflict, NotFound) as error:
             self._update_not_counted(order, error)
             return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 
 import numpy as np
+from numpy.typing import NDArray
 
 GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # constants of SplitMix64
 _MASK = (1 << 64) - 1
@@ -25,6 +26,17 @@ def number(seed: int, purpose: str, *at: int) -> int:
     for each in at:
         found = mixed(found ^ mixed(each + GOLDEN))
     return found
+
+
+def numbers(seed: int, purpose: str, which: NDArray[np.int64], *at: int) -> NDArray[np.uint64]:
+    """Return 64 random bits for each element of `which`: a function of seed, purpose, this element and `at`.
+
+    Different elements never have the same bits for the same `at`. The bits therefore also define an order of them.
+    """
+    z = which.astype(np.uint64) * np.uint64(GOLDEN) + np.uint64(number(seed, purpose, *at))
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(FIRST)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(SECOND)
+    return np.asarray(z ^ (z >> np.uint64(31)), dtype=np.uint64)
 
 
 def mixed(z: int) -> int:

@@ -95,6 +95,32 @@ def raw_of_array(array: NDArray[Any]) -> RawTensor:
     return RawTensor(array.dtype.name, tuple(array.shape), plain.reshape(-1).view(np.uint8).data)
 
 
+def floats_of(raw: RawTensor) -> NDArray[Any]:
+    """Return the values as a numpy array of float64 if that is their dtype, else of float32; bfloat16 too.
+
+    Raises:
+        WorkloadError: they are not floating numbers.
+    """
+    if raw.dtype == "bfloat16":
+        high = np.frombuffer(raw.data, dtype="<u2").astype("<u4") << np.uint32(16)
+        return np.asarray(high, dtype=np.uint32).view(np.float32).reshape(raw.shape)
+    if raw.dtype not in ("float64", "float32", "float16"):
+        raise WorkloadError(f"parameters of {raw.dtype} cannot be coded: leave upload and download out of the strategy")
+    found = raw.array()
+    return found if raw.dtype == "float64" else found.astype(np.float32, copy=False)
+
+
+def raw_of_floats(values: NDArray[Any], like: RawTensor) -> RawTensor:
+    """Return an array of float32 or float64 as bytes, with the dtype of `like`, rounded to nearest."""
+    if like.dtype != "bfloat16":
+        with np.errstate(over="ignore"):
+            return raw_of_array(values.astype(like.dtype, copy=False))
+    bits = np.ascontiguousarray(values, dtype="<f4").view("<u4")
+    high = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    high = np.where(np.isnan(values), np.uint32(0x7FC0), high)
+    return RawTensor("bfloat16", tuple(values.shape), high.astype("<u2").tobytes())
+
+
 def encode_tensors(tensors: Mapping[str, RawTensor], metadata: Mapping[str, str]) -> bytes:
     """Return the bytes of a safetensors file with these tensors and this metadata."""
     # larger elements first: each tensor then begins at a multiple of its elements' size

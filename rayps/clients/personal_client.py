@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rayps_client.client_folder import newest_state
 from rayps_client.torch_tensors import tensors_of
+from rayps_client.upload_coding import without_rest
 from torch import nn
 
 from rayps.clients.global_model import GlobalModel
@@ -33,7 +34,7 @@ class PersonalClient:
     def state(self) -> Tensors:
         """The strategy's state of this client at the job's newest checkpoint; {} if there is none."""
         facts, name = self.given.facts, self.given.strategy.name
-        return tensors_of(newest_state(self.folder, facts["round"], name, facts["starts"]))
+        return tensors_of(without_rest(newest_state(self.folder, facts["round"], name, facts["starts"])))
 
     @cached_property
     def job(self) -> GlobalState:

@@ -69,7 +69,9 @@ class WorkloadTrainer:
 
     def train(self, task: LocalTask) -> LocalReply:
         """Train the client. Raises WorkloadError or DataError if the user's code or data failed."""
-        reply = self.trainer.train(_strategy_of(task.strategy), self._task(task), self._rows)
+        strategy, given = _strategy_of(task.strategy), self._task(task)
+        part = self.trainer.private_layers(strategy)
+        reply = self.trainer.train(strategy, given, self._rows)
         return LocalReply(
             raw_of(reply.w),
             raws_of(reply.sums),
@@ -79,6 +81,7 @@ class WorkloadTrainer:
             steps=reply.steps,
             samples=reply.samples,
             loss=reply.loss,
+            start=raw_of(part.cut(given.w_t)) if part.parameters else None,
         )
 
     def evaluate(self, task: LocalTask, name: str) -> OwnMetrics:

@@ -5,37 +5,56 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from rayps_client import update_codec
+from rayps_client.coded_vectors import VectorCoding
 from rayps_client.local_trainer import LayoutRow, RoundStart
 from rayps_client.torch_tensors import raw_of, raws_of, tensor_of, tensors_of
+from rayps_client.upload_coding import UpdateCode
 from torch import Tensor
 
 from rayps.federated.client import ClientReply
 from rayps.tensors.flat import Layout
 
 
-def encode_parameters(w: Tensor, layout: Layout, shared: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> bytes:
+def encode_parameters(
+    w: Tensor,
+    layout: Layout,
+    shared: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    *,
+    coding: VectorCoding | None = None,
+) -> bytes:
     """Encode, as safetensors, what the clients of a round start from.
 
     `w`: the model as one vector. `shared`: the server's state by name, such as SCAFFOLD's c. `buffers`: the model's
-    buffers by name. `layout`: the names and shapes of the parts of `w`.
+    buffers by name. `layout`: the names and shapes of the parts of `w`. `coding`: how `w` is coded.
     """
-    return update_codec.encode_start(RoundStart(raw_of(w), raws_of(shared), raws_of(buffers)), layout_rows(layout))
+    start = RoundStart(raw_of(w), raws_of(shared), raws_of(buffers))
+    return update_codec.encode_start(start, layout_rows(layout), coding=coding)
 
 
-def most_bytes(w: Tensor, sums: Collection[str], buffers: Mapping[str, Tensor]) -> int:
-    """Return the largest number of bytes that an update may have."""
-    return update_codec.most_bytes(raw_of(w), sums, raws_of(buffers))
+def most_bytes(
+    w: Tensor, sums: Collection[str], buffers: Mapping[str, Tensor], coding: VectorCoding | None = None
+) -> int:
+    """Return the largest number of bytes that an update may have. `coding`: how updates are coded."""
+    return update_codec.most_bytes(raw_of(w), sums, raws_of(buffers), coding)
 
 
 def decode_update(
-    raw: bytes, w: Tensor, sums: Collection[str], buffers: Mapping[str, Tensor], most_samples: int
+    raw: bytes,
+    w: Tensor,
+    sums: Collection[str],
+    buffers: Mapping[str, Tensor],
+    most_samples: int,
+    *,
+    code: UpdateCode | None = None,
 ) -> ClientReply | str:
     """Decode a client's update. Return the reply, or the reason why the update cannot be used.
 
     `w` and `buffers` have the expected shapes and dtypes. `most_samples` is the number of samples that the client
-    reported when it joined. The aggregation checks later whether the values are finite.
+    reported when it joined. `code`: how the update is coded; `w` is then the w_t to which it is added. The aggregation
+    checks later whether the values are finite.
     """
-    found = update_codec.decode_update(raw, raw_of(w), sums, raws_of(buffers), most_samples)
+    found = update_codec.decode_update(raw, raw_of(w), sums, raws_of(buffers), most_samples, code=code)
     if isinstance(found, str):
         return found
     sums_of, buffers_of = tensors_of(found.sums), tensors_of(found.buffers)

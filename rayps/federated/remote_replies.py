@@ -32,6 +32,7 @@ from rayps.federated.remote.join_options import JoinOptions
 from rayps.federated.remote.mailbox import FOLDER, JoinedClient, Mailbox, RoundOrder
 from rayps.federated.remote.signed_orders import OrderFacts
 from rayps.federated.reply_source import Round, TrainingTask
+from rayps.federated.round_codings import RoundCodings
 from rayps.federated.secure_rounds import SecureRounds, SecureTotal, aggregate_of, listed, secure_rounds_of
 from rayps.federated.strategy_interface import deadline_of, joining_under
 
@@ -66,7 +67,9 @@ class RemoteReplies:
         self._open: RoundOrder | None = None
         self._files: dict[int, Path] = {}  # from client to the file of its update
         self._usable: list[int] = []  # clients whose updates have the right form
-        self._like: tuple[Tensor, Mapping[str, Tensor]] = engine.w.flat.vector, {}  # expected form of an update
+        # w_t and buffers of the open round, which have the expected form of an update
+        self._like: tuple[Tensor, Mapping[str, Tensor]] = engine.w.flat.vector, {}
+        self._codings = RoundCodings(strategy)
         # the secure rounds, and the result of the current one; None: the service sees each update
         self._secure = secure_rounds_of(engine, self._mailbox)
         self._total: SecureTotal | None = None
@@ -132,9 +135,10 @@ class RemoteReplies:
         """Return the parameters that clients receive, encoded, and the largest size of an update in bytes."""
         side, part = self._engine.side, self._engine.private_layers
         given = {name: value for name, value in shared.items() if name in side.sums}
-        raw = remote_codec.encode_parameters(w_t, self._engine.w.flat.layout, given, buffers)
+        layout, codings = self._engine.w.flat.layout, self._codings
+        raw = remote_codec.encode_parameters(w_t, layout, given, buffers, coding=codings.download)
         self._like = part.cut(w_t), {} if side.keeps_buffers else part.without_private(buffers)
-        return raw, remote_codec.most_bytes(self._like[0], side.sums, self._like[1])
+        return raw, remote_codec.most_bytes(self._like[0], side.sums, self._like[1], codings.update)
 
     def _facts(self, kind: str, t: int, starts: list[list[int]]) -> OrderFacts:
         """Return the facts of the orders of round `t`, by which clients train or evaluate."""
@@ -233,8 +237,9 @@ class RemoteReplies:
 
     def _decode(self, order: RoundOrder, number: int, raw: bytes, w_t: Tensor) -> ClientReply | str:
         """Decode a client's update for an order, which started from `w_t`. Return the reason if it cannot be used."""
-        buffers, most = self._like[1], self._members[number].samples
-        return remote_codec.decode_update(raw, w_t, self._engine.side.sums, buffers, most)
+        buffers, most, sums = self._like[1], self._members[number].samples, self._engine.side.sums
+        code = self._codings.update_code(order.facts, number)
+        return remote_codec.decode_update(raw, w_t, sums, buffers, most, code=code)
 
     def _since(self, position: int) -> int:
         """Return the earliest round to which the job may return: the round of the second newest checkpoint."""

@@ -94,6 +94,14 @@ class FederatedView(StrategyView, Protocol):
         """How real clients' updates are summed unseen (`rayps.federated.remote.secure_options`), or None."""
 
     @property
+    def upload(self) -> str | None:
+        """How real clients code their updates (`rayps.federated.remote.coding_options`), or None."""
+
+    @property
+    def download(self) -> str | None:
+        """How the parameters are coded for real clients, or None."""
+
+    @property
     def client_evaluation(self) -> bool:
         """Whether real clients evaluate models on their own rows (`rayps.federated.client_evaluation`)."""
 

@@ -34,6 +34,9 @@ sees one sum of them, of metrics limited to [-metric_bound, metric_bound].
 `secure`: the updates of real clients are summed under masks, so that no update is seen
 (`rayps.federated.remote.secure_options`).
 
+`upload`, `download`: in how few bytes parameters travel between the job and real clients
+(`rayps.federated.remote.coding_options`).
+
 `report`: with "clients", each round reports how single clients' updates differ (`rayps.federated.client_scores`), for
 `Result.client_report` and `rayps report JOB --clients`.
 
@@ -59,6 +62,7 @@ from rayps.federated.aggregation_options import Aggregation
 from rayps.federated.local_training import LocalTraining
 from rayps.federated.population.options import PopulationSpec, check_fraction
 from rayps.federated.private_options import check_private
+from rayps.federated.remote.coding_options import check_codings
 from rayps.federated.remote.join_options import joining_of
 from rayps.federated.remote.secure_options import SecureOptions, secure_of
 from rayps.federated.strategy_interface import Buffered, ClientSide
@@ -88,6 +92,8 @@ class Federated(FlatOptions, Strategy):
     privacy: Json | PrivacySpec = None
     clients: Json = None
     secure: Json = None
+    upload: str | None = None
+    download: str | None = None
     report: str | None = None
     client_evaluation: bool = False
     metric_bound: float = 1.0
@@ -120,6 +126,7 @@ class Federated(FlatOptions, Strategy):
         if secure is not None:
             self._check_for_secure_sums(secure)
         check_private(self)
+        check_codings(self)
 
     def _check_client_evaluation(self) -> None:
         if self.metric_bound != 1.0 and (not self.client_evaluation or (self.secure is None and self.privacy is None)):

@@ -8,12 +8,11 @@ earlier rounds.
 from __future__ import annotations
 
 import heapq
-import zlib
 
 import numpy as np
 from numpy.typing import NDArray
-from rayps_client.random_numbers import FIRST, GOLDEN, SECOND, mixed
 from rayps_client.random_numbers import number as number
+from rayps_client.random_numbers import numbers
 
 from rayps.core.errors import ConfigError
 
@@ -25,13 +24,7 @@ def hashes(seed: int, purpose: str, clients: Ints, *at: int) -> NDArray[np.uint6
 
     Two clients never have the same bits for the same `at`. The bits therefore also define an order of the clients.
     """
-    base = mixed(seed ^ (zlib.crc32(purpose.encode()) << 32))
-    for each in at:
-        base = mixed(base ^ mixed(each + GOLDEN))
-    z = clients.astype(np.uint64) * np.uint64(GOLDEN) + np.uint64(base)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(FIRST)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(SECOND)
-    return np.asarray(z ^ (z >> np.uint64(31)), dtype=np.uint64)
+    return numbers(seed, purpose, clients, *at)
 
 
 def uniforms(seed: int, purpose: str, clients: Ints, *at: int) -> NDArray[np.float64]:

@@ -1,0 +1,51 @@
+"""The options `upload` and `download`: in how few bytes the parameters travel between a job and its real clients.
+
+    upload      how clients code their updates: int8, top_k:0.05 or mask:0.1
+    download    how w_t is coded for the clients: int8
+
+`rayps_client.upload_coding` says what each does. A decoded update is added to w_t, so that clip, screening and rules
+have a reply as without coding.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rayps_client.coding_names import TOP_K, download_name, upload_name
+
+from rayps.core.errors import ConfigError
+from rayps.core.strategy_families import has_remote_clients
+
+if TYPE_CHECKING:
+    from rayps.federated.strategy_interface import FederatedView
+
+
+def check_codings(strategy: FederatedView) -> None:
+    """Check the options `upload` and `download` of a federated strategy.
+
+    Raises:
+        ConfigError: an option cannot be read, the clients are simulated, updates are summed under masks, or rounds are
+            asynchronous and updates are coded by top_k.
+    """
+    upload = upload_name(strategy.upload)
+    download_name(strategy.download)
+    for name, value in (("upload", strategy.upload), ("download", strategy.download)):
+        if value is not None and not has_remote_clients(strategy):
+            raise ConfigError(
+                f"{name} is {value!r}, but the clients are simulated, and nothing is sent to them: give "
+                f"clients=remote, or leave {name} out",
+                field=name,
+            )
+    if upload is not None and upload[0] == TOP_K and strategy.buffered is not None:
+        raise ConfigError(
+            f"upload is {strategy.upload!r}, but under {strategy.name} a client may reply several times from the same "
+            "round, and what top_k leaves out is stored by round: give upload=int8 or upload=mask:SHARE",
+            field="upload",
+        )
+    if strategy.upload is not None and strategy.secure is not None:
+        raise ConfigError(
+            f"upload is {strategy.upload!r}, but secure sums need whole numbers in the same places from every client: "
+            "which elements top_k sends would be seen, int8 has scales of each client, and each client has a mask of "
+            "its own. Leave upload out, and give fewer bits in secagg(bits=...)",
+            field="upload",
+        )
