@@ -16,6 +16,7 @@ from rayps.service.client_tokens import ClientTokens
 from rayps.service.code_store import CodeStore
 from rayps.service.drivers import RayHome
 from rayps.service.groups import Groups
+from rayps.service.members import Members
 from rayps.service.ray_place import place as choose
 from rayps.service.scheduler import Scheduler
 from rayps.service.settings import Settings
@@ -32,6 +33,7 @@ from rayps_api import (
     routes_root,
     routes_secure,
     routes_servers,
+    routes_statements,
     routes_sweeps,
     routes_tokens,
     stream,
@@ -77,12 +79,18 @@ def create_app(
         scheduler.group_wait_reason, scheduler.group_end_reason = groups.wait_reason, groups.end_reason
         code = CodeStore(settings.state_dir, settings.code_bytes)
         code.remove_unused(await store.code_in_use())
-        tokens = ClientTokens(store, Key.load_or_create(settings.client_key))
+        key = Key.load_or_create(settings.client_key)
+        tokens = ClientTokens(store, key)
+        members = None
+        if settings.members_ca is not None:
+            members = Members.load(settings.members_ca, settings.members_revoked, key.fingerprint)
         users = UserTokens(store, settings.token_file)
-        app.state.service = Service(settings, store, scheduler, groups, tokens, users, code)
+        app.state.service = Service(settings, store, scheduler, groups, tokens, users, code, members)
         if started is not None:
             await started(app.state.service)
         ticking = [asyncio.create_task(scheduler.run()), asyncio.create_task(groups.run())]
+        if members is not None:
+            ticking.append(asyncio.create_task(members.watch(app.state.service.withdraw)))
         try:
             yield
         finally:
@@ -127,6 +135,7 @@ def create_app(
         routes_servers.router,
         routes_clients.router,
         routes_secure.router,
+        routes_statements.router,
         routes_tokens.router,
         routes_notices.router,
         routes_root.router,

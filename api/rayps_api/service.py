@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ from rayps.federated.remote.mailbox import FOLDER, Mailbox
 from rayps.service.client_tokens import ClientTokens
 from rayps.service.code_store import CodeStore
 from rayps.service.groups import Groups
+from rayps.service.members import Members
 from rayps.service.scheduler import Scheduler
 from rayps.service.settings import Settings
 from rayps.service.store import JobRecord, Store
@@ -39,6 +41,7 @@ class Service:
     client_tokens: ClientTokens
     user_tokens: UserTokens
     code: CodeStore
+    members: Members | None = None  # None: no certificates are trusted
     rollups: Rollups = field(default_factory=Rollups)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     streams: int = 0
@@ -59,6 +62,14 @@ class Service:
     def mailbox(self, job_id: str) -> Mailbox:
         """Return the mailbox of a job's real clients."""
         return Mailbox(self.folder(job_id) / FOLDER)
+
+    async def withdraw(self, grants: Collection[str]) -> None:
+        """Exclude the clients with these grants (ids of tokens, or of certificates) from all jobs that run."""
+        for job in await self.store.unfinished():
+            mailbox = self.mailbox(job.id)
+            for member in await asyncio.to_thread(mailbox.members):
+                if member.token in grants:
+                    await asyncio.to_thread(mailbox.withdraw, member.number)
 
     async def record(self, job_id: str) -> JobRecord:
         """Return a job by its id or the beginning of its id.

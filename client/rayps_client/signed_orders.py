@@ -143,6 +143,7 @@ class OrderFacts(TypedDict, total=False):
     personal: bool  # whether the job's clients have personal models
     parameters: OrderedParameters
     secure: SecureFacts  # left out unless updates are aggregated securely
+    statement: str  # SHA-256 of the job's data-use statement; left out without one
     serial: int  # number of the order in the job
     job: str
     client: int  # the client's number

@@ -249,6 +249,18 @@ def serve(
         list[str] | None,
         typer.Option(metavar="NAME", help="A name to accept in a request's Host header, besides the loopback names."),
     ] = None,
+    members_ca: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Admit clients with a certificate that this authority (PEM) has issued."),
+    ] = None,
+    members_revoked: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The revoked certificates: the authority's list (PEM), or a serial number a line. It is read again "
+            "when it changes.",
+        ),
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Leave jobs running when the service stops.")] = False,
 ) -> None:
     """Run the job service with its dashboard. By default only this machine can reach it."""
@@ -266,6 +278,8 @@ def serve(
             idle=idle,
             warm=warm,
             shared_state=shared_state,
+            members_ca=members_ca,
+            members_revoked=members_revoked,
             allowed_hosts=allowed,
         ),
         keep=keep,
