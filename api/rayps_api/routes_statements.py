@@ -65,9 +65,9 @@ async def accept(serial: Serial, body: AcceptancesIn, caller: Joined, request: R
     file = AcceptanceFile(record_path(caller.service.folder(caller.job), caller.member.number))
     await asyncio.to_thread(file.add, found)
     await asyncio.to_thread(caller.mailbox.record_acceptance, serial, caller.member.number, last.sent)
-    sign, now = caller.service.client_tokens.key.sign, round(time.time(), 3)
-    texts = [receipt_text(caller.job, caller.member.number, each, now) for each in found]
-    return {"receipts": [{"receipt": text, "signature": sign(text)} for text in texts]}
+    key, now = caller.service.client_tokens.key, round(time.time(), 3)
+    texts = [receipt_text(each, now, key.public) for each in found]
+    return {"receipts": [{"receipt": text, "signature": key.sign(text)} for text in texts]}
 
 
 @router.get("/jobs/{job_id}/acceptances", response_model=AcceptancesOut)
@@ -92,7 +92,8 @@ def _check(acceptance: Acceptance, caller: Caller, statement: str | None) -> Mem
     """Check that an acceptance is the caller's own, for this job; return the certificate of its key.
 
     Raises:
-        Unauthorized: the signature is wrong, or the certificate was not valid at that time. Conflict: it is for something else.
+        Unauthorized: the signature is wrong, or the certificate was not valid at that time.
+        Conflict: it is for something else.
     """
     facts, member = acceptance.checked()
     own, members = caller.member, caller.service.members

@@ -20,6 +20,7 @@ from rayps.cli import client as cli_client
 from rayps.cli import clients as cli_clients
 from rayps.cli import export as cli_export
 from rayps.cli import jobs as cli_jobs
+from rayps.cli import members as cli_members
 from rayps.cli import personal as cli_personal
 from rayps.cli import plan as cli_plan
 from rayps.cli import report as cli_report
@@ -320,6 +321,7 @@ cli_export.add(app)
 cli_personal.add(app)
 cli_sweeps.add(app)
 cli_client.add(app)
+cli_members.add(app)
 app.command()(cli_backup.backup)
 app.command()(cli_chaos.chaos)
 app.command()(cli_plan.plan)

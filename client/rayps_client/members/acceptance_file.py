@@ -11,10 +11,12 @@ import fcntl
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from rayps_client.errors import DataError
+from rayps_client.errors import DataError, Unauthorized
 from rayps_client.members.acceptance import Acceptance
+from rayps_client.signed_orders import fingerprint, verified
 from rayps_client.values import Json, JsonObject
 
 
@@ -30,8 +32,8 @@ class AcceptanceFile:
 
     def unconfirmed(self) -> list[Acceptance]:
         """Return the acceptances for which the file has no receipt of the service, the oldest first."""
-        found, confirmed = read_lines(self.path)
-        return [each for each in found if each.digest not in confirmed]
+        found, receipts = read_lines(self.path)
+        return [each for each in found if each.digest not in receipts]
 
     def add(self, new: Sequence[Acceptance]) -> list[Acceptance]:
         """Add those acceptances that the file does not have yet; return them."""
@@ -47,29 +49,56 @@ class AcceptanceFile:
             _write_lines(descriptor, [{"receipt": receipt, "signature": signature}])
 
 
-def read_lines(path: Path) -> tuple[list[Acceptance], set[str]]:
-    """Return the acceptances in a file, and the digests of those that have a receipt; a torn last line is left out.
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """The service's receipt for an acceptance."""
+
+    text: str
+    signature: str
+
+    def is_valid(self, service: str | None) -> bool:
+        """Return whether the service has signed the receipt.
+
+        `service`: the fingerprint of its key; None: any key will do, and the receipt is only known to be unchanged.
+        """
+        try:
+            public = str(json.loads(self.text)["public_key"])
+            verified(self.text, self.signature, public, service or fingerprint(public))
+        except (Unauthorized, ValueError, KeyError, TypeError):
+            return False
+        return True
+
+
+def read_lines(path: Path) -> tuple[list[Acceptance], dict[str, Receipt]]:
+    """Return the acceptances in a file, and from an acceptance's digest to its receipt; a torn last line is left out.
 
     Raises:
         DataError: a line has another form.
     """
     found: list[Acceptance] = []
-    confirmed = set[str]()
+    receipts: dict[str, Receipt] = {}
     for count, line in enumerate(_whole(path).splitlines(), 1):
         try:
             facts: dict[str, Json] = json.loads(line)
             if "receipt" in facts:
-                confirmed.add(str(json.loads(str(facts["receipt"]))["acceptance"]))
+                receipt = Receipt(str(facts["receipt"]), str(facts["signature"]))
+                receipts[str(json.loads(receipt.text)["acceptance"])] = receipt
             else:
                 found.append(Acceptance.of_json(facts))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{path}, line {count} is not a line of a record of acceptances: {error}") from error
-    return found, confirmed
+    return found, receipts
 
 
-def receipt_text(job: str, client: int, acceptance: Acceptance, time: float) -> str:
-    """Return the canonical text of the service's receipt for an acceptance, which the service signs like orders."""
-    facts: JsonObject = {"kind": "receipt", "job": job, "client": client, "time": time, "acceptance": acceptance.digest}
+def receipt_text(acceptance: Acceptance, time: float, public_key: str) -> str:
+    """Return the canonical text of the service's receipt for an acceptance, which it signs like orders with its key."""
+    facts: JsonObject = {
+        "kind": "receipt",
+        "job": acceptance.facts().job,
+        "time": time,
+        "acceptance": acceptance.digest,
+        "public_key": public_key,
+    }
     return json.dumps(facts, sort_keys=True, separators=(",", ":"))
 
 
