@@ -16,6 +16,7 @@ from benchmarks.cli_laws import laws
 from benchmarks.cli_learning import learning
 from benchmarks.cli_mistakes import mistakes
 from benchmarks.cli_parallel import pipeline, tensor
+from benchmarks.cli_privacy import privacy
 from benchmarks.cli_private_clients import private_clients
 from benchmarks.cli_robust import robust
 from benchmarks.cli_secure import secure
@@ -23,8 +24,9 @@ from benchmarks.cli_tasks import tasks
 from rayps.cli.main import run_app
 
 app = typer.Typer(no_args_is_help=True, help="Measure rayps and other libraries in one run.")
-FEDERATED = (federated, private_clients, client, secure, robust)
-for command in (laws, admm, averaging, learning, *FEDERATED, pipeline, tensor, tasks, mistakes):
+PRIVATE = (privacy, private_clients, secure)
+FEDERATED = (federated, client, robust)
+for command in (laws, admm, averaging, learning, *FEDERATED, *PRIVATE, pipeline, tensor, tasks, mistakes):
     app.command()(command)
 
 

@@ -55,6 +55,8 @@ _HOMES = {
     "SWA": "rayps.tensors.weight_average",
     "Scaffold": "rayps.strategies.scaffold",
     "ServerGroup": "rayps.ps.server_group",
+    "Statistics": "rayps.strategies.statistics",
+    "StatisticsWorkload": "rayps.workload.statistics_workload",
     "Strategy": "rayps.strategies.base",
     "Sum": "rayps.workload.metric_values",
     "TensorParallel": "rayps.core.replica",
@@ -71,6 +73,8 @@ _HOMES = {
     "restore": "rayps.runtime.own_loop.world",
     "run": "rayps.runtime.own_loop.run",
     "save": "rayps.runtime.own_loop.world",
+    "statistics": "rayps.runtime.statistics",
+    "stats": "rayps.workload.stats",
     "train": "rayps.runtime.training",
     "world": "rayps.runtime.own_loop.world",
     "wrap": "rayps.runtime.own_loop.wrap",
@@ -102,6 +106,7 @@ if TYPE_CHECKING:
     from rayps.runtime.own_loop.world import world as world
     from rayps.runtime.own_loop.wrap import wrap as wrap
     from rayps.runtime.saved_model import load_state as load_state
+    from rayps.runtime.statistics import statistics as statistics
     from rayps.runtime.training import Result as Result
     from rayps.runtime.training import train as train
     from rayps.service.client import Client as Client
@@ -126,14 +131,17 @@ if TYPE_CHECKING:
     from rayps.strategies.parallel_sgd import ParallelSGD as ParallelSGD
     from rayps.strategies.parameter_server import ParameterServer as ParameterServer
     from rayps.strategies.scaffold import Scaffold as Scaffold
+    from rayps.strategies.statistics import Statistics as Statistics
     from rayps.tensors.weight_average import EMA as EMA
     from rayps.tensors.weight_average import SWA as SWA
+    from rayps.workload import stats as stats
     from rayps.workload.base import Workload as Workload
     from rayps.workload.callback import Callback as Callback
     from rayps.workload.metric_values import Max as Max
     from rayps.workload.metric_values import Mean as Mean
     from rayps.workload.metric_values import Min as Min
     from rayps.workload.metric_values import Sum as Sum
+    from rayps.workload.statistics_workload import StatisticsWorkload as StatisticsWorkload
 
 
 def __getattr__(name: str) -> Any:
@@ -141,7 +149,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'rayps' has no attribute {name!r}")
     with without_collection():
         home = importlib.import_module(_HOMES[name])
-    found = home if name in ("data", "loggers") else getattr(home, name)
+    found = home if name in ("data", "loggers", "stats") else getattr(home, name)
     globals()[name] = found
     return found
 

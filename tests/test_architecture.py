@@ -78,6 +78,8 @@ NAMED = {  # (module, what it names as "module:Name"): why
     ("worker.loop_of_family", "worker.local_updates:LocalUpdates"): FAMILY,
     ("worker.loop_of_family", "worker.member_gradients:MemberGradients"): FAMILY,
     ("worker.loop_of_family", "worker.member_pushes:MemberPushes"): FAMILY,
+    ("worker.loop_of_family", "worker.private_gradients:PrivateGradients"): FAMILY,
+    ("worker.loop_of_family", "worker.private_gradients:PrivatePushes"): FAMILY,
     ("worker.loop_of_family", "worker.server_steps:ServerSteps"): FAMILY,
     ("worker.loop_of_family", "worker.sharded_parameters:ShardedParameters"): FAMILY,
     ("worker.loop_of_family", "worker.sharded_state:ShardedState"): FAMILY,

@@ -132,7 +132,7 @@ def folder(small, tmp_path, monkeypatch):
 
 @pytest.fixture
 def threads(monkeypatch):
-    """`rayps.train` and `rayps.run` on the threads cluster, without progress."""
+    """`rayps.train`, `rayps.run` and `rayps.statistics` on the threads cluster, without progress."""
 
     def on_threads(function, **more):
         @wraps(function)
@@ -147,6 +147,7 @@ def threads(monkeypatch):
 
     monkeypatch.setattr(rayps, "train", on_threads(rayps.train, progress=False))
     monkeypatch.setattr(rayps, "run", on_threads(rayps.run))
+    monkeypatch.setattr(rayps, "statistics", on_threads(rayps.statistics, progress=False))
 
 
 def execute(page):

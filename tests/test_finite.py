@@ -62,7 +62,7 @@ TABLES = [
     ParameterServer(shards=2, replicas=1, staleness=2),
     ParameterServer(shards=2, replicas=0, staleness=None),
 ]
-FEDERATED = [name for name, kind in CATALOGUE.items() if issubclass(kind, Federated)]
+FEDERATED = [name for name, kind in CATALOGUE.items() if issubclass(kind, Federated) and name != "statistics"]
 
 
 class Spoilt(torch.autograd.Function):

@@ -210,6 +210,15 @@ def test_delta_that_is_too_large_warns():
     assert any("delta" in event["message"] for event in result.events if event["kind"] == "warning")
 
 
+def test_noise_that_hides_the_updates_warns():
+    result = train(Fed(), FedAvg(privacy=seeded(noise_multiplier=9.0)), workers=1, epochs=1)
+    said = [event["message"] for event in result.events if event["kind"] == "warning"]
+    assert len(said) == 1 and "7.1 times as large" in said[0] and "50 parameters, 9 clients" in said[0]
+    assert not [
+        event for event in train(Fed(), FedAvg(privacy=seeded()), epochs=1).events if event["kind"] == "warning"
+    ]
+
+
 def test_the_option_travels_as_text_and_as_json():
     strategy = FedAvg(fraction=0.4, privacy=seeded(epsilon=3.0))
     assert parse(wire(parse(strategy)))[0].strategy == strategy

@@ -13,6 +13,8 @@ import torch
 from federated_work import Fed, Normed
 from small_work import Small, distance, plain, rows
 from small_work import train as on_threads
+from statistics_work import Pooled
+from statistics_work import rows as patients
 from test_exactly_once import ROWS, Tally
 from test_hogwild import Rows, serial
 from test_hybrid import Films, both, uses_of
@@ -178,6 +180,7 @@ LAWS = {
     "fedyogi": [federated("fedyogi", unlike="fedadam")],
     "fedbuff": [federated("fedbuff:buffer=3,concurrency=6")],
     "ditto": [federated("ditto:lam=0.5,fraction=0.5", unlike="fedavg")],
+    "statistics": [Twin("statistics:by=rows", unlike="statistics", work=Pooled(*patients()))],
     "pipeline": [Union("pipeline:stages=2,micro_batches=2", replicas=1)],
     "tensor_parallel": [Union("tensor_parallel:size=2", replicas=1)],
 }

@@ -34,6 +34,7 @@ from rayps.cluster.local import surrounding
 from rayps.core.errors import ConfigError, Conflict, DataError, Unauthorized, WorkloadError
 from rayps.core.logs import LogBuffer
 from rayps.federated import remote_replies
+from rayps.federated.client_scores import report_rounds
 from rayps.federated.remote.mailbox import Mailbox
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,6 +101,24 @@ def test_a_private_job_with_real_clients_learns_what_simulated_ones_learn(clinic
     said = [event for event in job.events() if event["kind"] in ("cohort", "clients", "privacy")]
     assert [event["kind"] for event in said] == ["privacy"] * 2 and said[1]["releases"] == 3
     assert (clinic.path / "state" / "jobs" / job.id / "privacy" / "ledger.jsonl").read_text().count("\n") == 3
+
+
+def test_a_report_of_real_clients_is_that_of_simulated_ones(
+    clinic: Clinic, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = clinic.job("fedavg:report=clients,clients=remote(least=3,wait=100)", 2, seed=5)
+    clinic.hospitals(job, 3)
+    clinic.trained(job)
+    result = train(All(3), "fedavg:report=clients", epochs=2, seed=5)
+    found, wanted = report_rounds(job.events()), result.client_rounds
+    assert found is not None and wanted is not None and found.num_rows == 6
+    assert found["client"].to_pylist() == ["h0", "h1", "h2"] * 2
+    assert found.drop_columns("client") == wanted.drop_columns("client")
+    monkeypatch.setenv("RAYPS_URL", clinic.url)
+    monkeypatch.setenv("RAYPS_TOKEN", clinic.token)
+    assert main(["report", job.id, "--clients"]) == 0
+    said = capfd.readouterr()
+    assert re.search(r"^h1 +2 +0\.\d", said.out, re.MULTILINE) and "outliers (score of at least 6): none" in said.err
 
 
 # ---- what leaves

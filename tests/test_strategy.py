@@ -156,7 +156,7 @@ def test_bad_options_in_python(make):
 def test_the_catalogue_tells_everything():
     told = {item["name"]: item for item in catalogue()}
     federated = {"fedavg", "fedprox", "scaffold", "fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedbuff"}
-    federated |= {"ditto", "fedper", "fedrep"}
+    federated |= {"ditto", "fedper", "fedrep", "statistics"}
     apart = {"local_sgd", "parallel_sgd", "diloco", "admm"}
     assert set(CATALOGUE) == {"all_reduce", "parameter_server", "hybrid", "downpour", "hogwild"} | apart | federated
     assert {name for name, kind in CATALOGUE.items() if kind.loop == "local_updates"} == apart

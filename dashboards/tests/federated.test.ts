@@ -37,6 +37,15 @@ describe("a private job", () => {
     expect(isPrivate({ name: "fedavg", privacy: { name: "dp" } })).toBe(true);
     expect(isPrivate("fedavg:fraction=0.1")).toBe(false);
   });
+  it("does not report its training loss, which is no fault", () => {
+    const series = new Series();
+    series.add([{ ...point(1, { epsilon: 1 }), loss: null } as MetricPoint, { ...point(2), loss: null } as MetricPoint]);
+    expect(series.badRounds).toBe(1);
+  });
+  it("has short words for its strategy", () => {
+    expect(inWords("fedavg:privacy=dp(noise_multiplier=1.1,epsilon=8)")).toBe("FedAvg, private, ε ≤ 8");
+    expect(inWords({ name: "fedavg", privacy: { name: "dp", noise_multiplier: 1.1, epsilon: null }, secure: { name: "secagg" } })).toBe("FedAvg, private, noise 1.1, secure sums");
+  });
   it("writes numbers in three digits", () => {
     expect([shown(4.4971), shown(1e-5), shown(0), shown(Infinity), shown(null)]).toEqual(["4.5", "1e-5", "0", "∞", "–"]);
   });

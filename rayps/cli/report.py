@@ -1,4 +1,7 @@
-"""`rayps report`: where the time of a job went, what costs most of it, and what to change."""
+"""`rayps report`: where the time of a job went, what costs most of it, and what to change.
+
+With `--clients`: how single clients of a federated job differ from the others, and which are outliers.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,14 @@ def report(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the report with pictures as one HTML page.")
     ] = None,
+    clients: Annotated[
+        bool, typer.Option("--clients", help="Show how single federated clients differ (strategy option report).")
+    ] = False,
 ) -> None:
     """Show where the time of a job went, and what to change."""
+    if clients:
+        _show_clients(job, as_json=json)
+        return
     found = _read(job)
     if html is not None:
         try:
@@ -73,6 +82,37 @@ def _read(job: str) -> JsonObject:
     with Client() as client:
         found: JsonObject = client.job(job).report()
         return found
+
+
+def _show_clients(job: str, *, as_json: bool) -> None:
+    """Print one row for each client of a federated job.
+
+    Raises ConfigError if the job has no report of its clients.
+    """
+    from rayps.federated.client_scores import THRESHOLD, report_clients, report_rounds
+
+    with Client() as client:
+        rounds = report_rounds(client.job(job).events())
+    if rounds is None:
+        raise ConfigError(
+            f"job {job} has no report of its clients: submit it with the strategy option report=clients, such as "
+            "fedavg:report=clients",
+            field="job",
+        )
+    found = report_clients(rounds).to_pylist()
+    if as_json:
+        show.dump(found)
+        return
+    numbers = ("norm", "cosine", "cosine_trend", "share", "loss", "loss_trend")
+    columns = ["client", "rounds", *(name.replace("_", " ") for name in numbers), "score", ""]
+    rows = []
+    for row in found:
+        values = [f"{row[name]:.3g}" for name in numbers]
+        why = f"OUTLIER: {row['why']}" if row["outlier"] else ""
+        rows.append([row["client"], row["rounds"], *values, f"{row['score']:.1f}", why])
+    show.table(columns, rows)
+    names = ", ".join(row["client"] for row in found if row["outlier"]) or "none"
+    show.note(f"outliers (score of at least {THRESHOLD:g}): {names}")
 
 
 def lines(report: JsonObject) -> list[str]:

@@ -24,7 +24,7 @@ from rayps.core.strategy_families import (
     has_remote_clients,
     learns_by_client,
 )
-from rayps.core.topology import Adaptive, Peers, Servers, backup_in, replica_of, runs_in_step, servers_of
+from rayps.core.topology import Adaptive, Peers, Servers, backup_in, is_private, replica_of, runs_in_step, servers_of
 
 _IN_STEP = (SYNC_GRADIENTS, SERVER_STEPS, LOCAL_UPDATES, SHARDED_STATE, SHARDED_PARAMETERS, FEDERATED_ROUNDS)
 
@@ -47,6 +47,8 @@ def check_elastic(name: str, strategy: StrategyView, elastic: ElasticWorkers, *,
         why = "a replica is several workers"
     elif backup_in(strategy):
         why = "a worker that is late has rows and means of its own, with backup"
+    elif is_private(strategy):
+        why = "each worker draws rows of its own for privacy"
     elif tables:
         why = "the model has sparse tables"
     elif by_client and has_remote_clients(strategy):

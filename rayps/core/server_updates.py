@@ -34,12 +34,14 @@ def plain_servers(
     shard_resources: Mapping[str, float] | None = None,
     backup: int | None = None,
     late: LateWorkers | None = None,
+    private: bool = False,
 ) -> Servers:
     """Return the topology of a plain parameter server with these options.
 
     The bound `staleness` also applies to pulls of the rows of sparse tables; "auto" is a bound that moves.
     `shard_resources` is {"gpu": a part of a GPU}, or None for servers on the CPU. `backup` is the number of backup
-    workers; None and 0 mean that there are none. `late`: what follows if one is late in a row.
+    workers; None and 0 mean that there are none. `late`: what follows if one is late in a row. `private`: whether
+    workers clip the gradient of each row, and add noise to the sum.
 
     Raises:
         ConfigError: an option is invalid, or two options cannot be combined.
@@ -85,6 +87,7 @@ def plain_servers(
         gpus=gpus,
         backup=backup or 0,
         late=late or LateWorkers(),
+        private=private,
     )
 
 

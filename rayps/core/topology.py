@@ -158,10 +158,12 @@ class Peers:
     slice_backup: bool = False  # whether another worker holds a copy of each worker's slice
     backup: int = 0  # backup workers: in each step so many of the workers need not be waited for
     late: LateWorkers = field(default_factory=LateWorkers)  # with backup workers: workers that are late in a row
+    private: bool = False  # whether each row's gradient is clipped, and noise is added to the sum (DP-SGD)
 
     def __post_init__(self) -> None:
         _check_shard(self)
         _check_peers_with_backup(self)
+        _check_private_peers(self)
 
     @property
     def in_step(self) -> bool:
@@ -187,11 +189,12 @@ class Peers:
             raise _no_tables(name, job)
         _refuse_replica(self.replica, job)
         _refuse_branch(name, job)
+        _refuse_private(self.private, job)
         _refuse_clipping(name, job)
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
         """Return the traffic of a step between replicas, by formula."""
-        whole = self.replica is None and self.compression is None and self.bucket_mb != 0
+        whole = self.replica is None and self.compression is None and self.bucket_mb != 0 and not self.private
         if self.shard is not None:
             return traffic.sharded_step(grid, sizes, self.shard, self.compression, overlaps=whole)
         found = traffic.ring_mean(grid, sizes, self.compression, overlaps=whole)
@@ -218,9 +221,11 @@ class Servers:
     gpus: float = 0.0  # the part of a GPU on which each server steps its slice; 0 means on the CPU
     backup: int = 0  # backup workers: in each round so many of the workers need not be waited for
     late: LateWorkers = field(default_factory=LateWorkers)  # with backup workers: workers that are late in a row
+    private: bool = False  # whether each row's gradient is clipped, and noise is added to the sum (DP-SGD)
 
     def __post_init__(self) -> None:
         _check_servers_with_backup(self)
+        _check_private_servers(self)
 
     @property
     def staleness(self) -> int | None:
@@ -286,6 +291,7 @@ class Servers:
         """Raise ConfigError if the job cannot be combined with this topology. `name` is the strategy's name."""
         if job.tables and not self.tables:
             raise _no_tables(name, job)
+        _refuse_private(self.private, job)
         _refuse_replica(self.replica, job)
         _refuse_group_with_backup(self.backup, job)
         if self.gpus and (job.tables or job.group is not None):
@@ -413,6 +419,12 @@ def backup_in(strategy: ServerHalf) -> int:
     return topology.backup
 
 
+def is_private(strategy: ServerHalf) -> bool:
+    """Return whether a strategy's workers clip the gradient of each row, and add noise to the sum (DP-SGD)."""
+    topology = strategy.topology
+    return isinstance(topology, (Peers, Servers)) and topology.private
+
+
 def shares_in(strategy: ServerHalf, workers: int) -> int:
     """Return in how many shares the rows of an epoch are divided: one for each replica without the backup workers.
 
@@ -535,6 +547,60 @@ def _refuse_group_with_backup(backup: int, job: JobFacts) -> None:
 
 def _backup_with(what: str, why: str, way_out: str) -> ConfigError:
     return ConfigError(f"backup workers cannot be combined with {what}: {why}; {way_out}", field="backup")
+
+
+def _check_private_peers(peers: Peers) -> None:
+    """Raise ConfigError if privacy cannot be combined with another option of `peers`."""
+    others = (
+        ("replica", peers.replica and peers.replica.name, "no worker has a row's whole gradient, and its norm"),
+        ("compression", peers.compression, "what compression leaves out of a sum would be added to later sums"),
+        ("shard", peers.shard, "a row's norm needs its gradient by all parameters"),
+        ("bucket_mb", peers.bucket_mb, "nothing may be sent before the noise is added"),
+        ("backup", peers.backup or None, "a late worker's rows would be missing from the sum"),
+    )
+    _refuse_with_privacy(peers.private, others)
+
+
+def _check_private_servers(servers: Servers) -> None:
+    """Raise ConfigError if privacy cannot be combined with another option of `servers`."""
+    staleness = "none" if servers.staleness is None else "auto" if servers.adaptive else servers.staleness
+    others = (
+        ("staleness", None if servers.in_step else staleness, "each push would need noise of its own"),
+        ("replica", servers.replica and servers.replica.name, "no worker has a row's whole gradient, and its norm"),
+        ("compression", servers.compression, "what compression leaves out of a sum would be added to later sums"),
+        ("replicas", servers.replicas, "the accounting is only for servers that return to a snapshot together"),
+        ("backup", servers.backup or None, "a late worker's rows would be missing from the sum"),
+    )
+    _refuse_with_privacy(servers.private, others)
+
+
+def _refuse_with_privacy(private: bool, others: Iterable[tuple[str, object, str]]) -> None:
+    for name, given, why in others if private else ():
+        if given is not None:
+            raise ConfigError(
+                f"privacy cannot be combined with {name} {given}: {why}; leave out {name}, or privacy", field="privacy"
+            )
+
+
+def _refuse_private(private: bool, job: JobFacts) -> None:
+    """Refuse a private job whose sums would leave without noise, or whose gradient would be clipped twice."""
+    if not private:
+        return
+    others = (
+        ("sparse tables", job.tables, "which rows of a table a batch looks up is visible", "use dense embeddings"),
+        ("clip_norm", job.clip_norm, "privacy clips the gradient of each row", "set clip_norm to None"),
+        (
+            "server_group",
+            job.group,
+            "its servers serve other jobs, and would get sums without noise",
+            "leave server_group out",
+        ),
+    )
+    for name, given, why, way_out in others:
+        if given:
+            raise ConfigError(
+                f"privacy cannot be combined with {name}: {why}; {way_out}, or leave out privacy", field="privacy"
+            )
 
 
 def _no_tables(name: str, job: JobFacts) -> ConfigError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rayps.core.errors import ConfigError
 from rayps.core.user_code import user_code
 from rayps.data.base import Data
@@ -20,7 +22,10 @@ from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import recipe_of
 from rayps.workload.base import Workload
 from rayps.workload.model import apart, model_of
+from rayps.workload.statistics_workload import StatisticsWorkload
 
+STATISTICS = "statistics"  # name of the strategy that computes statistics
+_HIDES = 5.0  # noise that is larger than this, relative to the largest mean update, is warned of
 _LABELS = 1000  # with more labels, the skew of clients' labels is not computed
 
 
@@ -31,6 +36,12 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
         ConfigError, DataError: the data has no clients, or the strategy's options do not fit them.
     """
     name, side = strategy.name, strategy.client_side
+    if isinstance(workload, StatisticsWorkload) != (name == STATISTICS):
+        raise ConfigError(
+            f"the strategy is {name}, and the workload is {'' if name != STATISTICS else 'not '}a StatisticsWorkload: "
+            "the strategy statistics and a rayps.StatisticsWorkload belong together",
+            field="strategy",
+        )
     if side.plain:
         _check_plain_sgd(name, workload)
     if side.private:
@@ -74,21 +85,31 @@ def _check_privacy(strategy: FederatedView, workload: Workload, job: PrivateJob 
             f"{mechanism.noise_multiplier:g} exceeds: give more noise, a larger epsilon, or a smaller fraction",
             field="privacy",
         )
+    with apart():
+        model = model_of(workload)
     if not strategy.client_side.keeps_buffers:
-        with apart():
-            names = [name for name, value in model_of(workload).named_buffers() if value.is_floating_point()]
+        names = [name for name, value in model.named_buffers() if value.is_floating_point()]
         if names:
             raise ConfigError(
                 f"the model has buffers that clients change and that no clip bounds ({names[0]}), so privacy cannot be "
                 "proven: use torch.nn.GroupNorm instead of BatchNorm, or buffers=keep (each client has its own)",
                 field="privacy",
             )
+    warnings = []
     if spec.delta * job.clients >= 1:
-        return [
+        warnings.append(
             f"delta={spec.delta:g} is not below 1 / {job.clients}, the number of clients: the claim then allows that "
             f"all data of a client is disclosed; give delta={0.1 / job.clients:.1g}"
-        ]
-    return []
+        )
+    size = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    share = mechanism.noise_multiplier * math.sqrt(size) / job.divisor  # norm of the noise in the mean / clip
+    if share > _HIDES:
+        warnings.append(
+            f"the noise of each round is about {share:.2g} times as large as the largest mean update, so the model "
+            f"will hardly learn: with {size} parameters, {job.expected:.0f} clients a round are few. Ask more clients, "
+            "train fewer parameters, or add less noise"
+        )
+    return warnings
 
 
 def _check_plain_sgd(name: str, workload: Workload) -> None:

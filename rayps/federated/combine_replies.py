@@ -45,6 +45,7 @@ from rayps.core.errors import ConfigError
 from rayps.core.values import Json
 from rayps.federated.attacks import OWN, false_buffers, false_count, false_sums, false_update, omniscient_update
 from rayps.federated.buffer_statistics import NEGATIVE, BufferStatistics
+from rayps.federated.client_report import UpdateReports
 from rayps.federated.exact_sum import NOT_FINITE, TOO_LARGE, ExactSum, refusal
 from rayps.federated.gather_replies import Gathering, Replies
 from rayps.federated.population.attack_spec import AttackSpec, attack_of
@@ -82,6 +83,7 @@ class RoundAggregate:
     chosen: list[int] | None = None  # the clients that krum, multi_krum or bulyan chose; None under other rules
     skipped: str | None = None  # why the round has no result, so that the model is unchanged; None if it has one
     void: bool = False  # whether a secure round could not be summed; then `skipped` says why
+    noise: float = 0.0  # standard deviation of the noise on each element of `delta`
 
 
 class _ReplySums:
@@ -164,6 +166,7 @@ class Aggregate:
         asynchronous: bool = False,
         statistics: BufferStatistics | None = None,
         divisor: float | None = None,
+        reports: UpdateReports | None = None,
     ) -> None:
         """Prepare for updates of `size` elements of `dtype`, in a job with `clients` clients.
 
@@ -177,6 +180,7 @@ class Aggregate:
             asynchronous: whether replies may have started from older models, so that only w_k - w_t can be summed.
             divisor: the number by which the sum of a private job's updates is divided; None: the job is not private.
                 The result then says nothing about single replies: not how many there were, nor which were rejected.
+            reports: what sees each update before it is clipped; None: nothing does.
         """
         self.rule, self.clip = rule_of(rule), clip
         self.attack: AttackSpec | None = attack if isinstance(attack, AttackSpec) else attack_of(attack)
@@ -187,7 +191,7 @@ class Aggregate:
         self._sums_models = not (
             asynchronous or self.gathers or clip is not None or divisor is not None
         )  # sums w_k, not w_k - w_t
-        self._asynchronous, self._divisor = asynchronous, divisor
+        self._asynchronous, self._divisor, self._reports = asynchronous, divisor, reports
         self._sums: _ReplySums | None = None  # allocated for the largest round so far
         gathered: dict[str, tuple[int, torch.dtype]] = {_UPDATE: (size, dtype)}
         if self.rule.robust:
@@ -298,10 +302,14 @@ class Aggregate:
         (reply, base), main = vectors, self._now.sums.main
         attack = self.attack if client in self._attackers else None
         if self._sums_models and (attack is None or attack.name not in OWN):
+            if self._reports is not None:
+                self._reports.see(reply, base, weight)
             return main.add(reply, weight)
         update = reply - base
         if attack is not None:
             update = false_update(attack, update, self._seed, self._now.round, client)
+        if self._reports is not None:
+            self._reports.see(update, torch.zeros_like(update), weight)
         if self._sums_models:
             return main.add(base + update, weight)
         if self.clip is not None or self.gathers:

@@ -24,6 +24,7 @@ from rayps.data.base import Data
 from rayps.data.clients import Clients
 from rayps.federated.buffer_statistics import BufferStatistics
 from rayps.federated.client import ClientReply, Tensors, Trainer
+from rayps.federated.client_report import UpdateReports
 from rayps.federated.client_states import ClientStates
 from rayps.federated.combine_replies import BITS, Aggregate, RoundAggregate
 from rayps.federated.personal_metrics import personal
@@ -80,6 +81,7 @@ class FederatedEngine:
         statistics = BufferStatistics(self.private_layers.without_private(self.trainer.buffers))
         self._statistics = statistics if statistics.size and not self.side.keeps_buffers else None
         aggregation = strategy.aggregation
+        self._reports = UpdateReports(size, dtype, w.plan.seed) if strategy.report is not None else None
         self._aggregate = Aggregate(
             aggregation.chosen_rule,
             aggregation.clip,
@@ -93,6 +95,7 @@ class FederatedEngine:
             asynchronous=is_buffered(strategy),
             statistics=self._statistics,
             divisor=None if self.private is None else self.private.job.divisor,
+            reports=self._reports,
         )
 
     def at(self, position: int) -> int:
@@ -120,6 +123,8 @@ class FederatedEngine:
         cohort = list(known.sampled) if known.cohort is None else known.cohort
         self._aggregate.begin(t, cohort, self.private_layers.cut(w_t), self._pack_buffers(buffers))
         self._losses = []
+        if self._reports is not None:
+            self._reports.begin(cohort)
         clip = 0.0
         if self.private is not None:
             clip = self._aggregate.clip = self.private.clip(w.shared)
@@ -130,6 +135,7 @@ class FederatedEngine:
         w.meter.data += reading
         w.meter.compute += time.perf_counter() - began - reading
         outcome = self._combine(self.source.summed(w_t), clip)
+        outcome.noise = 0.0 if self.private is None else self.private.noise(clip)
         chosen = None if outcome.chosen is None else frozenset(outcome.chosen)
         for client, loss, n in self._losses if self.private is None else ():
             if chosen is None or client in chosen:
@@ -142,6 +148,8 @@ class FederatedEngine:
         self.source.report_rejected(rejected)
         if self.private is None:
             self._write_cohort_event(known, outcome, rejected, cohort, why)
+            if self._reports is not None:
+                self._reports.write(w.ring, w.position, self.source.names, None if w.rank else w.event)
         else:
             self._follow(self.private, outcome, clip)
         w.position += 1
@@ -195,6 +203,8 @@ class FederatedEngine:
         if why is not None:
             return
         self._losses.append((task.client, reply.loss, reply.samples))
+        if self._reports is not None:
+            self._reports.accept(task.client, reply.loss)
         if self.states is not None:
             state = dict(reply.state)
             if self.side.keeps_buffers:
@@ -347,12 +357,12 @@ class FederatedServer:
     """The argument of a strategy's `server` method: the parameters, and the combined replies of a round.
 
     `w` is w_t without private parameters, which the method changes in place to w_(t+1). `memory` is the server's state
-    between rounds.
+    between rounds. `noise` is the standard deviation of the noise on each element of `delta`; 0 without privacy.
     """
 
     def __init__(self, w: Tensor, outcome: RoundAggregate, clients: int, memory: dict[str, Tensor], round: int) -> None:
         self.w, self.clients, self.memory, self.round = w, clients, memory, round
-        self.count, self.weight = outcome.count, outcome.weight
+        self.count, self.weight, self.noise = outcome.count, outcome.weight, outcome.noise
         self.mean = None if outcome.mean is None else outcome.mean.to(w.device)
         assert outcome.delta is not None, "the server steps only if a round has a result"
         self.delta = outcome.delta.to(w.device)

@@ -84,11 +84,12 @@ def _refuse_options(strategy: FederatedView, spec: PrivacySpec) -> None:
         ("enough", aggregation.enough, None),
         ("over_selection", aggregation.over_selection, 0.0),
         ("attack", strategy.population.attack, None),
+        ("report", strategy.report, None),
     ):
         if value != unset:
             raise ConfigError(
-                f"{name} is {value!r}: what a private round does must not depend on how many clients reply, or on what "
-                f"single clients send; leave {name} out",
+                f"{name} is {value!r}: what a private round does or says must not depend on how many clients reply, or "
+                f"on what single clients send; leave {name} out",
                 field=name,
             )
     if spec.physical_batch is not None:

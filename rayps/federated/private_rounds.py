@@ -169,7 +169,7 @@ class PrivateRounds:
 
     def __init__(self, job: PrivateJob, ring: Ring, folder: Path, seed: int) -> None:
         """Prepare. Raises ConfigError on rank 0 if the ledger cannot be used or the options do not fit."""
-        self.job, self._ring = job, ring
+        self.job, self._ring, self._mechanism = job, ring, job.solved()
         self._releases = _Releases(job, folder, seed) if ring.rank == 0 else None
         self._asked: set[int] = set()  # real clients that were asked in this tree
         self.epsilon, self.releases = 0.0, 0  # of all releases so far, since the last call of `exhausted`
@@ -238,6 +238,11 @@ class PrivateRounds:
         if not self.job.spec.adaptive:
             return float(self.job.spec.clip)
         return float(memory[CLIP]) if CLIP in memory else self.job.spec.first_clip
+
+    def noise(self, clip: float) -> float:
+        """Return the standard deviation of the noise on each element of a round's result; of one node of a tree."""
+        z, spec = self._mechanism.noise_multiplier, self.job.spec
+        return (update_noise(z, self.job.bit_noise) if spec.adaptive else z) * clip / self.job.divisor
 
     def release(self, aggregate: Aggregate, clip: float, round: int) -> None:
         """Record the release of a round, and add the noise to this worker's sums, on rank 0.

@@ -78,6 +78,10 @@ class FederatedView(StrategyView, Protocol):
         """The options of client-level differential privacy; None if the job is not private."""
 
     @property
+    def report(self) -> str | None:
+        """ "clients" if each round reports how single clients' updates differ; None if it does not."""
+
+    @property
     def buffered(self) -> Buffered | None:
         """The options of asynchronous rounds; None means that all clients of a round start together."""
 

@@ -30,14 +30,23 @@ def solve_noise(spec: PrivacySpec, mechanism: Callable[[float], Mechanism], rest
 class PrivacyAccount:
     """What a job has spent. `charge` is called before each release; then `epsilon` is the value after it.
 
-    `restart` is the rounds of a tree; None without tree noise.
+    `restart` is the rounds of a tree; None without tree noise. With `coarse`, epsilon is that of up to a fraction
+    `coarse` more releases than there were, so that it is seldom computed: a release takes less time, and epsilon is
+    never too small. The budget is compared with the exact value.
     """
 
     def __init__(
-        self, spec: PrivacySpec, mechanism: Mechanism, ledger: ReleaseLedger, restart: int | None = None
+        self,
+        spec: PrivacySpec,
+        mechanism: Mechanism,
+        ledger: ReleaseLedger,
+        restart: int | None = None,
+        *,
+        coarse: float = 0.0,
     ) -> None:
         """Read the ledger. Raises ConfigError if its releases cannot be added to those of `mechanism`."""
         self.spec, self.mechanism, self.ledger, self.restart = spec, mechanism, ledger, restart
+        self._coarse, self._bound = coarse, (0, 0.0)  # the newest bound: a number of releases, and its epsilon
         self._spent = ledger.spent()
         self._tree, self._leaf = ledger.new_tree(), 0  # a tree of an earlier process is never continued
         self.epsilon = accountant.epsilon(self._spent, spec.delta)
@@ -99,6 +108,16 @@ class PrivacyAccount:
         return dataclasses.replace(before, releases=before.releases + 1, trees=trees)
 
     def _cost_of_next(self) -> float:
-        before = self._spent.get(self.mechanism, Spent())
-        found = accountant.epsilon({**self._spent, self.mechanism: self._after_next(before)}, self.spec.delta)
+        after = self._after_next(self._spent.get(self.mechanism, Spent()))
+        if self._coarse and self.restart is None:
+            apart = max(1, int(after.releases * self._coarse))
+            number = -(-after.releases // apart) * apart
+            if not after.releases <= self._bound[0] <= number:
+                self._bound = number, self._cost(dataclasses.replace(after, releases=number))
+            if self.spec.epsilon is None or self._bound[1] <= self.spec.epsilon:
+                return max(self._bound[1], self.epsilon)
+        found = self._cost(after)
         return max(found, self.epsilon) if math.isfinite(found) else found
+
+    def _cost(self, after: Spent) -> float:
+        return accountant.epsilon({**self._spent, self.mechanism: after}, self.spec.delta)

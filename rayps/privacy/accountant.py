@@ -77,16 +77,30 @@ def epsilon(spent: Mapping[Mechanism, Spent], delta: float) -> float:
     return found if found < _ALWAYS_INFINITE else math.inf
 
 
-def releases_within(mechanism: Mechanism, budget: float, delta: float, restart: int | None = None) -> int:
-    """Return the largest number of releases whose epsilon does not exceed `budget`, at most 10^7."""
+def releases_within(
+    mechanism: Mechanism,
+    budget: float,
+    delta: float,
+    restart: int | None = None,
+    spent: Mapping[Mechanism, Spent] | None = None,
+    most: int = 10_000_000,
+) -> int:
+    """Return the largest number of releases, up to `most`, whose epsilon does not exceed `budget`.
+
+    `spent` is what earlier releases have spent, whose epsilon is part of it.
+    """
+    before = dict(spent or {})
 
     def fits(releases: int) -> bool:
-        return epsilon({mechanism: Spent().plus(releases, restart)}, delta) <= budget
+        own = before.get(mechanism, Spent()).plus(releases, restart)
+        return epsilon({**before, mechanism: own}, delta) <= budget
 
-    most = 1
-    while most < 10_000_000 and fits(most):
-        most *= 2
-    low, high = most // 2, most
+    if most < 1_000_000 and fits(most):  # the usual case, of a budget that suffices
+        return most
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

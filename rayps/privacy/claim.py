@@ -31,6 +31,7 @@ class Setting:
     masked: bool = False  # whether the server sees only the sum of the clients' updates
     divided: bool = False  # whether a unit is a row, and workers hold the rows
     restart: int | None = None
+    servers: bool = False  # whether workers push their parts of a sum to servers
     started_from: bool = False  # whether the first parameters come from a file
 
 
@@ -54,8 +55,9 @@ def claim(spec: PrivacySpec, mechanism: Mechanism, setting: Setting) -> JsonObje
 def with_releases(facts: Keywords, epsilon: float, releases: int) -> JsonObject:
     """Return a claim with the number of releases, epsilon, and the claim as a sentence."""
     if facts["proves"]:
+        s = "" if releases == 1 else "s"
         sentence = (
-            f"The {releases} noised sums that left the workers, and all that is computed from them, are "
+            f"The releases of this run ({releases} noised sum{s}), and all that is computed from them, are "
             f"({epsilon:.4g}, {facts['delta']:g})-differentially private, where two data sets are neighbours if "
             f"{facts['neighbours']}."
         )
@@ -70,6 +72,7 @@ def with_releases(facts: Keywords, epsilon: float, releases: int) -> JsonObject:
 def claim_of_run(events: Iterable[Event], points: Iterable[Point]) -> JsonObject | None:
     """Return the claim of a run from its journal: the last event `privacy`, and epsilon of all rounds that were run.
 
+    If that event has epsilon and the number of releases, these are of the ledger, and are taken.
     Return None if the run is not private.
     """
     facts = None
@@ -78,6 +81,8 @@ def claim_of_run(events: Iterable[Event], points: Iterable[Point]) -> JsonObject
             facts = {key: value for key, value in event.items() if key not in ("seq", "time", "kind", "message")}
     if facts is None:
         return None
+    if "releases" in facts:
+        return with_releases(facts, facts["epsilon"], facts["releases"])
     rounds = [point for point in points if point.get("epsilon") is not None]
     epsilon = max((float(point["epsilon"]) for point in rounds), default=0.0)
     return with_releases(facts, epsilon, max((int(point["releases"]) for point in rounds), default=0))
@@ -99,6 +104,8 @@ def _trusted(setting: Setting) -> str:
         return "The server sees only the sum of the clients' updates, and is trusted to add the noise to that sum."
     if setting.unit == "client":
         return "The workers and the service see each client's update before the noise, and are trusted."
+    if setting.servers:
+        return "The workers read the rows, and the servers add the workers' parts of a sum; both are trusted."
     return "The workers read the rows and compute their gradients, and are trusted."
 
 

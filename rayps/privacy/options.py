@@ -166,6 +166,5 @@ def privacy_of(given: Json | PrivacySpec) -> PrivacySpec | None:
 
 
 def privacy_in(strategy: object) -> PrivacySpec | None:
-    """Return the options of a strategy's `privacy`; None if it has none, or no such option."""
-    found = getattr(strategy, "privacy", None)
-    return found if isinstance(found, PrivacySpec) else None
+    """Return the options of a strategy's `privacy`; None if it has none, or no such option. Raises ConfigError."""
+    return privacy_of(getattr(strategy, "privacy", None))

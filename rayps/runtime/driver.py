@@ -75,6 +75,7 @@ from rayps.runtime.ledger_folder import LedgerFolder, ledger_folder
 from rayps.runtime.membership import Membership
 from rayps.runtime.phases import PhaseRun, RunPlan
 from rayps.runtime.preflight import PreflightFindings, Trial, TrialFacts, TrialRequest, preflight
+from rayps.runtime.private_run import PrivateRun, private_run
 from rayps.runtime.recover import RecoveryExecutor
 from rayps.runtime.share_balancer import ShareBalancer
 from rayps.runtime.snapshots import Checkpointer
@@ -231,6 +232,7 @@ class Driver:
             elastic,
             leased,
             ledger,
+            self._private_run(found, ledger),
         )
         self._record.set_calendar(calendar)
         if self._tries:
@@ -244,8 +246,20 @@ class Driver:
         if found is not None and found.unknown is not None:
             self.journal.event("warning", found.unknown)
         if found is not None and found.carried:
-            self.journal.event("privacy", f"{found.carried} releases of an earlier run are charged to this run, too")
+            self.journal.event("ledger", f"{found.carried} releases of an earlier run are charged to this run, too")
         return found
+
+    def _private_run(self, found: PreflightFindings, ledger: LedgerFolder | None) -> PrivateRun | None:
+        """Return what a run with private rows spends; None if its rows are not private."""
+        if not found.private or ledger is None:
+            return None
+        return private_run(
+            found.private,
+            self._phases,
+            ledger,
+            self.journal,
+            started_from=found.start is not None or ledger.unknown is not None,
+        )
 
     def _calendar(self, found: PreflightFindings) -> tuple[Calendar, LeasedRun | None]:
         """Return the rounds of the phases, and what changes workers that are not in step, if they change."""
@@ -420,6 +434,8 @@ class Driver:
             plan.elastic.enter_phase(snapshot.round, phase.span.epoch)
         phase.enter(snapshot, workers)
         phase.report_start(self.journal, snapshot.round)
+        if plan.private is not None:
+            plan.private.report_start(number, phase.span, snapshot.round)
         self.journal.cost_report = phase.cost_report(self.workload, workers, snapshot.layout)
         if runs_in_step(phase.phase.strategy):  # workers in step start from one position
             snapshot.align()
@@ -451,6 +467,8 @@ class Driver:
         orders = phase.orders(self.spec, self._generation, known, self._plan.mailbox, each=each)
         ledger = None if self._plan.ledger is None else str(self._plan.ledger.path)
         orders = replace(orders, evaluation_batches=self._evaluation_batches, ledger=ledger)
+        if self._plan.private is not None:
+            orders = self._plan.private.limited(orders, state.phase, self._checkpoints.round)
         if (traces := self._record.traces) is not None:
             orders = replace(orders, profile=traces.ranks_to_trace(group.size))
         parts = self._checkpoints.parts_plan(phase.phase.strategy, group.hosts)
@@ -778,8 +796,7 @@ class Driver:
             outcome.message = self._stopped()
         else:
             outcome.error = state.error
-        if (claim := claim_of_run(self.journal.events, self.journal.points)) is not None:
-            self.journal.event("privacy", str(claim["claim"]), **claim)
+        self._report_claim()
         outcome.checkpoint, outcome.best = self._checkpoints.saved, self._callbacks.run.best
         outcome.scratch, self._checkpoints.scratch = self._checkpoints.scratch, None
         self._end_callbacks(outcome)
@@ -789,6 +806,13 @@ class Driver:
         self.journal.write_outcome(outcome.to_dict())
         self._record.times.close()
         return outcome
+
+    def _report_claim(self) -> None:
+        """Write what a private job claims, as an event."""
+        if self._known is not None and self._known.private is not None:
+            self._known.private.report_end(self._checkpoints.round, self._known.calendar.spans)
+        elif (claim := claim_of_run(self.journal.events, self.journal.points)) is not None:
+            self.journal.event("privacy", str(claim["claim"]), **claim)
 
     def _end_callbacks(self, outcome: Outcome) -> None:
         """Call the callbacks' `on_end`. An error in it ends a run that has not failed with this error."""

@@ -18,6 +18,7 @@ from rayps.runtime.job_size import JobSize
 from rayps.runtime.journal import Journal
 from rayps.runtime.leased_run import LeasedRun
 from rayps.runtime.ledger_folder import LedgerFolder
+from rayps.runtime.private_run import PrivateRun
 from rayps.strategies.job import JobSpec
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import ScheduleRecord, Ticks
@@ -44,6 +45,7 @@ class RunPlan:
     elastic: ElasticRun | None = None  # what changes workers that are in step; None if their number is fixed
     leased: LeasedRun | None = None  # what changes workers that are not in step
     ledger: LedgerFolder | None = None  # the folder of the ledger of private releases; None without privacy
+    private: PrivateRun | None = None  # what the run spends; None unless rows are private
 
     @property
     def size(self) -> JobSize | None:

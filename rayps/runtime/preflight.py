@@ -47,6 +47,7 @@ from rayps.parallel.division.build import blank
 from rayps.parallel.division.divide import divide, sample_of
 from rayps.parallel.division.division import Division
 from rayps.parallel.pipeline.loss_proxy import parts
+from rayps.privacy.row_level import RowPrivacy
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.server.dense_segment import optimizer_factory
 from rayps.ps.tables.embedding import tables_of, try_out
@@ -54,6 +55,7 @@ from rayps.ps.tables.row_optimizers import Scheduled
 from rayps.ps.tables.row_optimizers import rule_of as table_rule
 from rayps.runtime.check_average import check_average_under
 from rayps.runtime.check_backup_workers import check_backup_workers
+from rayps.runtime.check_private_rows import private_phases
 from rayps.runtime.journal import Journal
 from rayps.runtime.membership import Membership
 from rayps.runtime.model_memory import limited
@@ -94,6 +96,7 @@ class PreflightFindings(NamedTuple):
     # of an elastic job: the rows of an epoch, and those of one worker in a round; None if the workers do not change
     rows: tuple[int, int] | None = None
     blocks: int | None = None  # of an elastic job whose rows are leased: the blocks of an epoch
+    private: tuple[RowPrivacy, ...] = ()  # one for each phase whose rows are private
 
 
 def preflight(
@@ -180,7 +183,8 @@ def preflight(
             warnings.append(EVALUATED_WHILE_READ)
         for phase in phases:
             check_open_data(phase.name, phase.strategy, by_rounds=spec.steps is not None, tables=bool(tables))
-    return PreflightFindings(steps, warnings, tables, divisions, start, (bytes_of(model), bytes_of(data)), rows, blocks)
+    sizes, private = (bytes_of(model), bytes_of(data)), private_phases(both, workload, data, model)
+    return PreflightFindings(steps, warnings, tables, divisions, start, sizes, rows, blocks, private)
 
 
 def _rows_of_workers(data: Data, phases: list[Phase], workload: Workload, spec: JobSpec) -> tuple[int, int]:

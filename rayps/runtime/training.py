@@ -29,10 +29,12 @@ from rayps.core.strategy import Phase
 from rayps.core.time_report import report_of
 from rayps.core.urls import Location, is_url, location_of
 from rayps.core.values import Json, JsonObject
+from rayps.federated.client_scores import report_clients, report_rounds
 from rayps.federated.client_states_backup import ClientStatesBackup
 from rayps.federated.client_states_file import StoredStates
 from rayps.federated.strategy_interface import FederatedView
 from rayps.privacy.claim import claim_of_run
+from rayps.privacy.options import privacy_in
 from rayps.ps.tables.embedding import load, load_states
 from rayps.runtime.callbacks import CallbackRunner, RunHandle, runner_of
 from rayps.runtime.display import Display
@@ -96,6 +98,23 @@ class Result:
     def report(self) -> JsonObject:
         """Where the time went, what costs most of it, and what to change: see `rayps.core.time_report.report_of`."""
         return report_of(self.time)
+
+    @property
+    def client_rounds(self) -> pa.Table | None:
+        """How single clients' updates differed in each round (`report=clients`): see `client_scores`; None if unknown.
+
+        Columns: round, client, weight, norm, cosine, share, agreement, loss, and deviations of three of them.
+        """
+        return report_rounds(self.events)
+
+    @property
+    def client_report(self) -> pa.Table | None:
+        """One row for each client: drift, and whether it is an outlier (`report=clients`); None if unknown.
+
+        The columns are those of `rayps.federated.client_scores.report_clients`.
+        """
+        rounds = self.client_rounds
+        return None if rounds is None else report_clients(rounds)
 
     @property
     def costs(self) -> list[Event]:
@@ -303,6 +322,8 @@ def train(
         raise ConfigError(
             f"server_group is {server_group!r}: give also address, the cluster on which the group runs", field="address"
         )
+    if dry_run:
+        _refuse_private(phases)
     workload = _workload(workload, spec.params)
     folder = location_of(checkpoint) if checkpoint is not None else None
     resumed, passed = folder_to_resume(resume, folder)
@@ -387,6 +408,16 @@ def _refuse_both(start_from: str | Path | JsonObject | None, dry_run: bool) -> N
         )
     if dry_run:
         raise ConfigError("dry_run and resume were both given: a dry run starts at round 0", field="dry_run")
+
+
+def _refuse_private(phases: Sequence[Phase]) -> None:
+    """Refuse the dry run of a private job. Raises ConfigError."""
+    if any(privacy_in(phase.strategy) is not None for phase in phases):
+        raise ConfigError(
+            "dry_run was given for a private job: the rounds of a dry run would be releases that are in no ledger; "
+            "leave privacy out of the strategy for the dry run, on data that may be seen, or leave out dry_run",
+            field="dry_run",
+        )
 
 
 def _traces(profile: str | Path | None, journal: Journal) -> Path | None:

@@ -608,6 +608,7 @@ class WorkerGroup:
             orders.elastic,
             orders.leased,
             orders.ledger,
+            orders.privacy,
         )
 
     @property

@@ -18,6 +18,8 @@ distributed synchronous SGD", ICLR 2016 workshop). Which these are is agreed bef
 sent while backward continues. A worker that is late drops its gradient and computes it again, of the same rows, in the
 next step (docs/backup_workers.md). One that is dropped in `late_limit` steps in a row (10 by default) is reported and,
 with `replace_late`, once replaced by a new process.
+With `privacy=dp(...)` a step is one of DP-SGD (Abadi et al., "Deep learning with differential privacy", CCS 2016): see
+`rayps.privacy.row_level` and docs/privacy.md.
 With a `replica` of several workers, i numbers the replicas. Each worker averages the gradient of its part of the model
 with the workers of the other replicas that have the same part. This gradient is sent in one piece, uncompressed.
 """
@@ -33,6 +35,9 @@ from rayps.core.errors import ConfigError
 from rayps.core.replica import Replica, check_replica
 from rayps.core.strategy import WorkerView
 from rayps.core.topology import Peers
+from rayps.core.values import Json
+from rayps.privacy.options import PrivacySpec, privacy_of
+from rayps.privacy.row_level import check_row_level
 from rayps.strategies.base import Strategy
 
 
@@ -52,6 +57,7 @@ class AllReduce(Strategy):
     backup: int | None = None
     late_limit: int | None = None
     replace_late: bool | None = None
+    privacy: Json | PrivacySpec = None
     name: ClassVar[str] = "all_reduce"
 
     @property
@@ -66,7 +72,13 @@ class AllReduce(Strategy):
             slice_backup=copies,
             backup=self.backup or 0,
             late=options.late_workers(self),
+            private=self.private is not None,
         )
+
+    @property
+    def private(self) -> PrivacySpec | None:
+        """The options of row-level differential privacy; None if the job is not private."""
+        return privacy_of(self.privacy)
 
     def __post_init__(self) -> None:
         if self.compression is not None:
@@ -79,6 +91,7 @@ class AllReduce(Strategy):
             )
         check_replica(self.replica, compression=self.compression, bucket_mb=mb)
         _ = self.topology  # checks how the options can be combined
+        check_row_level(self.private)
 
     def round(self, w: WorkerView) -> None:
         """Do one round: g <- mean of the workers' gradients; w <- w - step(g)."""

@@ -17,6 +17,8 @@ from rayps.core.strategy import RingView, ServerHalf, ShardView, Vector, WorkerV
 from rayps.core.strategy_families import (
     MEMBER_GRADIENTS,
     MEMBER_PUSHES,
+    PRIVATE_GRADIENTS,
+    PRIVATE_PUSHES,
     SERVER_STEPS,
     SHARDED_PARAMETERS,
     SHARDED_STATE,
@@ -45,6 +47,8 @@ _EACH_STEP = (  # the loops that exchange gradients in each step
     SHARDED_PARAMETERS,
     MEMBER_GRADIENTS,
     MEMBER_PUSHES,
+    PRIVATE_GRADIENTS,
+    PRIVATE_PUSHES,
 )
 
 

@@ -47,6 +47,7 @@ from rayps.strategies.local_sgd import LocalSGD
 from rayps.strategies.parallel_sgd import ParallelSGD
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.strategies.scaffold import Scaffold
+from rayps.strategies.statistics import Statistics
 
 __all__ = [
     "CATALOGUE",
@@ -90,6 +91,7 @@ CATALOGUE: dict[str, type[Strategy]] = {
         Ditto,
         FedPer,
         FedRep,
+        Statistics,
     )
 }
 REPLICAS: dict[str, type[Replica]] = {kind.name: kind for kind in (Pipeline, TensorParallel)}

@@ -30,6 +30,9 @@ metrics `personal_*`.
 `secure`: the updates of real clients are summed under masks, so that no update is seen
 (`rayps.federated.remote.secure_options`).
 
+`report`: with "clients", each round reports how single clients' updates differ (`rayps.federated.client_scores`), for
+`Result.client_report` and `rayps report JOB --clients`.
+
 `privacy`: with `dp(...)`, a client's data is protected by noise (`rayps.privacy.options`,
 `rayps.federated.private_rounds`). Clients then have equal weights, and what depends on single clients is not reported:
 not the training loss, nor who or how many took part.
@@ -81,6 +84,7 @@ class Federated(FlatOptions, Strategy):
     privacy: Json | PrivacySpec = None
     clients: Json = None
     secure: Json = None
+    report: str | None = None
     loop: ClassVar[str] = FEDERATED_ROUNDS
     # names of vectors in `c.reply`, each as long as w, which are summed over clients without weights
     sums: ClassVar[tuple[str, ...]] = ()
@@ -92,6 +96,8 @@ class Federated(FlatOptions, Strategy):
         check_fraction(self.fraction)
         options.whole(self, "finetune", none=True)
         options.whole(self, "evaluate_every")
+        if self.report is not None:
+            options.choice(self, "report", ("clients",))
         if self.buffers not in ("mean", "keep"):
             raise ConfigError(
                 f"buffers is {self.buffers!r}: give mean (averaged over clients, by samples) or keep (each client has "
@@ -126,13 +132,15 @@ class Federated(FlatOptions, Strategy):
 
     def _check_for_secure_sums(self, secure: SecureOptions) -> None:
         """Check that the server needs nothing but the weighted sum of the updates."""
-        private = self.privacy_spec
+        private, weight = self.privacy_spec, self.weight(7, 0)
         ways = [
             (self.clients is None, "the clients are simulated here, where each update is seen: give clients=remote"),
             (self.aggregation.rule != "mean", "a robust rule compares the updates one by one: leave rule out"),
             (self.aggregation.clip is not None, "it clips updates itself: give clip in secagg(clip=...) only"),
             (bool(self.sums), f"{self.name} also sums vectors without a bound: use fedavg, fedprox or fedadam"),
-            (self.weight(7, 0) != 7, f"{self.name} weights replies by other numbers than their samples: use fedavg"),
+            (weight not in (1, 7), f"{self.name} weights replies by other numbers than their samples: use fedavg"),
+            (weight == 1 and secure.max_weight != 1, "all clients have equal weight: give secagg(max_weight=1)"),
+            (self.report is not None, "a report looks at single updates: leave report out"),
         ]
         if private is not None:
             ways += [

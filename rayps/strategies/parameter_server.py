@@ -29,6 +29,9 @@ distributed synchronous SGD", ICLR 2016 workshop). A worker asks the first serve
 pushes nothing, and computes the same rows again in the next round (docs/backup_workers.md). One that is dropped in
 `late_limit` rounds in a row (10 by default) is reported and, with `replace_late`, once replaced by a new process.
 
+With s = 0 and `privacy=dp(...)` a step is one of DP-SGD (Abadi et al., "Deep learning with differential privacy", CCS
+2016): see `rayps.privacy.row_level` and docs/privacy.md.
+
 - `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto): encodes the pushes, with error feedback.
 - `replica` of several workers: each worker of a replica pulls and pushes its part of the model. Each part has its own
   shards (`shards` in total, at least one for each part).
@@ -49,6 +52,9 @@ from rayps.core.replica import Replica
 from rayps.core.server_updates import PlainServers, apply_mean, apply_push, plain_servers
 from rayps.core.strategy import ServerHalf, ShardView, Vector, WorkerView
 from rayps.core.topology import Servers
+from rayps.core.values import Json
+from rayps.privacy.options import PrivacySpec, privacy_of
+from rayps.privacy.row_level import check_row_level
 from rayps.strategies.base import Strategy
 
 
@@ -70,10 +76,12 @@ class ParameterServer(Strategy):
     backup: int | None = None
     late_limit: int | None = None
     replace_late: bool | None = None
+    privacy: Json | PrivacySpec = None
     name: ClassVar[str] = "parameter_server"
 
     def __post_init__(self) -> None:
         _ = self.topology  # the topology checks the options
+        check_row_level(self.private)
 
     @property
     def topology(self) -> Servers:
@@ -91,7 +99,13 @@ class ParameterServer(Strategy):
             shard_resources=self.shard_resources,
             backup=self.backup,
             late=options.late_workers(self),
+            private=self.private is not None,
         )
+
+    @property
+    def private(self) -> PrivacySpec | None:
+        """The options of row-level differential privacy; None if the job is not private."""
+        return privacy_of(self.privacy)
 
     @property
     def server_half(self) -> ServerHalf:

@@ -25,6 +25,8 @@ FAMILIES = {
     strategy_families.FEDERATED_ROUNDS: "rayps.worker.federated_rounds:FederatedRounds",
     strategy_families.MEMBER_GRADIENTS: "rayps.worker.member_gradients:MemberGradients",
     strategy_families.MEMBER_PUSHES: "rayps.worker.member_pushes:MemberPushes",
+    strategy_families.PRIVATE_GRADIENTS: "rayps.worker.private_gradients:PrivateGradients",
+    strategy_families.PRIVATE_PUSHES: "rayps.worker.private_gradients:PrivatePushes",
 }
 MODEL_SLICE = "rayps.parallel.division.model_slice:ModelSlice"  # the model part of a replica of several workers
 TABLES = "rayps.ps.tables.embedding:bind"  # connects a model's sparse tables

@@ -18,6 +18,7 @@ from rayps.core.urls import Location
 from rayps.core.user_code import Call
 from rayps.core.values import JsonObject
 from rayps.parallel.division.division import Division
+from rayps.privacy.row_level import RowPrivacy
 from rayps.ps.protocol.space import SpaceRank
 from rayps.recovery.backup_assignment import BackupAssignment
 from rayps.recovery.worker_backup import CommitCost
@@ -53,6 +54,7 @@ class Orders:
     elastic: ElasticPlan | None = None  # None if the number of workers is fixed
     leased: bool = False  # whether workers get their rows by leases: see `rayps.worker.leased_batches`
     ledger: str | None = None  # the folder of the ledger of private releases; None without privacy
+    privacy: RowPrivacy | None = None  # None unless rows are private
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,7 @@ class WorkerPlan:
     elastic: ElasticPlan | None = None  # None if the number of workers is fixed
     leased: bool = False  # whether this worker gets its rows by leases
     ledger: str | None = None  # the folder of the ledger of private releases; None without privacy
+    privacy: RowPrivacy | None = None  # None unless rows are private
 
     @property
     def last_epoch(self) -> int | None:

@@ -152,7 +152,7 @@ export class Series {
   }
 
   private count(point: RoundPoint): void {
-    if (finite(point.loss)) return;
+    if (finite(point.loss) || hidden(point)) return;
     this.badRounds += 1;
     this.firstBad = this.firstBad === null ? point.round : Math.min(this.firstBad, point.round);
   }
@@ -184,11 +184,16 @@ export function dataShare(bucket: Bucket): number | null {
   return bucket.seconds > 0 ? bucket.data / bucket.seconds : null;
 }
 
+/** Whether a round belongs to a private job, which does not report its training loss. */
+function hidden(point: RoundPoint): boolean {
+  return told(point)?.["epsilon"] !== undefined;
+}
+
 function single(point: RoundPoint): Bucket {
   const ok = finite(point.loss);
   const value = ok ? (point.loss as number) : 0;
   return {
-    round: point.round, end: point.round, rounds: 1, count: ok ? 1 : 0, bad: ok ? 0 : 1,
+    round: point.round, end: point.round, rounds: 1, count: ok ? 1 : 0, bad: ok || hidden(point) ? 0 : 1,
     min: ok ? value : Infinity, max: ok ? value : -Infinity, sum: value,
     samples: point.samples ?? 0, seconds: point.seconds ?? 0, data: point.data ?? 0, bytes: point.bytes ?? 0, epoch: point.epoch ?? 0, told: told(point),
     strategy: typeof point.strategy === "string" ? point.strategy : point.strategy ? JSON.stringify(point.strategy) : "",

@@ -206,7 +206,7 @@ function hybrid(strategy: StrategyWire): string {
 /** Strategies of clients, as their papers spell them. */
 const FEDERATED: Record<string, string> = {
   fedavg: "FedAvg", fedprox: "FedProx", scaffold: "Scaffold", fedavgm: "FedAvgM", fedadagrad: "FedAdagrad", fedadam: "FedAdam",
-  fedyogi: "FedYogi", fedbuff: "FedBuff", ditto: "Ditto", fedper: "FedPer", fedrep: "FedRep",
+  fedyogi: "FedYogi", fedbuff: "FedBuff", ditto: "Ditto", fedper: "FedPer", fedrep: "FedRep", statistics: "Statistics",
 };
 
 /** Strategies whose workers learn apart. */
@@ -231,11 +231,12 @@ function federated(strategy: StrategyWire): string {
   const own = unusual(strategy);
   const part = (key: string, say: (value: unknown) => string) => (key in own ? say(own[key]) : "");
   const epochs = "local_steps" in own ? `${String(own["local_steps"])} local steps` : part("local_epochs", (value) => `${String(value)} local epochs`);
-  const said = ["fraction", "local_epochs", "local_steps", "batch_size", "rule", "dropout", "attack", "clients"];
+  const said = ["fraction", "local_epochs", "local_steps", "batch_size", "rule", "dropout", "attack", "clients", "privacy", "secure"];
   const parts = [
     FEDERATED[plain(own.name)], part("clients", (value) => `${String(written(value))} clients`), part("fraction", (value) => `${percentage(value)} of the clients per round`), epochs,
     part("batch_size", (value) => `batches of ${String(value)}`), part("rule", (value) => String(written(value))),
     part("attack", (value) => `under attack by ${String(written(value))}`), part("dropout", (value) => `${percentage(value)} drop out`),
+    part("privacy", privacyWords), part("secure", () => "secure sums"),
   ];
   return parts.filter(Boolean).join(", ") + others(own, said);
 }
@@ -244,6 +245,12 @@ function apart(strategy: StrategyWire): string {
   const { period, ...rest } = unusual(strategy);
   const every = typeof period === "number" ? `, averages every ${period === 1 ? "round" : `${period} rounds`}` : "";
   return APART[plain(strategy.name)] + every + others(rest as StrategyWire, []);
+}
+
+/** The option `privacy` in words: its budget, or its noise. */
+export function privacyWords(value: unknown): string {
+  const found = (typeof value === "string" ? Object.fromEntries([...value.matchAll(/(\w+)=([^,)]+)/g)].map((each) => [each[1], each[2]])) : value) as Record<string, unknown>;
+  return found?.["epsilon"] ? `private, ε ≤ ${String(found["epsilon"])}` : `private, noise ${String(found?.["noise_multiplier"] ?? "?")}`;
 }
 
 function percentage(value: unknown): string {

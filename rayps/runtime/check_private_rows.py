@@ -1,0 +1,111 @@
+"""With which workloads and data rows can be private: DP-SGD."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from rayps.core.errors import ConfigError
+from rayps.core.grid import Grid
+from rayps.core.strategy import StrategyView
+from rayps.core.strategy_families import PRIVATE_GRADIENTS, PRIVATE_PUSHES, Reshuffled
+from rayps.core.topology import is_private
+from rayps.data.base import Data
+from rayps.privacy.account import solve_noise
+from rayps.privacy.mechanism import Mechanism
+from rayps.privacy.options import POISSON, privacy_in
+from rayps.privacy.row_level import RowPrivacy
+from rayps.workload.base import Workload, evaluates_training_data
+from rayps.workload.compile_model import options_of
+
+_MOST_GROUPS = 32  # the groups of a GroupNorm that is offered (Wu and He, "Group normalization", ECCV 2018)
+
+
+def private_phases(
+    phases: Sequence[tuple[StrategyView, Grid]], workload: Workload, data: Data, model: nn.Module
+) -> tuple[RowPrivacy, ...]:
+    """Return the privacy of each phase whose rows are private: see `private_rows`."""
+    found = (private_rows(strategy, workload, data, model, grid) for strategy, grid in phases)
+    return tuple(each for each in found if each is not None)
+
+
+def private_rows(
+    strategy: StrategyView, workload: Workload, data: Data, model: nn.Module, grid: Grid
+) -> RowPrivacy | None:
+    """Return the privacy of the rows under a strategy, with the noise that was found; None if they are not private.
+
+    Raises:
+        ConfigError: the workload, its data or its model cannot be combined with privacy, or no noise suffices.
+    """
+    spec = privacy_in(strategy) if is_private(strategy) else None
+    if spec is None:
+        return None
+    _check_data(workload, data)
+    _check_fields(workload)
+    _check_layers(model)
+    if strategy.rows != Reshuffled() or strategy.loop not in (PRIVATE_GRADIENTS, PRIVATE_PUSHES):
+        raise ConfigError(
+            f"{strategy.name} has privacy, and rows or a loop of its own: leave out `rows` and `loop`, or privacy",
+            field="privacy",
+        )
+    rows = data.rows()
+    batch = min(rows, data.batch_size * grid.data)
+    return RowPrivacy(spec, solve_noise(spec, lambda noise: Mechanism(POISSON, noise, batch / rows)), rows, batch)
+
+
+def _check_data(workload: Workload, data: Data) -> None:
+    kind = type(data).__name__
+    why = None
+    if not data.has_length or not data.has_row_numbers:
+        why = f"rows of {kind}, which cannot be drawn by number: use rayps.data.tensors, dataset or table"
+    elif data.ahead is not None:
+        why = "loaded_by, because which rows a worker reads next is drawn in each step: leave it out"
+    elif evaluates_training_data(workload):
+        why = (
+            "an evaluation on the training data, whose metrics have no noise: define evaluation_data() with rows that "
+            "are public"
+        )
+    if why is not None:
+        raise ConfigError(f"privacy cannot be combined with {why}, or leave out privacy", field="privacy")
+
+
+def _check_fields(workload: Workload) -> None:
+    others = (
+        (
+            "accumulate",
+            workload.accumulate if workload.accumulate > 1 else None,
+            "multiply batch_size by it, and give physical_batch, the rows that are in memory at once",
+        ),
+        ("compile", options_of(workload.compile), "set compile to False"),
+        ("checkpoint_activations", workload.checkpoint_activations or None, "give a smaller physical_batch for memory"),
+    )
+    for name, given, way_out in others:
+        if given is not None:
+            raise ConfigError(
+                f"privacy cannot be combined with {name}={getattr(workload, name)!r} of the workload, because the "
+                f"gradients of single rows are computed together: {way_out}",
+                field=name,
+            )
+
+
+def _check_layers(model: nn.Module) -> None:
+    """Refuse layers whose output for one row depends on other rows, or that keep statistics of rows."""
+    for name, layer in model.named_modules():
+        instance = isinstance(layer, _InstanceNorm)
+        if isinstance(layer, _BatchNorm) or (instance and getattr(layer, "track_running_stats", False)):
+            channels = int(layer.num_features)
+            new = f"torch.nn.GroupNorm({groups_for(channels)}, {channels})"
+            raise ConfigError(
+                f"layer {name!r} is a {type(layer).__name__}, whose statistics mix rows and would be released without "
+                f"noise: replace it by {new}, which normalizes each row alone, or leave out privacy",
+                field="privacy",
+            )
+
+
+def groups_for(channels: int) -> int:
+    """Return the number of groups of the GroupNorm that is offered: the largest divisor of `channels` up to 32."""
+    return max(math.gcd(channels, groups) for groups in range(1, _MOST_GROUPS + 1))

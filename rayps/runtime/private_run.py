@@ -1,0 +1,137 @@
+"""What a run with private rows spends: the plan of each generation, and the events at its start and end."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from rayps.core.errors import ConfigError
+from rayps.core.phase_rounds import OPEN, PhaseSpan
+from rayps.core.strategy import Phase
+from rayps.core.topology import servers_of
+from rayps.core.values import JsonObject
+from rayps.privacy import accountant
+from rayps.privacy.claim import Setting, claim, with_releases
+from rayps.privacy.ledger import ReleaseLedger
+from rayps.privacy.mechanism import Mechanism, Spent
+from rayps.privacy.row_level import RowPrivacy
+from rayps.runtime.journal import Journal
+from rayps.runtime.ledger_folder import LedgerFolder
+from rayps.worker.plan import Orders
+
+_MOST_STEPS = 10_000_000  # for which a budget is computed
+
+
+class PrivateRun:
+    """The privacy of the rows of one run, by phase. It only reads the ledger, to which rank 0 appends."""
+
+    def __init__(
+        self, phases: Sequence[RowPrivacy], ledger: LedgerFolder, journal: Journal, *, started_from: bool, servers: bool
+    ) -> None:
+        """Prepare. `started_from`: whether the first parameters are given. `servers`: whether servers get the sums."""
+        self._phases, self._ledger, self._journal = phases, ledger, journal
+        self._setting = Setting("row", phases[0].rows, divided=True, started_from=started_from, servers=servers)
+
+    def plan(self, number: int, start: int, end: int) -> RowPrivacy:
+        """Return what the workers of a generation of phase `number` must know, which has the rounds `start` to `end`.
+
+        Raises ConfigError if the releases in the ledger cannot be added to those of the phase.
+        """
+        found, spent = self._phases[number], self._spent()
+        releases = sum(each.releases for each in spent.values())
+        budget, delta = found.spec.epsilon, found.spec.delta
+        if budget is None:
+            return dataclasses.replace(found, releases=releases)
+        most = min(end - start, _MOST_STEPS)
+        left = accountant.releases_within(found.mechanism, budget, delta, spent=spent, most=most)
+        if left >= most:
+            return dataclasses.replace(found, releases=releases)
+        spends = accountant.epsilon(_after(spent, found, left), delta)
+        more = accountant.epsilon(_after(spent, found, left + 1), delta)
+        reason = (
+            f"the privacy budget epsilon={budget:g} is spent: {releases + left} releases cost {spends:.4g}, and one "
+            f"more would make it {more:.4g}"
+        )
+        return dataclasses.replace(found, releases=releases, end=start + left, reason=reason)
+
+    def limited(self, orders: Orders, number: int, start: int) -> Orders:
+        """Return the orders of a generation of phase `number`, which ends with the last step that the budget allows."""
+        privacy = self.plan(number, start, orders.end)
+        orders = dataclasses.replace(orders, privacy=privacy)
+        if privacy.end is None or privacy.end >= orders.end:
+            return orders
+        boundary = dataclasses.replace(orders.boundary, end=privacy.end)
+        return dataclasses.replace(orders, end=privacy.end, boundary=boundary)
+
+    def report_start(self, number: int, span: PhaseSpan, at: int) -> None:
+        """Report what the phase's steps will spend."""
+        plan = self.plan(number, at, span.end)
+        mechanism, spec = plan.mechanism, plan.spec
+        facts: JsonObject = {}
+        text = (
+            f"each of {plan.rows} rows is drawn with probability {mechanism.probability:.4g} in each step; its "
+            f"gradient is clipped to {plan.clip:g}, and the noise has the standard deviation {plan.std:.4g} "
+            f"(noise_multiplier {mechanism.noise_multiplier:.4g})"
+        )
+        if span.end < OPEN:
+            steps = span.end - at
+            spends = accountant.epsilon(_after(self._spent(), plan, steps), spec.delta)
+            facts |= {"planned_steps": steps, "planned_epsilon": spends}
+            text += f"; {steps} steps spend epsilon {spends:.4g} at delta {spec.delta:g}"
+        if plan.end is not None:
+            facts |= {"allowed_steps": plan.end - at}
+            text += f"; the budget epsilon={spec.epsilon:g} allows {plan.end - at} steps"
+        self._journal.event("privacy", text, round=at, **facts, **self._claim(number))
+
+    def report_end(self, at: int, spans: Sequence[PhaseSpan]) -> None:
+        """Report the claim after round `at`: what all releases together disclose at most."""
+        number = max((i for i, span in enumerate(spans) if span.begin < at), default=0)
+        try:
+            spent = self._spent()
+            spends = accountant.epsilon(spent, self._phases[number].spec.delta)
+        except ConfigError as error:  # the run has ended, and its outcome is not changed by this
+            self._journal.event("warning", f"the claim of privacy cannot be stated: {error}")
+            return
+        releases = sum(each.releases for each in spent.values())
+        found = with_releases(self._claim(number), spends, releases)
+        self._journal.event("privacy", str(found["claim"]), **found)
+
+    def _claim(self, number: int) -> JsonObject:
+        phase = self._phases[number]
+        return claim(phase.spec, phase.mechanism, self._setting)
+
+    def _spent(self) -> dict[Mechanism, Spent]:
+        ledger = ReleaseLedger(self._ledger.path)
+        try:
+            return ledger.spent()
+        finally:
+            ledger.close()
+
+
+def private_run(
+    found: Sequence[RowPrivacy], phases: Sequence[Phase], ledger: LedgerFolder, journal: Journal, *, started_from: bool
+) -> PrivateRun:
+    """Return what a run whose rows are private spends, and warn of a delta that is too large.
+
+    Raises:
+        ConfigError: in another phase clients are private: the two claims cannot be added.
+    """
+    if len(found) < len(phases):
+        raise ConfigError(
+            "rows are private in one phase, and clients in another: the two claims cannot be added; give all phases "
+            "the same kind of strategy",
+            field="privacy",
+        )
+    for each in found:
+        if each.spec.delta * each.rows >= 1:
+            journal.event(
+                "warning",
+                f"delta is {each.spec.delta:g}, and there are {each.rows} rows: give a delta below 1 / {each.rows}",
+            )
+    servers = any(servers_of(phase.strategy) is not None for phase in phases)
+    return PrivateRun(found, ledger, journal, started_from=started_from, servers=servers)
+
+
+def _after(spent: Mapping[Mechanism, Spent], plan: RowPrivacy, releases: int) -> dict[Mechanism, Spent]:
+    """Return what is spent after so many more releases of a phase."""
+    return {**spent, plan.mechanism: spent.get(plan.mechanism, Spent()).plus(releases)}

@@ -1,0 +1,123 @@
+"""Federated statistics: one round, in which each client sends a bounded vector that is computed from its rows.
+
+Client k has n_k rows x with the encoded vectors v(x) of norm at most 1 (`rayps.workload.stats`). It sends
+    a_k [1, mean of v(x) over its rows] / sqrt(queries + 1),   so that the norm is at most a_k
+and the answer follows from the ratio of the sums over clients of both parts, S / N. The weight a_k:
+    by=clients   a_k = 1: the mean over clients of the clients' means
+    by=rows      a_k = min(n_k, R) / R with R = rows_per_client: each client counts as at most R rows. If no client has
+                 more, this is the mean over all rows. Without privacy R may be left out: a_k = n_k
+With privacy, noise N(0, z^2) is added to the sum of these vectors, which have a norm of at most 1 (the Gaussian
+mechanism; Dwork and Roth, "The Algorithmic Foundations of Differential Privacy", 2014, appendix A). All queries are one
+release, and the count N is noised as well, so that nothing depends on how many clients really replied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from rayps.core import options
+from rayps.core.errors import ConfigError
+from rayps.core.strategy import WorkerView
+from rayps.privacy.options import TREE
+from rayps.strategies.federated import Federated
+
+if TYPE_CHECKING:
+    from rayps.federated.client import ClientTurn
+    from rayps.federated.engine import FederatedServer
+
+CLIENTS, ROWS = "clients", "rows"
+_DONE = "statistics.done"  # name, in the server's memory, of whether a round has counted
+
+
+@dataclass(frozen=True, init=False)
+class Statistics(Federated):
+    """Means, histograms and quantiles of the clients' rows, by one round, for a `rayps.StatisticsWorkload`.
+
+    Example:
+        class Rows(rayps.StatisticsWorkload):
+            queries = {"x": rayps.stats.mean(low=-3, high=3)}
+            columns = ("x", "other", "third")
+
+            def data(self):
+                return rayps.data.tensors(torch.randn(60, 3), batch_size=10, client=rayps.data.iid(6))
+
+        result = rayps.train(Rows(), strategy=rayps.Statistics(by="rows"))
+        result.metrics["x"]
+    """
+
+    name: ClassVar[str] = "statistics"
+    by: str = CLIENTS
+    rows_per_client: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the options. Raises ConfigError."""
+        super().__post_init__()
+        options.choice(self, "by", (CLIENTS, ROWS))
+        options.whole(self, "rows_per_client", none=True)
+        for name, value, unset, why in (
+            ("rule", self.aggregation.rule, "mean", "a statistic is a ratio of sums"),
+            ("clip", self.aggregation.clip, None, "the bounds of the queries bound each client already"),
+            ("finetune", self.finetune, None, "no model is trained"),
+            ("buffers", self.buffers, "mean", "there are none"),
+        ):
+            if value != unset:
+                raise ConfigError(f"{name} is {value!r} under statistics: leave it out, because {why}", field=name)
+        if self.rows_per_client is not None and self.by != ROWS:
+            raise ConfigError(
+                f"rows_per_client is {self.rows_per_client}, but by={self.by} counts each client once: give by=rows, "
+                "or leave rows_per_client out",
+                field="rows_per_client",
+            )
+        if self.privacy_spec is not None:
+            self._check_privacy()
+
+    def _check_privacy(self) -> None:
+        spec = self.privacy_spec
+        assert spec is not None, "the job is private"
+        if spec.clip != 1.0:
+            raise ConfigError(
+                f"privacy has clip={spec.clip}, but a client's vector is scaled to a norm of 1: leave clip out",
+                field="privacy",
+            )
+        if spec.mechanism == TREE:
+            raise ConfigError(
+                "privacy has mechanism=tree, which is for many rounds, and a statistic is one release: leave mechanism "
+                "out",
+                field="privacy",
+            )
+        if self.by == ROWS and self.rows_per_client is None:
+            raise ConfigError(
+                "by is rows and the job is private: give rows_per_client, the most rows that a client counts for, "
+                "because one client's contribution must be bounded",
+                field="rows_per_client",
+            )
+
+    def share(self, n: int) -> float:
+        """Return a_k, the weight of a client with `n` rows."""
+        if self.by == CLIENTS:
+            return 1.0
+        return float(n) if self.rows_per_client is None else min(n, self.rows_per_client) / self.rows_per_client
+
+    def client(self, c: ClientTurn) -> None:
+        """Add to w the mean of the rows' vectors, times a_k: minus the gradient of the workload's linear loss."""
+        for b in c.batches(1):
+            c.w.sub_(c.grad(b).vector * (self.share(c.n) * b.size / c.n))
+
+    def weight(self, n: int, staleness: int) -> float:
+        """Return 1: the client's vector has its weight already."""
+        return 1.0
+
+    def server(self, s: FederatedServer) -> None:
+        """Set w to the mean of the clients' vectors, and its last element to the noise's standard deviation."""
+        assert s.mean is not None, "a synchronous round has a mean"
+        s.w.copy_(s.mean)
+        s.w[-1] = s.noise
+        s.memory[_DONE] = s.w.new_ones(1)
+
+    def round(self, w: WorkerView) -> None:
+        """Run the round, unless one has counted. The job ends after the first round that counts."""
+        if _DONE not in w.shared:
+            w.clients.round()
+        if _DONE in w.shared and not w.done:
+            w.done, w.reason = True, "the statistics are complete"
