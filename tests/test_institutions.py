@@ -66,6 +66,14 @@ class Federation(Clinic):
         member = self.authority.member(f"h{k}")
         return self.hospital(job, k, self.identity(job, member), member=member, **options).begin()
 
+    def files(self, folder: Path, member: MemberKey) -> list[str]:
+        """The options of a client with a certificate alone, whose files are made."""
+        path = folder / f"{member.name}.pem"
+        path.write_bytes(member.member.certificate.public_bytes(Encoding.PEM))
+        raw = member.private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        path.with_suffix(".key").write_bytes(raw)
+        return ["--member", str(path), "--service-key", self.fingerprint]
+
     def line(self, member: MemberKey | None, token: str = "") -> httpx2.Client:
         auth = None if member is None else SignedRequests(member, self.fingerprint)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -142,6 +150,11 @@ def test_a_revoked_member_is_withdrawn_at_once(federation: Federation) -> None:
     assert "was revoked" in str(revoked.over().error)
     until(lambda: federation.joined(job)["h1"]["state"] == "left")
     assert federation.joined(job)["h0"]["state"] == "here" and staying.error is None
+    token = federation.invite(job)["token"]  # it may have been given one too
+    with federation.line(None, token) as line:
+        named = {"Rayps-Client": f"{job.id}:1:{revoked.folder.key}"}
+        refused = line.get("/api/v1/client/work", headers=named)
+    assert "has joined with its certificate, and a token alone is not enough" in refused.json()["detail"]
     job.stop()
 
 
@@ -152,7 +165,11 @@ def test_members_sign_the_statement_for_each_update(
     federation: Federation, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = federation.job(ONE_STEP.format(least=2, more=""), rounds=3, seed=5, statement=TEXT)
-    hospitals = [federation.begin(job, k, accepted=ACCEPTED) for k in range(2)]
+    members, hospitals = [federation.authority.member(f"h{k}") for k in range(2)], []
+    for k, member in enumerate(members):
+        state = tmp_path / "state" / job.id / f"h{k}"
+        given = {"member": member, "accepted": ACCEPTED, "state": state}
+        hospitals.append(federation.hospital(job, k, federation.identity(job, member), **given).begin())
     learnt = federation.trained(job)
     assert torch.equal(learnt, train(All(2), "fedavg:local_steps=1", epochs=3, seed=5).snapshot.params)
     found = federation.user.call("GET", f"/api/v1/jobs/{job.id}/acceptances")
@@ -170,6 +187,12 @@ def test_members_sign_the_statement_for_each_update(
         assert main(["statements", str(record), "--verify", "--members-ca", ca, *key]) == 0
         assert main(["statements", str(record), "--verify", "--service-key", "A" * 43]) == 1
         assert (record.parent / "statement.txt").read_bytes() == TEXT.encode()
+    fetched = ["personal", "work.py:Slow", "--job", job.id, "--name", "h0", "--state", str(tmp_path / "state")]
+    fetched += ["--fetch", "--url", federation.url, "--evaluate", *federation.files(tmp_path, members[0])]
+    monkeypatch.chdir(federation.path)
+    monkeypatch.setenv("HOSPITAL", "0")
+    main(fetched)  # fedavg has no personal model
+    assert (tmp_path / "state" / job.id / "h0" / "global.safetensors").is_file()
     changed = exported.read_text().replace('\\"round\\":1', '\\"round\\":9', 1)
     exported.write_text(changed)
     capsys.readouterr()
@@ -370,16 +393,13 @@ def test_what_the_service_has_not_confirmed_is_sent_again(member: MemberKey, tmp
 
 def test_the_light_client_is_a_member_and_signs(federation: Federation, tmp_path: Path) -> None:
     member = federation.authority.member("h0")
-    (tmp_path / "h0.pem").write_bytes(member.member.certificate.public_bytes(Encoding.PEM))
-    raw = member.private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    (tmp_path / "h0.key").write_bytes(raw)
     (federation.path / "line.py").write_text(LINE)
     strategy = ONE_STEP.format(least=1, more=",members=true")
     job = federation.user.submit(
         "line.py:Line", working_dir=federation.path, strategy=strategy, epochs=1, statement=TEXT
     )
     given = ["line.py:Line", "--url", federation.url, "--job", job.id, "--state", str(tmp_path / "state")]
-    given += ["--member", str(tmp_path / "h0.pem"), "--service-key", federation.fingerprint]
+    given += federation.files(tmp_path, member)
     code = "from rayps_client.__main__ import main\n"
     code += f"print(main({[*given, '--show-statement']!r}), main({[*given, '--accept-statement', ACCEPTED]!r}))"
     status, out, error = said(alone(code, cwd=federation.path, env={"HOSPITAL": "0"}))

@@ -16,7 +16,7 @@ from rayps.service.client_tokens import ClientTokens
 from rayps.service.code_store import CodeStore
 from rayps.service.drivers import RayHome
 from rayps.service.groups import Groups
-from rayps.service.members import Members
+from rayps.service.members import members_of
 from rayps.service.ray_place import place as choose
 from rayps.service.scheduler import Scheduler
 from rayps.service.settings import Settings
@@ -81,16 +81,12 @@ def create_app(
         code.remove_unused(await store.code_in_use())
         key = Key.load_or_create(settings.client_key)
         tokens = ClientTokens(store, key)
-        members = None
-        if settings.members_ca is not None:
-            members = Members.load(settings.members_ca, settings.members_revoked, key.fingerprint)
         users = UserTokens(store, settings.token_file)
-        app.state.service = Service(settings, store, scheduler, groups, tokens, users, code, members)
+        app.state.service = Service(settings, store, scheduler, groups, tokens, users, code, members_of(settings, key))
         if started is not None:
             await started(app.state.service)
-        ticking = [asyncio.create_task(scheduler.run()), asyncio.create_task(groups.run())]
-        if members is not None:
-            ticking.append(asyncio.create_task(members.watch(app.state.service.withdraw)))
+        loops = scheduler.run(), groups.run(), app.state.service.watch_members()
+        ticking = [asyncio.create_task(loop) for loop in loops]
         try:
             yield
         finally:

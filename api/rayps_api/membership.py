@@ -8,11 +8,12 @@ from typing import Any
 from fastapi import HTTPException, Request
 from rayps_client.members.acceptance import statement_hash
 from rayps_client.members.member_certificates import MemberCertificate
-from rayps_client.members.signed_requests import HEADER, RequestFacts, streamed
+from rayps_client.members.signed_requests import COVERED, HEADER, RequestFacts, streamed
 from starlette.types import Message, Receive
 
 from rayps.core.errors import ServiceError, Unauthorized
 from rayps.federated.remote.join_options import joining_of
+from rayps.federated.remote.mailbox import JoinedClient
 from rayps.service.client_tokens import Grant
 from rayps.service.members import GRANT, Members
 from rayps.service.store import JobRecord
@@ -41,7 +42,8 @@ async def admit(request: Request, members: Members | None, token: Grant | None, 
     query = request.scope["query_string"].decode("latin-1")
     digest = "" if streamed(request.method, target) else await _read_body(request, limit)
     whole = f"{target}?{query}" if query else target
-    facts = RequestFacts(request.method, whole, dict(request.headers.items()), digest)
+    headers = {name: ",".join(request.headers.getlist(name)) for name in COVERED}  # also one that was added twice
+    facts = RequestFacts(request.method, whole, headers, digest)
     grant = members.complete(proof, facts)
     request.scope[_MEMBER] = proof.member
     if token is None:
@@ -85,6 +87,17 @@ def refuse_without_certificate(job: JobRecord, grant: Grant) -> None:
         f"job {job.id} {why}, and a token is not enough: start the client with the certificate of its institution "
         "(--member FILE)",
     )
+
+
+def refuse_token_of_member(member: JoinedClient, grant: Grant) -> None:
+    """Refuse a request with a token alone for a client that has joined with a certificate. Raises HTTPException.
+
+    Otherwise a member whose certificate was revoked could continue with a token.
+    """
+    if member.token.startswith(GRANT) and not grant.id.startswith(GRANT):
+        raise HTTPException(
+            403, f"the client {member.name} has joined with its certificate, and a token alone is not enough (--member)"
+        )
 
 
 def needs_certificate(job: JobRecord) -> bool:

@@ -26,7 +26,7 @@ from rayps.service.client_tokens import Grant
 from rayps.service.store import JobRecord
 from rayps.strategies.catalogue import own_names, parse
 from rayps_api.client_model import model_facts, model_file
-from rayps_api.membership import refuse_without_certificate, statement_of, still_valid
+from rayps_api.membership import refuse_token_of_member, refuse_without_certificate, statement_of, still_valid
 from rayps_api.schemas import problems, timestamp
 from rayps_api.schemas_clients import (
     JOB,
@@ -101,6 +101,7 @@ async def _joined(
     member = await asyncio.to_thread(mailbox.member, int(number), key)
     if grant.name not in (None, member.name):
         raise HTTPException(403, f"this token is for the client {grant.name!r}")
+    refuse_token_of_member(member, grant)
     mailbox.record_request(member.number)
     return Caller(running, job, mailbox, member, request.headers.get("authorization", "").partition(" ")[2].strip())
 
@@ -327,6 +328,7 @@ async def update(
         try:
             await _receive(request, caller, writer, span, order.most_bytes)
             await _seal(writer, span, rayps_sha256)
+            still_valid(request, caller.service.members)
             new = await asyncio.to_thread(caller.mailbox.deliver, serial, caller.member.number, path)
         finally:
             caller.service.parts.forget(writer)

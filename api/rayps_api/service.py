@@ -63,6 +63,11 @@ class Service:
         """Return the mailbox of a job's real clients."""
         return Mailbox(self.folder(job_id) / FOLDER)
 
+    async def watch_members(self) -> None:
+        """Withdraw members whose certificates are revoked, as long as the service runs."""
+        if self.members is not None:
+            await self.members.watch(self.withdraw)
+
     async def withdraw(self, grants: Collection[str]) -> None:
         """Exclude the clients with these grants (ids of tokens, or of certificates) from all jobs that run."""
         for job in await self.store.unfinished():

@@ -10,6 +10,7 @@ import asyncio
 import heapq
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,9 @@ from rayps_client.members.revocations import Revocations
 from rayps_client.members.signed_requests import WINDOW_SECONDS, Proof, RequestFacts
 
 from rayps.core.errors import ServiceError, Unauthorized
+from rayps.federated.remote.signed_orders import Key
 from rayps.service.client_tokens import Grant
+from rayps.service.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -109,14 +112,27 @@ class Members:
             )
 
     async def watch(self, withdraw: Callable[[frozenset[str]], Awaitable[None]]) -> None:
-        """Call `withdraw` with the ids of the grants of all revoked certificates whenever the list has changed."""
-        known = frozenset[str]()
+        """Call `withdraw` with the ids of the grants of all revoked certificates whenever the list has grown.
+
+        It is called twice, at two looks: a request that was admitted just before may have been carried out in between.
+        """
+        known: deque[frozenset[str]] = deque([frozenset(), frozenset()], maxlen=2)
         while True:
             found = await asyncio.to_thread(self.revocations.revoked)
-            if found - known:
+            if found - known[0]:
                 try:
                     await withdraw(frozenset(f"{GRANT}{serial}" for serial in found))
-                    known = found
+                    known.append(found)
                 except Exception:  # e.g. the store is busy: the next look tries again
                     log.exception("the updates of revoked members could not be withdrawn")
             await asyncio.sleep(_LOOK_SECONDS)
+
+
+def members_of(settings: Settings, key: Key) -> Members | None:
+    """Return the members of the federation in the settings; None if these name no authority. `key`: the service's.
+
+    Raises ConfigError if a file is invalid.
+    """
+    if settings.members_ca is None:
+        return None
+    return Members.load(settings.members_ca, settings.members_revoked, key.fingerprint)

@@ -27,7 +27,7 @@ from rayps_client.signed_orders import bytes_of, text_of
 HEADER = "Rayps-Member"
 WINDOW_SECONDS = 300.0  # how far the clocks of a member and of the service may differ
 _DOMAIN = b"rayps: a request of a member, 1\n"
-_COVERED = ("rayps-client", "rayps-sha256", "content-range", "range")  # headers that the signature covers
+COVERED = ("rayps-client", "rayps-sha256", "content-range", "range")  # headers that the signature covers
 _ROOT = "/api/v1/"
 
 
@@ -43,7 +43,7 @@ class RequestFacts:
     def text(self, service: str, at: str, nonce: str) -> bytes:
         """Return the text that is signed. `service` is the fingerprint of the key by which the service signs orders."""
         target = self.target[max(0, self.target.find(_ROOT)) :]
-        covered = [self.headers.get(name, "") for name in _COVERED]
+        covered = [self.headers.get(name, "") for name in COVERED]
         facts = [service, self.method.upper(), target, at, nonce, *covered, self.body]
         return _DOMAIN + json.dumps(facts, ensure_ascii=True).encode()
 
