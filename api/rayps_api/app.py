@@ -16,7 +16,6 @@ from rayps.service.client_tokens import ClientTokens
 from rayps.service.code_store import CodeStore
 from rayps.service.drivers import RayHome
 from rayps.service.groups import Groups
-from rayps.service.members import members_of
 from rayps.service.ray_place import place as choose
 from rayps.service.scheduler import Scheduler
 from rayps.service.settings import Settings
@@ -79,14 +78,12 @@ def create_app(
         scheduler.group_wait_reason, scheduler.group_end_reason = groups.wait_reason, groups.end_reason
         code = CodeStore(settings.state_dir, settings.code_bytes)
         code.remove_unused(await store.code_in_use())
-        key = Key.load_or_create(settings.client_key)
-        tokens = ClientTokens(store, key)
+        tokens = ClientTokens(store, Key.load_or_create(settings.client_key))
         users = UserTokens(store, settings.token_file)
-        app.state.service = Service(settings, store, scheduler, groups, tokens, users, code, members_of(settings, key))
+        app.state.service = Service(settings, store, scheduler, groups, tokens, users, code)
         if started is not None:
             await started(app.state.service)
-        loops = scheduler.run(), groups.run(), app.state.service.watch_members()
-        ticking = [asyncio.create_task(loop) for loop in loops]
+        ticking = [asyncio.create_task(loop) for loop in app.state.service.loops()]
         try:
             yield
         finally:

@@ -54,9 +54,7 @@ def personal(
     ] = None,
     member: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="The client's certificate (PEM), beside or in place of a token, for --fetch."
-        ),
+        typer.Option(metavar="FILE", help="The client's certificate (PEM), for --fetch, beside or without a token."),
     ] = None,
     member_key: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Its private key (default: NAME.key beside NAME.pem).")

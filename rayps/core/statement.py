@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rayps_client.members.acceptance import MOST_STATEMENT_BYTES as MOST_STATEMENT_BYTES
-
 from rayps.core.errors import ConfigError
+
+MOST_STATEMENT_BYTES = 20_000
 
 
 def check_statement(text: str | None, has_real_clients: bool) -> None:

@@ -21,7 +21,6 @@ from rayps_client.signed_orders import bytes_of, text_of
 from rayps_client.values import Json, JsonObject
 
 _DOMAIN = b"rayps: a member accepts a data-use statement, 1\n"
-MOST_STATEMENT_BYTES = 20_000  # of a statement
 
 
 def statement_hash(statement: str | bytes) -> str:
