@@ -41,6 +41,7 @@ STRATEGIES = {
     "fedprox": "fedprox:mu=0.3,local_epochs=2",
     "scaffold": "scaffold:local_steps=4",
     "ditto": "ditto:lam=0.2,local_epochs=2",
+    "fedbuff": "fedbuff:local_steps=4",
 }
 GENERATOR = torch.Generator().manual_seed(3)
 X = torch.randn(23, 5, generator=GENERATOR, dtype=torch.float64)

@@ -236,7 +236,7 @@ async def work(
         still_valid(request, running.members)
         if record.status.terminal:
             return await answer(kind="end", status=record.status.value, reason=record.reason)
-        order = await asyncio.to_thread(caller.mailbox.newest)
+        order = await asyncio.to_thread(caller.mailbox.newest_for, caller.member.number)
         if order is not None and order.serial > after and not away and _is_for(caller, order):
             text = _signed_text(caller, order, statement_of(record))
             signature = running.client_tokens.key.sign(text)
@@ -429,8 +429,8 @@ def open_order(caller: Caller, serial: int, delivering: bool = False) -> Any:
     if delivering and mailbox.has_update(serial, number):
         return None
     mailbox.parameters(serial)
-    order = mailbox.newest()
-    if order is None or order.serial != serial or number not in order.sampled:
+    order = mailbox.order(serial)
+    if order is None or number not in order.sampled:
         raise Conflict(f"order {serial} is not for the client {caller.member.name}", status=409, code="not_asked")
     return order
 
@@ -454,7 +454,7 @@ async def check_accepted(caller: Caller, serial: int, digest: str) -> None:
 
 def _is_for(caller: Caller, order: RoundOrder) -> bool:
     mailbox, number = caller.mailbox, caller.member.number
-    return number in order.sampled and mailbox.is_open(order.serial) and not mailbox.has_update(order.serial, number)
+    return mailbox.is_open(order.serial) and not mailbox.has_update(order.serial, number)
 
 
 def _signed_text(caller: Caller, order: RoundOrder, statement: str | None) -> str:
@@ -500,14 +500,13 @@ def is_secure(job: JobRecord) -> bool:
 
 
 def _shown(mailbox: Mailbox) -> dict[str, Any]:
-    order = mailbox.newest()
-    return {"clients": [_client(mailbox, member, order) for member in mailbox.members()], "waits": mailbox.standing()}
+    return {"clients": [_client(mailbox, member) for member in mailbox.members()], "waits": mailbox.standing()}
 
 
-def _client(mailbox: Mailbox, member: JoinedClient, order: RoundOrder | None) -> dict[str, Any]:
-    seen = mailbox.last_seen(member.number)
+def _client(mailbox: Mailbox, member: JoinedClient) -> dict[str, Any]:
+    seen, order = mailbox.last_seen(member.number), mailbox.newest_for(member.number)
     doing = ""
-    if order is not None and member.number in order.sampled:
+    if order is not None:
         if mailbox.has_update(order.serial, member.number):
             doing = f"has sent round {order.round}"
         elif mailbox.is_open(order.serial):

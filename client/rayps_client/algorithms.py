@@ -5,8 +5,9 @@ the round's model, `c.grad(b)` the gradient of the loss on the batch b at `c.w`,
 optimizer, `c.state` what the client stores between rounds, `c.shared` the server's state, `c.reply` the vectors that
 are sent beside the model. `c.sign` is -1 if the optimizer maximizes, else 1.
 
-McMahan et al. 2017 (FedAvg), Reddi et al. 2021 (server optimizers, whose clients train as in FedAvg), Li et al. 2020
-(FedProx), Karimireddy et al. 2020 (SCAFFOLD, option II), Li et al. 2021 (Ditto). `rayps.strategies` has both halves.
+McMahan et al. 2017 (FedAvg), Reddi et al. 2021 and Nguyen et al. 2022 (server optimizers and FedBuff, whose clients
+train as in FedAvg), Li et al. 2020 (FedProx), Karimireddy et al. 2020 (SCAFFOLD, option II), Li et al. 2021 (Ditto).
+`rayps.strategies` has both halves.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ HALVES: Mapping[str, Half] = {
     "fedadagrad": fedavg,
     "fedadam": fedavg,
     "fedyogi": fedavg,
+    "fedbuff": fedavg,
     "fedprox": fedprox,
     "scaffold": scaffold,
     "ditto": fedavg,

@@ -23,6 +23,7 @@ from rayps.core.strategy_families import has_remote_clients
 from rayps.data.base import Data
 from rayps.data.clients import Clients
 from rayps.federated.buffer_statistics import BufferStatistics
+from rayps.federated.buffered_replies import BufferedReplies
 from rayps.federated.client import ClientReply, Tensors, Trainer
 from rayps.federated.client_report import UpdateReports
 from rayps.federated.client_states import ClientStates
@@ -31,7 +32,7 @@ from rayps.federated.personal_metrics import personal
 from rayps.federated.population.cohort import home_ranks
 from rayps.federated.private_rounds import PrivateRounds, private_job
 from rayps.federated.remote_replies import RemoteReplies
-from rayps.federated.reply_source import Round, SimulatedReplies, TrainingTask, parameters_of
+from rayps.federated.reply_source import Round, SimulatedReplies, TrainingTask
 from rayps.federated.strategy_interface import FederatedView, attackers_of, is_buffered
 from rayps.tensors.finite import is_finite
 from rayps.tensors.learning_rate import Ticks
@@ -73,7 +74,7 @@ class FederatedEngine:
         self._begun, self._counted = 0, False  # number of rounds so far, and whether any of them changed the model
         self.stopped: Callable[[], bool] = lambda: False  # whether the driver has ended this worker's plan
         self.evaluation_data: Data | None = None  # the evaluation data, once it has been loaded
-        self.source: RemoteReplies | SimulatedReplies = RemoteReplies(self) if remote else SimulatedReplies(self)
+        self.source: RemoteReplies | SimulatedReplies = _source_of(self, remote)
         size, dtype = self.private_layers.shared_size, w.flat.layout.dtype
         extras = dict.fromkeys(self.side.sums, (size, dtype))
         if self.private is not None and self.private.job.spec.adaptive:
@@ -109,7 +110,7 @@ class FederatedEngine:
 
     def base(self, version: int) -> Tensor:
         """Return the parameters at the start of round `version`."""
-        return parameters_of(self.w.shared, version, self._w_t)
+        return self.source.base(version, self._w_t)
 
     def round(self) -> None:
         """Run one round of the strategy, on this worker."""
@@ -237,7 +238,7 @@ class FederatedEngine:
         if outcome.skipped is not None:
             if outcome.count or outcome.void:
                 return outcome.skipped
-            return "no reply could be used" if outcome.rejected else "no client replied"
+            return "no reply could be used" if outcome.rejected or self.source.refused else "no client replied"
         shared = self.private_layers.cut(w.flat.vector)
         strategy.server(FederatedServer(shared, outcome, self.source.count, w.shared, t))
         self.private_layers.paste(w.flat.vector, shared)
@@ -272,6 +273,8 @@ class FederatedEngine:
         if w.rank:
             return
         message = f"round {w.position}: {outcome.count} of {asked} clients replied"
+        if known.staleness is not None:  # most updates are of clients that started in earlier rounds
+            message = f"round {w.position}: {outcome.count} updates arrived, {asked} clients started"
         ages = {} if known.staleness is None else {"staleness": {str(age): n for age, n in known.staleness.items()}}
         away = {
             key: [
@@ -333,6 +336,13 @@ class FederatedEngine:
         if self.states is not None:
             self.states.close()
             self.states = states
+
+
+def _source_of(engine: FederatedEngine, remote: bool) -> RemoteReplies | SimulatedReplies:
+    """Return what gets the replies. Raises ConfigError if the options do not fit the clients."""
+    if not remote:
+        return SimulatedReplies(engine)
+    return BufferedReplies(engine) if is_buffered(engine.strategy) else RemoteReplies(engine)
 
 
 def _private_rounds(engine: FederatedEngine) -> PrivateRounds | None:

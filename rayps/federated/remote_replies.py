@@ -28,7 +28,7 @@ from rayps.federated.population.cohort import Ints, cohort_size, first
 from rayps.federated.remote.join_options import JoinOptions
 from rayps.federated.remote.mailbox import FOLDER, JoinedClient, Mailbox, RoundOrder
 from rayps.federated.remote.signed_orders import OrderFacts
-from rayps.federated.reply_source import Round
+from rayps.federated.reply_source import Round, TrainingTask
 from rayps.federated.secure_rounds import SecureRounds, SecureTotal, aggregate_of, listed, secure_rounds_of
 from rayps.federated.strategy_interface import deadline_of, joining_under
 
@@ -105,7 +105,7 @@ class RemoteReplies:
             TrainingError: too few clients connected within `wait` seconds.
         """
         there = self._wait_for_clients(t)
-        w, strategy, side, private = self._engine.w, self._strategy, self._engine.side, self._engine.private
+        w, strategy, private = self._engine.w, self._strategy, self._engine.private
         self._total = None
         if private is None:
             chosen = first(w.plan.seed, t, there, cohort_size(len(there), strategy.fraction)).tolist()
@@ -113,24 +113,9 @@ class RemoteReplies:
             there = private.eligible(there)
             chosen = first(w.plan.seed, t, there, cohort_size(self._joining.least, strategy.fraction)).tolist()
             private.asked(chosen)
-        given = {name: value for name, value in shared.items() if name in side.sums}
-        raw = remote_codec.encode_parameters(w_t, w.flat.layout, given, buffers)
-        facts: OrderFacts = {
-            "kind": "round",
-            "round": t,
-            "phase": w.plan.origin[0],
-            "seed": w.plan.seed,
-            "strategy": strategy.to_wire(),
-            "since": self._since(w.position),
-            "starts": self._mailbox.starts(w.position, self._first),
-            "personal": side.measured,
-        }
-        if self._engine.trainer.scheduled:
-            facts["tick"] = self._engine.tick(t)
+        raw, most = self._prepare(w_t, shared, buffers)
+        facts = self._facts(t, self._mailbox.starts(w.position, self._first))
         self._first = False
-        part = self._engine.private_layers
-        self._like = part.cut(w_t), {} if side.keeps_buffers else part.without_private(buffers)
-        most = remote_codec.most_bytes(self._like[0], side.sums, self._like[1])
         asked = dict(zip(chosen, self.names(chosen), strict=True))
         if self._secure is not None:
             return self._secure_round(self._secure, facts, asked, raw)
@@ -139,6 +124,31 @@ class RemoteReplies:
         self._files, self._open = self._mailbox.close_round(order.serial), order
         self._mailbox.write_waits(None)
         return self._check_updates(order)
+
+    def _prepare(self, w_t: Tensor, shared: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> tuple[bytes, int]:
+        """Return the parameters that clients receive, encoded, and the largest size of an update in bytes."""
+        side, part = self._engine.side, self._engine.private_layers
+        given = {name: value for name, value in shared.items() if name in side.sums}
+        raw = remote_codec.encode_parameters(w_t, self._engine.w.flat.layout, given, buffers)
+        self._like = part.cut(w_t), {} if side.keeps_buffers else part.without_private(buffers)
+        return raw, remote_codec.most_bytes(self._like[0], side.sums, self._like[1])
+
+    def _facts(self, t: int, starts: list[list[int]]) -> OrderFacts:
+        """Return the facts of the orders of round `t`, by which clients train."""
+        w = self._engine.w
+        facts: OrderFacts = {
+            "kind": "round",
+            "round": t,
+            "phase": w.plan.origin[0],
+            "seed": w.plan.seed,
+            "strategy": self._strategy.to_wire(),
+            "since": self._since(w.position),
+            "starts": starts,
+            "personal": self._engine.side.measured,
+        }
+        if self._engine.trainer.scheduled:
+            facts["tick"] = self._engine.tick(t)
+        return facts
 
     def _secure_round(self, secure: SecureRounds, facts: OrderFacts, asked: dict[int, str], raw: bytes) -> Round:
         """Run a secure round, or take the stored sum of the same round."""
@@ -157,10 +167,14 @@ class RemoteReplies:
         """Return the result of a secure round, and its sums unless it is void. None: the rounds are not secure."""
         return None if self._total is None else (aggregate_of(self._total, w_t), self._total.numbers)
 
-    def replies(self) -> Iterator[tuple[int, ClientReply]]:
+    def base(self, version: int, w_t: Tensor) -> Tensor:
+        """Return the parameters from which the clients of the round have started: `w_t`, those of the round."""
+        return w_t
+
+    def replies(self) -> Iterator[tuple[int | TrainingTask, ClientReply]]:
         """Yield the usable replies, in the order of clients. Only one reply is in memory at a time."""
         for number in self._usable:
-            reply = self._read(number)
+            reply = self._read(number, self._open)
             assert not isinstance(reply, str), "`_check_updates` has checked the update"
             yield number, reply
 
@@ -173,7 +187,7 @@ class RemoteReplies:
     def _check_updates(self, order: RoundOrder) -> Round:
         found: dict[int, str] = {}  # per client, why its update cannot be used
         for number in self._files:
-            reply = self._read(number)
+            reply = self._read(number, order)
             found[number] = reply if isinstance(reply, str) else ""
         self._usable = [number for number, why in found.items() if not why]
         self.refused = [(number, why) for number, why in found.items() if why]
@@ -181,9 +195,14 @@ class RemoteReplies:
         dropped = [(number, self._why_silent(number)) for number in asked if number not in self._files]
         return Round(asked, dropped, order.begun, time.time(), list(self._usable))
 
-    def _read(self, number: int) -> ClientReply | str:
-        (w_t, buffers), most = self._like, self._members[number].samples
-        return remote_codec.decode_update(self._files[number].read_bytes(), w_t, self._engine.side.sums, buffers, most)
+    def _read(self, number: int, order: RoundOrder | None) -> ClientReply | str:
+        assert order is not None, "updates are read between the end of a round and its verdicts"
+        return self._decode(order, number, self._files[number].read_bytes(), self._like[0])
+
+    def _decode(self, order: RoundOrder, number: int, raw: bytes, w_t: Tensor) -> ClientReply | str:
+        """Decode a client's update for an order, which started from `w_t`. Return the reason if it cannot be used."""
+        buffers, most = self._like[1], self._members[number].samples
+        return remote_codec.decode_update(raw, w_t, self._engine.side.sums, buffers, most)
 
     def _since(self, position: int) -> int:
         """Return the earliest round to which the job may return: the round of the second newest checkpoint."""
@@ -202,25 +221,35 @@ class RemoteReplies:
         began = time.monotonic()
         while True:
             self._members = self._mailbox.members()
-            states = {member.number: self._mailbox.state(member.number) for member in self._members}
-            there = [number for number, state in states.items() if state == "here"]
-            least = self._joining.least
-            if len(there) >= least:
+            there = [member.number for member in self._members if self._state(member) == "here"]
+            if len(there) >= self._joining.least:
                 self._mailbox.write_waits(None)
                 self._report_clients()
                 return np.asarray(there, dtype=np.int64)
-            away = [self._members[n].name for n, state in states.items() if state == "away"]
-            here = listed([self._members[n].name for n in there])
-            waits = f"round {t} waits for {least - len(there)} more of {_clients(least)}; connected: {here or 'none'}"
-            waits += f"; away: {listed(away)}" if away else ""
-            if time.monotonic() - began > self._joining.wait:
-                raise TrainingError(
-                    f"{waits}; it has waited {self._joining.wait:g} s: let clients join with `rayps client`, or raise "
-                    "`wait` in\nclients=remote(least=...,wait=...), or lower `least`",
-                    waited=self._joining.wait,
-                )
-            self._mailbox.write_waits(f"{waits}; the job fails after {_seconds(self._joining.wait)} of waiting")
-            self._pause()
+            self._wait_for_more(t, there, began)
+
+    def _wait_for_more(self, t: int, there: list[int], began: float) -> None:
+        """Write which clients the round waits for, and pause. `there`: the clients that need not be waited for.
+
+        Raises:
+            TrainingError: the wait has begun more than `wait` seconds ago, at `began` by the monotonic clock.
+        """
+        least, wait = self._joining.least, self._joining.wait
+        away = [each.name for each in self._members if each.number not in there and self._state(each) == "away"]
+        here = listed([self._members[n].name for n in there])
+        waits = f"round {t} waits for {least - len(there)} more of {_clients(least)}; connected: {here or 'none'}"
+        waits += f"; away: {listed(away)}" if away else ""
+        if time.monotonic() - began > wait:
+            raise TrainingError(
+                f"{waits}; it has waited {wait:g} s: let clients join with `rayps client`, or raise `wait` in\n"
+                "clients=remote(least=...,wait=...), or lower `least`",
+                waited=wait,
+            )
+        self._mailbox.write_waits(f"{waits}; the job fails after {_seconds(wait)} of waiting")
+        self._pause()
+
+    def _state(self, member: JoinedClient) -> str:
+        return self._mailbox.state(member.number)
 
     def _wait_for(self, order: RoundOrder) -> None:
         """Wait until all asked clients have replied, have left or are away, or the deadline has passed."""

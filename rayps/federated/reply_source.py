@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _CLOCK = "clock"  # name of the virtual clock in `shared`
 _OLD = "version/"  # prefix of the names, in `shared`, of the parameters of older versions
-_AGAIN = 1_000_003  # difference between the seeds of two trainings of one client from the same version
+AGAIN = 1_000_003  # difference between the seeds of two trainings of one client from the same version
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,10 @@ class SimulatedReplies:
     def report_rejected(self, rejected: list[tuple[int, str]]) -> None:
         """Do nothing: simulated clients do not use the reasons."""
 
+    def base(self, version: int, w_t: Tensor) -> Tensor:
+        """Return the parameters at the start of round `version`; `w_t`: those of the current round."""
+        return parameters_of(self._engine.w.shared, version, w_t)
+
     def summed(self, w_t: Tensor) -> None:
         """Return None: simulated clients reply one by one."""
 
@@ -119,7 +123,7 @@ class SimulatedReplies:
             state, own = engine.state_of(each.client)
             base = engine.base(each.version)
             task = Task(
-                w.plan.seed + _AGAIN * each.again,
+                w.plan.seed + AGAIN * each.again,
                 each.version,
                 each.client,
                 base,

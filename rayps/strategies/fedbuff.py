@@ -12,6 +12,9 @@ virtual time: a client's speed and availability determine the end of its trainin
 (`rayps.federated.population.async_events`). A run therefore has the same bits under any load, and with any number of
 workers. Old parameters are stored as long as a client trains from them. `decay` is the exponent (1/2 above); with 0 all
 updates have equal weight. With K = M = all clients, the method is FedAvg with equal weights for all clients.
+
+With `clients=remote`, time is real (`rayps.federated.buffered_replies`): updates come when real clients send them, and
+`deadline` is the time that each client has from its order.
 """
 
 from __future__ import annotations

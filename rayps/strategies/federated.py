@@ -123,15 +123,15 @@ class Federated(FlatOptions, Strategy):
                     f"{name} is {value!r}, but clients is remote: {name} is only for simulated clients; leave it out",
                     field=name,
                 )
-        if self.buffered is not None:
-            raise ConfigError(
-                f"clients is remote, but {self.name} is asynchronous, and remote clients need synchronous rounds: use "
-                "fedavg, fedprox, scaffold, ditto or a server optimizer (fedavgm, fedadam, ...)",
-                field="clients",
-            )
 
     def _check_for_secure_sums(self, secure: SecureOptions) -> None:
         """Check that the server needs nothing but the weighted sum of the updates."""
+        if self.buffered is not None:
+            raise ConfigError(
+                f"secure is {self.secure!r}, but {self.name} is asynchronous: masks cancel only between clients that "
+                "start together, and updates of different ages have different weights: use fedavg, fedprox or fedadam",
+                field="secure",
+            )
         private, weight = self.privacy_spec, self.weight(7, 0)
         ways = [
             (self.clients is None, "the clients are simulated here, where each update is seen: give clients=remote"),

@@ -5,8 +5,9 @@
     members=false   with true, clients need a certificate of the federation (`rayps serve --members-ca`)
 
 With real clients, the strategy's `deadline` is in real seconds, 600 by default: an update that arrives later does not
-count in the round. The options of simulated clients (speed, available, dropout, attack, enough, over_selection) are
-refused.
+count in the round. In asynchronous rounds (fedbuff) each client has this time from its own order, and the job waits
+whenever fewer than `least` clients are connected or train. The options of simulated clients (speed, available, dropout,
+attack, enough, over_selection) are refused.
 """
 
 from __future__ import annotations

@@ -16,11 +16,22 @@
     rounds/SERIAL/accepted/      NUMBER-HASH for each update whose client has signed the data-use statement
     acceptances/NUMBER.jsonl     what each client has signed (`rayps_client.members.acceptance_file`); by the service
     rounds/SERIAL/stages/        the messages of a secure round (`rayps.federated.remote.stage_folder`)
+    parameters-ID.safetensors    the newest parameters of asynchronous rounds, to which orders link; by the worker ID
+    asked/NUMBER.json            the newest order of one client in asynchronous rounds; by the worker
 
 Every file is created complete, by rename or link. The rename of a round's inbox closes the round: an update is either
 in the inbox or late, never both, and two workers cannot both take the update. A serial number is used once. If a worker
 is lost and the job returns to a checkpoint, the repeated round has a new serial, and updates for the old serial are
 refused.
+
+In synchronous rounds one order is open, for all clients of the round. In asynchronous rounds many are open, each for
+one client, in a folder of the same form (`rayps.federated.remote.client_orders`). So the guarantees above hold for each
+order alone: its inbox has one update at most, and its rename closes this order only. `parameters.safetensors` is then a
+hard link, so that the parameters of a round stay on the disk as long as one order refers to them. The worker deletes
+the link when the update has counted, or is refused: an order with parameters is open, or has an update to be counted.
+After a restart the worker finds these orders, so an update that has arrived still counts, also one whose order the lost
+worker had closed: the driver uses the results of one worker only. The new worker closes, with a verdict, the orders of
+rounds after the checkpoint to which the job has returned.
 """
 
 from __future__ import annotations
@@ -30,7 +41,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -102,14 +113,14 @@ class Mailbox:
                             code="name_taken",
                         )
                     back = JoinedClient(**(asdict(member) | {"token": token, "samples": samples}))
-                    _write(self._member(member.number), asdict(back))
+                    write_json(self._member(member.number), asdict(back))
                     for name in ("left", "away"):
                         (self.folder / name / str(member.number)).unlink(missing_ok=True)
                     self.record_request(member.number)
                     return back
             number = max((member.number for member in known), default=-1) + 1
             made = JoinedClient(number, name, hashed, token, time.time(), samples)
-            if _write(self._member(number), asdict(made), new=True):
+            if write_json(self._member(number), asdict(made), new=True):
                 self.record_request(number)
                 return made
 
@@ -169,24 +180,36 @@ class Mailbox:
 
     # ---- rounds, for the service
 
+    def order(self, serial: int) -> RoundOrder | None:
+        """Return the order with this serial number, open or closed, or None if there is none."""
+        facts = read_json(self.round_folder(serial) / "order.json")
+        return None if facts is None else _order(facts)
+
+    def newest_for(self, number: int) -> RoundOrder | None:
+        """Return the newest order, open or closed, that asks this client, or None if there is none."""
+        found = self.newest()
+        if found is not None and number in found.sampled:
+            return found
+        asked = read_json(self.folder / "asked" / f"{number}.json")
+        return None if asked is None else self.order(int(asked["serial"]))
+
     def newest(self) -> RoundOrder | None:
         """Return the order of the newest round, open or closed, or None before the first round."""
-        serials = self._serials()
-        facts = read_json(self._round(serials[-1]) / "order.json") if serials else None
-        return None if facts is None else _order(facts)
+        serials = self.serials()
+        return self.order(serials[-1]) if serials else None
 
     def is_open(self, serial: int) -> bool:
         """Return whether the round still accepts updates."""
-        return (self._round(serial) / "inbox").is_dir()
+        return (self.round_folder(serial) / "inbox").is_dir()
 
     def has_update(self, serial: int, number: int) -> bool:
         """Return whether the client's update for the round has been received."""
-        folder = self._round(serial)
+        folder = self.round_folder(serial)
         return (folder / "inbox" / str(number)).exists() or (folder / "taken" / str(number)).exists()
 
     def parameters(self, serial: int) -> Path:
         """Return the path of the parameters of an open round. Raises Conflict if the round is closed."""
-        path = self._round(serial) / PARAMETERS
+        path = self.round_folder(serial) / PARAMETERS
         if not self.is_open(serial) or not path.is_file():
             raise self._too_late(serial)
         return path
@@ -199,8 +222,8 @@ class Mailbox:
         """
         if not self.is_open(serial):
             raise self._too_late(serial)
-        found = self._round(serial) / f".{number}-{digest}"
-        for other in self._round(serial).glob(f".{number}-*"):
+        found = self.round_folder(serial) / f".{number}-{digest}"
+        for other in self.round_folder(serial).glob(f".{number}-*"):
             if other != found:
                 other.unlink(missing_ok=True)
         return found
@@ -223,7 +246,7 @@ class Mailbox:
         """Return the size of the client's update in the round; 0 if there is none, or if its bytes were deleted."""
         for name in ("inbox", "taken"):
             try:
-                return (self._round(serial) / name / str(number)).stat().st_size
+                return (self.round_folder(serial) / name / str(number)).stat().st_size
             except FileNotFoundError:
                 continue
         return 0
@@ -238,7 +261,7 @@ class Mailbox:
             Conflict: the round is closed.
         """
         try:
-            os.link(part, self._round(serial) / "inbox" / str(number))
+            os.link(part, self.round_folder(serial) / "inbox" / str(number))
         except FileExistsError:
             return False
         except FileNotFoundError:
@@ -254,19 +277,20 @@ class Mailbox:
 
         Return None if the update counted, or if the verdicts are not written yet or are deleted.
         """
-        found = (read_json(self._round(serial) / "verdicts.json") or {}).get(str(number))
+        found = (read_json(self.round_folder(serial) / "verdicts.json") or {}).get(str(number))
         return None if found is None else str(found)
 
     def withdraw(self, number: int) -> None:
-        """Exclude a client whose token was revoked: do not ask it again, and delete its update of an open round."""
+        """Exclude a client whose token was revoked: do not ask it again, and delete its updates of open orders."""
         self.leave(number)
+        for serial in self.serials():
+            (self.round_folder(serial) / "inbox" / str(number)).unlink(missing_ok=True)
         order = self.newest()
         if order is not None:
-            (self._round(order.serial) / "inbox" / str(number)).unlink(missing_ok=True)
             self.stages(order.serial).revoke(number)
 
     def _too_late(self, serial: int) -> Exception:
-        if self._round(serial).is_dir():
+        if self.round_folder(serial).is_dir():
             return Conflict(
                 f"order {serial} is closed (its deadline has passed, or the job returned to a checkpoint): this "
                 "update is too late and does not count",
@@ -286,7 +310,7 @@ class Mailbox:
         """Create the folder and its subfolders. The driver calls this before the worker starts."""
         for name in ("members", "seen", "left", "rounds"):
             (self.folder / name).mkdir(parents=True, exist_ok=True, mode=0o700)
-        _write(self.folder / "door.json", {"host": os.uname().nodename})
+        write_json(self.folder / "door.json", {"host": os.uname().nodename})
 
     def reachable(self) -> bool:
         """Return whether this machine has the folder, and this process may write into it."""
@@ -295,20 +319,21 @@ class Mailbox:
     def write_waits(self, waits: str | None) -> None:
         """Write, as text, which clients the job waits for. None means that the job waits for no client."""
         if waits != self.standing():
-            _write(self.folder / "standing.json", {"waits": waits, "time": time.time()})
+            write_json(self.folder / "standing.json", {"waits": waits, "time": time.time()})
 
-    def starts(self, round: int, first: bool) -> list[list[int]]:
+    def starts(self, round: int, first: bool, serial: int | None = None) -> list[list[int]]:
         """Return each start of the job as (its first round, the serial of its first order).
 
-        With `first`, the job has just started at `round`: add this start, with the serial that its first order gets.
+        With `first`, the job has just started at `round`: add this start, with the serial that its first order gets, or
+        with `serial`, the first order of `round` that continues.
         """
         known = self.known_starts()
         if first:
             before = self.newest()
             is_open = before is not None and self.is_open(before.serial)
-            serial = max(self._serials(), default=0) + (0 if is_open else 1)
-            known = [*known, [round, serial]]
-            _write(self.folder / "starts.json", {"starts": known})
+            following = max(self.serials(), default=0) + (0 if is_open else 1)
+            known = [*known, [round, following if serial is None else serial]]
+            write_json(self.folder / "starts.json", {"starts": known})
         return known
 
     def known_starts(self) -> list[list[int]]:
@@ -329,10 +354,23 @@ class Mailbox:
         before = self.newest()
         if before is not None and self.is_open(before.serial) and _same(before.facts, facts):
             return before
+        for serial in self.serials():
+            if self.is_open(serial):
+                self.close_round(serial)
         if before is not None:
-            self.close_round(before.serial)
             self.stages(before.serial).delete()
-        serial = max(self._serials(), default=0) + 1
+        return self.create(facts, sampled, deadline, most_bytes, lambda path: path.write_bytes(parameters))
+
+    def create(
+        self,
+        facts: OrderFacts,
+        sampled: dict[int, str],
+        deadline: float,
+        most_bytes: int,
+        write: Callable[[Path], object],
+    ) -> RoundOrder:
+        """Create an open order with the next serial number, and return it. `write` makes the file of the parameters."""
+        serial = max(self.serials(), default=0) + 1
         order = RoundOrder(
             serial, int(facts["round"]), sampled, time.time(), deadline, most_bytes, {**facts, "serial": serial}
         )
@@ -340,22 +378,22 @@ class Mailbox:
         (making / "inbox").mkdir(parents=True, mode=0o700)
         if "secure" in facts:
             StageFolder(making).open(Stage.ADVERTISE)  # open before any client can have the order
-        (making / PARAMETERS).write_bytes(parameters)
-        _write(making / "order.json", asdict(order))
-        making.rename(self._round(serial))
+        write(making / PARAMETERS)
+        write_json(making / "order.json", asdict(order))
+        making.rename(self.round_folder(serial))
         self._delete_old_rounds(serial)
         return order
 
     def arrived(self, serial: int) -> set[int]:
         """Return the numbers of the clients whose updates are in the round's inbox."""
         try:
-            return {int(path.name) for path in (self._round(serial) / "inbox").iterdir()}
+            return {int(path.name) for path in (self.round_folder(serial) / "inbox").iterdir()}
         except FileNotFoundError:
             return set()
 
     def close_round(self, serial: int) -> dict[int, Path]:
         """Close a round. Return a dict from client to the file of its update, or {} if another worker has closed it."""
-        folder = self._round(serial)
+        folder = self.round_folder(serial)
         try:
             (folder / "inbox").rename(folder / "taken")
         except FileNotFoundError:
@@ -365,22 +403,23 @@ class Mailbox:
 
     def write_verdicts(self, serial: int, verdicts: Mapping[int, str]) -> None:
         """Write for each client in `verdicts` why its update did not count. Delete all updates of the round."""
-        folder = self._round(serial)
+        folder = self.round_folder(serial)
         if verdicts:
-            _write(folder / "verdicts.json", {str(number): reason for number, reason in verdicts.items()})
+            write_json(folder / "verdicts.json", {str(number): reason for number, reason in verdicts.items()})
         for path in (folder / "taken").iterdir():
             path.write_bytes(b"")  # the empty file shows that the client's update was received
         for path in folder.glob(".*-*"):
             path.unlink(missing_ok=True)  # an incomplete update, of which no more will arrive
 
     def _delete_old_rounds(self, serial: int) -> None:
-        for old in self._serials():
-            if old <= serial - _KEPT_ROUNDS:
-                for path in sorted(self._round(old).rglob("*"), reverse=True):
+        for old in self.serials():
+            if old <= serial - _KEPT_ROUNDS and not (self.round_folder(old) / PARAMETERS).exists():
+                for path in sorted(self.round_folder(old).rglob("*"), reverse=True):
                     path.rmdir() if path.is_dir() else path.unlink()
-                self._round(old).rmdir()
+                self.round_folder(old).rmdir()
 
-    def _serials(self) -> list[int]:
+    def serials(self) -> list[int]:
+        """Return the serial numbers of the stored orders, open and closed, in ascending order."""
         try:
             return sorted(int(path.name) for path in self._rounds.iterdir() if path.name.isdigit())
         except FileNotFoundError:
@@ -393,9 +432,10 @@ class Mailbox:
 
     def stages(self, serial: int) -> StageFolder:
         """Return the stages of a secure round."""
-        return StageFolder(self._round(serial))
+        return StageFolder(self.round_folder(serial))
 
-    def _round(self, serial: int) -> Path:
+    def round_folder(self, serial: int) -> Path:
+        """Return the folder of the order with this serial number."""
         return self._rounds / str(serial)
 
 
@@ -412,7 +452,7 @@ def _order(facts: Keywords) -> RoundOrder:
     return RoundOrder(**(facts | {"sampled": {int(number): name for number, name in facts["sampled"].items()}}))
 
 
-def _write(path: Path, value: Keywords, new: bool = False) -> bool:
+def write_json(path: Path, value: Keywords, new: bool = False) -> bool:
     """Write `value` to a JSON file, atomically. Return whether the file was written.
 
     With `new`, the file is written only if it does not exist.
