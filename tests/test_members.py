@@ -23,7 +23,7 @@ from rayps_client.members.revocations import Revocations
 from rayps_client.members.signed_requests import HEADER, WINDOW_SECONDS, Proof, RequestFacts, SignedRequests
 from rayps_client.secure.protocol import RoundName, VoidRound, decode
 from rayps_client.secure.secure_turn import SecureTurn, TurnRules
-from rayps_client.signed_orders import ClientToken
+from rayps_client.signed_orders import ClientToken, Key
 from test_secure_protocol import Memory
 
 from rayps.cli.main import main
@@ -369,3 +369,15 @@ def test_the_option_members() -> None:
     assert joining_of("remote(members=true)").members and not joining_of("remote").members
     with pytest.raises(ConfigError, match="members is 3: give true or false"):
         joining_of("remote(members=3)")
+
+
+def test_a_fingerprint_on_the_command_line_never_looks_like_an_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAYPS_STATE_DIR", str(tmp_path))
+    assert main(["members", "service"]) == 2
+    key = Key.load_or_create(tmp_path / "clients.key")
+    capsys.readouterr()
+    assert main(["members", "service"]) == 0
+    shown = capsys.readouterr().out.strip()
+    assert shown == f"sha256:{key.fingerprint}" and MembershipOptions(service_key=shown).service == key.fingerprint

@@ -123,12 +123,12 @@ def identity_of_options(options: ClientOptions) -> Identity:
     membership = options.membership.load(bearer or None)
     who = None if membership.key is None else membership.key.name
     if member_only:
-        token = ClientToken("", options.job, options.membership.service_key or "", who)
+        token = ClientToken("", options.job, options.membership.service or "", who)
         if options.job is None:
             raise ConfigError("a certificate is valid for any job: give the job with --job ID", field="job")
     else:
         token = ClientToken.read(bearer)
-    if options.membership.service_key not in (None, token.fingerprint):
+    if options.membership.service not in (None, token.fingerprint):
         raise ConfigError(
             "the token was made by another service than that of --service-key: check the token and the fingerprint "
             "with its issuer",

@@ -14,6 +14,7 @@ from rayps_client.members.acceptance import Acceptance, CheckedAcceptance, check
 from rayps_client.members.acceptance_file import Receipt, read_lines
 from rayps_client.members.consent import TEXT
 from rayps_client.members.member_certificates import MemberCertificate, MembersCa
+from rayps_client.members.membership_options import FINGERPRINT
 
 from rayps.cli import show
 from rayps.cli.show import Output
@@ -133,7 +134,7 @@ def service() -> None:
             "after the first `rayps serve`",
             field="state_dir",
         )
-    show.line(Key.load_or_create(path).fingerprint)
+    show.line(f"{FINGERPRINT}{Key.load_or_create(path).fingerprint}")
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,8 @@ def statements(
     if to is not None:
         clients = [[each.to_json() for each in record] for record in found.clients]
         to.write_text(json.dumps({"job": found.job, "statement": text, "clients": clients}), encoding="utf-8")
-    wrong = [_wrong(each, found.receipts, service_key) for each in checked]
+    known = None if service_key is None else service_key.removeprefix(FINGERPRINT)
+    wrong = [_wrong(each, found.receipts, known) for each in checked]
     rows = [_row(each, why if verify else None) for each, why in zip(checked, wrong, strict=True)]
     if output is Output.json:
         show.dump(rows)

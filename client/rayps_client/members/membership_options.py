@@ -13,6 +13,8 @@ from rayps_client.members.member_key import MemberKey
 from rayps_client.members.revocations import Revocations
 from rayps_client.members.signed_requests import SignedRequests
 
+FINGERPRINT = "sha256:"  # before a fingerprint on the command line, which could begin with a - otherwise
+
 
 @dataclass(frozen=True, slots=True)
 class MembershipOptions:
@@ -25,6 +27,11 @@ class MembershipOptions:
     members_revoked: Path | None = None  # the revoked ones of these certificates
     accept_statement: str | None = None  # the hash of the accepted data-use statement, or a file with its text
     show_statement: bool = False  # show the job's statement and end
+
+    @property
+    def service(self) -> str | None:
+        """The fingerprint of the service's key, without its prefix."""
+        return None if self.service_key is None else self.service_key.strip().removeprefix(FINGERPRINT)
 
     def load(self, token: str | None) -> Membership:
         """Read the files. `token`: the text of the client's token, if it has one.

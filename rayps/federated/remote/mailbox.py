@@ -236,11 +236,11 @@ class Mailbox:
         """
         if not self.is_open(serial):
             raise self._too_late(serial)
-        _touch(self._round(serial) / "accepted" / f"{number}-{digest}")
+        _touch(self.round_folder(serial) / "accepted" / f"{number}-{digest}")
 
     def has_acceptance(self, serial: int, number: int, digest: str) -> bool:
         """Return whether a client has signed the job's data-use statement for an update with this SHA-256."""
-        return (self._round(serial) / "accepted" / f"{number}-{digest}").exists()
+        return (self.round_folder(serial) / "accepted" / f"{number}-{digest}").exists()
 
     def update_bytes(self, serial: int, number: int) -> int:
         """Return the size of the client's update in the round; 0 if there is none, or if its bytes were deleted."""
