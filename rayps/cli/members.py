@@ -34,7 +34,7 @@ def ca(
     name: Annotated[str, typer.Option(help="The federation's name, in all certificates.")] = "rayps federation",
     days: Annotated[int, typer.Option(min=1, help="Valid for this many days.")] = 3650,
 ) -> None:
-    """Create the authority of a federation: a key and a certificate.
+    """Create the authority of a federation.
 
     RAYPS_MEMBER_PASSPHRASE encrypts the key. Who has the key and its passphrase decides who is a member. Let it be
     another party, or at least another machine, than the service's.
@@ -51,8 +51,9 @@ def request(
     name: Annotated[str, typer.Argument(help="The client's name, e.g. hospital-a.")],
     to: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder of the new files.")] = Path(),
 ) -> None:
-    """At an institution: create its private key, and the request for its certificate.
+    """Create an institution's key, and its request.
 
+    The institution does this itself, and sends the request for a certificate to the authority.
     RAYPS_MEMBER_PASSPHRASE encrypts the key.
     """
     from rayps.service.member_authority import new_request
@@ -70,7 +71,10 @@ def issue(
     days: Annotated[float, typer.Option(min=0.0, help="Valid for this many days.")] = 365.0,
     to: Annotated[Path | None, typer.Option(metavar="FILE", help="The certificate (by default NAME.pem).")] = None,
 ) -> None:
-    """Issue the certificate that an institution has requested, after you have made sure who has sent the request."""
+    """Issue the certificate that an institution has requested.
+
+    Make sure before who has sent the request.
+    """
     from cryptography.hazmat.primitives.serialization import Encoding
 
     from rayps.service.member_authority import issue as issued_to
@@ -87,7 +91,10 @@ def revoke(
     folder: Authority,
     which: Annotated[str, typer.Argument(metavar="NAME|SERIAL", help="A member, or one certificate.")],
 ) -> None:
-    """Revoke certificates: write the authority's list anew, which the service reads within a second."""
+    """Revoke certificates of a member.
+
+    The authority's list is written anew. The service reads its copy of the list within a second.
+    """
     from rayps.service.member_authority import revoke as revoked_by
 
     for member in revoked_by(folder, which):
@@ -97,7 +104,7 @@ def revoke(
 
 @members_app.command("ls")
 def list_members(folder: Authority, output: Format = Output.table) -> None:
-    """List the certificates that an authority has issued, the oldest first."""
+    """List the certificates that an authority has issued."""
     from rayps.service.member_authority import issued, revoked_serials
 
     revoked, now = revoked_serials(folder), datetime.now(UTC)
@@ -124,7 +131,10 @@ def _state(member: MemberCertificate, revoked: set[str], now: datetime) -> str:
 
 @members_app.command()
 def service() -> None:
-    """Show the fingerprint of the service's key, which clients without a token are given: --service-key FINGERPRINT."""
+    """Show the fingerprint of the service's key.
+
+    Clients without a token are given it: --service-key FINGERPRINT.
+    """
     from rayps.federated.remote.signed_orders import Key
 
     path = Settings.read().client_key
@@ -174,7 +184,10 @@ def statements(
     ] = None,
     output: Format = Output.table,
 ) -> None:
-    """Show which updates the members of a job have signed under its data-use statement."""
+    """Show and verify what the members of a job have signed.
+
+    A member signs each of its updates under the job's data-use statement.
+    """
     found = _read(Path(source)) if Path(source).exists() else _of_service(source)
     text = found.statement if statement is None else read_statement(statement)
     trusted = None if members_ca is None else MembersCa.load(members_ca)
