@@ -206,6 +206,29 @@ def test_a_schedule_goes_back_with_the_job() -> None:
     assert rates == [0.0125, 0.05, 0.025]
 
 
+@pytest.mark.parametrize("strategy", ["fedavg", "ditto", "fedavg:finetune=1", "fedavg:buffers=keep"])
+@pytest.mark.parametrize("work", [Plain, Normed, Dropping], ids=lambda kind: kind.__name__)
+def test_light_and_whole_trainers_find_the_same_metrics(strategy: str, work: Any) -> None:
+    class Measured(work):  # type: ignore[misc]
+        def evaluate(self, model, batch):
+            return {"error": (model(batch.x) - batch.y).abs().mean()}
+
+    name, _, options = strategy.partition(":")
+    text = f"{name}:local_epochs=1,{options}".removesuffix(",")
+    ours, light = WorkloadTrainer(Measured(), work().data()), torch_trainer(Measured(), work().data())
+    state = states_of(outcome(ours, task(text, work(), 0, {})))
+    if "keep" in strategy:
+        kept = outcome(ours, task(text, work(), 0, {}))["vectors"]
+        state = {f"buffers/{name[2:]}": RawTensor(*facts) for name, facts in kept.items() if name.startswith("b/")}
+    given = task(text, work(), 1, state)
+    before = outcome(ours, given), outcome(light, given)
+    one, other = ours.evaluate(given, "a"), light.evaluate(given, "a")
+    assert one == other and one.shared.keys() == {"loss", "error"} and one.rows == len(X)
+    assert bool(one.personal) == (strategy != "fedavg")
+    assert strategy in ("fedavg", "fedavg:buffers=keep") or one.personal != one.shared
+    assert (outcome(ours, given), outcome(light, given)) == before  # an evaluation leaves nothing behind
+
+
 # ---- numpy
 
 
@@ -228,6 +251,17 @@ def of_numpy(lr: float = 0.05, **fields: Any) -> Any:
     for name, value in {"lr": lr, **fields}.items():
         setattr(Line, name, value)
     return Line()
+
+
+def test_numpy_and_torch_find_the_same_metrics() -> None:
+    inside, text = as_workload(of_numpy()), "ditto:local_epochs=1"
+    ours, light = WorkloadTrainer(inside, inside.data()), numpy_trainer(work := of_numpy(), work.data())
+    state = states_of(outcome(ours, task(text, inside, 0, {})))
+    one, other = (trainer.evaluate(task(text, inside, 1, state), "a") for trainer in (ours, light))
+    for found, wanted in ((other.shared, one.shared), (other.personal, one.personal)):
+        assert found.keys() == wanted.keys() == {"loss", "error"}
+        for name, total in wanted.items():
+            assert found[name].mean == pytest.approx(total.mean, rel=1e-12)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

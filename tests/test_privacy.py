@@ -18,6 +18,7 @@ from rayps.privacy.claim import Setting, claim, with_releases
 from rayps.privacy.ledger import ReleaseLedger
 from rayps.privacy.mechanism import Mechanism, Spent
 from rayps.privacy.noise import KeyedNoise, SecretNoise
+from rayps.privacy.noise_shares import NoiseShares, share_noise
 from rayps.privacy.options import PrivacySpec, dp, privacy_of
 from rayps.privacy.tree_noise import nodes, tree_noise
 
@@ -45,6 +46,13 @@ def cost(mechanism, releases, delta=1e-5, restart=None):
         ("dp(noise_multiplier=1,sampling=fixed,clip=adaptive)", "sampling=fixed"),
         ("dp(noise_multiplier=1,rounds=3)", "leave one of them out"),
         ("dp(noise=loud,noise_multiplier=1)", "noise is 'loud'"),
+        ("dp(noise_multiplier=1,honest=0.5)", "the server adds it"),
+        ("dp(noise_multiplier=1,noise_by=nobody)", "noise_by is 'nobody'"),
+        ("dp(noise_multiplier=1,noise_by=clients,honest=0)", "honest is 0"),
+        ("dp(noise_multiplier=1,noise_by=clients,mechanism=tree)", "mechanism=tree: the noise of a tree"),
+        ("dp(noise_multiplier=1,noise_by=clients,clip=adaptive)", "clip=adaptive: a client's"),
+        ("dp(noise_multiplier=1,noise_by=clients,noise=seeded)", "in secret only"),
+        ("dp(noise_multiplier=1,noise_by=clients,sampling=poisson)", "no random sample"),
         ("dp(sigma=1)", "dp has no option 'sigma'"),
         ("gaussian(1)", "give dp("),
     ],
@@ -155,6 +163,105 @@ def test_running_sums_of_tree_noise_have_the_noise_of_their_nodes():
         running += tree_noise(source, size, 1.5, tree=2, leaf=leaf)
         naive = sum(source.normal(size, 1.5, 2, level, index) for level, index in nodes(leaf + 1))
         assert np.allclose(running, naive)
+
+
+# ---- noise that the clients add
+
+
+def of_clients(sigma, count, norm=1000, size=50, multiplier=1.0):
+    shares = NoiseShares(sigma, count, 2 * count, count + 1, norm, size)
+    return Mechanism("distributed", multiplier, shares=shares)
+
+
+def gaussian_by_divergences(noise, releases, delta=1e-5):
+    """The law: the continuous Gaussian of the same variance, by the library's own Renyi divergences."""
+    from dp_accounting import GaussianDpEvent, rdp
+
+    found = rdp.RdpAccountant()
+    found.compose(GaussianDpEvent(noise), releases)
+    return found.get_epsilon(delta)
+
+
+@pytest.mark.parametrize(("sigma", "count", "releases"), [(250, 16, 1), (50, 400, 30), (2000, 2, 100)])
+def test_large_shares_cost_what_the_continuous_gaussian_costs(sigma, count, releases):
+    law = gaussian_by_divergences(sigma * math.sqrt(count) / 1000, releases)
+    assert cost(of_clients(sigma, count), releases) == pytest.approx(law, rel=1e-9)
+
+
+def test_small_shares_cost_more_and_never_less():
+    def factor(sigma):  # of the same variance, from 36 parties, 9 or 4
+        count = 36 // sigma**2
+        law = gaussian_by_divergences(sigma * math.sqrt(count) / 3, 10)
+        return cost(of_clients(sigma, count, 3, 100_000), 10) / law
+
+    assert factor(1) > 1.05 and 1 - 1e-9 < factor(2) < factor(1) and factor(3) == pytest.approx(1, rel=1e-9)
+
+
+def test_the_bounds_hold_for_the_exact_divergence_of_a_sum_of_discrete_gaussians():
+    """The slow twin: the distribution of the sum by convolution, and its Renyi divergence from its shifted self."""
+    for sigma, count, shift in ((1, 2, 1), (1, 5, 3), (2, 3, 4)):
+        reach = np.arange(-40 * sigma, 40 * sigma + 1)
+        one = np.exp(-(reach**2) / (2.0 * sigma**2))
+        one /= one.sum()
+        whole = one
+        for _ in range(count - 1):
+            whole = np.convolve(whole, one)
+        middle, near = len(whole) // 2, 12 * sigma * int(math.sqrt(count) + 1)
+        p = whole[middle - near : middle + near + 1]
+        q = whole[middle - near - shift : middle + near + 1 - shift]
+        bounds = NoiseShares(sigma, count, 2 * count, count, shift, 1).bounds()
+        for order in (2, 4):
+            exact = math.log(float((p**order * q ** (1 - order)).sum())) / (order - 1)
+            assert exact <= min(xi + rho * order for rho, xi in bounds) * (1 + 1e-9)
+
+
+def test_shares_are_sized_for_the_honest_among_the_fewest_survivors():
+    for asked, least, honest, count in ((10, 6, 0.8, 4), (10, 6, 1.0, 6), (3, 2, 0.8, 1), (100, 51, 0.9, 41)):
+        shares = share_noise(1.1, (asked, least, honest), 32767, 500)
+        assert (shares.count, shares.colluding) == (count, least - count)
+        assert shares.sigma * math.sqrt(count) >= 1.1 * 32767 > (shares.sigma - 1) * math.sqrt(count)
+    with pytest.raises(ConfigError, match="raise threshold"):
+        share_noise(1.0, (10, 6, 0.4), 32767, 500)
+    with pytest.raises(ConfigError, match="lower bits"):
+        share_noise(1.0, (3, 2, 0.8), 2**31 - 1, 500)
+
+
+def test_releases_of_clients_noise_add_up_with_others_in_the_ledger(tmp_path):
+    mechanism, ledger = of_clients(300, 9), ReleaseLedger(tmp_path)
+    ledger.append(mechanism, 0)
+    ledger.append(Mechanism("all", 0.9), 1)
+    spent = ledger.spent()
+    assert spent == {mechanism: Spent(1), Mechanism("all", 0.9): Spent(1)}
+    both = accountant.epsilon(spent, 1e-5)
+    assert both > max(cost(mechanism, 1), cost(Mechanism("all", 0.9), 1))
+    with pytest.raises(ValueError, match="no mechanism"):
+        Mechanism.from_wire({"kind": "distributed", "noise_multiplier": 1.0})
+    ledger.close()
+
+
+def test_the_noise_of_clients_is_found_for_a_budget():
+    def mechanism(noise):
+        return Mechanism("distributed", noise, shares=share_noise(noise, (20, 11, 0.8), 32767, 1000))
+
+    found = solve_noise(dp(epsilon=8, rounds=20, noise_by="clients"), mechanism)
+    assert cost(found, 20) <= 8 < cost(mechanism(found.noise_multiplier * 0.99), 20)
+
+
+def test_the_claim_names_who_adds_the_noise():
+    setting = Setting("client", 10, True, True)
+    server = claim(dp(noise_multiplier=1), Mechanism("all", 1.0), setting)
+    clients = claim(dp(noise_multiplier=1, noise_by="clients"), of_clients(300, 9), setting)
+    assert "is trusted to add the noise" in server["trusted"] and "the service" not in " ".join(server["holds_against"])
+    assert clients["trusted"].startswith("The clients are trusted to add the noise: of the 18 that a round asks, at")
+    assert "The service adds no noise" in clients["trusted"]
+    assert any(text.startswith("the service and whoever reads its disk") for text in clients["holds_against"])
+    assert any(text.startswith("up to 1 client of a round") for text in clients["holds_against"])
+    honest = claim(
+        dp(noise_multiplier=1, noise_by="clients", honest=1),
+        Mechanism("distributed", 1.0, shares=share_noise(1.0, (10, 6, 1.0), 32767, 5)),
+        setting,
+    )
+    assert not any("client" in text for text in honest["holds_against"])  # each knows a share of its own
 
 
 # ---- adaptive clipping

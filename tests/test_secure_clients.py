@@ -17,6 +17,7 @@ import pytest
 import torch
 from client_site import All, Clinic, Own, until
 from rayps_client.errors import ConfigError, Unauthorized
+from rayps_client.secure.noise import NoiseSource
 from rayps_client.secure.pinned_keys import PinnedKeys, pinned_keys, read_peers
 from rayps_client.secure.protocol import Stage
 from rayps_client.secure.quantise import Quantiser
@@ -31,6 +32,9 @@ from rayps.federated.remote.mailbox import Mailbox
 from rayps.federated.remote.secure_options import secure_of
 from rayps.federated.remote.stage_folder import StageFolder
 from rayps.federated.secure_rounds import SecureRounds
+from rayps.privacy.accountant import epsilon
+from rayps.privacy.mechanism import Mechanism, Spent
+from rayps.privacy.noise_shares import share_noise
 from rayps.strategies.catalogue import parse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -216,6 +220,84 @@ def test_noise_after_unmasking_gives_what_noise_on_plain_updates_gives(clinic: C
     assert not any("samples" in point and point.get("kind") == "round" and point["samples"] for point in job.metrics())
 
 
+NOISED = "privacy=dp(noise_multiplier=0.5,clip=5,noise_by=clients),secure=secagg(clip=5,bits=12,max_weight=1)"
+
+
+def test_the_sum_has_the_clients_updates_and_their_noise_and_is_charged_before_it_is_unmasked(
+    clinic: Clinic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, sent, recorded, started = list[Any](), list[Any](), list[tuple[Stage, int]](), list[torch.Tensor]()
+    gaussian, words, opened, real = NoiseSource.gaussian, Quantiser.words, StageFolder.open, remote_replies.aggregate_of
+
+    def draw(self: NoiseSource, size: int, sigma: int) -> Any:
+        drawn.append((sigma, gaussian(self, size, sigma)))
+        return drawn[-1][1]
+
+    def write(self: Quantiser, integers: Any) -> Any:
+        sent.append(integers.copy())
+        return words(self, integers)
+
+    def open_(self: StageFolder, stage: Stage) -> None:
+        recorded.append((stage, lines()))
+        opened(self, stage)
+
+    def start(total: Any, w_t: torch.Tensor) -> Any:
+        started.append(w_t.clone())
+        return real(total, w_t)
+
+    def lines() -> int:
+        ledger = clinic.service.folder(job.id) / "privacy" / "ledger.jsonl"
+        return ledger.read_text().count("\n") if ledger.exists() else 0
+
+    monkeypatch.setattr(NoiseSource, "gaussian", draw)
+    monkeypatch.setattr(Quantiser, "words", write)
+    monkeypatch.setattr(remote_replies, "aggregate_of", start)
+    job = clinic.job(f"fedavg:deadline=500,{NOISED},clients=remote(least=3,wait=100)", rounds=1, seed=5)
+    monkeypatch.setattr(StageFolder, "open", open_)
+    clinic.hospitals(job, 3)
+    learnt = clinic.trained(job)
+    step, plain = 5 / 2047, sum(sent) - sum(np.pad(noise, (0, 3)) for _, noise in drawn)
+    assert {sigma for sigma, _ in drawn} == {1024} and len(drawn) == len(sent) == 3  # 0.5 x 2047 of one client
+    assert torch.allclose(learnt, started[0] + torch.from_numpy(sum(sent)[:-3]) * step / 3, atol=1e-9)
+    assert np.linalg.norm(plain[:-3]) <= 3 * 2047 and plain[-3] == 3
+    assert dict(recorded)[Stage.MASK] == 0 and dict(recorded)[Stage.UNMASK] == 1 == lines()
+    claims = [event for event in job.events() if event["kind"] == "privacy"]
+    shares = {"sigma": 1024, "count": 1, "asked": 3, "least": 2, "norm": 2047, "size": len(learnt)}
+    assert claims[0]["mechanism"]["shares"] == shares
+    assert claims[0]["trusted"].startswith("The clients are trusted to add the noise: of the 3 that a round asks, at")
+    assert "up to 1 client of a round" in claims[0]["holds_against"][-1]
+    assert claims[-1]["releases"] == 1 and claims[-1]["epsilon"] == pytest.approx(
+        epsilon({Mechanism("all", 1024 / 2047): Spent(1)}, 1e-5), rel=0.2
+    )
+
+
+def test_a_worker_that_dies_while_noised_updates_are_unmasked_is_charged_once(
+    clinic: Clinic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, dead = StageFolder.open, list[Stage]()
+
+    def open_(self: StageFolder, stage: Stage) -> None:
+        opened(self, stage)
+        if stage is Stage.UNMASK and not dead:
+            dead.append(stage)
+            kill_workers(clinic)
+
+    monkeypatch.setattr(StageFolder, "open", open_)
+    job = clinic.job(f"fedavg:deadline=500,{NOISED},clients=remote(least=3,wait=100)", rounds=1, seed=5)
+    clinic.hospitals(job, 3)
+    clinic.trained(job)
+    assert dead and (clinic.service.folder(job.id) / "privacy" / "ledger.jsonl").read_text().count("\n") == 1
+    assert [event["releases"] for event in job.events() if event["kind"] == "privacy" and "releases" in event][-1] == 1
+
+
+def test_a_void_round_of_noised_updates_is_not_charged(clinic: Clinic) -> None:
+    job = clinic.job(f"fedavg:deadline=500,{NOISED},clients=remote(least=3,wait=100)", rounds=1, seed=5)
+    for k in range(3):
+        clinic.hospital(job, k, transport=Dies(Stage.MASK) if k else None).begin()
+    clinic.trained(job)
+    assert (clinic.service.folder(job.id) / "privacy" / "ledger.jsonl").read_text() == ""
+
+
 # ---- the routes
 
 
@@ -370,6 +452,7 @@ def test_a_client_of_a_secure_job_follows_no_plain_order(tmp_path: Path) -> None
             "fedavg:clients=remote,privacy=dp(noise_multiplier=1,clip=adaptive),secure=secagg(clip=2,max_weight=1)",
             "the same number",
         ),
+        ("fedavg:clients=remote,privacy=dp(noise_multiplier=1,noise_by=clients)", "does not protect it"),
         ("scaffold:clients=remote,secure=secagg(clip=1)", "sums vectors without a bound"),
         ("fedbuff:clients=remote,secure=secagg(clip=1)", "asynchronous"),
         ("1*fedavg:clients=remote > fedavg:clients=remote,secure=secagg(clip=1)", "others are not"),
@@ -385,9 +468,12 @@ def test_options_become_the_facts_of_an_order(tmp_path: Path) -> None:
     assert options is not None and options.degree == 6 and secure_of(None) is None
     facts = options.facts(clients=10, least=1)
     numbers = {"clip": 2, "bits": 8, "max_weight": 1, "clients": 10, "threshold": 0.5, "least": 2, "verify": True}
-    assert facts == {**numbers, "norm": 2, "counts": True}
+    assert facts == {**numbers, "norm": 2, "counts": True, "noise": 0}
     private = secure_of("secagg(clip=2,bits=16,max_weight=1)")
     assert private is not None
+    shares = share_noise(1.0, (10, 6, 0.8), 32767, 10_000)
+    of_clients = private.facts(10, 1, 10_000, shares)
+    assert (of_clients["noise"], of_clients["least"], shares.colluding) == (16384, 6, 2)
     noised = private.facts(10, 1, private_size=10_000)
     assert noised["norm"] == 2 - 2 / 32767 * 100 / 2 and not noised["counts"]
     with pytest.raises(ConfigError, match="raise bits"):

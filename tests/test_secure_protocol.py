@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rayps_client.errors import ConfigError, Conflict, TrainingError, Unauthorized
-from rayps_client.secure import noise, shamir
+from rayps_client.secure import noise, noise_sizes, shamir
 from rayps_client.secure.graph import draw_graph, failures, neighbours_for, shares_needed
 from rayps_client.secure.masks import Keystream, add_mask
 from rayps_client.secure.pinned_keys import PinnedKeys, public_text, read_peers
 from rayps_client.secure.protocol import RoundName, Stage, VoidRound, bytes_of, decode, encode
-from rayps_client.secure.quantise import ClientNumbers, Quantiser, Words
+from rayps_client.secure.quantise import EXTRAS, ClientNumbers, Quantiser, Words
 from rayps_client.secure.release_record import ReleaseRecord
 from rayps_client.secure.secure_turn import SecureTurn, TurnRules
 from rayps_client.secure.server_sum import ServerRules, ServerSum
@@ -512,17 +512,54 @@ def test_discrete_noise_has_the_distribution_of_its_formula(sigma: int) -> None:
 
 
 def test_noise_is_sized_for_the_fewest_survivors() -> None:
-    assert noise.share_of(100.0, 25) == 20 and noise.share_of(1.0, 100) == 1
-    assert noise.sensitivity(100, 400) == 110
+    assert noise_sizes.share_of(100.0, 25) == 20 and noise_sizes.share_of(1.0, 100) == 1
+    assert noise_sizes.rounding(400) == 10
     worst = Quantiser(1.0, 8, 1, 3)
     made = np.random.default_rng(0)
     for _ in range(50):
         update = made.normal(size=64)
         rounded = worst.integers(ClientNumbers(update, 1, 0.0, 1))[:-3]
-        assert np.linalg.norm(rounded) <= noise.sensitivity(worst.levels, 64)
+        assert np.linalg.norm(rounded) <= worst.levels + noise_sizes.rounding(64)
     for bad in (0, 1 << 25):
         with pytest.raises(ConfigError, match="standard deviation"):
             noise.NoiseSource().gaussian(1, bad)
     large = noise.NoiseSource(b"l" * 32).gaussian(3000, 1 << 20)
     assert 0.95 < large.std() / (1 << 20) < 1.05
-    assert Quantiser(1.0, 16, 1000, 50).with_margin(noise.margin_of(1 << 26, 50)).word.itemsize == 8
+    assert Quantiser(1.0, 16, 1000, 50, margin=noise_sizes.margin_of(1 << 26, 50)).word.itemsize == 8
+
+
+def test_the_sum_of_the_shares_is_the_noise_that_is_claimed() -> None:
+    """Many clients, without masks: mean, variance and independence of the sum, and the numbers after the update."""
+    n, size, sigma = 40, 4000, 25
+    source = noise.NoiseSource(b"s" * 32)
+    total = np.zeros(size + EXTRAS, dtype=np.int64)
+    for _ in range(n):
+        given = np.zeros_like(total)
+        noise.add_share(given, sigma, source)
+        total += given
+    drawn = total[:-EXTRAS] / (sigma * math.sqrt(n))
+    assert not total[-EXTRAS:].any()
+    assert abs(drawn.mean()) < 4 / math.sqrt(size)
+    assert abs(drawn.var() - 1) < 4 * math.sqrt(2 / size)
+    assert abs((drawn[1:] * drawn[:-1]).mean()) < 4 / math.sqrt(size)
+    assert abs((drawn**4).mean() - 3) < 4 * math.sqrt(96 / size)  # the fourth moment of a Gaussian
+    untouched = np.arange(9)
+    noise.add_share(untouched, 0, source)
+    assert (untouched == np.arange(9)).all()
+
+
+def test_the_sum_under_masks_is_that_of_the_updates_and_the_shares_of_the_survivors() -> None:
+    quantiser = Quantiser(1.0, 12, 1, 5, counts=False, margin=noise_sizes.margin_of(900, 5))
+    made, source = np.random.default_rng(3), noise.NoiseSource(b"m" * 32)
+    round = Round(5, dies={1: Stage.MASK, 4: Stage.UNMASK})
+    size = SIZE - EXTRAS
+    plain = {k: quantiser.integers(ClientNumbers(made.normal(size=size), 1, 0.5, 7)) for k in range(5)}
+    noised = {k: integers.copy() for k, integers in plain.items()}
+    for integers in noised.values():
+        noise.add_share(integers, 900, source)
+    round.plain = {k: quantiser.words(integers) for k, integers in noised.items()}
+    found = quantiser.read_sum(round.run())
+    left = [0, 2, 3, 4]  # the noise of client 1 is gone with it
+    assert (found.update == sum(noised[k][:-EXTRAS] for k in left) * quantiser.step).all()
+    assert found.weight == 4 and found.loss == 0 and found.samples == 0
+    assert not (found.update == sum(plain[k][:-EXTRAS] for k in left) * quantiser.step).any()

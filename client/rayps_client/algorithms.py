@@ -67,6 +67,7 @@ HALVES: Mapping[str, Half] = {
     "scaffold": scaffold,
     "ditto": fedavg,
 }
+OWN_MODEL: Mapping[str, str] = {"ditto": "v"}  # the name, in a client's state, of its personal model
 PERSONAL: Mapping[str, Half] = {"ditto": ditto_personal}  # what a client trains beside its reply
 
 

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from rayps_client.algorithms import PERSONAL, half_of
+from rayps_client.algorithms import OWN_MODEL, PERSONAL, fedavg, half_of
 from rayps_client.client_turn import ClientSteps, Engine, mean_of
 from rayps_client.errors import WorkloadError
 from rayps_client.local_trainer import LayoutRow, LocalReply, LocalTask, RawTensors, RoundStart
+from rayps_client.own_metrics import OwnMetrics, OwnTotal, OwnTotals
 from rayps_client.random_numbers import number
 from rayps_client.raw_tensors import RawTensor
 from rayps_client.row_order import Ints
 from rayps_client.rows import Batch, Rows
+from rayps_client.user_errors import users_code
 
 V = TypeVar("V")  # vectors: tensors of torch, or arrays of numpy
+ROWS = 1024  # rows that are evaluated at once
+_OWN = "buffers/"  # prefix, in a client's state, of its own buffers
 _BESIDE = "beside/"  # prefix, in a client's state, of the buffers of the client's personal model
 
 
 class LightEngine(Engine[V], Protocol[V]):
     """An engine whose parameters and buffers can be exchanged as bytes."""
+
+    @property
+    def workload(self) -> object:
+        """The user's workload."""
 
     def layout(self) -> Sequence[LayoutRow]:
         """Return the names, shapes and dtypes of the parameters."""
@@ -41,6 +50,9 @@ class LightEngine(Engine[V], Protocol[V]):
 
     def raw(self, vector: V) -> RawTensor:
         """Return a vector as bytes, which may be the vector's memory."""
+
+    def metrics(self, batch: Batch) -> OwnTotals:
+        """Return the totals of a batch's loss and metrics, of the model in evaluation mode, without gradients."""
 
     def apart(self) -> AbstractContextManager[object]:
         """Return a context after which random numbers continue as if nothing had been drawn in it."""
@@ -72,6 +84,7 @@ class LightTrainer(Generic[V]):
         """Check the rows. Raises DataError if there are none, or a value cannot be used."""
         rows.check()
         self.engine, self._rows, self._accumulate = engine, rows, accumulate
+        self._evaluation: Rows | None = None  # the evaluation rows, once they have been loaded
 
     @property
     def samples(self) -> int:
@@ -105,6 +118,54 @@ class LightTrainer(Generic[V]):
         """
         return self._train(task, self._rows)
 
+    def evaluate(self, task: LocalTask, name: str) -> OwnMetrics:
+        """Evaluate the model of a round's start and this client's personal model: `LocalTrainer.evaluate`.
+
+        Rows are not divided into clients here: all rows of `evaluation_data()` are this client's.
+        """
+        if self._evaluation is None:
+            self._evaluation = evaluation_rows(self.engine.workload, self._rows)
+        engine, rows, personal = self.engine, self._evaluation, dict[str, OwnTotal]()
+        w_t = engine.vector_of(task.start.w)
+        with engine.apart():
+            engine.load(w_t, task.start.buffers)
+            shared = self._totals(rows)
+            if self._load_personal(task, w_t):
+                personal = self._totals(rows)
+        return OwnMetrics(rows.rows(), shared, personal)
+
+    def _load_personal(self, task: LocalTask, w_t: V) -> bool:
+        """Set the model to the client's personal model. Return False if the job's clients have none."""
+        engine, options = self.engine, task.strategy
+        kind, epochs = str(options.get("name")), options.get("finetune")
+        own = {name.removeprefix(_OWN): raw for name, raw in task.state.items() if name.startswith(_OWN)}
+        buffers = {**task.start.buffers, **own}
+        if isinstance(epochs, int):
+            engine.load(w_t, buffers)
+            engine.begin(task.tick, number(task.seed, "finetune", task.round, task.client) >> 1)
+            strategy = {**options, "local_epochs": epochs, "local_steps": None}
+            turn = ClientSteps(engine, replace(task, strategy=strategy), self._rows, self._accumulate, (w_t, {}, {}))
+            fedavg(turn, strategy)
+        elif kind in PERSONAL and OWN_MODEL[kind] in task.state:
+            beside = {name.removeprefix(_BESIDE): raw for name, raw in task.state.items() if name.startswith(_BESIDE)}
+            engine.load(engine.vector_of(task.state[OWN_MODEL[kind]]), {**buffers, **beside})
+        elif kind in PERSONAL or options.get("buffers") == "keep":
+            engine.load(w_t, buffers)
+        else:
+            return False
+        return True
+
+    def _totals(self, rows: Rows) -> OwnTotals:
+        found: OwnTotals = {}
+        count = rows.rows()
+        for low in range(0, count, ROWS):
+            with users_code("evaluation_data"):
+                batch = rows.take(np.arange(low, min(low + ROWS, count)))
+            for name, (value, weight, how) in self.engine.metrics(batch).items():
+                before = found.get(name, OwnTotal(0.0, 0.0, how))
+                found[name] = OwnTotal(before.value + value, before.weight + weight, how)
+        return found
+
     def _train(self, task: LocalTask, rows: Rows) -> LocalReply:
         engine, options = self.engine, task.strategy
         half, personal = half_of(options), PERSONAL.get(str(options.get("name")))
@@ -136,8 +197,8 @@ class LightTrainer(Generic[V]):
         )
 
 
-def checked_rows(found: object, workload: object) -> Rows:
-    """Return what `data()` returned, if a light client can read it.
+def checked_rows(found: object, workload: object, method: str = "data") -> Rows:
+    """Return what `data()`, or another `method`, returned, if a light client can read it.
 
     Raises:
         WorkloadError: it is another kind of data.
@@ -145,9 +206,40 @@ def checked_rows(found: object, workload: object) -> Rows:
     if isinstance(found, Rows):
         return found
     raise WorkloadError(
-        f"data() of {type(workload).__name__} returned {type(found).__name__}: return rayps_client.tensors(...) or "
+        f"{method}() of {type(workload).__name__} returned {type(found).__name__}: return rayps_client.tensors(...) or "
         "rayps_client.parquet(...),\nor install rayps on this machine, and run `rayps client`"
     )
+
+
+def evaluation_rows(workload: object, otherwise: Rows) -> Rows:
+    """Return the rows of a workload's `evaluation_data()`, or those `otherwise` if it has no such method.
+
+    Raises:
+        WorkloadError, DataError: a light client cannot read the rows.
+    """
+    method = getattr(workload, "evaluation_data", None)
+    if method is None:
+        return otherwise
+    with users_code("evaluation_data"):
+        found = method()
+    rows = checked_rows(found, workload, "evaluation_data")
+    rows.check()
+    return rows
+
+
+def own_totals(given: Mapping[str, object], loss: tuple[float, float], rows: int) -> OwnTotals:
+    """Return the totals of a batch: its loss as (sum, weight), and the numbers of `evaluate()`, means over its rows.
+
+    A metric that is no plain number, such as `rayps.Sum`, is left out.
+    """
+    found = {"loss": OwnTotal(*loss)}
+    for name, value in given.items():
+        try:
+            mean = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            continue
+        found[name] = OwnTotal(mean * rows, rows)
+    return found
 
 
 def _copy(raw: RawTensor) -> RawTensor:

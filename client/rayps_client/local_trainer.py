@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+from rayps_client.own_metrics import OwnMetrics
 from rayps_client.raw_tensors import RawTensor, item_bytes
 from rayps_client.values import JsonObject
 
@@ -80,5 +81,17 @@ class LocalTrainer(Protocol):
 
         Raises:
             WorkloadError, DataError: the user's code or data failed.
+            ConfigError: the strategy cannot be trained here.
+        """
+
+    def evaluate(self, task: LocalTask, name: str) -> OwnMetrics:
+        """Evaluate the model of a round's start, and this client's personal model, on its own evaluation rows.
+
+        These are the rows of `evaluation_data()`, or those of the client `name` if that data is divided into clients.
+        A workload without `evaluation_data()` is evaluated on its training rows, as on a cluster.
+        `task.state` has what the personal model is made from.
+
+        Raises:
+            WorkloadError, DataError: there is no evaluation data, or the user's code or data failed.
             ConfigError: the strategy cannot be trained here.
         """

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from rayps_client.client_turn import StepLoss
 from rayps_client.errors import ConfigError, WorkloadError
-from rayps_client.light_trainer import LightTrainer, checked_rows
+from rayps_client.light_trainer import LightTrainer, checked_rows, own_totals
 from rayps_client.local_trainer import LayoutRow, RawTensors
+from rayps_client.own_metrics import OwnTotals
 from rayps_client.raw_tensors import RawTensor, raw_of_array
 from rayps_client.rows import Batch
 from rayps_client.user_errors import users_code
@@ -115,6 +116,14 @@ class NumpyEngine:
     def raw(self, vector: Array) -> RawTensor:
         """Return a vector as bytes."""
         return raw_of_array(vector)
+
+    def metrics(self, batch: Batch) -> OwnTotals:
+        """Return the totals of a batch's loss and metrics."""
+        given = _of_numpy(batch)
+        with users_code("evaluate"):
+            loss, _ = self.workload.loss_and_gradient(self._views, given)
+            more = self.workload.evaluate(self._views, given)
+        return own_totals(more, (float(loss) * batch.size, batch.size), batch.size)
 
     def apart(self) -> contextlib.AbstractContextManager[object]:
         """Return a context that does nothing."""

@@ -23,14 +23,15 @@ import numpy as np
 
 from rayps_client.client_folder import ClientFolder
 from rayps_client.connection import ServiceConnection
-from rayps_client.errors import Conflict, NotFound, RaypsError, Unauthorized, Unreachable
+from rayps_client.errors import Conflict, DataError, NotFound, RaypsError, Unauthorized, Unreachable, WorkloadError
 from rayps_client.global_model import fetch_global
 from rayps_client.local_trainer import LocalReply, LocalTask, LocalTrainer, RoundStart, layout_bytes
 from rayps_client.members.consent import Consent
+from rayps_client.own_metrics import OwnMetrics, VectorLayout, encode_metrics, vector_of
 from rayps_client.secure.pinned_keys import PeerKeys
 from rayps_client.secure.quantise import ClientNumbers
 from rayps_client.secure.secure_replies import JoinedAs, SecureReplies
-from rayps_client.signed_orders import DEADLINE, ClientToken, OrderFacts, verified
+from rayps_client.signed_orders import DEADLINE, EVALUATION, ROUND, ClientToken, OrderFacts, verified
 from rayps_client.update_codec import decode_start, encode_update
 
 log = logging.getLogger(__name__)
@@ -186,7 +187,10 @@ class ClientProcess:
         if refused is not None:
             self._report_once(f"round {order['round']}: left out: {refused}")
             return
-        self.train_round(order)
+        if order["kind"] == EVALUATION:
+            self.evaluate_model(order)
+        else:
+            self.train_round(order)
         self._warn()
 
     def _warn(self) -> None:
@@ -229,7 +233,9 @@ class ClientProcess:
             Unauthorized: a check failed. No part of the order is executed.
         """
         order = verified(str(work.get("order")), str(work.get("signature")), self._public_key, self.token.fingerprint)
-        mine = {"kind": "round", "job": self.job, "client": self._number, "name": self.name}
+        mine = {"job": self.job, "client": self._number, "name": self.name}
+        if order.get("kind") not in (ROUND, EVALUATION):
+            raise _refusal(f"the kind of the order is {order.get('kind')!r}")
         for key, value in mine.items():
             if order.get(key) != value:
                 raise _refusal(f"the {key} of the order is {order.get(key)!r}, but that of this client is {value!r}")
@@ -269,6 +275,50 @@ class ClientProcess:
             self._rounds += 1
             self._report(f"round {round}: {reply.n} samples, loss {reply.loss:.4g}, {seconds:.1f} s; sent")
 
+    def evaluate_model(self, order: OrderFacts) -> None:
+        """Execute an order to evaluate: receive the parameters, evaluate, and send sums of metrics."""
+        serial, at, name = order["serial"], order["phase"] + order["round"], str(order["strategy"]["name"])
+        self._personal = order.get("personal", False)
+        self._folder.start_order(serial)
+        start = self._start_of(order)
+        if start is None:
+            return
+        state = self._folder.load_state(at, name, order["starts"])
+        task = LocalTask(
+            order["strategy"], order["seed"], order["round"], self._number, order.get("tick", at), start, state
+        )
+        secure, why = self._secure.expects(order), ""
+        try:
+            found = self.trainer.evaluate(task, self.name or "")
+            if secure:
+                why = self._add_metrics(order, found) or ""
+        except (WorkloadError, DataError) as error:  # a client may lack evaluation data, and still train
+            found, why = OwnMetrics(0, {}), error.message
+            if secure:
+                self._secure.withdraw(order, self._joined(), why)
+        if not secure:
+            try:
+                raw = encode_metrics(found)
+                self._record_consent(order, raw)
+                self._connection.upload(f"/api/v1/client/rounds/{serial}/update", raw, self._headers())
+            except (Conflict, NotFound) as error:
+                if error.data.get("code") not in ("late", "no_order", "not_asked"):
+                    raise
+                why = why or error.message
+        self._folder.finish_order(serial, None)
+        text = f"round {order['round']}: evaluated on {found.rows} rows; sent"
+        self._report(f"round {order['round']}: no metrics of this client count: {why}" if why else text)
+
+    def _add_metrics(self, order: OrderFacts, found: OwnMetrics) -> str | None:
+        """Take part in the sum of the clients' metrics. Return None, or why this client's are not in it."""
+        facts = order["metrics"]
+        vector = vector_of(found, VectorLayout(facts["names"], facts["bound"], order.get("personal", False)))
+        numbers = ClientNumbers(vector, found.rows, 0.0, 0)
+        return self._secure.send(order, numbers, self._joined(), self._verified_text)
+
+    def _joined(self) -> JoinedAs:
+        return JoinedAs(self.job, self._number, self.name or "", self._headers())
+
     def _start_of(self, order: OrderFacts) -> RoundStart | None:
         """Receive what an order's round starts from. Return None if the round has ended."""
         path = f"/api/v1/client/rounds/{order['serial']}/parameters"
@@ -296,8 +346,7 @@ class ClientProcess:
         """Take part in the sum of a secure round; return whether this client's update is in it."""
         update = reply.w.array().astype(np.float64) - start.w.array()
         numbers = ClientNumbers(update, reply.n, reply.loss, reply.samples)
-        joined = JoinedAs(self.job, self._number, self.name or "", self._headers())
-        why = self._secure.send(order, numbers, joined, self._verified_text)
+        why = self._secure.send(order, numbers, self._joined(), self._verified_text)
         if why is not None:
             self._folder.finish_order(order["serial"], None)
             self._report(f"round {order['round']}: this client's update is not in the sum: {why}")

@@ -27,6 +27,7 @@ from rayps_client.values import JsonObject, Keywords
 _DOMAIN = b"rayps: an order to a federated client, 1\n"
 _SCHEME = "rpc"
 ANY_JOB = "any"
+ROUND, EVALUATION = "round", "evaluation"  # kinds of orders
 DEADLINE = 600.0  # the deadline of a round of real clients, in seconds, if the strategy has no option `deadline`
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9 _.-]{0,62}[A-Za-z0-9])?")  # the form of a client's name
 
@@ -126,13 +127,20 @@ class OrderedParameters(TypedDict):
     bytes: int
 
 
+class EvaluationFacts(TypedDict):
+    """What the vector of a client has in an evaluation under masks: see `rayps_client.own_metrics`."""
+
+    names: list[str]
+    bound: float
+
+
 class OrderFacts(TypedDict, total=False):
     """The content of an order, by which a client trains in one round.
 
     The worker writes the order. For each client, the service adds `job`, `client`, `name` and `seconds`, and signs it.
     """
 
-    kind: str  # "round"
+    kind: str  # "round", or "evaluation": the model is evaluated and not trained
     round: int  # number of the round in its phase
     phase: int  # the round with which the phase began
     seed: int
@@ -142,6 +150,7 @@ class OrderFacts(TypedDict, total=False):
     tick: int  # step of the workload's learning-rate schedule; left out without a schedule
     personal: bool  # whether the job's clients have personal models
     parameters: OrderedParameters
+    metrics: EvaluationFacts  # of an evaluation under masks
     secure: SecureFacts  # left out unless updates are aggregated securely
     statement: str  # SHA-256 of the job's data-use statement; left out without one
     serial: int  # number of the order in the job

@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from rayps_client.client_turn import StepLoss
 from rayps_client.errors import ConfigError, WorkloadError
-from rayps_client.light_trainer import LightTrainer, checked_rows
+from rayps_client.light_trainer import LightTrainer, checked_rows, own_totals
 from rayps_client.local_trainer import LayoutRow, RawTensors
+from rayps_client.own_metrics import OwnTotals
 from rayps_client.raw_tensors import RawTensor
 from rayps_client.rows import Batch, Rows
 from rayps_client.torch_schedule import RateSchedule
@@ -152,20 +153,21 @@ class TorchEngine:
 
     def _loss(self, batch: Batch) -> tuple[Tensor, float | None]:
         """Return the workload's loss of a micro-batch: (mean, None), or (sum, weight)."""
-        given = Batch(self._moved(batch.x), None if batch.y is None else self._moved(batch.y), batch.size)
-        half = self.workload.precision is not None
-        with torch.autocast(self.device.type, torch.bfloat16) if half else contextlib.nullcontext():
-            found = self.workload.loss(self.model, given)
-        found = found["loss"] if isinstance(found, Mapping) else found
-        weight = None
-        if isinstance(found, tuple) and len(found) == 2:
-            found, weight = found[0], float(found[1])
+        with self._precision():
+            found, weight = _loss_of(self.workload.loss(self.model, self._given(batch)))
         if not isinstance(found, Tensor) or found.numel() != 1 or not (found.requires_grad or weight == 0):
             raise WorkloadError(
                 "loss(model, batch) must return one number as a tensor with a gradient, the mean over the batch, or a "
                 "pair (sum, weight)"
             )
         return found, weight
+
+    def _given(self, batch: Batch) -> Batch:
+        return Batch(self._moved(batch.x), None if batch.y is None else self._moved(batch.y), batch.size)
+
+    def _precision(self) -> contextlib.AbstractContextManager[object]:
+        half = self.workload.precision is not None
+        return torch.autocast(self.device.type, torch.bfloat16) if half else contextlib.nullcontext()
 
     def _moved(self, values: Any) -> Any:
         if isinstance(values, np.ndarray):
@@ -218,6 +220,20 @@ class TorchEngine:
         """Return a vector as bytes."""
         return raw_of(vector)
 
+    def metrics(self, batch: Batch) -> OwnTotals:
+        """Return the totals of a batch's loss and metrics, of the model in evaluation mode, without gradients."""
+        given = self._given(batch)
+        self.model.eval()
+        try:
+            with torch.no_grad(), users_code("evaluate"), self._precision():
+                found, weight = _loss_of(self.workload.loss(self.model, given))
+                more = self.workload.evaluate(self.model, given)
+        finally:
+            self.model.train()
+        if weight is None:
+            return own_totals(more, (float(found) * batch.size, batch.size), batch.size)
+        return own_totals(more, (float(found) if weight else 0.0, weight), batch.size)
+
     def apart(self) -> contextlib.AbstractContextManager[object]:
         """Return a context after which torch's random numbers continue as if nothing had been drawn in it."""
         return torch.random.fork_rng(devices=[])
@@ -255,6 +271,14 @@ def _check(workload: Workload, device: str) -> None:
         raise ConfigError(
             f"device {device!r} cannot be used on this machine: {cause}. Give --device cpu", field="device"
         ) from error
+
+
+def _loss_of(found: Any) -> tuple[Any, float | None]:
+    """Return what `loss` returned as (mean, None), or as (sum, weight)."""
+    found = found["loss"] if isinstance(found, Mapping) else found
+    if isinstance(found, tuple) and len(found) == 2:
+        return found[0], float(found[1])
+    return found, None
 
 
 def _dense(grad: Tensor) -> Tensor:

@@ -54,6 +54,10 @@ class Workload(ABC):
     def loss(self, model: torch.nn.Module, batch: Any) -> Any:
         """Return the mean loss over the batch, or a pair (sum, weight), or a dict with either as "loss"."""
 
+    def evaluate(self, model: torch.nn.Module, batch: Any) -> Mapping[str, Any]:
+        """Return metrics of the batch by name: means over its rows, beside its loss. By default there are none."""
+        return {}
+
     def optimizer(self, params: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimizer of `params`."""
         import torch
@@ -101,7 +105,7 @@ class NumpyWorkload(ABC):
         """Return the mean loss over the batch, and its gradient by the name of the parameter."""
 
     def evaluate(self, parameters: Arrays, batch: Any) -> Mapping[str, float]:
-        """Return metrics of the batch by name: means over its rows. The job's worker calls it, not a client."""
+        """Return metrics of the batch by name: means over its rows. A client only calls it if the job says so."""
         return {}
 
 

@@ -7,14 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from rayps_client.local_trainer import LayoutRow, LocalReply, LocalTask
+from rayps_client.own_metrics import OwnMetrics, OwnTotal, OwnTotals
 from rayps_client.torch_tensors import raw_of, raws_of, tensor_of, tensors_of
 from rayps_client.values import JsonObject
 
 from rayps.core.errors import ConfigError, WorkloadError
+from rayps.core.metrics import Totals
 from rayps.core.user_code import user_code
 from rayps.data.base import Data
 from rayps.data.other_files import with_other_files
 from rayps.federated.client import ClientRows, Task, Trainer
+from rayps.federated.personal_model import load_personal, totals_on, with_own_buffers
 from rayps.federated.remote_codec import layout_rows
 from rayps.federated.strategy_interface import FederatedView
 from rayps.strategies.catalogue import parse
@@ -34,6 +37,7 @@ class WorkloadTrainer:
         self.workload = workload
         _check_device(device)
         self._rows = rows_of(data)
+        self._evaluation: ClientRows | None = None  # the evaluation rows, once they have been loaded
         with apart():
             model = model_of(workload).to(device)
         model.train()
@@ -65,14 +69,7 @@ class WorkloadTrainer:
 
     def train(self, task: LocalTask) -> LocalReply:
         """Train the client. Raises WorkloadError or DataError if the user's code or data failed."""
-        start, device = task.start, self.trainer.device
-        w = tensor_of(start.w).to(device)
-        shared, buffers, state = (
-            {name: value.to(device) for name, value in tensors_of(raws).items()}
-            for raws in (start.shared, start.buffers, task.state)
-        )
-        given = Task(task.seed, task.round, task.client, w, shared, state, buffers, task.tick)
-        reply = self.trainer.train(_strategy_of(task.strategy), given, self._rows)
+        reply = self.trainer.train(_strategy_of(task.strategy), self._task(task), self._rows)
         return LocalReply(
             raw_of(reply.w),
             raws_of(reply.sums),
@@ -83,6 +80,54 @@ class WorkloadTrainer:
             samples=reply.samples,
             loss=reply.loss,
         )
+
+    def evaluate(self, task: LocalTask, name: str) -> OwnMetrics:
+        """Evaluate the model of a round's start and this client's personal model: `LocalTrainer.evaluate`."""
+        if self._evaluation is None:
+            self._evaluation = own_evaluation_rows(self.workload, name)
+        trainer, rows, strategy, given = self.trainer, self._evaluation, _strategy_of(task.strategy), self._task(task)
+        with apart():
+            trainer.load(given.w_t, given.buffers)
+            shared, personal = self._totals(rows), Totals()
+            if strategy.client_side.measured:
+                load_personal(trainer, strategy, with_own_buffers(given), lambda: self._rows)
+                personal = self._totals(rows)
+        return OwnMetrics(len(rows.numbers), _own_totals(shared), _own_totals(personal))
+
+    def _totals(self, rows: ClientRows) -> Totals:
+        model, device = self.trainer.flat.model, self.trainer.device
+        try:
+            return totals_on(self.workload, model, rows.numbers, lambda some: rows.take(some).to(device))
+        finally:
+            model.train()
+
+    def _task(self, task: LocalTask) -> Task:
+        start, device = task.start, self.trainer.device
+        w = tensor_of(start.w).to(device)
+        shared, buffers, state = (
+            {name: value.to(device) for name, value in tensors_of(raws).items()}
+            for raws in (start.shared, start.buffers, task.state)
+        )
+        return Task(task.seed, task.round, task.client, w, shared, state, buffers, task.tick)
+
+
+def _own_totals(totals: Totals) -> OwnTotals:
+    return {name: OwnTotal(total.value, total.weight, total.how) for name, total in totals.items()}
+
+
+def own_evaluation_rows(workload: Workload, name: str) -> ClientRows:
+    """Return the rows of the workload's evaluation data: those of the client `name` if it is divided and has it.
+
+    Raises:
+        WorkloadError, DataError: there are none, or the user's code or data failed.
+    """
+    data = evaluation_of(workload, None)
+    if getattr(data, "divided", False):
+        clients = data.clients
+        number = clients.find(name)
+        if number is not None:
+            return ClientRows(clients.rows(number), clients.batch, data.batch_size, False)
+    return rows_of(data)
 
 
 def rows_of(data: Data) -> ClientRows:

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rayps_client.signed_orders import ROUND
 from rayps_client.torch_tensors import tensor_of
 from rayps_client.update_codec import decode_start
 from torch import Tensor
@@ -161,7 +162,7 @@ class BufferedReplies(RemoteReplies):
     def _begin(self, t: int, w_t: Tensor, shared: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> _AsyncRound:
         """Begin round `t` with the orders that are live."""
         raw, most_bytes = self._prepare(w_t, shared, buffers)
-        facts = self._facts(t, self._mailbox.known_starts())
+        facts = self._facts(ROUND, t, self._mailbox.known_starts())
         facts["parameters"] = self._orders.publish(raw)
         now = _AsyncRound(t, w_t, facts, most_bytes)
         now.running = {} if self._now is None else self._now.running

@@ -50,7 +50,7 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
     joining = joining_under(strategy)
     if joining is not None:
         _check_smallest_round(aggregation, joining.least, cohort_size(joining.least, fraction))
-        return _check_privacy(strategy, workload, private_job(strategy, None))
+        return _check_privacy(strategy, workload, private_job(strategy, None, _size(strategy, workload)))
     clients = data.clients  # without clients, this raises an error that says how to define them
     events_of(strategy, clients.sizes, seed, data.batch_size, workload.accumulate)
     rule, attack = aggregation.chosen_rule, population.attackers
@@ -66,7 +66,7 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
         rule.warning(_skew(clients)),
         _warn_of_no_metrics(name, side, workload),
         _warn_of_loaders(name, data),
-        *_check_privacy(strategy, workload, private_job(strategy, clients.count)),
+        *_check_privacy(strategy, workload, private_job(strategy, clients.count, 0)),
     ]
     return [warning for warning in warnings if warning]
 
@@ -110,6 +110,14 @@ def _check_privacy(strategy: FederatedView, workload: Workload, job: PrivateJob 
             "train fewer parameters, or add less noise"
         )
     return warnings
+
+
+def _size(strategy: FederatedView, workload: Workload) -> int:
+    """Return the number of a model's parameters if the clients' noise depends on it, and 0 otherwise."""
+    if strategy.privacy_spec is None or not strategy.privacy_spec.by_clients:
+        return 0
+    with apart():
+        return sum(p.numel() for p in model_of(workload).parameters() if p.requires_grad)
 
 
 def _check_plain_sgd(name: str, workload: Workload) -> None:

@@ -311,11 +311,14 @@ class FederatedEngine:
             why += f" (client {who!r}: {reason}); lower the learning rate, or look for bad values"
         self.w.event("warning", f"the model was not trained: {rounds}, because {why}")
 
-    def evaluate(self) -> Totals:
-        """Return a dict from `personal_*` metric to (sum over rows, number of rows). The model does not change.
+    def evaluate(self, of_job: Totals) -> Totals:
+        """Return a dict from `personal_*` and `client_*` metric to its total. The model does not change.
 
-        A private job has none of them, because they would be computed from clients' rows without noise.
+        `of_job` has the metrics of the model on the job's own evaluation data, whose names real clients use. Simulated
+        clients of a private job have none, because they would be computed from clients' rows without noise.
         """
+        if isinstance(self.source, RemoteReplies):
+            return self.source.evaluate(of_job)
         return personal(self) if self.private is None else {}
 
     def state_of(self, client: int) -> tuple[Tensors, Tensors]:
@@ -348,7 +351,8 @@ def _source_of(engine: FederatedEngine, remote: bool) -> RemoteReplies | Simulat
 def _private_rounds(engine: FederatedEngine) -> PrivateRounds | None:
     """Return the private part of the rounds, or None. Raises ConfigError if the options do not fit the clients."""
     w, strategy = engine.w, engine.strategy
-    job = private_job(strategy, None if engine.clients is None else engine.clients.count)
+    size = w.flat.layout.size
+    job = private_job(strategy, None if engine.clients is None else engine.clients.count, size)
     if job is None:
         return None
     assert w.plan.ledger is not None, "the driver gives private jobs a ledger"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +49,14 @@ class GlobalState:
 
     def task(self, client: int, state: Tensors, buffers: Mapping[str, Tensor]) -> Task:
         """Return the training of a client in the next round. `buffers` are those of the global model."""
-        own = {name.removeprefix(_BUFFERS): value for name, value in state.items() if name.startswith(_BUFFERS)}
-        return Task(self.seed, self.round, client, self.w, self.shared, state, {**buffers, **own}, self.tick)
+        here = dict(buffers)
+        return with_own_buffers(Task(self.seed, self.round, client, self.w, self.shared, state, here, self.tick))
+
+
+def with_own_buffers(task: Task) -> Task:
+    """Return a task that starts from the client's own buffers where its state has such."""
+    own = {name.removeprefix(_BUFFERS): value for name, value in task.state.items() if name.startswith(_BUFFERS)}
+    return replace(task, buffers={**task.buffers, **own})
 
 
 def load_personal(trainer: Trainer, strategy: FederatedView, task: Task, rows: Callable[[], ClientRows]) -> None:
@@ -104,11 +110,16 @@ def evaluated_on(workload: Workload, model: nn.Module, rows: Ints, take: Callabl
 
     Raises WorkloadError or DataError if the user's code or data failed.
     """
+    return values_of(totals_on(workload, model, rows, take))
+
+
+def totals_on(workload: Workload, model: nn.Module, rows: Ints, take: Callable[[Ints], Batch]) -> Totals:
+    """Return the totals of a model's metrics on these rows, as `evaluated_on`. The model is in evaluation mode then."""
     part, totals = Whole(workload, model.eval()), Totals()
     with torch.no_grad(), user_code("evaluate"):
         for lo in range(0, len(rows), ROWS):
             add_totals(totals, part.evaluate(take(rows[lo : lo + ROWS])))
-    return values_of(totals)
+    return totals
 
 
 @contextmanager

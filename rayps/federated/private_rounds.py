@@ -13,6 +13,9 @@ it to the other workers; it is in no order, event, metric or checkpoint. A round
 noised sum can leave, its release is recorded in the ledger (`rayps.privacy.ledger`). If the budget does not allow one
 more release, the phase ends.
 
+With noise_by=clients, real clients have added shares of the noise before the sum was unmasked: the release is then
+recorded before they are asked to unmask it, and no noise is added here.
+
 With tree noise (`rayps.privacy.tree_noise`), the clients of a tree's rounds are parts of one random order of all
 clients, so that each takes part at most once in a tree.
 """
@@ -25,12 +28,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from rayps_client.secure.graph import shares_needed
+from rayps_client.secure.secure_facts import levels_of
 
 from rayps.comm.ring.ring import Ring
 from rayps.core.failpoint import passing
 from rayps.core.values import JsonObject
 from rayps.federated.combine_replies import BITS, Aggregate, RoundAggregate
 from rayps.federated.population.cohort import Ints, cohort_size, first
+from rayps.federated.remote.secure_options import LEAST, SecureOptions, secure_of
 from rayps.federated.strategy_interface import FederatedView, joining_under
 from rayps.privacy import accountant
 from rayps.privacy.account import PrivacyAccount, solve_noise
@@ -38,8 +44,9 @@ from rayps.privacy.adaptive_clip import SHARE, next_clip, update_noise
 from rayps.privacy.claim import Setting, claim
 from rayps.privacy.ledger import ReleaseLedger
 from rayps.privacy.mechanism import Mechanism, Spent
-from rayps.privacy.noise import KeyedNoise, NoiseSource, SecretNoise
-from rayps.privacy.options import ALL, FIXED, POISSON, SEEDED, TREE, PrivacySpec
+from rayps.privacy.noise import Floats, KeyedNoise, NoiseSource, SecretNoise
+from rayps.privacy.noise_shares import NoiseShares, share_noise
+from rayps.privacy.options import ALL, DISTRIBUTED, FIXED, POISSON, SEEDED, TREE, PrivacySpec
 from rayps.privacy.tree_noise import tree_noise
 
 CLIP = "privacy.clip"  # name, in the server's memory, of the adaptive clip
@@ -53,13 +60,16 @@ class PrivateJob:
     clients: int  # simulated clients; of real clients, the least number that must be connected
     fraction: float
     real: bool = False
-    masked: bool = False  # whether the server sees only the sum of real clients' updates
+    secure: SecureOptions | None = None  # how real clients' updates are summed; None: each is seen
+    size: int = 0  # elements of an update; needed if the clients add the noise
 
     @property
     def kind(self) -> str:
         """The kind of the mechanism."""
         if self.spec.mechanism == TREE:
             return TREE
+        if self.spec.by_clients:
+            return DISTRIBUTED
         return self.spec.sampling or (ALL if self.real else POISSON)
 
     @property
@@ -95,6 +105,14 @@ class PrivateJob:
             return Mechanism(POISSON, noise_multiplier, probability=self.fraction)
         if self.kind == FIXED:
             return Mechanism(FIXED, noise_multiplier, units=self.clients, drawn=self.drawn)
+        if self.kind == DISTRIBUTED:
+            assert self.secure is not None, "`check_private` has checked it"
+            asked, norm = self.drawn, levels_of(self.secure.bits)
+            least = max(LEAST, shares_needed(asked, self.secure.threshold))
+            people = asked, least, self.spec.honest_fraction
+            return Mechanism(
+                DISTRIBUTED, noise_multiplier, shares=share_noise(noise_multiplier, people, norm, self.size)
+            )
         return Mechanism(self.kind, noise_multiplier)
 
     def solved(self) -> Mechanism:
@@ -107,20 +125,21 @@ class PrivateJob:
     @property
     def setting(self) -> Setting:
         """What the claim depends on."""
-        return Setting("client", self.clients, self.real, self.masked, restart=self.restart)
+        return Setting("client", self.clients, self.real, self.secure is not None, restart=self.restart)
 
 
-def private_job(strategy: FederatedView, clients: int | None) -> PrivateJob | None:
+def private_job(strategy: FederatedView, clients: int | None, size: int) -> PrivateJob | None:
     """Return the public facts of a strategy's job with so many simulated clients, or None if it is not private.
 
-    `clients` is None for real clients.
+    `clients` is None for real clients. `size` is the number of elements of an update.
     """
     if strategy.privacy_spec is None:
         return None
     joining = joining_under(strategy)
     count = joining.least if joining is not None else clients
     assert count is not None, "simulated clients are counted"
-    return PrivateJob(strategy.privacy_spec, count, strategy.fraction, joining is not None, strategy.secure is not None)
+    secure = secure_of(strategy.secure)
+    return PrivateJob(strategy.privacy_spec, count, strategy.fraction, joining is not None, secure, size)
 
 
 class _Releases:
@@ -204,6 +223,11 @@ class PrivateRounds:
             f"each round adds noise of {noise:.4g} times the clip; epsilon of {rounds} round{s} is {whole:.4g} at "
             f"delta {spec.delta:g}"
         )
+        if self.shares is not None:
+            text += (
+                f"; each of {self.shares.asked} clients adds a share of {self.shares.sigma} steps, and "
+                f"{self.shares.count} of these suffice"
+            )
         if account.releases:
             text += f", beside the {account.epsilon:.4g} that {account.releases} earlier releases have cost"
         if spec.epsilon is not None and whole > spec.epsilon:
@@ -247,13 +271,43 @@ class PrivateRounds:
     def release(self, aggregate: Aggregate, clip: float, round: int) -> None:
         """Record the release of a round, and add the noise to this worker's sums, on rank 0.
 
+        If the clients have added the noise, `charge` was called before the sum was unmasked, and nothing is left to do.
+
         Raises OSError if the ledger cannot be written; nothing is released then.
         """
-        if self._releases is None:
+        if self._releases is None or self.shares is not None:
             return
         noise, bits = self._releases.noise(aggregate.size, clip, round)
         aggregate.add_noise(noise, {BITS: torch.tensor([bits], dtype=torch.float64)} if self.job.spec.adaptive else {})
         passing("privacy: noise added, not released")
+
+    @property
+    def shares(self) -> NoiseShares | None:
+        """The noise that the clients add; None if the server adds it. On rank 0, which alone has real clients."""
+        return None if self._releases is None else self._releases.account.mechanism.shares
+
+    def charge(self, round: int) -> None:
+        """Record the release of a sum that has the clients' noise, before clients are asked to unmask it.
+
+        Raises OSError if the ledger cannot be written; the sum must then not be unmasked.
+        """
+        assert self._releases is not None, "rank 0 has the account"
+        self._releases.account.charge(round)
+
+    def release_metrics(self, total: Floats, norm: float, round: int) -> Floats:
+        """Return the sum of the clients' metrics with noise. `norm`: the largest norm of what one client adds to it.
+
+        The release is recorded before. If the clients have added the noise, both was done before the sum was unmasked.
+
+        Raises OSError if the ledger cannot be written; nothing is released then.
+        """
+        if self.shares is not None:
+            return total
+        assert self._releases is not None, "rank 0 has the account"
+        self._releases.account.charge(round)
+        std = self._releases.account.mechanism.noise_multiplier * norm
+        found: Floats = np.rint((total + self._releases.source.normal(len(total), std, round, 2)) / (std * 1e-6))
+        return found * (std * 1e-6)
 
     def follow(self, outcome: RoundAggregate, memory: dict[str, torch.Tensor]) -> None:
         """Store the adaptive clip of the next round in the server's memory."""

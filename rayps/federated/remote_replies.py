@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from rayps_client.secure.quantise import SummedNumbers
+from rayps_client.signed_orders import EVALUATION, ROUND
 from torch import Tensor
 
 from rayps.core.errors import ConfigError, StaleGeneration, TrainingError
+from rayps.core.metrics import Totals
 from rayps.data.clients import ClientSummary
 from rayps.federated import remote_codec
 from rayps.federated.client import ClientReply
+from rayps.federated.client_evaluation import MOST_SECONDS, ClientEvaluation
 from rayps.federated.combine_replies import RoundAggregate
 from rayps.federated.population.cohort import Ints, cohort_size, first
 from rayps.federated.remote.join_options import JoinOptions
@@ -114,7 +117,7 @@ class RemoteReplies:
             chosen = first(w.plan.seed, t, there, cohort_size(self._joining.least, strategy.fraction)).tolist()
             private.asked(chosen)
         raw, most = self._prepare(w_t, shared, buffers)
-        facts = self._facts(t, self._mailbox.starts(w.position, self._first))
+        facts = self._facts(ROUND, t, self._mailbox.starts(w.position, self._first))
         self._first = False
         asked = dict(zip(chosen, self.names(chosen), strict=True))
         if self._secure is not None:
@@ -133,11 +136,11 @@ class RemoteReplies:
         self._like = part.cut(w_t), {} if side.keeps_buffers else part.without_private(buffers)
         return raw, remote_codec.most_bytes(self._like[0], side.sums, self._like[1])
 
-    def _facts(self, t: int, starts: list[list[int]]) -> OrderFacts:
-        """Return the facts of the orders of round `t`, by which clients train."""
+    def _facts(self, kind: str, t: int, starts: list[list[int]]) -> OrderFacts:
+        """Return the facts of the orders of round `t`, by which clients train or evaluate."""
         w = self._engine.w
         facts: OrderFacts = {
-            "kind": "round",
+            "kind": kind,
             "round": t,
             "phase": w.plan.origin[0],
             "seed": w.plan.seed,
@@ -149,6 +152,35 @@ class RemoteReplies:
         if self._engine.trainer.scheduled:
             facts["tick"] = self._engine.tick(t)
         return facts
+
+    def evaluate(self, of_job: Totals) -> Totals:
+        """Let the connected clients evaluate the model on their own rows, if the strategy says so.
+
+        Return a dict from `client_*` and `personal_*` metric to its total.
+        """
+        engine, strategy, private = self._engine, self._strategy, self._engine.private
+        if not strategy.client_evaluation:
+            return {}
+        self._members = self._mailbox.members()
+        asked = {each.number: each.name for each in self._members if self._mailbox.state(each.number) == "here"}
+        if private is not None and len(asked) >= private.job.drawn and private.exhausted() is None:
+            there = np.asarray(sorted(asked), dtype=np.int64)
+            chosen = first(engine.w.plan.seed, engine.w.position, there, private.job.drawn).tolist()
+            asked = {number: asked[number] for number in chosen}
+        elif private is not None:
+            asked = {}
+        if not asked:
+            return {}
+        facts = self._facts(EVALUATION, engine.at(engine.w.position), self._mailbox.known_starts())
+        raw = remote_codec.encode_parameters(
+            engine.w.flat.vector, engine.w.flat.layout, {}, engine.trainer.copy_buffers()
+        )
+        evaluation = ClientEvaluation(self._mailbox, strategy, min(self._deadline, MOST_SECONDS), private)
+        found, void = evaluation.run(facts, asked, raw, of_job, (self._wait_with, self._wait_for))
+        self._mailbox.write_waits(None)
+        if void:
+            engine.w.event("warning", f"round {engine.w.position}: no metrics of clients, because {void}")
+        return found
 
     def _secure_round(self, secure: SecureRounds, facts: OrderFacts, asked: dict[int, str], raw: bytes) -> Round:
         """Run a secure round, or take the stored sum of the same round."""

@@ -37,6 +37,7 @@ from rayps.federated.remote.signed_orders import OrderFacts
 
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
+    from rayps.federated.private_rounds import PrivateRounds
 
 # the seconds that each stage may take, as fractions of the round's deadline; the first includes the training
 SHARES_OF_DEADLINE = {Stage.ADVERTISE: 0.6, Stage.SHARE: 0.1, Stage.MASK: 0.15, Stage.CONFIRM: 0.05, Stage.UNMASK: 0.1}
@@ -60,18 +61,21 @@ class SecureRounds:
     """The secure rounds of a job with real clients."""
 
     def __init__(
-        self, mailbox: Mailbox, options: SecureOptions, least: int, size: int, *, private: bool = False
+        self, mailbox: Mailbox, options: SecureOptions, least: int, size: int, *, private: PrivateRounds | None = None
     ) -> None:
         """`least`: the fewest clients with which a round counts. `size`: the number of the model's parameters.
 
-        `private`: whether noise will be added to the sums, so that their sensitivity counts.
+        `private`: the noise, which makes the sensitivity of the sums count, or None. If the clients add the noise, the
+        release of a sum is recorded before they are asked to unmask it.
         """
         self.options, self._private = options, private
         self._mailbox, self._least, self._size = mailbox, least, size
 
     def facts(self, clients: int) -> SecureFacts:
         """Return what the order of a round of `clients` clients says. Raises ConfigError if their sum might wrap."""
-        return self.options.facts(clients, self._least, self._size if self._private else None)
+        if self._private is None:
+            return self.options.facts(clients, self._least)
+        return self.options.facts(clients, self._least, self._size, self._private.shares)
 
     def most_bytes(self, facts: SecureFacts) -> int:
         """Return the largest number of bytes of a message of a round."""
@@ -86,7 +90,7 @@ class SecureRounds:
         facts, stages = order.facts["secure"], self._mailbox.stages(order.serial)
         name, quantiser = RoundName(self._mailbox.job, order.serial), quantiser_of(facts)
         server = ServerSum(ServerRules(name, facts["threshold"], facts["least"], self.options.degree))
-        run, found = _StageRun(order, self._mailbox, server, pause), SecureTotal(sorted(order.sampled))
+        run, found = _StageRun(order, self._mailbox, server, pause, self._record), SecureTotal(sorted(order.sampled))
         try:
             masked = self._run_stages(run, facts["verify"], quantiser)
             total = server.total(_read(run.collect(Stage.UNMASK)), _vectors(masked, quantiser))
@@ -118,6 +122,11 @@ class SecureRounds:
         if verify:
             run.finish(Stage.CONFIRM, server.confirmed(_read(run.collect(Stage.CONFIRM))), Stage.UNMASK)
         return masked
+
+    def _record(self, order: RoundOrder) -> None:
+        """Record the release of a sum whose noise is in it, before anybody is asked to unmask it."""
+        if self._private is not None and self._private.shares is not None:
+            self._private.charge(order.facts["phase"] + order.round)
 
     # ---- the sums of past rounds
 
@@ -158,7 +167,7 @@ class SecureRounds:
     def _path(self, facts: OrderFacts, parameters: str) -> Path:
         """Return the file of the sum of a round, which is named by what its clients have trained from."""
         at = facts["phase"] + facts["round"]
-        what = [at, facts["seed"], facts["strategy"], facts.get("tick"), parameters]
+        what = [facts["kind"], at, facts["seed"], facts["strategy"], facts.get("tick"), parameters]
         digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
         return self._mailbox.folder / "sums" / f"{at}-{digest}.sum"
 
@@ -180,7 +189,7 @@ def secure_rounds_of(engine: FederatedEngine, mailbox: Mailbox) -> SecureRounds 
             field="secure",
         )
     least, size = strategy.aggregation.min_replies, engine.w.flat.layout.size
-    return SecureRounds(mailbox, options, least, size, private=engine.private is not None)
+    return SecureRounds(mailbox, options, least, size, private=engine.private)
 
 
 def aggregate_of(total: SecureTotal, w_t: Tensor) -> RoundAggregate:
@@ -196,8 +205,16 @@ def aggregate_of(total: SecureTotal, w_t: Tensor) -> RoundAggregate:
 class _StageRun:
     """The stages of one round, one after another."""
 
-    def __init__(self, order: RoundOrder, mailbox: Mailbox, server: ServerSum, pause: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        order: RoundOrder,
+        mailbox: Mailbox,
+        server: ServerSum,
+        pause: Callable[[str], None],
+        before_unmasking: Callable[[RoundOrder], None],
+    ) -> None:
         self.server, self._order, self._mailbox, self._pause = server, order, mailbox, pause
+        self._before_unmasking = before_unmasking
         self._stages = mailbox.stages(order.serial)
         self._asked = sorted(order.sampled)  # who may send the message of the current stage
         self.lost: dict[int, str] = {}  # why clients have dropped out
@@ -225,6 +242,8 @@ class _StageRun:
     def finish(self, stage: Stage, answers: Mapping[int, Answer], following: Stage) -> None:
         """Open the following stage, then publish the answers of this one."""
         self._asked = sorted(answers)
+        if following is Stage.UNMASK and not self._stages.has_begun(following):  # else a lost worker has recorded it
+            self._before_unmasking(self._order)
         self._stages.open(following)
         self._stages.publish(stage, answers)
 

@@ -94,6 +94,14 @@ class FederatedView(StrategyView, Protocol):
         """How real clients' updates are summed unseen (`rayps.federated.remote.secure_options`), or None."""
 
     @property
+    def client_evaluation(self) -> bool:
+        """Whether real clients evaluate models on their own rows (`rayps.federated.client_evaluation`)."""
+
+    @property
+    def metric_bound(self) -> float:
+        """The largest absolute value of a client's metric under masks."""
+
+    @property
     def client_side(self) -> ClientSide:
         """What a client stores, and what it sends in addition to its update."""
 

@@ -5,6 +5,9 @@
               (Balle and Wang, "Improving the Gaussian mechanism", ICML 2018)
     fixed     Renyi divergences of sampling without replacement (Wang, Balle, Kasiviswanathan, "Subsampled Renyi
               differential privacy", AISTATS 2019), replace one unit; such a sum has the sensitivity 2 * clip
+    distributed
+              Renyi divergences of sums of discrete Gaussians (`rayps.privacy.noise_shares`); one unit is replaced by
+              one that adds zeros
     tree      Renyi divergences of tree aggregation (Kairouz et al. 2021); a unit takes part at most once in each tree
 
 Each value is an upper bound. Losses are rounded upwards to a grid of about 1,500 points in the range of one release,
@@ -21,16 +24,20 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Protocol
 
+import numpy as np
+
 from rayps.core.errors import ConfigError
 from rayps.privacy.mechanism import Mechanism, Spent
 from rayps.privacy.noise import Floats
-from rayps.privacy.options import ALL, FIXED, POISSON, TREE
+from rayps.privacy.noise_shares import NoiseShares
+from rayps.privacy.options import ALL, DISTRIBUTED, FIXED, POISSON, TREE
 
 NAMES = {
     POISSON: "privacy loss distributions",
     ALL: "privacy loss distributions",
     FIXED: "Renyi divergences",
     TREE: "Renyi divergences",
+    DISTRIBUTED: "Renyi divergences of sums of discrete Gaussians",
 }
 _LARGEST_NOISE = 1e6
 _POINTS = 1500  # points of the grid in the range of one release
@@ -65,14 +72,18 @@ def epsilon(spent: Mapping[Mechanism, Spent], delta: float) -> float:
     made = {mechanism: each for mechanism, each in spent.items() if each.releases}
     if not made:
         return 0.0
-    kinds = {POISSON if mechanism.kind == ALL else mechanism.kind for mechanism in made}
+    kinds = {POISSON if mechanism.kind in (ALL, DISTRIBUTED) else mechanism.kind for mechanism in made}
     if len(kinds) > 1:
         raise ConfigError(
             f"the ledger has releases of the kinds {' and '.join(sorted(kinds))}, whose claims cannot be added: their "
             "neighbouring data sets differ. Start a new job in a new folder",
             field="privacy",
         )
-    by_distribution = kinds == {POISSON} and sum(_loss(each, made[each]) for each in made) < _LARGEST_LOSS
+    by_distribution = (
+        kinds == {POISSON}
+        and not any(mechanism.kind == DISTRIBUTED for mechanism in made)
+        and sum(_loss(each, made[each]) for each in made) < _LARGEST_LOSS
+    )
     found = _of_distributions(made, delta) if by_distribution else _of_divergences(made, delta)
     return found if found < _ALWAYS_INFINITE else math.inf
 
@@ -200,6 +211,8 @@ def _divergences(mechanism: Mechanism, steps: int) -> tuple[Floats, Floats]:
     library = _library()
     from dp_accounting import rdp
 
+    if mechanism.shares is not None:
+        return _divergences_of_shares(mechanism.shares)
     relations = library.NeighboringRelation
     if mechanism.kind == TREE:
         relation = relations.REPLACE_SPECIAL
@@ -219,6 +232,20 @@ def _divergences(mechanism: Mechanism, steps: int) -> tuple[Floats, Floats]:
     found = rdp.RdpAccountant(neighboring_relation=relation)
     found.compose(event)
     return found.orders, found.rdp
+
+
+def _divergences_of_shares(shares: NoiseShares) -> tuple[Floats, Floats]:
+    """Return orders, and the least of the bounds of the Renyi divergence of each order, of one release."""
+    library = _library()
+    from dp_accounting import rdp
+
+    least: Floats | None = None
+    for rho, xi in shares.bounds():
+        found = rdp.RdpAccountant(neighboring_relation=library.NeighboringRelation.REPLACE_SPECIAL)
+        found.compose(library.ZCDpEvent(rho, xi))
+        least = found.rdp if least is None else np.minimum(least, found.rdp)
+    assert least is not None, "there are three bounds"
+    return found.orders, least
 
 
 def _library() -> ModuleType:

@@ -9,13 +9,15 @@ from rayps.core.records import Event, Point
 from rayps.core.values import JsonObject, Keywords
 from rayps.privacy.accountant import NAMES
 from rayps.privacy.mechanism import NEIGHBOURS, Mechanism
-from rayps.privacy.options import ALL, FIXED, POISSON, TREE, PrivacySpec
+from rayps.privacy.noise_shares import NoiseShares
+from rayps.privacy.options import ALL, DISTRIBUTED, FIXED, POISSON, TREE, PrivacySpec
 
 _SAMPLING = {
     POISSON: "Each {unit} is drawn independently with the probability {probability:.4g} in each round. Who was drawn "
     "is in no record.",
     FIXED: "{drawn} of {units} {unit}s are drawn in each round. Who was drawn is in no record.",
     ALL: "Any {unit} may take part in any round: sampling adds nothing to the protection.",
+    DISTRIBUTED: "Any {unit} may take part in any round: sampling adds nothing to the protection.",
     TREE: "A {unit} takes part at most once in the {restart} rounds of a tree: sampling adds nothing to the "
     "protection.",
 }
@@ -46,8 +48,8 @@ def claim(spec: PrivacySpec, mechanism: Mechanism, setting: Setting) -> JsonObje
         "neighbours": NEIGHBOURS[mechanism.kind].format(unit=setting.unit),
         "accountant": NAMES[mechanism.kind],
         "proves": spec.proves,
-        "holds_against": _holds_against(setting),
-        "trusted": _trusted(setting),
+        "holds_against": _holds_against(setting, mechanism.shares),
+        "trusted": _trusted(setting, mechanism.shares),
         "assumes": _assumes(spec, mechanism, setting),
     }
 
@@ -88,18 +90,31 @@ def claim_of_run(events: Iterable[Event], points: Iterable[Point]) -> JsonObject
     return with_releases(facts, epsilon, max((int(point["releases"]) for point in rounds), default=0))
 
 
-def _holds_against(setting: Setting) -> list[str]:
+def _holds_against(setting: Setting, shares: NoiseShares | None) -> list[str]:
     found = [
         "whoever has the final model or a checkpoint",
         "whoever reads the job's metrics, events and pages, whose values come from the noised sums or from evaluation "
         "data that is assumed to be public",
     ]
-    if setting.unit == "client":
+    if shares is not None:
+        found.append("the service and whoever reads its disk, as long as the service follows the protocol")
+        if shares.colluding:
+            clients = "client" if shares.colluding == 1 else "clients"
+            found.append(f"up to {shares.colluding} {clients} of a round, even if they work together with the service")
+    elif setting.unit == "client":
         found.append("the other clients, even if they work together")
     return found
 
 
-def _trusted(setting: Setting) -> str:
+def _trusted(setting: Setting, shares: NoiseShares | None) -> str:
+    if shares is not None:
+        return (
+            f"The clients are trusted to add the noise: of the {shares.asked} that a round asks, at least "
+            f"{shares.asked - shares.colluding} add their share as agreed and tell it to nobody. At least "
+            f"{shares.least} are in each sum, so {shares.count} such shares. The service adds no noise, and sees only "
+            "sums that have it; it is trusted to follow the protocol of secure aggregation, and to ask for the agreed "
+            "noise."
+        )
     if setting.masked:
         return "The server sees only the sum of the clients' updates, and is trusted to add the noise to that sum."
     if setting.unit == "client":

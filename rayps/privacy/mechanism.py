@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from rayps.core.values import JsonObject, Keywords
-from rayps.privacy.options import ALL, FIXED, POISSON, TREE
+from rayps.privacy.noise_shares import NoiseShares
+from rayps.privacy.options import ALL, DISTRIBUTED, FIXED, POISSON, TREE
 
-KINDS = (POISSON, FIXED, ALL, TREE)
+KINDS = (POISSON, FIXED, ALL, TREE, DISTRIBUTED)
 NEIGHBOURS = {  # what differs between two data sets that the claim cannot tell apart
     POISSON: "one {unit} is added or removed",
     FIXED: "one {unit} is replaced by another",
     ALL: "one {unit} is replaced by one that adds zeros (that it takes part is not hidden)",
     TREE: "one {unit} is replaced by one that adds zeros (that it takes part is not hidden)",
+    DISTRIBUTED: "one {unit} is replaced by one that adds zeros (that it takes part is not hidden)",
 }
 
 
@@ -21,7 +23,8 @@ class Mechanism:
     """How one sum is released: `kind`, the noise, and the sampling of the units that add to the sum.
 
     `noise_multiplier` is the standard deviation of the noise divided by the clip. `probability` is that with which each
-    unit is drawn ("poisson"). `drawn` of `units` units are drawn without replacement ("fixed").
+    unit is drawn ("poisson"). `drawn` of `units` units are drawn without replacement ("fixed"). `shares` is the noise
+    that the clients add ("distributed"); `noise_multiplier` is then what was asked for, and they add at least so much.
     """
 
     kind: str
@@ -29,19 +32,22 @@ class Mechanism:
     probability: float = 1.0
     units: int = 0
     drawn: int = 0
+    shares: NoiseShares | None = None
 
     def to_wire(self) -> JsonObject:
         """Return the mechanism as JSON-ready data."""
-        return asdict(self)
+        found = asdict(self)
+        return found if self.shares is not None else {name: value for name, value in found.items() if name != "shares"}
 
     @staticmethod
     def from_wire(facts: Keywords) -> Mechanism:
         """Return the mechanism that `to_wire` returned. Raises ValueError if `facts` is something else."""
         try:
-            found = Mechanism(**facts)
+            shares = facts.get("shares")
+            found = Mechanism(**{**facts, "shares": None if shares is None else NoiseShares(**shares)})
         except TypeError as error:
             raise ValueError(f"no mechanism: {facts}") from error
-        if found.kind not in KINDS or not found.noise_multiplier > 0:
+        if found.kind not in KINDS or not found.noise_multiplier > 0 or (found.kind == DISTRIBUTED) == (shares is None):
             raise ValueError(f"no mechanism: {facts}")
         return found
 

@@ -28,6 +28,9 @@ ADAPTIVE = "adaptive"
 GAUSSIAN, TREE = "gaussian", "tree"
 POISSON, FIXED, ALL = "poisson", "fixed", "all"
 SECRET, SEEDED = "secret", "seeded"
+DISTRIBUTED = "distributed"  # kind of the releases whose noise the clients add
+SERVER, CLIENTS = "server", "clients"
+HONEST = 0.8  # as few as `rayps_client.secure.graph` bears: a fifth may work together with the server
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,10 @@ class PrivacySpec:
             (no amplification: anyone may take part in any round). None: poisson; all for real clients.
         noise: "secret" (noise and cohorts come from the system's random generator), or "seeded" (from the job's seed:
             for tests; it proves nothing).
+        noise_by: client level only: "server" (the server adds the noise to the sum), or "clients" (each client adds a
+            share before it masks its update, under `secure`).
+        honest: under noise_by=clients: the fraction of a round's clients that add their share as agreed, and tell it to
+            nobody. Their shares alone are the noise that is claimed. None: 0.8.
         quantile, clip_lr, first_clip, bit_noise: of adaptive clipping: the fraction of updates below the clip, the
             clip's learning rate, its first value, and the noise on the number of updates below the clip (None: a
             twentieth of the expected cohort).
@@ -64,6 +71,8 @@ class PrivacySpec:
     mechanism: str = GAUSSIAN
     sampling: str | None = None
     noise: str = SECRET
+    noise_by: str = SERVER
+    honest: float | None = None
     quantile: float = 0.5
     clip_lr: float = 0.2
     first_clip: float = 0.1
@@ -85,6 +94,8 @@ class PrivacySpec:
         if self.sampling is not None:
             options.choice(self, "sampling", (POISSON, FIXED, ALL))
         options.choice(self, "noise", (SECRET, SEEDED))
+        options.choice(self, "noise_by", (SERVER, CLIENTS))
+        options.number(self, "honest", above=0, most=1, none=True)
         options.number(self, "quantile", above=0, below=1)
         options.number(self, "clip_lr", above=0)
         options.number(self, "first_clip", above=0)
@@ -120,6 +131,40 @@ class PrivacySpec:
                 "none; give sampling=poisson",
                 field="privacy",
             )
+        if self.honest is not None and not self.by_clients:
+            raise ConfigError(
+                f"privacy has honest={self.honest:g}, the fraction of clients that add their share of the noise, but "
+                "the server adds it: give noise_by=clients, or leave honest out",
+                field="privacy",
+            )
+        if self.by_clients:
+            self._check_noise_of_clients()
+
+    def _check_noise_of_clients(self) -> None:
+        for wrong, given, why in (
+            (
+                self.mechanism == TREE,
+                "mechanism=tree",
+                "the noise of a tree is drawn by one party, which keeps its key",
+            ),
+            (self.adaptive, "clip=adaptive", "a client's numbers are written in steps of a constant clip"),
+            (self.noise == SEEDED, "noise=seeded", "clients draw their noise in secret only"),
+            (self.sampling not in (None, ALL), f"sampling={self.sampling}", "clients are no random sample"),
+        ):
+            if wrong:
+                raise ConfigError(
+                    f"privacy has noise_by=clients and {given}: {why}; leave one of them out", field="privacy"
+                )
+
+    @property
+    def by_clients(self) -> bool:
+        """Whether the clients add the noise, and not the server."""
+        return self.noise_by == CLIENTS
+
+    @property
+    def honest_fraction(self) -> float:
+        """The fraction of a round's clients whose noise counts, if the clients add it."""
+        return HONEST if self.honest is None else self.honest
 
     @property
     def adaptive(self) -> bool:

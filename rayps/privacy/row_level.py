@@ -56,6 +56,7 @@ def check_row_level(spec: PrivacySpec | None) -> None:
     given = {
         "clip": spec.clip if spec.adaptive else None,
         "mechanism": spec.mechanism if spec.mechanism != GAUSSIAN else None,
+        "noise_by": spec.noise_by if spec.by_clients else None,
         "sampling": spec.sampling if spec.sampling not in (None, POISSON) else None,
         **{name: getattr(spec, name) for name in _CLIENT_ONLY},
     }

@@ -75,7 +75,7 @@ from rayps.runtime.ledger_folder import LedgerFolder, ledger_folder
 from rayps.runtime.membership import Membership
 from rayps.runtime.phases import PhaseRun, RunPlan
 from rayps.runtime.preflight import PreflightFindings, Trial, TrialFacts, TrialRequest, preflight
-from rayps.runtime.private_run import PrivateRun, private_run
+from rayps.runtime.private_run import PrivateRun, charged, private_run
 from rayps.runtime.recover import RecoveryExecutor
 from rayps.runtime.share_balancer import ShareBalancer
 from rayps.runtime.snapshots import Checkpointer
@@ -812,7 +812,8 @@ class Driver:
         if self._known is not None and self._known.private is not None:
             self._known.private.report_end(self._checkpoints.round, self._known.calendar.spans)
         elif (claim := claim_of_run(self.journal.events, self.journal.points)) is not None:
-            self.journal.event("privacy", str(claim["claim"]), **claim)
+            found = claim if self._plan.ledger is None else charged(claim, self._plan.ledger)
+            self.journal.event("privacy", str(found["claim"]), **found)
 
     def _end_callbacks(self, outcome: Outcome) -> None:
         """Call the callbacks' `on_end`. An error in it ends a run that has not failed with this error."""

@@ -108,6 +108,22 @@ class PrivateRun:
             ledger.close()
 
 
+def charged(facts: JsonObject, ledger: LedgerFolder) -> JsonObject:
+    """Return a claim with the releases and the epsilon of the ledger, if these are more than the claim has.
+
+    The rounds of a run do not show all: an evaluation on clients' rows is a release too, and so is a round that was
+    charged before its worker died.
+    """
+    opened = ReleaseLedger(ledger.path)
+    try:
+        spent = opened.spent()
+    finally:
+        opened.close()
+    releases = sum(each.releases for each in spent.values())
+    epsilon = accountant.epsilon(spent, float(str(facts["delta"])))
+    return with_releases(facts, max(epsilon, float(str(facts["epsilon"]))), max(releases, int(str(facts["releases"]))))
+
+
 def private_run(
     found: Sequence[RowPrivacy], phases: Sequence[Phase], ledger: LedgerFolder, journal: Journal, *, started_from: bool
 ) -> PrivateRun:

@@ -27,6 +27,10 @@ with them, and only that client is evaluated with them. `finetune`: at each eval
 evaluation data trains a copy of w for this number of epochs. The copy is evaluated on the client's rows, for the
 metrics `personal_*`.
 
+`client_evaluation`: at each evaluation, connected real clients evaluate the model, and their personal models, on their
+own rows, for the metrics `client_*` and `personal_*` (`rayps.federated.client_evaluation`). Under `secure` the service
+sees one sum of them, of metrics limited to [-metric_bound, metric_bound].
+
 `secure`: the updates of real clients are summed under masks, so that no update is seen
 (`rayps.federated.remote.secure_options`).
 
@@ -85,6 +89,8 @@ class Federated(FlatOptions, Strategy):
     clients: Json = None
     secure: Json = None
     report: str | None = None
+    client_evaluation: bool = False
+    metric_bound: float = 1.0
     loop: ClassVar[str] = FEDERATED_ROUNDS
     # names of vectors in `c.reply`, each as long as w, which are summed over clients without weights
     sums: ClassVar[tuple[str, ...]] = ()
@@ -106,11 +112,29 @@ class Federated(FlatOptions, Strategy):
             )
         if joining_of(self.clients) is not None:
             self._check_for_real_clients()
+        options.flag(self, "client_evaluation")
+        options.number(self, "metric_bound", above=0)
+        self._check_client_evaluation()
         object.__setattr__(self, "privacy", privacy_of(self.privacy))
         secure = secure_of(self.secure)
         if secure is not None:
             self._check_for_secure_sums(secure)
         check_private(self)
+
+    def _check_client_evaluation(self) -> None:
+        if self.metric_bound != 1.0 and (not self.client_evaluation or (self.secure is None and self.privacy is None)):
+            raise ConfigError(
+                f"metric_bound is {self.metric_bound:g}, but it limits the metrics of clients under masks or with "
+                "noise only: give client_evaluation=true and secure=secagg(...) or privacy=dp(...), or leave it out",
+                field="metric_bound",
+            )
+        ways = [
+            (self.clients is None, "the clients are simulated: evaluation_data() has their rows; leave it out"),
+            (self.buffered is not None, f"{self.name} has no rounds between which all clients could evaluate"),
+        ]
+        for wrong, why in ways:
+            if self.client_evaluation and wrong:
+                raise ConfigError(f"client_evaluation is true, but {why}", field="client_evaluation")
 
     def _check_for_real_clients(self) -> None:
         self.population.check_unset()

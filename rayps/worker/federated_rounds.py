@@ -45,8 +45,9 @@ class FederatedRounds(Loop):
         super().begin(stopped)
 
     def evaluate(self, vector: Tensor | None = None) -> Totals:
-        """Evaluate the model, and add the metrics `personal_*` of clients' own models. See `Loop`."""
-        return super().evaluate(vector) | self.w.clients.evaluate()
+        """Evaluate the model, and add the metrics `personal_*` and `client_*` on clients' rows. See `Loop`."""
+        found = super().evaluate(vector)
+        return found | self.w.clients.evaluate(found)
 
     def retain(self, round: int) -> None:
         """Retain the clients' states after `round`. See `Loop`."""

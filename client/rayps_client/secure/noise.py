@@ -1,16 +1,14 @@
-"""Discrete Gaussian noise, exact, from a cryptographic source; and what it must cover.
+"""Discrete Gaussian noise, exact, from a cryptographic source: a client's share of the noise of a sum.
 
 Canonne, Kamath and Steinke, "The Discrete Gaussian for Differential Privacy", NeurIPS 2020, algorithms 1 to 3, on
 vectors: every decision compares whole numbers, so no rounding of floats distorts a probability. `sigma` is a whole
 number, which makes t = sigma in algorithm 3 and all quantities fit into 64 bits. A client adds its noise to its whole
-numbers before masks. For the sum of several: Kairouz, Liu and Steinke, "The Distributed Discrete Gaussian Mechanism for
-Federated Learning with Secure Aggregation", ICML 2021; each client's share is sized for the fewest clients whose sum
-can be unmasked, so that drop-outs never leave too little.
+numbers before masks (`noise_sizes.py` says how much). The noise is in memory alone, and only the masked sum of both
+leaves the client.
 """
 
 from __future__ import annotations
 
-import math
 import secrets
 
 import numpy as np
@@ -18,10 +16,9 @@ from numpy.typing import NDArray
 
 from rayps_client.errors import ConfigError
 from rayps_client.secure.masks import Keystream
-from rayps_client.secure.quantise import Integers
+from rayps_client.secure.noise_sizes import MOST_SIGMA
+from rayps_client.secure.quantise import EXTRAS, Integers
 
-MOST_SIGMA = 1 << 24
-TAIL = 12.0  # standard deviations for which the modulus leaves room: beyond is a probability of 2^-107
 _Bools = NDArray[np.bool_]
 
 
@@ -103,21 +100,10 @@ class NoiseSource:
         return found
 
 
-def share_of(sigma: float, survivors: int) -> int:
-    """Return the sigma of one client's share, so that the sum over `survivors` clients has at least `sigma` [steps]."""
-    return max(1, math.ceil(sigma / math.sqrt(survivors)))
+def add_share(integers: Integers, sigma: int, source: NoiseSource) -> None:
+    """Add a client's share of the noise to its whole numbers, in place: to the update, not to the `EXTRAS` after it.
 
-
-def sensitivity(levels: int, size: int) -> float:
-    """Return the largest L2 norm, in steps, of the rounded update of `size` elements of one client of weight 1.
-
-    Rounding to the nearest moves each element by at most 1/2, so the norm grows by at most sqrt(size) / 2. (Kairouz et
-    al. 2021 round at random, and bound the growth with high probability or by rejecting.) The modulus changes nothing:
-    the reduced sum is a function of the sum.
+    `sigma` 0 adds nothing.
     """
-    return levels + math.sqrt(size) / 2
-
-
-def margin_of(sigma: int, clients: int) -> int:
-    """Return the largest absolute value of the sum of `clients` shares of noise for which the modulus needs room."""
-    return math.ceil(TAIL * sigma * math.sqrt(clients))
+    if sigma:
+        integers[:-EXTRAS] += source.gaussian(len(integers) - EXTRAS, sigma)

@@ -10,13 +10,13 @@ n * max_weight * levels. The modulus is the smaller of 2^32 and 2^64 whose half 
 
 Rounding is to the nearest whole number, not at random: an element of the weighted mean is wrong by at most half a step
 times (number of clients / sum of weights), and the same update gives the same numbers, so a repeated round reveals
-nothing more. Rounding adds at most sqrt(d) / 2 steps to the norm of a vector of d elements (`noise.py`).
+nothing more. Rounding adds at most sqrt(d) / 2 steps to the norm of a vector of d elements (`noise_sizes.py`).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -87,10 +87,6 @@ class Quantiser:
         """The dtype of a word, in little-endian order."""
         bits = word_bits(self.clients, self.max_weight, self.bits, self.margin)
         return np.dtype("<u4") if bits == 32 else np.dtype("<u8")
-
-    def with_margin(self, margin: int) -> Quantiser:
-        """Return this quantiser with room for noise of at most `margin` steps in an element of the sum."""
-        return replace(self, margin=margin)
 
     def limited(self, samples: int) -> int:
         """Return the weight of a client with so many samples."""

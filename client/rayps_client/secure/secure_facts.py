@@ -22,6 +22,7 @@ class SecureFacts(TypedDict):
     verify: bool  # whether the round has a consistency check
     norm: float  # largest L2 norm of an update before rounding: with differential privacy less than `clip`
     counts: bool  # whether the sum has losses and processed samples; without, they are 0 in it
+    noise: int  # standard deviation, in steps, of the noise that each client adds to each element; 0: none
 
 
 def levels_of(bits: int) -> int:
@@ -42,7 +43,9 @@ def word_bits(clients: int, max_weight: int, bits: int, margin: int = 0) -> int:
         if bound < 1 << (found - 1):
             return found
     raise ConfigError(
-        f"the sum of {clients} clients x max_weight {max_weight} x {levels_of(bits)} levels does not fit into 64 bits: "
+        f"the sum of {clients} clients x max_weight {max_weight} x {levels_of(bits)} levels "
+        + ("and its noise do" if margin else "does")
+        + " not fit into 64 bits: "
         "lower bits or\nmax_weight in secure=secagg(bits=...,max_weight=...), or fraction",
         field="secure",
     )

@@ -73,6 +73,11 @@ class SecureReplies:
             )
         return found
 
+    def withdraw(self, order: Mapping[str, Any], joined: JoinedAs, reason: str) -> None:
+        """Tell the service that this client takes no part in a secure order, so that no stage waits for it."""
+        about = (joined.job, joined.number, int(order["serial"]))
+        ServiceStages(self._connection, joined.headers, about, _never).withdraw(reason)
+
     def send(
         self,
         order: Mapping[str, Any],
@@ -104,7 +109,11 @@ class SecureReplies:
         return None
 
 
+def _never(text: str, signature: str) -> Mapping[str, Any]:
+    raise AssertionError("a client that takes no part gets no answers")
+
+
 def _name(order: Mapping[str, Any]) -> str:
-    """Return the name of what a client trains from in a round: the same name means the same update."""
+    """Return the name of what a client sends numbers of: the same name means the same numbers."""
     at = int(order["phase"]) + int(order["round"])
-    return f"round {at} from {order['parameters']['sha256']} with seed {order['seed']}"
+    return f"{order['kind']} {at} from {order['parameters']['sha256']} with seed {order['seed']}"

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rayps_client.errors import ConfigError
+from rayps_client.secure.noise import NoiseSource, add_share
+from rayps_client.secure.noise_sizes import margin_of
 from rayps_client.secure.pinned_keys import PeerKeys
 from rayps_client.secure.protocol import RoundName, Stage
 from rayps_client.secure.quantise import ClientNumbers, Quantiser
@@ -54,15 +56,22 @@ class SecureClient:
 
 def quantiser_of(facts: SecureFacts) -> Quantiser:
     """Return how a round's numbers are written. Raises ConfigError if their sum might wrap."""
+    clients = facts["clients"]
     return Quantiser(
-        facts["clip"], facts["bits"], facts["max_weight"], facts["clients"], norm=facts["norm"], counts=facts["counts"]
+        facts["clip"],
+        facts["bits"],
+        facts["max_weight"],
+        clients,
+        norm=facts["norm"],
+        counts=facts["counts"],
+        margin=margin_of(facts["noise"], clients),
     )
 
 
 def take_part(
     client: SecureClient, serial: int, facts: SecureFacts, trained: tuple[ClientNumbers, str], exchange: StageExchange
 ) -> None:
-    """Add this client's numbers to the sum of a round.
+    """Add this client's numbers to the sum of a round, and its share of the noise if the round has such noise.
 
     `trained` has the numbers, and the name of what they were trained from (`ReleaseRecord.send_update`).
 
@@ -75,11 +84,11 @@ def take_part(
     """
     quantiser, (numbers, update) = quantiser_of(facts), trained
     integers = quantiser.integers(numbers)
+    add_share(integers, facts["noise"], NoiseSource())
     turn = SecureTurn(client.rules(serial, facts), client.record)
     exchange.put(Stage.ADVERTISE, turn.advertise())
     exchange.put(Stage.SHARE, turn.share(exchange.get(Stage.ADVERTISE)))
     answer = exchange.get(Stage.SHARE)
-    # noise of the client's own (`noise.py`) is added to `integers` here, before any mask
     vector = turn.mask(answer, quantiser.words(integers), update)
     exchange.put(Stage.MASK, vector.tobytes())
     survivors = exchange.get(Stage.MASK)

@@ -12,15 +12,16 @@ verify=false     whether clients check each other's keys and the survivors with 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rayps_client.secure.noise_sizes import margin_of, rounding
 from rayps_client.secure.secure_facts import MOST_BITS, MOST_WEIGHT, SecureFacts, levels_of, word_bits
 
 from rayps.core.errors import ConfigError
 from rayps.core.text import form
 from rayps.core.values import Json, Keywords, is_number
+from rayps.privacy.noise_shares import NoiseShares
 
 SECAGG = "secagg"
 AUTO = "auto"
@@ -38,36 +39,42 @@ class SecureOptions:
     neighbours: int | str = AUTO
     verify: bool = False
 
-    def facts(self, clients: int, least: int, private_size: int | None = None) -> SecureFacts:
+    def facts(
+        self, clients: int, least: int, private_size: int | None = None, shares: NoiseShares | None = None
+    ) -> SecureFacts:
         """Return what the order of a round of `clients` clients says, of which `least` must survive.
 
+        `shares`: the noise that the clients add, or None. It is sized for the survivors that it names.
+
         `private_size`: with differential privacy, the number of the model's parameters. Rounding to the nearest step
-        moves a vector of d elements by at most sqrt(d) / 2 steps, so an update is then scaled down to a norm that is
-        less than `clip` by this: the rounded one does not exceed `clip`.
+        moves a vector by at most `rounding(size)` steps, so an update is then scaled down to a norm that is less than
+        `clip` by this: the rounded one does not exceed `clip`.
 
         Raises:
             ConfigError: the sum of so many clients does not fit into 64 bits, or steps are too large for `clip`.
         """
         norm = self.clip
         if private_size is not None:
-            norm -= self.clip / levels_of(self.bits) * math.sqrt(private_size) / 2
+            norm -= self.clip / levels_of(self.bits) * rounding(private_size)
             if norm <= 0:
                 raise ConfigError(
                     f"{self.bits} bits are too few for privacy with {private_size} parameters: rounding would exceed "
                     "clip; raise bits in secure=secagg(bits=...)",
                     field="secure",
                 )
-        word_bits(clients, self.max_weight, self.bits)
+        noise = 0 if shares is None else shares.sigma
+        word_bits(clients, self.max_weight, self.bits, margin_of(noise, clients))
         return {
             "clip": self.clip,
             "bits": self.bits,
             "max_weight": self.max_weight,
             "clients": clients,
             "threshold": self.threshold,
-            "least": max(LEAST, least),
+            "least": max(LEAST, least, 0 if shares is None else shares.least),
             "verify": self.verify,
             "norm": norm,
             "counts": private_size is None,
+            "noise": noise,
         }
 
     @property

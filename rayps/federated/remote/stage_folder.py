@@ -118,6 +118,10 @@ class StageFolder:
         if not (self._folder / stage / "taken").exists():
             (self._folder / stage / "inbox").mkdir(parents=True, exist_ok=True, mode=0o700)
 
+    def has_begun(self, stage: Stage) -> bool:
+        """Return whether a stage was opened, closed since or not."""
+        return (self._folder / stage).is_dir()
+
     def arrived(self, stage: Stage) -> set[int]:
         """Return the numbers of the clients whose messages of a stage have arrived."""
         for name in ("taken", "inbox"):
