@@ -203,6 +203,17 @@ def test_members_sign_the_statement_for_each_update(
     assert wrong[0].startswith("the signature is not that of the certificate's key") and len(wrong) == 1 + 1
 
 
+def test_metrics_that_a_member_sends_are_signed_for_too(federation: Federation) -> None:
+    text = "fedavg:local_steps=1,client_evaluation=true,clients=remote(least=1,wait=100)"
+    job = federation.job(text, rounds=1, statement=TEXT)
+    hospital = federation.begin(job, 0, accepted=ACCEPTED)
+    federation.trained(job)
+    assert hospital.over().error is None
+    (found,) = federation.user.call("GET", f"/api/v1/jobs/{job.id}/acceptances")["clients"]
+    lines = [Acceptance.of_json(each) for each in found]
+    assert wrong(lines, job=job.id) == ["", ""] and len({each.facts().serial for each in lines}) == 2
+
+
 @pytest.mark.parametrize("accepted", [None, "a" * 64], ids=["none", "another"])
 def test_a_client_that_has_not_accepted_the_statement_does_not_join(
     federation: Federation, accepted: str | None
