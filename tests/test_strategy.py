@@ -169,6 +169,7 @@ def test_the_catalogue_tells_everything():
         {"name": "late_limit", "type": "int | None", "default": None},
         {"name": "replace_late", "type": "bool | None", "default": None},
     ]
+    private = {"name": "privacy", "type": "Any", "default": None}
     assert told["all_reduce"]["options"] == [
         {"name": "compression", "type": "str | None", "default": None},
         {"name": "bucket_mb", "type": "float | None", "default": None},
@@ -176,9 +177,10 @@ def test_the_catalogue_tells_everything():
         {"name": "shard", "type": "str | None", "default": None},
         {"name": "slice_backup", "type": "bool | None", "default": None},
         *late,
+        private,
     ]
     resources = {"name": "shard_resources", "type": "dict[str, float] | None", "default": None}
-    assert told["parameter_server"]["options"][-5:] == [replica, resources, *late]
+    assert told["parameter_server"]["options"][-6:] == [replica, resources, *late, private]
     assert [o["of"] for o in told["pipeline"]["options"] if "of" in o] == [["tensor_parallel"]]
     of_any_type = {o["name"] for o in told["fedavg"]["options"] if o["type"] == "Any"}
     assert of_any_type == {"rule", "attack", "speed", "available", "clients", "privacy", "secure"}
@@ -194,6 +196,7 @@ def test_the_catalogue_tells_everything():
         "backup": None,
         "late_limit": None,
         "replace_late": None,
+        "privacy": None,
     }
     assert all(item["summary"] for item in told.values())
     json.dumps(catalogue())
