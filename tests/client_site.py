@@ -18,9 +18,12 @@ import numpy as np
 import torch
 from fake_manager import ThreadPlace
 from rayps_client.client_folder import ClientFolder
-from rayps_client.connection import ServiceConnection
+from rayps_client.connection import Line, ServiceConnection
+from rayps_client.members.consent import Consent
+from rayps_client.members.member_key import MemberKey
+from rayps_client.members.signed_requests import SignedRequests
 from rayps_client.process import ClientProcess
-from rayps_client.secure.pinned_keys import PinnedKeys
+from rayps_client.secure.pinned_keys import PeerKeys
 from rayps_client.signed_orders import ClientToken
 from service_site import Site
 
@@ -110,10 +113,10 @@ class All(Server):
 class Clinic(Site):
     """A service, its jobs and their clients, all in this process."""
 
-    def __init__(self, path: Path, port: int = 0) -> None:
+    def __init__(self, path: Path, port: int = 0, **settings: Any) -> None:
         place = ThreadPlace()
         place.threads = surrounding()  # type: ignore[assignment]  # where a driver in a thread starts its workers
-        super().__init__(path / "state", port, place)
+        super().__init__(path / "state", port, place, **settings)
         (path / "work.py").write_text(WORK)
         self.path, self.running = path, list[Hospital]()
         self.user = Client(self.url, self.token)
@@ -125,7 +128,7 @@ class Clinic(Site):
         found: dict[str, Any] = self.user.call("POST", "/api/v1/client-tokens", json={"job": job.id, **more})
         return found
 
-    def hospital(self, job: Job, k: int, token: str | None = None, **options: Any) -> Hospital:
+    def hospital(self, job: Job, k: int, token: str | ClientToken | None = None, **options: Any) -> Hospital:
         made = Hospital(self, job, k, token or self.invite(job)["token"], **options)
         self.running.append(made)
         return made
@@ -172,22 +175,27 @@ class Hospital(threading.Thread):
         clinic: Clinic,
         job: Job,
         k: int,
-        token: str,
+        token: str | ClientToken,
         *,
         name: str | None = None,
         pause: float = 0.0,
         transport: httpx2.BaseTransport | None = None,
         state: Path | None = None,
         gate: threading.Event | None = None,
-        pinned: PinnedKeys | None = None,
+        pinned: PeerKeys | None = None,
+        member: MemberKey | None = None,
+        accepted: str | None = None,
     ) -> None:
         super().__init__(daemon=True)
         self.said: list[str] = []
         self.ended: Any = None
         self.error: Exception | None = None
-        workload, found = Own(k, pause, gate), ClientToken.read(token)
+        workload = Own(k, pause, gate)
+        found = token if isinstance(token, ClientToken) else ClientToken.read(token)
         self.folder = ClientFolder(state or clinic.path / f"hospital-{job.id}-{name or k}")
-        self.connection = ServiceConnection(clinic.url, token, 20.0, self.said.append, transport)
+        line = Line(auth=None if member is None else SignedRequests(member, found.fingerprint))
+        bearer = str(found) if found.secret else ""
+        self.connection = ServiceConnection(clinic.url, bearer, 20.0, self.said.append, transport, line=line)
         self.outside = ClientProcess(
             WorkloadTrainer(workload, workload.data()),
             found,
@@ -197,6 +205,7 @@ class Hospital(threading.Thread):
             name=name or f"h{k}",
             report=self.said.append,
             pinned=pinned,
+            consent=Consent(self.folder.folder, self.connection, member, accepted),
         )
 
     def run(self) -> None:

@@ -42,8 +42,8 @@ class NoPlace:
 class Site:
     """A real server on a free port, in a thread."""
 
-    def __init__(self, path: Path, port: int = 0, place: Any = None, limits: Limits | None = None) -> None:
-        self.settings = Settings(state_dir=path).prepare()
+    def __init__(self, path: Path, port: int = 0, place: Any = None, limits: Limits | None = None, **more: Any) -> None:
+        self.settings = Settings(state_dir=path, **more).prepare()
         self.token = ""
         self.code = ""
         self.service: Any = None

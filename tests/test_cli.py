@@ -538,7 +538,7 @@ def test_an_interrupt_while_modules_are_imported_is_one_line(monkeypatch, capsys
     assert capsys.readouterr().err == "rayps: interrupted\n"
 
 
-@pytest.mark.parametrize("group", [[], ["servers"], ["bench"], ["token"]], ids=" ".join)
+@pytest.mark.parametrize("group", [[], ["servers"], ["bench"], ["token"], ["members"]], ids=" ".join)
 def test_a_group_without_a_command_shows_its_help(capsys: pytest.CaptureFixture[str], group: list[str]) -> None:
     code, out, err = run(capsys, *group)
     assert (code, out) == (2, "")

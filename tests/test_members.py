@@ -1,287 +1,383 @@
-"""Ranks that join and leave the segments of servers: clocks, scales, backups, and exactly once."""
+"""Membership by certificate: which certificates are trusted, what a request proves, what is refused with which text."""
 
-import random
+from __future__ import annotations
 
-import numpy as np
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import httpx2
 import pytest
-import torch
-from torch.optim import SGD
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from member_keys import CLIENTS_ONLY, DAY, NOW, SERVERS_ONLY, TestAuthority
+from rayps_client.client_options import ClientOptions
+from rayps_client.command import identity_of_options
+from rayps_client.members.certified_keys import CertifiedKeys
+from rayps_client.members.member_certificates import MemberCertificate, MembersCa
+from rayps_client.members.member_key import MemberKey
+from rayps_client.members.membership_options import MembershipOptions
+from rayps_client.members.revocations import Revocations
+from rayps_client.members.signed_requests import HEADER, WINDOW_SECONDS, Proof, RequestFacts, SignedRequests
+from rayps_client.secure.protocol import RoundName, VoidRound, decode
+from rayps_client.secure.secure_turn import SecureTurn, TurnRules
+from rayps_client.signed_orders import ClientToken, Key
+from test_secure_protocol import Memory
 
-from rayps.core.errors import ConfigError, StaleGeneration
-from rayps.ps.client.client import compress
-from rayps.ps.protocol.members import MemberChange, MemberChangeKind
-from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, read_numbers, unpack
-from rayps.ps.protocol.space import SparseTable
-from rayps.ps.server.dense_segment import DenseSegment, state_of
-from rayps.ps.tables.table_segment import TableSegment
-from rayps.ps.tables.wire_format import encode_push
-from rayps.strategies.parameter_server import ParameterServer
-from rayps.tensors.flat import Layout
-from tests.ps_site import Site, error, space
-from tests.static_servers import House
+from rayps.cli.main import main
+from rayps.core.errors import ConfigError, ServiceError, Unauthorized
+from rayps.federated.remote.join_options import joining_of
+from rayps.service.member_authority import issue, issued, new_authority, new_request, revoke, revoked_serials
+from rayps.service.members import Members, SeenNonces
 
-SIZE, SLOTS = 12, 4
-KINDS = MemberChangeKind
-
-
-def begin(floor=0):
-    return MemberChange(KINDS.BEGIN, step=floor)
-
-
-def admit(rank, step=0):
-    return MemberChange(KINDS.ADMIT, rank, step)
-
-
-def remove(rank):
-    return MemberChange(KINDS.REMOVE, rank)
+JOIN = "/api/v1/client/join?job=A"
+SERVICE = "the-fingerprint-of-a-service"
 
 
-def repeat(rank, step, *earlier):
-    return MemberChange(KINDS.REPEAT, rank, step, earlier)
+class Clock:
+    def __init__(self, now: float = NOW) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
 
 
-def end(step):
-    return MemberChange(KINDS.END, step=step)
+@pytest.fixture
+def authority() -> TestAuthority:
+    return TestAuthority()
 
 
-def dense(staleness=1, factory=lambda p: SGD(p, lr=0.1)):
-    one = space(SIZE, 2, SLOTS, strategy=ParameterServer(staleness=staleness), factory=factory)
-    segment = DenseSegment(one, 1, factory)
-    lo, hi = segment.extent.lo, segment.extent.hi
-    segment.load(state_of(torch.arange(float(hi - lo)), segment.extent.layout, lo, marks=[0] * SLOTS))
-    return segment
+def members_of(authority: TestAuthority, clock: Clock, revoked: Path | None = None) -> Members:
+    revocations = Revocations(revoked, authority.trusted.authorities)
+    return Members(authority.trusted, revocations, SERVICE, SeenNonces(), clock, clock.now - 100)
 
 
-def gradient(rank, step):
-    values = torch.randn(SIZE // 2, generator=torch.Generator().manual_seed(1000 * step + rank)).numpy()
-    return memoryview(bytearray(values.tobytes()))
+def signed(
+    key: MemberKey,
+    clock: Clock,
+    method: str = "POST",
+    path: str = "/api/v1/client/join?job=A",
+    body: bytes = b"{}",
+    **headers: str,
+) -> httpx2.Request:
+    request = httpx2.Request(method, f"https://proxy.example.org/prefix{path}", content=body, headers=headers)
+    return next(SignedRequests(key, SERVICE, clock).auth_flow(request))
 
 
-TABLE = SparseTable("t", 3, segments=1, optimizer={"name": "adagrad", "lr": 0.1})
+def facts_of(request: httpx2.Request, **changed: Any) -> RequestFacts:
+    """What a service behind a proxy that removes /prefix sees of a request."""
+    target = request.url.raw_path.decode().removeprefix("/prefix")
+    headers = {name.lower(): value for name, value in request.headers.items()}
+    return dataclasses.replace(
+        RequestFacts(request.method, target, headers, hashlib.sha256(b"{}").hexdigest()), **changed
+    )
 
 
-def table(staleness=1):
-    return TableSegment(TABLE, 0, ParameterServer(staleness=staleness), SLOTS)
+def admitted(members: Members, request: httpx2.Request, facts: RequestFacts | None = None) -> Any:
+    return members.complete(members.begin(request.headers[HEADER]), facts or facts_of(request))
 
 
-def rows(rank, step):
-    ids = np.array([rank, 10 + step % 3], np.int64)
-    return encode_push(ids, torch.ones(2, 3), np.ones(2, np.int64)).data
+# ---- certificates
 
 
-SEGMENTS = {"dense": (dense, gradient), "table": (table, rows)}
+@pytest.mark.parametrize("p256", [False, True])
+def test_a_certificate_of_the_authority_is_trusted(p256: bool) -> None:
+    authority, key = TestAuthority(p256=p256), ec.generate_private_key(ec.SECP256R1()) if p256 else None
+    member = authority.member("hospital-a", key=key, more=(CLIENTS_ONLY,))
+    authority.trusted.check(member.member, NOW)
+    assert member.member.verify(b"text", member.sign(b"text"))
+    assert not member.member.verify(b"other", member.sign(b"text"))
 
 
-@pytest.mark.parametrize("kind", SEGMENTS)
-def test_only_ranks_that_take_part_count(kind):
-    make, push = SEGMENTS[kind]
-    segment = make(staleness=1)
-    for change in (begin(), admit(0), admit(1)):
-        segment.change_members(change)
-    assert segment.size if kind == "table" else segment.shard.size == 2
-    for step in range(3):
-        segment.push(0, step, 1.0, push(0, step))
-    assert (segment.closed, segment.may_pull(0), segment.laggards()) == (0, False, [1])
-    segment.change_members(remove(1))  # the slowest leaves: the pull of rank 0 is served
-    assert (segment.closed, segment.may_pull(0)) == (3, True)
-    segment.change_members(admit(2))  # a newcomer begins at the slowest clock
-    assert (segment.marks()[2], segment.closed, segment.may_pull(2)) == (3, 3, True)
-    with pytest.raises(StaleGeneration, match="worker-1 has left"):
-        segment.push(1, 0, 1.0, push(1, 0))
-    segment.change_members(admit(1))
-    assert segment.marks()[1] == 3
+@pytest.mark.parametrize(
+    ("begins", "ends", "says"),
+    [(3, 10, "is not valid before"), (-20, -1, "has expired"), (0, 10, "which is not an authority of this federation")],
+    ids=["not yet valid", "expired", "wrong authority"],
+)
+def test_a_certificate_is_refused_with_its_reason(authority: TestAuthority, begins: int, ends: int, says: str) -> None:
+    """The other authority has the same name: the signature decides."""
+    issuer = TestAuthority() if "authority" in says else authority
+    with pytest.raises(Unauthorized, match=says):
+        authority.trusted.check(issuer.member("hospital-a", begins, ends).member, NOW)
 
 
-def test_a_push_is_scaled_by_the_workers_that_take_part():
-    segment = dense(None)
-    segment.change_members(begin())
-    law = torch.arange(float(SIZE // 2))
-    for step, change in enumerate([admit(0), admit(1), admit(3), remove(1), remove(3)]):
-        segment.change_members(change)
-        segment.push(0, step, 1.0, gradient(0, step))
-        law -= 0.1 / [1, 2, 3, 2, 1][step] * torch.frombuffer(gradient(0, step), dtype=torch.float32)
-    assert torch.allclose(torch.frombuffer(bytearray(bytes(segment.read())), dtype=torch.float32), law)
+def test_an_expired_authority_is_not_trusted() -> None:
+    authority = TestAuthority(days=1)
+    with pytest.raises(Unauthorized, match="the authority's certificate of hospital-a has expired"):
+        authority.trusted.check(authority.member("hospital-a").member, NOW + 2 * DAY)
 
 
-def test_a_push_that_is_repeated_by_another_worker_counts_once():
-    segment = dense(None)
-    for change in (begin(), admit(0), admit(1)):
-        segment.change_members(change)
-    segment.push(0, 0, 1.0, gradient(0, 0))
-    segment.change_members(remove(0))
-    segment.change_members(admit(0, 5))  # the slot is used again
-    for push in ((0, 0), (0, 3)):
-        segment.change_members(repeat(1, push[1], push))
-    before, closed = bytes(segment.read()), segment.closed
-    backup = dense(None)
-    backup.load(segment.dump())
-    [change] = segment.push(1, 0, 1.0, gradient(1, 0))  # recorded, without an effect on the parameters
-    assert bytes(segment.read()) == before and segment.marks()[1] == 1 and segment.closed == closed + 1
-    backup.replay(memoryview(change))
-    assert backup.dump() == segment.dump()
-    for step in (1, 2, 3):  # the push (0, 3) was passed over, and never applied
-        segment.push(1, step, 1.0, gradient(1, step))
-        assert bytes(segment.read()) != before
-        before = bytes(segment.read())
+def test_a_certificate_for_something_else_is_no_member(authority: TestAuthority) -> None:
+    with pytest.raises(Unauthorized, match="not for clients: it needs the extended key usage clientAuth"):
+        authority.member("hospital-a", more=(SERVERS_ONLY,))
+    with pytest.raises(Unauthorized, match="no common name that is a client's name"):
+        authority.member("../hospital-a")
+    with pytest.raises(Unauthorized, match="is an authority's own"):
+        authority.member("hospital-a", authority=True)
+    with pytest.raises(Unauthorized, match="another kind of key"):
+        authority.member("hospital-a", key=ec.generate_private_key(ec.SECP384R1()))
+    with pytest.raises(Unauthorized, match=r"critical extension 2\.5\.29\.54"):
+        authority.member("hospital-a", more=(x509.InhibitAnyPolicy(0),))
+    with pytest.raises(Unauthorized, match="the certificate cannot be read"):
+        MemberCertificate.read(b"no certificate")
 
 
-@pytest.mark.parametrize("kind", SEGMENTS)
-def test_the_end_retains_the_last_state(kind):
-    make, push = SEGMENTS[kind]
-    segment = make(staleness=None)
-    for change in (begin(), admit(0), admit(1)):
-        segment.change_members(change)
-    for step in range(4):
-        segment.push(0, step, 1.0, push(0, step))
-    segment.change_members(remove(0))
-    segment.change_members(remove(1))
-    assert segment.part(7) is None
-    segment.change_members(end(7))
-    assert (segment.closed, set(segment.marks().values())) == (7, {7})
-    again = make(staleness=None)
-    again.load(segment.part(7))
-    assert again.closed == 7
-    if kind == "dense":
-        assert bytes(again.read()) == bytes(segment.read())
+def test_a_member_can_issue_no_certificates(authority: TestAuthority) -> None:
+    between = TestAuthority("hospital-a")
+    between.key = authority.member("hospital-a").private
+    with pytest.raises(Unauthorized, match="not an authority of this federation"):
+        authority.trusted.check(between.member("hospital-b").member, NOW)
 
 
-@pytest.mark.parametrize("kind", SEGMENTS)
-@pytest.mark.parametrize("seed", range(5))
-def test_a_backup_from_any_moment_is_equal_bit_for_bit(kind, seed):
-    make, push = SEGMENTS[kind]
-    rng = random.Random(seed)
-    primary, backups, joined = make(staleness=None), [], set()
-    primary.change_members(begin())
-    for _ in range(60):
-        if rng.random() < 0.1:
-            backups.append(make(staleness=None))
-            backups[-1].load(primary.dump())
-        rank = rng.randrange(SLOTS)
-        step = primary.marks()[rank]
-        if rng.random() < 0.3:
-            change = remove(rank) if rank in joined else admit(rank, step + rng.randrange(2))
-            (joined.discard if rank in joined else joined.add)(rank)
-            changes = primary.change_members(change)
-        elif rank in joined:
-            changes = primary.push(rank, step, 1.0, push(rank, step))
-        else:
-            continue
-        for backup in backups:
-            for each in changes:
-                backup.replay(memoryview(each))
-    assert backups
-    for backup in backups:
-        assert backup.dump() == primary.dump()
-        assert (backup.laggards(), backup.seq) == (primary.laggards(), primary.seq)
+def test_the_file_of_authorities_has_authorities_only(authority: TestAuthority, tmp_path: Path) -> None:
+    path = tmp_path / "ca.pem"
+    path.write_bytes(authority.member("hospital-a").member.certificate.public_bytes(Encoding.PEM))
+    with pytest.raises(ConfigError, match="not an authority's"):
+        MembersCa.load(path)
+    path.write_text("nothing")
+    with pytest.raises(ConfigError, match="no certificates that can be read"):
+        MembersCa.load(path)
 
 
-def test_workers_in_step_neither_join_nor_leave():
-    with pytest.raises(ConfigError, match="applies whole rounds"):
-        dense(0).change_members(begin())
-    with pytest.raises(ConfigError, match="applies whole rounds"):
-        table(0).change_members(begin())
+# ---- requests
 
 
-def test_a_rank_joins_only_where_ranks_change():
-    with pytest.raises(ValueError, match="do not change"):
-        dense().change_members(admit(0))
+def test_a_signed_request_is_admitted_once(authority: TestAuthority) -> None:
+    clock = Clock()
+    members, request = members_of(authority, clock), signed(authority.member("hospital-a"), clock)
+    grant = admitted(members, request)
+    assert (grant.name, grant.job) == ("hospital-a", None)
+    with pytest.raises(Unauthorized, match="was received before: somebody repeats it"):
+        admitted(members, request)
+    clock.now += 2 * WINDOW_SECONDS  # its nonce is forgotten later than its time is refused
+    with pytest.raises(Unauthorized, match="600 s ago by this service's clock"):
+        admitted(members, request)
 
 
-def asked(opener, change, segments, generation=1, incarnation=0):
-    """Send a change to segments of a server; return each segment's marks."""
-    pieces = [SegmentPayload(i, generation, change.encode()) for i in segments]
-    answer = opener.ask(GroupMessage.MEMBERS, pieces, weight=incarnation)
-    assert answer.kind == GroupMessage.VALUE, bytes(answer.payload)
-    return [read_numbers(piece.data) for piece in unpack(answer.payload)]
+@pytest.mark.parametrize("away", [WINDOW_SECONDS + 2, -WINDOW_SECONDS - 2])
+def test_a_request_of_another_time_is_refused(authority: TestAuthority, away: float) -> None:
+    request = signed(authority.member("hospital-a"), Clock())
+    with pytest.raises(Unauthorized, match="set the clock of the client's machine"):
+        admitted(members_of(authority, Clock(NOW + away)), request)
 
 
-def pushed(rank, step, generation=1):
-    return [SegmentPayload(i, generation, gradient(rank + i, step)[: SIZE // 3 * 4]) for i in range(3)]
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"body": "0" * 64},
+        {"method": "DELETE"},
+        {"target": "/api/v1/client/join?job=B"},
+        {"target": "/api/v1/client/leave"},
+        {"headers": {"rayps-client": "another client"}},
+        {"headers": {"range": "bytes=5-"}},
+    ],
+    ids=["body", "method", "query", "path", "client", "range"],
+)
+def test_a_stolen_header_serves_no_other_request(authority: TestAuthority, changed: dict[str, Any]) -> None:
+    clock = Clock()
+    members, request = members_of(authority, clock), signed(authority.member("hospital-a"), clock)
+    with pytest.raises(Unauthorized, match="the signature does not belong to this request"):
+        admitted(members, request, facts_of(request, **changed))
+    admitted(members, request)  # its nonce was not used up by the refused one
 
 
-def nothing(generation=1):
-    return [SegmentPayload(i, generation, b"") for i in range(3)]
+def test_a_request_for_another_service_is_refused(authority: TestAuthority) -> None:
+    clock = Clock()
+    request = signed(authority.member("hospital-a"), clock)
+    with pytest.raises(Unauthorized, match="was made for another service"):
+        admitted(dataclasses.replace(members_of(authority, clock), service="another"), request)
 
 
-def test_members_survive_the_death_of_a_server():
-    """The changes are on the backup before they are answered; the pull that waits is served by a removal."""
-    with Site("s0", "s1") as site:
-        one = space(SIZE, 3, SLOTS, staleness=1)
-        site.open(one, ["s0"] * 3, copies=[["s1"]] * 3)
-        site.load(one, ["s0"] * 3, torch.arange(float(SIZE)))
-        opener = site.guest("s0", rank=-1)
-        for change in (begin(), admit(0), admit(1)):
-            asked(opener, change, range(3))
-        fast = site.guest("s0", rank=0)
-        for step in range(2):
-            assert fast.ask(GroupMessage.PUSH, pushed(0, step), a=step, weight=1.0).kind == GroupMessage.ACK
-        waiting = fast.say(GroupMessage.PULL, nothing(), a=2)
-        assert fast.silent()
-        assert asked(opener, remove(1), range(3)) == [[2, 0, 0, 0]] * 3
-        assert fast.hear(waiting).kind == GroupMessage.VALUE
-        assert asked(opener, admit(2), range(3)) == [[2, 0, 2, 0]] * 3
-        site.kill("s0")
-        site.manager.orders("s1", one.number, [[i, "primary", 2, {}] for i in range(3)])
-        site.manager.heard("s1", "ready", one.number, 2, 2, "")
-        opener = site.guest("s1", rank=-1)
-        assert asked(opener, admit(2, 2), range(3), 2) == [[2, 0, 2, 0]] * 3  # a repeated change has no effect
-        left = site.guest("s1", rank=1)
-        assert error(left.ask(GroupMessage.PUSH, pushed(1, 0, 2), weight=1.0))["kind"] == "StaleGeneration"
-        newcomer = site.guest("s1", rank=2)
-        assert newcomer.marks == dict.fromkeys(range(3), 2)
+def test_a_certificate_without_its_key_is_refused(authority: TestAuthority) -> None:
+    clock, thief = Clock(), authority.member("hospital-b").private
+    stolen = MemberKey(authority.member("hospital-a").member, thief)
+    with pytest.raises(Unauthorized, match="the signature does not belong"):
+        admitted(members_of(authority, clock), signed(stolen, clock))
 
 
-def test_an_admission_refuses_the_rank_s_earlier_worker():
-    with Site("s0") as site:
-        one = space(SIZE, 3, SLOTS, staleness=None)
-        site.open(one, ["s0"] * 3)
-        site.load(one, ["s0"] * 3, torch.arange(float(SIZE)))
-        opener = site.guest("s0", rank=-1)
-        asked(opener, begin(), range(3))
-        asked(opener, admit(0), range(3), incarnation=1)
-        old = site.guest("s0", rank=0, incarnation=1)
-        asked(opener, remove(0), range(3))
-        asked(opener, admit(0), range(3), incarnation=2)
-        assert error(old.ask(GroupMessage.PUSH, pushed(0, 0), weight=1.0))["kind"] == "StaleGeneration"
-        worker = site.guest("s0", rank=1)
-        refused = worker.ask(GroupMessage.MEMBERS, [SegmentPayload(0, 1, remove(0).encode())])
-        assert "only a reader" in error(refused)["message"]
+def test_a_body_in_parts_is_named_by_the_hash_of_the_whole(authority: TestAuthority) -> None:
+    clock, path = Clock(), "/api/v1/client/rounds/3/update"
+    request = signed(authority.member("a"), clock, "PUT", path, b"part", **{"Rayps-Sha256": "a" * 64})
+    members = members_of(authority, clock)
+    with pytest.raises(Unauthorized, match="does not belong"):
+        admitted(members, request, facts_of(request, body="", headers={"rayps-sha256": "b" * 64}))
+    facts = dataclasses.replace(facts_of(request), body="")
+    assert admitted(members, request, facts).name == "a"
 
 
-def test_a_leaver_pushes_what_its_compression_has_left_out():
-    """After it, the servers have the sum of all gradients; the step of this push leaves a gap above the mark."""
-    layout = Layout.of([("a", torch.zeros(64))])
-    house = House(layout, torch.zeros(64), 2, 1, ParameterServer(staleness=None), lambda p: SGD(p, lr=1.0))
-    try:
-        server, law = house.join(0), torch.zeros(64)
-        compress(server, "top_k:0.05")
-        for step in range(5):
-            grad = torch.randn(64, generator=torch.Generator().manual_seed(step))
-            law -= grad
-            server.push(grad)
-        server.settle()
-        assert not torch.allclose(server.read(), law, atol=1e-5)
-        assert server.push_rest(300)
-        assert torch.allclose(server.read(), law, atol=1e-5)
-        assert {each.shard.ledger.marks[0] for each in house.loops} == {5}
-        assert {each.shard.ledger.reach(0) for each in house.loops} == {301}
-        assert not server.push_rest(301)  # nothing is compressed any more
-    finally:
-        house.close()
+def test_after_a_start_the_service_asks_for_a_new_signature(authority: TestAuthority) -> None:
+    clock = Clock()
+    request = signed(authority.member("hospital-a"), clock)
+    with pytest.raises(ServiceError, match="sign another") as caught:
+        admitted(dataclasses.replace(members_of(authority, clock), started=clock.now + 2), request)
+    assert caught.value.data["status"] == 503  # which the client repeats
 
 
-def test_a_consistent_pull_that_waits_for_a_rank_is_served_when_the_rank_leaves():
-    with Site("s0") as site:
-        one = space(SIZE, 3, SLOTS, staleness=1)
-        site.open(one, ["s0"] * 3)
-        site.load(one, ["s0"] * 3, torch.arange(float(SIZE)))
-        opener = site.guest("s0", rank=-1)
-        for change in (begin(), admit(0), admit(1)):
-            asked(opener, change, range(3))
-        fast = site.guest("s0", rank=0)
-        for step in range(2):
-            fast.ask(GroupMessage.PUSH, pushed(0, step), a=step, weight=1.0)
-        waiting = fast.say(GroupMessage.HOLD, nothing(), a=3)
-        assert fast.silent()
-        asked(opener, remove(1), range(3))
-        assert fast.hear(waiting).kind == GroupMessage.VALUE
+@pytest.mark.parametrize("header", ["", "a.b", "AAAA.1.0123456789abcdef.AA", "AAAA.-1.0123456789abcdef.AA", "..."])
+def test_a_malformed_header_is_refused(header: str) -> None:
+    with pytest.raises(Unauthorized):
+        Proof.read(header)
+
+
+# ---- revocation
+
+
+@pytest.mark.parametrize("form", ["list", "serials"])
+def test_a_revoked_certificate_is_refused_without_a_restart(
+    authority: TestAuthority, form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two, path, clock = authority.member("one"), authority.member("two"), tmp_path / "revoked", Clock()
+
+    def text(*revoked: MemberKey) -> bytes:
+        if form == "list":
+            return authority.revocation_list(*revoked)
+        return b"# revoked\n" + b"".join(b"serial=%s\n" % each.member.serial.upper().encode() for each in revoked)
+
+    path.write_bytes(text())
+    members = members_of(authority, clock, path)
+    admitted(members, signed(one, clock))
+    path.write_bytes(text(one))
+    with pytest.raises(Unauthorized, match=r"the certificate of one .* was revoked"):
+        admitted(members, signed(one, clock))
+    admitted(members, signed(two, clock))
+    path.write_bytes(b"neither serials nor a list")
+    with pytest.raises(Unauthorized, match="was revoked"):
+        admitted(members, signed(one, clock))
+    assert "the list that was read before still holds" in caplog.text
+
+
+def test_a_list_of_another_authority_is_refused(authority: TestAuthority, tmp_path: Path) -> None:
+    path = tmp_path / "revoked.pem"
+    path.write_bytes(TestAuthority().revocation_list())
+    with pytest.raises(ConfigError, match="not signed by an authority of this federation"):
+        Revocations(path, authority.trusted.authorities)
+
+
+# ---- keys of the other clients in secure rounds
+
+
+def test_certificates_are_the_keys_by_which_clients_check_each_other(authority: TestAuthority, tmp_path: Path) -> None:
+    path, clock = tmp_path / "revoked.pem", Clock()
+    path.write_bytes(authority.revocation_list())
+    a, b = authority.member("a"), authority.member("b")
+    keys = CertifiedKeys(a, authority.trusted, Revocations(path, authority.trusted.authorities), clock)
+    other = CertifiedKeys(b, authority.trusted, Revocations(None, ()), clock)
+    signature = other.sign(b"text")
+    assert keys.verify("b", b"text", signature)
+    assert not keys.verify("a", b"text", signature) and not keys.verify("b", b"other", signature)
+    assert not any(keys.verify("b", b"text", signature[:count]) for count in (0, 1, 2, 50, len(signature) - 1))
+    lying = TestAuthority()  # a service that lies makes a key and a certificate for the name b
+    forged = CertifiedKeys(lying.member("b"), lying.trusted, Revocations(None, ())).sign(b"text")
+    assert not keys.verify("b", b"text", forged)
+    path.write_bytes(authority.revocation_list(b))
+    assert not keys.verify("b", b"text", signature)
+
+
+def test_one_member_under_two_numbers_is_refused(authority: TestAuthority) -> None:
+    name, nobody = RoundName("job", 1), Revocations(None, ())
+
+    def turn(number: int, who: str) -> SecureTurn:
+        keys = CertifiedKeys(authority.member(who), authority.trusted, nobody, Clock())
+        return SecureTurn(TurnRules(name, number, who, 0.5, 2, keys), Memory())
+
+    turns = {number: turn(number, who) for number, who in enumerate(["a", "b", "b"])}
+    messages = {str(number): decode(turn.advertise()) for number, turn in turns.items()}
+    answer = {"neighbours": {number: facts for number, facts in messages.items() if number != "0"}}
+    with pytest.raises(VoidRound, match="two of the clients have one name"):
+        turns[0].share(answer)
+
+
+# ---- the federation's authority, and files
+
+
+def test_the_authority_issues_and_revokes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "ca"
+    monkeypatch.setenv("RAYPS_MEMBER_PASSPHRASE", "secret")  # of the keys
+    new_authority(folder, "federation", 100)
+    new_request("hospital-a", tmp_path / "a.key", tmp_path / "a.csr")
+    member = issue(folder, tmp_path / "a.csr", 10)
+    (tmp_path / "a.pem").write_bytes(member.certificate.public_bytes(Encoding.PEM))
+    key = MemberKey.load(tmp_path / "a.pem")
+    assert key.name == "hospital-a" and b"ENCRYPTED" in (tmp_path / "a.key").read_bytes()
+    now = member.certificate.not_valid_before_utc.timestamp() + 1
+    MembersCa.load(folder / "ca.pem").check(member, now)
+    again = issue(folder, tmp_path / "a.csr", 10)  # renewed: the same key
+    new_request("hospital-a", tmp_path / "b.key", tmp_path / "b.csr")
+    with pytest.raises(ServiceError, match="has a valid certificate with another key"):
+        issue(folder, tmp_path / "b.csr", 10)
+    assert (
+        {each.serial for each in revoke(folder, "hospital-a")}
+        == {member.serial, again.serial}
+        == revoked_serials(folder)
+    )
+    other = issue(folder, tmp_path / "b.csr", 10)
+    assert other.serial in {each.serial for each in issued(folder)} and revoke(folder, member.serial) == []
+    authorities = MembersCa.load(folder / "ca.pem").authorities
+    assert Revocations(folder / "revoked.pem", authorities).revoked() == {member.serial, again.serial}
+    with pytest.raises(ConfigError, match="not that of the certificate"):
+        MemberKey.load(tmp_path / "a.pem", tmp_path / "b.key")
+    monkeypatch.delenv("RAYPS_MEMBER_PASSPHRASE")
+    with pytest.raises(ConfigError, match="RAYPS_MEMBER_PASSPHRASE"):
+        MemberKey.load(tmp_path / "a.pem")
+
+
+def test_the_commands_of_the_authority(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(tmp_path / "ca")
+    assert main(["members", "ca", folder]) == 0
+    assert main(["members", "request", "hospital-a", "--to", str(tmp_path)]) == 0
+    assert main(["members", "issue", folder, str(tmp_path / "hospital-a.csr")]) == 0
+    assert MemberKey.load(tmp_path / "hospital-a.pem").name == "hospital-a"
+    assert (tmp_path / "hospital-a.key").stat().st_mode & 0o777 == 0o600
+    assert main(["members", "revoke", folder, "hospital-a"]) == 0
+    capsys.readouterr()
+    assert main(["members", "ls", folder]) == 0
+    assert capsys.readouterr().out.split()[-1] == "revoked"
+    assert main(["members", "revoke", folder, "hospital-b"]) == 3
+    assert main(["members", "ca", folder]) == 5
+
+
+def test_options_of_a_member(authority: TestAuthority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAYPS_CLIENT_TOKEN", raising=False)
+    member, path = authority.member("hospital-a"), tmp_path / "a.pem"
+    path.write_bytes(member.member.certificate.public_bytes(Encoding.PEM))
+    path.with_suffix(".key").write_bytes(
+        member.private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    )
+    plain = ClientOptions("w.py:W", url="http://x", job="A" * 26)
+
+    def identity(token: str | None = None, **options: Any) -> Any:
+        return identity_of_options(dataclasses.replace(plain, token=token, membership=MembershipOptions(**options)))
+
+    found = identity(member=path, service_key=SERVICE)
+    assert (found.name, found.bearer, found.token.fingerprint) == ("hospital-a", "", SERVICE)
+    with pytest.raises(ConfigError, match="give --service-key FINGERPRINT"):
+        identity(member=path)
+    token = ClientToken("secret", "A" * 26, SERVICE, "hospital-b")
+    with pytest.raises(ConfigError, match="the certificate is of 'hospital-a', not of 'hospital-b'"):
+        identity(str(token), member=path)
+    with pytest.raises(ConfigError, match="made by another service"):
+        identity(str(dataclasses.replace(token, name="hospital-a")), member=path, service_key="other")
+    with pytest.raises(ConfigError, match="--accept-statement needs a certificate"):
+        identity(str(token), accept_statement="a" * 64)
+    with pytest.raises(ConfigError, match="neither a hash of 64 hex digits nor a file"):
+        identity(member=path, service_key=SERVICE, accept_statement="nowhere.txt")
+
+
+def test_the_option_members() -> None:
+    assert joining_of("remote(members=true)").members and not joining_of("remote").members
+    with pytest.raises(ConfigError, match="members is 3: give true or false"):
+        joining_of("remote(members=3)")
+
+
+def test_a_fingerprint_on_the_command_line_never_looks_like_an_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAYPS_STATE_DIR", str(tmp_path))
+    assert main(["members", "service"]) == 2
+    key = Key.load_or_create(tmp_path / "clients.key")
+    capsys.readouterr()
+    assert main(["members", "service"]) == 0
+    shown = capsys.readouterr().out.strip()
+    assert shown == f"sha256:{key.fingerprint}" and MembershipOptions(service_key=shown).service == key.fingerprint

@@ -641,7 +641,7 @@ def test_a_client_may_do_what_is_a_clients_and_nothing_else(clinic: Clinic) -> N
         ("fedavg:clients=remote,dropout=0.5", 1, "dropout is 0.5"),
         ("fedavg:clients=remote,speed=0.1", 1, "speed"),
         ("fedavg:clients=here", 1, "remote"),
-        ("fedavg:clients=remote(most=3)", 1, "least and wait"),
+        ("fedavg:clients=remote(most=3)", 1, "least, wait and members"),
         ("fedavg:clients=remote(least=0)", 1, "least is 0"),
         ("fedavg:clients=remote(wait=-1)", 1, "wait is -1"),
         ("fedbuff:clients=remote,rule=median", 1, "rule is 'median', which fedbuff does not support"),

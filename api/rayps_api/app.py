@@ -32,6 +32,7 @@ from rayps_api import (
     routes_root,
     routes_secure,
     routes_servers,
+    routes_statements,
     routes_sweeps,
     routes_tokens,
     stream,
@@ -82,7 +83,7 @@ def create_app(
         app.state.service = Service(settings, store, scheduler, groups, tokens, users, code)
         if started is not None:
             await started(app.state.service)
-        ticking = [asyncio.create_task(scheduler.run()), asyncio.create_task(groups.run())]
+        ticking = [asyncio.create_task(loop) for loop in app.state.service.loops()]
         try:
             yield
         finally:
@@ -127,6 +128,7 @@ def create_app(
         routes_servers.router,
         routes_clients.router,
         routes_secure.router,
+        routes_statements.router,
         routes_tokens.router,
         routes_notices.router,
         routes_root.router,

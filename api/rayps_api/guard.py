@@ -13,14 +13,18 @@ from collections import deque
 from urllib.parse import urlsplit
 
 from fastapi import Request
+from rayps_client.members.signed_requests import HEADER
 from starlette.datastructures import MutableHeaders
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rayps.core.errors import RaypsError, Unauthorized
 from rayps.federated.remote.signed_orders import is_client_token
+from rayps.service.client_tokens import Grant
 from rayps.service.settings import LOOPBACK, Settings
 from rayps_api.connections import STATE, ConnectionFacts
+from rayps_api.membership import admit, receive_of
 from rayps_api.problems import problem
 from rayps_api.service import Service
 
@@ -91,7 +95,7 @@ class Guard:
             else:
                 app = self._updates if "rayps_grant" in scope and _is_update(request) else self._app
                 app = self._code if "rayps_user" in scope and _is_code(request) else app
-                await app(scope, receive, with_headers)
+                await app(scope, receive_of(request, receive), with_headers)
         except Exception:  # the answer must not contain a traceback
             log.exception("request %s %s %s failed", scope["request_id"], request.method, scope["path"])
             if not started:
@@ -132,6 +136,8 @@ class Guard:
         cookie = request.cookies.get(running.cookie)
         if scheme.lower() == "bearer" and is_client_token(token.strip()):
             return await self._client(request, token.strip())
+        if HEADER in request.headers:
+            return await self._member(request, None)
         if scheme.lower() == "bearer" and token:
             if await store.accepts_secret(token.strip()):
                 request.scope.update(rayps_user=True, rayps_bearer=True, rayps_secret=token.strip())
@@ -155,10 +161,26 @@ class Guard:
             )
         if not request.scope["path"].startswith(CLIENTS):
             return problem(request, 403, f"a client token is valid for {CLIENTS}* only", code="client_only")
+        if HEADER in request.headers:
+            return await self._member(request, grant)
         request.scope["rayps_grant"] = grant
         return None
 
-    def refuse_unauthenticated(self, request: Request, detail: str | None = None) -> Response:
+    async def _member(self, request: Request, token: Grant | None) -> Response | None:
+        """Authenticate a member of the federation by its certificate, and by its token if it has one too."""
+        if not request.scope["path"].startswith(CLIENTS):
+            return problem(request, 403, f"a certificate is valid for {CLIENTS}* only", code="client_only")
+        try:
+            members = request.app.state.service.members
+            request.scope["rayps_grant"] = await admit(request, members, token, BODY_LIMIT)
+        except Unauthorized as error:
+            return self.refuse_unauthenticated(request, error.message, str(error.data.get("code", "unauthorized")))
+        except RaypsError as error:
+            status = int(error.data.get("status", 400))
+            return problem(request, status, error.message, code=str(error.data.get("code", "bad_request")))
+        return None
+
+    def refuse_unauthenticated(self, request: Request, detail: str | None = None, code: str | None = None) -> Response:
         """Return the refusal of an unauthenticated request: 401, or 429 after many such requests in a minute.
 
         Authenticated requests are not affected.
@@ -176,6 +198,7 @@ class Guard:
             detail
             or "the token is missing, wrong or revoked: send `Authorization: Bearer "
             "rps_...`; the token is in the file `token` of the service's state directory",
+            code=code,
             headers={"WWW-Authenticate": "Bearer"},
         )
 

@@ -21,11 +21,12 @@ from starlette.requests import ClientDisconnect
 
 from rayps.core.errors import ConfigError, Conflict
 from rayps.federated.remote.mailbox import JoinedClient, Mailbox, RoundOrder
-from rayps.federated.remote.signed_orders import order_text
+from rayps.federated.remote.signed_orders import OrderFacts, order_text
 from rayps.service.client_tokens import Grant
 from rayps.service.store import JobRecord
 from rayps.strategies.catalogue import own_names, parse
 from rayps_api.client_model import model_facts, model_file
+from rayps_api.membership import refuse_token_of_member, refuse_without_certificate, statement_of, still_valid
 from rayps_api.schemas import problems, timestamp
 from rayps_api.schemas_clients import (
     JOB,
@@ -78,7 +79,7 @@ class Caller:
     job: str
     mailbox: Mailbox
     member: JoinedClient
-    token: str
+    token: str  # the text of the token; "" if the client has a certificate alone
 
 
 async def _joined(
@@ -100,8 +101,9 @@ async def _joined(
     member = await asyncio.to_thread(mailbox.member, int(number), key)
     if grant.name not in (None, member.name):
         raise HTTPException(403, f"this token is for the client {grant.name!r}")
+    refuse_token_of_member(member, grant)
     mailbox.record_request(member.number)
-    return Caller(running, job, mailbox, member, request.headers["authorization"].partition(" ")[2].strip())
+    return Caller(running, job, mailbox, member, request.headers.get("authorization", "").partition(" ")[2].strip())
 
 
 Joined = Annotated[Caller, Depends(_joined)]
@@ -132,11 +134,7 @@ async def tokens(running: RunningService, job: Annotated[str | None, Query(max_l
 async def revoke(token_id: Annotated[str, InPath(min_length=1, max_length=100)], running: RunningService) -> Any:
     """Revoke a token at once. Updates that its clients have sent in an open round do not count."""
     grant = await running.client_tokens.revoke(token_id)
-    for job in await running.store.unfinished():
-        mailbox = running.mailbox(job.id)
-        for member in await asyncio.to_thread(mailbox.members):
-            if member.token == grant.id:
-                await asyncio.to_thread(mailbox.withdraw, member.number)
+    await running.withdraw([grant.id])
     return _token(grant)
 
 
@@ -172,8 +170,9 @@ async def key(grant: Granted, request: Request, job: Annotated[str | None, Query
     """
     running: Service = request.app.state.service
     wanted = grant.job or job
-    secure = False if wanted is None else is_secure(await running.store.get(wanted))
-    return {"public_key": running.client_tokens.key.public, "secure": secure}
+    record = None if wanted is None else await running.store.get(wanted)
+    secure, stated = (False, None) if record is None else (is_secure(record), statement_of(record))
+    return {"public_key": running.client_tokens.key.public, "secure": secure, "statement": stated}
 
 
 @router.post("/client/join", response_model=JoinOut)
@@ -192,6 +191,7 @@ async def join(body: JoinIn, grant: Granted, request: Request) -> Any:
         raise ConfigError(f"this token is for the client {name!r}, not for {body.name!r}", field="name")
     job = await running.store.get(wanted)
     _check_remote(job)
+    refuse_without_certificate(job, grant)
     if job.status.terminal:
         raise Conflict(f"job {job.id} has ended: {job.status}: {job.reason or ''}", status=409, code="ended")
     samples = 0 if is_secure(job) else body.samples  # a secure round counts samples under its masks
@@ -231,13 +231,14 @@ async def work(
         if version != running.store.version or record is None:
             version = running.store.version
             record = await running.store.get(caller.job)
-            if await running.client_tokens.grant(caller.token) is None:
+            if caller.token and await running.client_tokens.grant(caller.token) is None:
                 raise HTTPException(401, "this client token was revoked or has expired")
+        still_valid(request, running.members)
         if record.status.terminal:
             return await answer(kind="end", status=record.status.value, reason=record.reason)
         order = await asyncio.to_thread(caller.mailbox.newest_for, caller.member.number)
         if order is not None and order.serial > after and not away and _is_for(caller, order):
-            text = _signed_text(caller, order)
+            text = _signed_text(caller, order, statement_of(record))
             signature = running.client_tokens.key.sign(text)
             return await answer(kind="round", order=text, signature=signature)
         if time.monotonic() >= ends or running.closing.is_set() or await request.is_disconnected():
@@ -259,7 +260,7 @@ async def parameters(
     serial: Serial, caller: Joined, range: Annotated[str | None, Header(description="From which byte on.")] = None
 ) -> Response:
     """Send the parameters of an open round, as safetensors; their hash is in the order. `Range: bytes=N-` resumes."""
-    order = await asyncio.to_thread(_open_order, caller, serial)
+    order = await asyncio.to_thread(open_order, caller, serial)
     file = await asyncio.to_thread(_open, caller.mailbox, order.serial)
     size = os.fstat(file.fileno()).st_size
     begin = begin_of_range(range, size)
@@ -276,7 +277,7 @@ async def parameters(
 async def received(serial: Serial, caller: Joined, rayps_sha256: Digest) -> Any:
     """Return how many bytes of the client's update with this hash have arrived: an upload continues from there."""
     mailbox, number = caller.mailbox, caller.member.number
-    if await asyncio.to_thread(_open_order, caller, serial, True) is None:
+    if await asyncio.to_thread(open_order, caller, serial, True) is None:
         found = await asyncio.to_thread(mailbox.update_bytes, serial, number)
     else:
         found = await asyncio.to_thread(lambda: part_size(mailbox.part(serial, number, rayps_sha256)))
@@ -312,7 +313,7 @@ async def update(
         raise HTTPException(429, f"{MOST_UPDATES} updates are being received: retry", {"Retry-After": "2"})
     caller.service.receiving += 1
     try:
-        order = await asyncio.to_thread(_open_order, caller, serial, True)
+        order = await asyncio.to_thread(open_order, caller, serial, True)
         if order is not None and "secure" in order.facts:
             raise Conflict(
                 f"order {serial} is a secure round: its updates are sent masked, in stages; use a newer rayps client",
@@ -321,11 +322,13 @@ async def update(
             )
         if order is None:
             return JSONResponse({"serial": serial, "again": True}, 200)
+        await check_accepted(caller, serial, rayps_sha256)
         path = await asyncio.to_thread(caller.mailbox.part, serial, caller.member.number, rayps_sha256)
         writer = caller.service.parts.begin(path)
         try:
             await _receive(request, caller, writer, span, order.most_bytes)
             await _seal(writer, span, rayps_sha256)
+            still_valid(request, caller.service.members)
             new = await asyncio.to_thread(caller.mailbox.deliver, serial, caller.member.number, path)
         finally:
             caller.service.parts.forget(writer)
@@ -416,7 +419,7 @@ async def _seal(writer: PartWriter, span: Span, digest: str) -> None:
         )
 
 
-def _open_order(caller: Caller, serial: int, delivering: bool = False) -> Any:
+def open_order(caller: Caller, serial: int, delivering: bool = False) -> Any:
     """Return this client's open order. With `delivering`, return None if the client's update was already received.
 
     Raises:
@@ -432,22 +435,38 @@ def _open_order(caller: Caller, serial: int, delivering: bool = False) -> Any:
     return order
 
 
+async def check_accepted(caller: Caller, serial: int, digest: str) -> None:
+    """Check that the client has signed the job's statement for an update with this hash, if the job has a statement.
+
+    Raises:
+        Conflict: it has not.
+    """
+    if statement_of(await caller.service.store.get(caller.job)) is None:
+        return
+    if not await asyncio.to_thread(caller.mailbox.has_acceptance, serial, caller.member.number, digest):
+        raise Conflict(
+            f"the client {caller.member.name} has not signed the job's data-use statement for this update of order "
+            f"{serial}: use a newer rayps client, with --accept-statement",
+            status=409,
+            code="statement",
+        )
+
+
 def _is_for(caller: Caller, order: RoundOrder) -> bool:
     mailbox, number = caller.mailbox, caller.member.number
     return mailbox.is_open(order.serial) and not mailbox.has_update(order.serial, number)
 
 
-def _signed_text(caller: Caller, order: RoundOrder) -> str:
+def _signed_text(caller: Caller, order: RoundOrder, statement: str | None) -> str:
     left = max(0.0, order.begun + order.deadline - time.time())
-    return order_text(
-        {
-            **order.facts,
-            "job": caller.job,
-            "client": caller.member.number,
-            "name": caller.member.name,
-            "seconds": round(left, 3),
-        }
-    )
+    facts: OrderFacts = {
+        **order.facts,
+        "job": caller.job,
+        "client": caller.member.number,
+        "name": caller.member.name,
+        "seconds": round(left, 3),
+    }
+    return order_text(facts if statement is None else {**facts, "statement": statement})
 
 
 def _open(mailbox: Mailbox, serial: int) -> Any:

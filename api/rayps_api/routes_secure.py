@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 
 from rayps.core.errors import Conflict
 from rayps.federated.remote.mailbox import RoundOrder
-from rayps_api.routes_clients import LONGEST_WAIT, MOST_UPDATES, Caller, Joined, Serial
+from rayps_api.routes_clients import LONGEST_WAIT, MOST_UPDATES, Caller, Joined, Serial, check_accepted
 from rayps_api.schemas import problems
 from rayps_api.schemas_clients import StageOut, UpdateOut, WithdrawIn
 
@@ -58,6 +58,8 @@ async def message(
         stages, number = caller.mailbox.stages(serial), caller.member.number
         if await asyncio.to_thread(stages.has_message, stage, number):
             return JSONResponse({"serial": serial, "again": True}, 200)
+        if stage is Stage.MASK:
+            await check_accepted(caller, serial, rayps_sha256)
         part = await asyncio.to_thread(stages.new_part, stage, number)
         try:
             await _receive(request, part, order.most_bytes, rayps_sha256)

@@ -17,6 +17,7 @@ from rayps.core.job_status import Status
 from rayps.core.metric_direction import lowest_is_best
 from rayps.core.records import ProgressRecord
 from rayps.core.requirements import LONGEST_LINE, MOST_LINES
+from rayps.core.statement import MOST_STATEMENT_BYTES
 from rayps.service.code_origin import MOST_DIFF
 from rayps.service.elastic_jobs import worker_counts
 from rayps.service.groups import LEAST_SILENCE, MOST_REPLICAS, MOST_SERVERS, MOST_SILENCE, SILENCE
@@ -137,6 +138,9 @@ class JobIn(BaseModel):
     )
     code: str | None = Field(None, pattern=HASH)
     requirements: list[Requirement] | None = Field(None, max_length=MOST_LINES, examples=[["einops==0.8.1"]])
+    statement: str | None = Field(
+        None, min_length=1, max_length=MOST_STATEMENT_BYTES, description="The data-use statement for real clients."
+    )
     origin: OriginIn | None = None
 
 

@@ -54,6 +54,7 @@ class KeyOut(BaseModel):
 
     public_key: str = Field(description="Ed25519; its fingerprint is in the token.")
     secure: bool = Field(description="Whether the job's rounds are secure: then clients join without `samples`.")
+    statement: str | None = Field(None, description="The SHA-256 hash of the job's data-use statement.")
 
 
 class JoinIn(BaseModel):
@@ -119,6 +120,51 @@ class WithdrawIn(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     reason: str = Field(min_length=1, max_length=300)
+
+
+class StatementOut(BaseModel):
+    """A job's data-use statement."""
+
+    statement: str | None
+
+
+class AcceptanceFields(BaseModel):
+    """A member's signed acceptance of a statement for one update."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    text: str = Field(min_length=2, max_length=4000, description="What was signed, as JSON.")
+    certificate: str = Field(pattern=r"^[A-Za-z0-9_-]{100,12000}$", description="DER, in base64 for URLs.")
+    signature: str = Field(pattern=r"^[A-Za-z0-9_-]{80,200}$")
+
+
+class AcceptancesIn(BaseModel):
+    """A member's acceptances for which it has no receipt, the oldest first."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    acceptances: list[AcceptanceFields] = Field(min_length=1, max_length=100)
+
+
+class ReceiptOut(BaseModel):
+    """The service's receipt for an acceptance. `receipt` is the signed text."""
+
+    receipt: str
+    signature: str
+
+
+class ReceiptsOut(BaseModel):
+    """Receipts, in the order of the acceptances."""
+
+    receipts: list[ReceiptOut]
+
+
+class AcceptancesOut(BaseModel):
+    """A job's statement, and the record of each client, the oldest acceptance first."""
+
+    job: str
+    statement: str | None
+    clients: list[list[AcceptanceFields]]
 
 
 class PartOut(BaseModel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
+from collections.abc import Collection, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ from rayps.federated.remote.mailbox import FOLDER, Mailbox
 from rayps.service.client_tokens import ClientTokens
 from rayps.service.code_store import CodeStore
 from rayps.service.groups import Groups
+from rayps.service.members import Members, members_of
 from rayps.service.scheduler import Scheduler
 from rayps.service.settings import Settings
 from rayps.service.store import JobRecord, Store
@@ -45,7 +47,16 @@ class Service:
     receiving: int = 0  # number of clients' updates that are being received
     parts: PartWriters = field(default_factory=PartWriters)  # of these updates
     requests: int = 0
+    members: Members | None = field(init=False)  # None: no certificates are trusted
     _progress: OrderedDict[str, tuple[int, dict[str, Any] | None]] = field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        self.members = members_of(self.settings, self.client_tokens.key)
+
+    def loops(self) -> list[Coroutine[Any, Any, None]]:
+        """Return what runs as long as the service: the scheduler, the server groups, the list of revoked members."""
+        watch = [] if self.members is None else [self.members.watch(self.withdraw)]
+        return [self.scheduler.run(), self.groups.run(), *watch]
 
     @property
     def cookie(self) -> str:
@@ -59,6 +70,14 @@ class Service:
     def mailbox(self, job_id: str) -> Mailbox:
         """Return the mailbox of a job's real clients."""
         return Mailbox(self.folder(job_id) / FOLDER)
+
+    async def withdraw(self, grants: Collection[str]) -> None:
+        """Exclude the clients with these grants (ids of tokens, or of certificates) from all jobs that run."""
+        for job in await self.store.unfinished():
+            mailbox = self.mailbox(job.id)
+            for member in await asyncio.to_thread(mailbox.members):
+                if member.token in grants:
+                    await asyncio.to_thread(mailbox.withdraw, member.number)
 
     async def record(self, job_id: str) -> JobRecord:
         """Return a job by its id or the beginning of its id.

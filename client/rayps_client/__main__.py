@@ -10,6 +10,7 @@ from pathlib import Path
 import rayps_client
 from rayps_client.client_options import PATIENCE, ClientOptions
 from rayps_client.errors import RaypsError
+from rayps_client.members.membership_options import MembershipOptions
 
 _EPILOG = (
     "Exit codes: 0 the job succeeded; 1 it failed or was stopped; 2 this client's data, model or options cannot be "
@@ -21,10 +22,13 @@ _EPILOG = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code. Errors are at most three lines on stderr."""
     options = options_of(arguments)
-    from rayps_client.command import run_client
+    from rayps_client.command import run_client, show_statement
     from rayps_client.load_workload import trainer_of
 
     try:
+        if options.membership.show_statement:
+            show_statement(options, _note)
+            return 0
         return 0 if run_client(options, trainer_of, _note).succeeded else 1
     except RaypsError as error:
         _note("rayps-client: " + "\n".join([line for line in str(error).splitlines() if line.strip()][:3]))
@@ -76,6 +80,7 @@ def options_of(arguments: Sequence[str] | None) -> ClientOptions:
     parser.add_argument(
         "--peers", type=Path, metavar="FILE", help="the keys of all clients, by which they check each other"
     )
+    _add_membership(parser)
     found = vars(parser.parse_args(arguments))
     from rayps_client.command import assignments_of
 
@@ -84,7 +89,22 @@ def options_of(arguments: Sequence[str] | None) -> ClientOptions:
     except RaypsError as error:
         parser.error(str(error))
     pins = found.pop("pin")
-    return ClientOptions(**found, pins=pins, params=params)
+    membership = MembershipOptions(**{name: found.pop(name) for name in MembershipOptions.__dataclass_fields__})
+    return ClientOptions(**found, pins=pins, params=params, membership=membership)
+
+
+def _add_membership(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a member of a federation."""
+    add = parser.add_argument
+    add("--member", type=Path, metavar="FILE", help="this institution's certificate (PEM), beside or without a token")
+    add("--member-key", type=Path, metavar="FILE", help="its private key (PEM); by default NAME.key beside NAME.pem")
+    add(
+        "--service-key", metavar="FINGERPRINT", help="the service's key, if there is no token (`rayps members service`)"
+    )
+    add("--members-ca", type=Path, metavar="FILE", help="as --peers, with the certificates of this authority as keys")
+    add("--members-revoked", type=Path, metavar="FILE", help="the certificates that this authority has revoked")
+    add("--accept-statement", metavar="HASH|FILE", help="follow orders with this data-use statement only, and sign it")
+    add("--show-statement", action="store_true", help="show the job's data-use statement and its hash, and end")
 
 
 def _seconds(text: str) -> float:

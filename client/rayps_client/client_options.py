@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rayps_client.members.membership_options import MembershipOptions
 from rayps_client.values import Json
 
 PATIENCE = 3600.0  # default of --patience, in seconds
@@ -35,3 +36,4 @@ class ClientOptions:
     traffic: float | None = None  # MB a day
     rate: float | None = None  # KB/s
     peers: Path | None = None  # the keys of all clients, a line `NAME KEY` each
+    membership: MembershipOptions = field(default_factory=MembershipOptions)

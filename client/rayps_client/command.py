@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,10 +17,12 @@ from rayps_client.connection import Line, ServiceConnection
 from rayps_client.errors import ConfigError
 from rayps_client.limits import MEGABYTE, DailyTraffic, LineMeter, Pace, use_cpus
 from rayps_client.local_trainer import LocalTrainer
+from rayps_client.members.consent import Consent, fetch_statement, shown
+from rayps_client.members.membership_options import Membership
 from rayps_client.participation import Participation
 from rayps_client.process import ClientProcess, Ended
 from rayps_client.schedule import hours_of
-from rayps_client.secure.pinned_keys import pinned_keys
+from rayps_client.secure.pinned_keys import PeerKeys, pinned_keys
 from rayps_client.signed_orders import NAME, ClientToken
 from rayps_client.values import Json
 
@@ -32,30 +36,43 @@ def run_client(
         ConfigError: an option is invalid.
         WorkloadError, DataError, Unauthorized, Unreachable, Conflict: see `ClientProcess.run` and `ClientFolder`.
     """
-    token = ClientToken.read(token_text(options.token))
-    url = service_address(options.url)
-    job, name = _job(token, options.job), _name(token, options.name)
+    found = identity_of_options(options)
+    token, url, job, name, membership = found.token, found.url, found.job, found.name, found.membership
     hours = [hours_of(text) for text in options.between]
     for field_name in ("memory", "traffic", "rate"):
         value = getattr(options, field_name)
         if value is not None and value <= 0:
             raise ConfigError(f"{field_name} is {value:g}: give a number above 0", field=field_name)
-    trust = trusted(options.certificate, options.pins)
-    if trust is not None and not url.startswith("https://"):
-        raise ConfigError(f"--certificate and --pin need an address with https://, and url is {url}", field="url")
+    trust = _trust(options, url)
     if options.cpus is not None:
         use_cpus(options.cpus)
     trainer = make_trainer(options)
     clients = options.state or state_folder() / "clients"
-    pinned = None if options.peers is None else pinned_keys(options.peers, name, clients / f"{name}.key")
+    pinned: PeerKeys | None = membership.peers
+    if options.peers is not None:
+        if pinned is not None:
+            raise ConfigError(
+                "--peers and --members-ca were both given, and each says whom to trust: give one", field="peers"
+            )
+        pinned = pinned_keys(options.peers, name, clients / f"{name}.key")
     folder = ClientFolder(clients / job / name)
     traffic = DailyTraffic(folder, _bytes(options.traffic, MEGABYTE))
     pace = None if options.rate is None else Pace(options.rate * 1000)
-    line = Line(trust, options.proxy, LineMeter(traffic, pace))
-    connection = ServiceConnection(url, str(token), options.patience, report, line=line)
+    line = Line(trust, options.proxy, membership.auth(token.fingerprint), LineMeter(traffic, pace))
+    connection = ServiceConnection(url, found.bearer, options.patience, report, line=line)
+    consent = Consent(folder.folder, connection, membership.key, membership.accepted)
     conditions = Participation(hours, options.on_charge, traffic, _bytes(options.memory, MEGABYTE))
     process = ClientProcess(
-        trainer, token, job, connection, folder, name=name, report=report, conditions=conditions, pinned=pinned
+        trainer,
+        token,
+        job,
+        connection,
+        folder,
+        name=name,
+        report=report,
+        conditions=conditions,
+        pinned=pinned,
+        consent=consent,
     )
     try:
         ended = process.run()
@@ -66,6 +83,73 @@ def run_client(
     rounds = f"{ended.rounds} round{'' if ended.rounds == 1 else 's'} with an update of this client since this start"
     report(f"job {job} is {ended.status}: {ended.reason} ({rounds})")
     return ended
+
+
+def show_statement(options: ClientOptions, report: Callable[[str], None]) -> None:
+    """Show the job's data-use statement, its hash, and the option that accepts it.
+
+    Raises:
+        ConfigError: an option is invalid. Unauthorized, Unreachable, NotFound: see `ServiceConnection.call`.
+    """
+    found = identity_of_options(options)
+    line = Line(_trust(options, found.url), options.proxy, found.membership.auth(found.token.fingerprint))
+    connection = ServiceConnection(found.url, found.bearer, options.patience, report, line=line)
+    try:
+        report(shown(fetch_statement(connection, found.job)))
+    finally:
+        connection.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a client is, and for which job of which service, as its options say."""
+
+    token: ClientToken  # without a token: the service's fingerprint and the name in the certificate, and no secret
+    bearer: str  # the token's text, or "" without one
+    url: str
+    job: str
+    name: str
+    membership: Membership
+
+
+def identity_of_options(options: ClientOptions) -> Identity:
+    """Return who the client is: by its token, its certificate, or both.
+
+    Raises:
+        ConfigError: an option is invalid, is missing, or contradicts another.
+    """
+    member_only = options.membership.member is not None and not _has_token(options.token)
+    bearer = "" if member_only else token_text(options.token)
+    membership = options.membership.load(bearer or None)
+    who = None if membership.key is None else membership.key.name
+    if member_only:
+        token = ClientToken("", options.job, options.membership.service or "", who)
+        if options.job is None:
+            raise ConfigError("a certificate is valid for any job: give the job with --job ID", field="job")
+    else:
+        token = ClientToken.read(bearer)
+    if options.membership.service not in (None, token.fingerprint):
+        raise ConfigError(
+            "the token was made by another service than that of --service-key: check the token and the fingerprint "
+            "with its issuer",
+            field="service_key",
+        )
+    for given in (options.name, token.name):
+        if who is not None and given not in (None, who):
+            raise ConfigError(f"the certificate is of {who!r}, not of {given!r}: omit --name", field="name")
+    name = _name(token, options.name or who)
+    return Identity(token, bearer, service_address(options.url), _job(token, options.job), name, membership)
+
+
+def _has_token(given: str | None) -> bool:
+    return bool(given or os.environ.get("RAYPS_CLIENT_TOKEN", ""))
+
+
+def _trust(options: ClientOptions, url: str) -> ssl.SSLContext | None:
+    trust = trusted(options.certificate, options.pins)
+    if trust is not None and not url.startswith("https://"):
+        raise ConfigError(f"--certificate and --pin need an address with https://, and url is {url}", field="url")
+    return trust
 
 
 def service_address(given: str | None) -> str:
@@ -140,6 +224,8 @@ def token_text(given: str | None) -> str:
             raise ConfigError(f"the token's file {text[1:]} cannot be read: {error.strerror}", field="token") from error
     if not text:
         raise ConfigError(
-            "there is no token: set --token or RAYPS_CLIENT_TOKEN to the token that you received", field="token"
+            "there is no token: set --token or RAYPS_CLIENT_TOKEN to the token that you received, or give a "
+            "certificate with --member FILE",
+            field="token",
         )
     return text

@@ -51,6 +51,7 @@ class Line:
 
     trust: ssl.SSLContext | None = None
     proxy: str | None = None
+    auth: httpx2.Auth | None = None  # signs requests with a certificate's key, beside the token or in its place
     meter: Meter = field(default_factory=NoMeter)
 
 
@@ -77,7 +78,8 @@ class ServiceConnection:
             verify=True if found.trust is None else found.trust,
             proxy=found.proxy,
             transport=transport,
-            headers={"Authorization": f"Bearer {token}", "User-Agent": "rayps-client"},
+            auth=found.auth,
+            headers={"User-Agent": "rayps-client", **({"Authorization": f"Bearer {token}"} if token else {})},
         )
 
     def call(self, method: str, path: str, **options: Any) -> httpx2.Response:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 
@@ -25,9 +25,14 @@ from rayps_client.client_folder import ClientFolder
 from rayps_client.connection import ServiceConnection
 from rayps_client.errors import Conflict, DataError, NotFound, RaypsError, Unauthorized, Unreachable, WorkloadError
 from rayps_client.global_model import fetch_global
+<<<<<<< HEAD
 from rayps_client.local_trainer import LocalReply, LocalTask, LocalTrainer, RawTensors, RoundStart, layout_bytes
+=======
+from rayps_client.local_trainer import LocalReply, LocalTask, LocalTrainer, RoundStart, layout_bytes
+from rayps_client.members.consent import Consent
+>>>>>>> inst
 from rayps_client.own_metrics import OwnMetrics, VectorLayout, encode_metrics, vector_of
-from rayps_client.secure.pinned_keys import PinnedKeys
+from rayps_client.secure.pinned_keys import PeerKeys
 from rayps_client.secure.quantise import ClientNumbers
 from rayps_client.secure.secure_replies import JoinedAs, SecureReplies
 from rayps_client.signed_orders import DEADLINE, EVALUATION, ROUND, ClientToken, OrderFacts, verified
@@ -120,15 +125,20 @@ class ClientProcess:
         name: str | None = None,
         report: Callable[[str], None] = log.info,
         conditions: Conditions | None = None,
-        pinned: PinnedKeys | None = None,
+        pinned: PeerKeys | None = None,
+        consent: Consent | None = None,
     ) -> None:
-        """`pinned`: the keys by which clients check each other in secure rounds; None trusts the service for it."""
+        """`pinned`: the keys by which clients check each other in secure rounds; None trusts the service for it.
+
+        `consent`: to the job's data-use statement; None refuses jobs that have one.
+        """
         self.trainer, self.token, self.job, self.name = trainer, token, job, name
         self._connection, self._folder, self._report = connection, folder, report
         self._conditions = conditions or Always()
         self._number, self._public_key, self._rounds = -1, "", 0
         self._last_reason, self._personal = "", False  # whether the job's clients have personal models
-        self._secure = SecureReplies(connection, folder.folder, pinned)
+        self._consent = consent or Consent(folder.folder, connection)
+        self._secure = SecureReplies(connection, folder.folder, pinned, self._record_consent)
 
     def run(self) -> Ended:
         """Take part until the job has ended.
@@ -147,6 +157,8 @@ class ClientProcess:
         key = self._connection.call("GET", "/api/v1/client/key", params={"job": self.job}).json()
         self.token.check(key["public_key"])
         self._secure.read_key(key)
+        self._consent.check(key.get("statement"))
+        self._consent.keep_text(self.job)
         try:
             self.join()
             return self._run_rounds()
@@ -263,6 +275,7 @@ class ClientProcess:
         if serial <= self._folder.finished or serial < self._folder.started:
             newest = max(self._folder.finished, self._folder.started)
             raise _refusal(f"order {serial} is a replay: order {newest} was received before")
+        self._consent.check(order.get("statement"))
         return order
 
     def train_round(self, order: OrderFacts) -> None:
@@ -321,9 +334,9 @@ class ClientProcess:
                 self._secure.withdraw(order, self._joined(), why)
         if not secure:
             try:
-                self._connection.upload(
-                    f"/api/v1/client/rounds/{serial}/update", encode_metrics(found), self._headers()
-                )
+                raw = encode_metrics(found)
+                self._record_consent(order, raw)
+                self._connection.upload(f"/api/v1/client/rounds/{serial}/update", raw, self._headers())
             except (Conflict, NotFound) as error:
                 if error.data.get("code") not in ("late", "no_order", "not_asked"):
                     raise
@@ -356,8 +369,14 @@ class ClientProcess:
 
     def _send(self, order: OrderFacts, reply: LocalReply, coded: RawTensors | None) -> bool:
         path = f"/api/v1/client/rounds/{order['serial']}/update"
+        raw = encode_update(reply)
         try:
+<<<<<<< HEAD
             self._connection.upload(path, encode_update(reply, coded), self._headers())
+=======
+            self._record_consent(order, raw)
+            self._connection.upload(path, raw, self._headers())
+>>>>>>> inst
         except (Conflict, NotFound) as error:
             self._update_not_counted(order, error)
             return False
@@ -372,6 +391,9 @@ class ClientProcess:
             self._folder.finish_order(order["serial"], None)
             self._report(f"round {order['round']}: this client's update is not in the sum: {why}")
         return why is None
+
+    def _record_consent(self, order: Mapping[str, Any], sent: bytes) -> None:
+        self._consent.record(order, sent, self._headers(), self._verified_text)
 
     def _verified_text(self, text: str, signature: str) -> OrderFacts:
         return verified(text, signature, self._public_key, self.token.fingerprint)

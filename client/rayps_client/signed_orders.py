@@ -152,6 +152,7 @@ class OrderFacts(TypedDict, total=False):
     parameters: OrderedParameters
     metrics: EvaluationFacts  # of an evaluation under masks
     secure: SecureFacts  # left out unless updates are aggregated securely
+    statement: str  # SHA-256 of the job's data-use statement; left out without one
     serial: int  # number of the order in the job
     job: str
     client: int  # the client's number

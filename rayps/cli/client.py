@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import typer
 from rayps_client.client_options import PATIENCE, ClientOptions
+from rayps_client.members.membership_options import MembershipOptions
 
 from rayps.cli import show
 from rayps.cli.show import Output
@@ -65,6 +66,43 @@ def client(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Set a parameter of the workload, as the job has it."),
     ] = None,
+    member: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="This institution's certificate (PEM), beside or in place of a token."),
+    ] = None,
+    member_key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The certificate's private key (PEM); by default NAME.key beside NAME.pem."),
+    ] = None,
+    service_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FINGERPRINT",
+            help="The fingerprint of the service's key, which `rayps members service` shows; a token contains it.",
+        ),
+    ] = None,
+    accept_statement: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HASH|FILE",
+            help="Follow only orders with this data-use statement, and sign it for each update with the certificate's "
+            "key.",
+        ),
+    ] = None,
+    show_statement: Annotated[
+        bool, typer.Option("--show-statement", help="Show the job's data-use statement and its hash, and end.")
+    ] = False,
+    members_ca: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="As --peers, but the clients' keys are those of certificates that this authority (PEM) has issued.",
+        ),
+    ] = None,
+    members_revoked: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The certificates that this authority has revoked: its list, or serials."),
+    ] = None,
     peers: Annotated[
         Path | None,
         typer.Option(
@@ -107,7 +145,7 @@ def client(
     by the service, or the service did not answer for too long; 130 Ctrl-C. Run the command again to continue. The
     package rayps-client has the same command, `rayps-client`, without Ray.
     """
-    from rayps_client.command import run_client
+    from rayps_client import command
 
     options = ClientOptions(
         target,
@@ -130,8 +168,14 @@ def client(
         traffic=traffic,
         rate=rate,
         peers=peers,
+        membership=MembershipOptions(
+            member, member_key, service_key, members_ca, members_revoked, accept_statement, show_statement
+        ),
     )
-    if not run_client(options, _trainer, show.note).succeeded:
+    if show_statement:
+        command.show_statement(options, show.line)
+        return
+    if not command.run_client(options, _trainer, show.note).succeeded:
         raise typer.Exit(1)
 
 

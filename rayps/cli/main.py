@@ -20,6 +20,7 @@ from rayps.cli import client as cli_client
 from rayps.cli import clients as cli_clients
 from rayps.cli import export as cli_export
 from rayps.cli import jobs as cli_jobs
+from rayps.cli import members as cli_members
 from rayps.cli import personal as cli_personal
 from rayps.cli import plan as cli_plan
 from rayps.cli import report as cli_report
@@ -249,6 +250,18 @@ def serve(
         list[str] | None,
         typer.Option(metavar="NAME", help="A name to accept in a request's Host header, besides the loopback names."),
     ] = None,
+    members_ca: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Admit clients with a certificate that this authority (PEM) has issued."),
+    ] = None,
+    members_revoked: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The revoked certificates: the authority's list (PEM), or a serial number a line. It is read again "
+            "when it changes.",
+        ),
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Leave jobs running when the service stops.")] = False,
 ) -> None:
     """Run the job service with its dashboard. By default only this machine can reach it."""
@@ -266,6 +279,8 @@ def serve(
             idle=idle,
             warm=warm,
             shared_state=shared_state,
+            members_ca=members_ca,
+            members_revoked=members_revoked,
             allowed_hosts=allowed,
         ),
         keep=keep,
@@ -306,6 +321,7 @@ cli_export.add(app)
 cli_personal.add(app)
 cli_sweeps.add(app)
 cli_client.add(app)
+cli_members.add(app)
 app.command()(cli_backup.backup)
 app.command()(cli_chaos.chaos)
 app.command()(cli_plan.plan)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.core.errors import ConfigError
-from rayps.federated.remote.signed_orders import ClientToken
 from rayps.service.job_file import assignments
 from rayps.service.settings import Settings
+
+if TYPE_CHECKING:
+    from rayps_client.command import Identity
 
 _PATIENCE = 60.0  # seconds
 
@@ -50,6 +52,16 @@ def personal(
     token: Annotated[
         str | None, typer.Option(help="The client's token, or @FILE, or RAYPS_CLIENT_TOKEN, for --fetch.")
     ] = None,
+    member: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The client's certificate (PEM), for --fetch, beside or without a token."),
+    ] = None,
+    member_key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Its private key (default: NAME.key beside NAME.pem).")
+    ] = None,
+    service_key: Annotated[
+        str | None, typer.Option(metavar="FINGERPRINT", help="The service's key, if there is no token.")
+    ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Set a parameter of the workload, as the job has it."),
@@ -61,7 +73,9 @@ def personal(
     Nothing is sent. `rayps client` stores the job's parameters when the job ends. The model is made from them, from
     this client's state and, with finetune, by training a copy on this client's rows.
     """
-    from rayps_client.command import service_address, token_text
+    from rayps_client.client_options import ClientOptions
+    from rayps_client.command import identity_of_options
+    from rayps_client.members.membership_options import MembershipOptions
 
     from rayps.clients.global_model import GlobalModel
     from rayps.clients.personal_client import PersonalClient
@@ -70,7 +84,11 @@ def personal(
 
     if not evaluate and out is None:
         raise ConfigError("nothing is asked for: give --evaluate, or --out FOLDER, or both", field="out")
-    found = ClientToken.read(token_text(token)) if fetch else None
+    found = None
+    if fetch:
+        membership = MembershipOptions(member, member_key, service_key)
+        options = ClientOptions(target, url=url, token=token, name=name, job=job, membership=membership)
+        found = identity_of_options(options)
     which = job or (None if found is None else found.job)
     who = name or (None if found is None else found.name)
     if which is None or who is None:
@@ -79,7 +97,7 @@ def personal(
     workload = load(target, params=assignments(changes or []))
     folder = (state or Settings.read().state_dir / "clients") / which / who
     if found is not None:
-        _fetch(found, service_address(url), which, folder)
+        _fetch(found, folder)
     client = PersonalClient(workload, own_data(workload, data), folder, GlobalModel.load(folder))
     model = client.model
     if evaluate:
@@ -96,16 +114,17 @@ def personal(
         show.line(str(out))
 
 
-def _fetch(token: ClientToken, url: str, job: str, folder: Path) -> None:
+def _fetch(client: Identity, folder: Path) -> None:
     """Fetch the job's newest parameters into the folder of a client that has joined."""
     from rayps_client.client_folder import identity_of
-    from rayps_client.connection import ServiceConnection
+    from rayps_client.connection import Line, ServiceConnection
     from rayps_client.global_model import fetch_global
 
     number, key = identity_of(folder)
-    connection = ServiceConnection(url, str(token), _PATIENCE, show.note)
+    line = Line(auth=client.membership.auth(client.token.fingerprint))
+    connection = ServiceConnection(client.url, client.bearer, _PATIENCE, show.note, line=line)
     try:
-        fetch_global(connection, token, {"Rayps-Client": f"{job}:{number}:{key}"}, folder)
+        fetch_global(connection, client.token, {"Rayps-Client": f"{client.job}:{number}:{key}"}, folder)
     finally:
         connection.close()
 

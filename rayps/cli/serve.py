@@ -24,6 +24,8 @@ from rayps_api.service import Service
 
 from rayps.cli.show import line, note
 from rayps.core.errors import ConfigError
+from rayps.federated.remote.signed_orders import Key
+from rayps.service.members import members_of
 from rayps.service.settings import SERVICE_LOCK, Settings, private_write
 from rayps.service.state_disk import is_full
 
@@ -111,8 +113,8 @@ def run(settings: Settings, *, keep: bool = False) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Raises:
-        ConfigError: the port or the state directory is in use, or other machines can reach `host` and no host name is
-            allowed.
+        ConfigError: the port or the state directory is in use, other machines can reach `host` and no host name is
+            allowed, or the files of members are invalid.
     """
     if not settings.loopback and not settings.allowed_hosts:
         raise ConfigError(
@@ -126,6 +128,7 @@ def run(settings: Settings, *, keep: bool = False) -> None:
     for handler in logging.getLogger().handlers:
         handler.addFilter(LogLimit())
     with _exclusive(settings), _listening(settings) as listener:
+        members_of(settings, Key.load_or_create(settings.client_key))  # an error in a file is shown without the log
         port = listener.getsockname()[1]
         name = f"[{settings.host}]" if ":" in settings.host else settings.host
         messages = _ConsoleMessages(settings, f"http://{name}:{port}")

@@ -20,6 +20,7 @@ import yaml
 from rayps.core.elastic import misplaced, workers_of_text
 from rayps.core.errors import ConfigError
 from rayps.core.requirements import read_requirements
+from rayps.core.statement import read_statement
 from rayps.core.values import JsonObject, Keywords
 from rayps.core.workload_name import misnamed
 from rayps.strategies.job import JobSpec
@@ -71,6 +72,8 @@ def read(path: Path, changes: Sequence[str] = ()) -> Keywords:
         data["working_dir"] = str((path.parent / data["working_dir"]).resolve())
     if isinstance(data.get("requirements"), str):
         data["requirements"] = read_requirements(path.parent / data["requirements"])
+    if isinstance(data.get("statement"), str):
+        data["statement"] = read_statement(path.parent / data["statement"])
     return data
 
 

@@ -37,6 +37,7 @@ class SpecAnswer(TypedDict, total=False):
     requirements: list[str] | None
     run: str | None
     elastic: JsonObject | None
+    statement: str | None
 
 
 class WorkersAnswer(TypedDict):

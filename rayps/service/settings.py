@@ -46,6 +46,8 @@ class Settings:
     shared_state: bool = False  # whether every host of the cluster has the state directory at this path
     stall: float = STALL_SECONDS  # seconds that a starting or recovering job may show no progress
     code_mb: float = 100.0  # most megabytes of the files of a working directory that is packed and uploaded
+    members_ca: Path | None = None  # certificates (PEM) of the authorities whose members may be clients
+    members_revoked: Path | None = None  # the revoked ones of these members' certificates
     allowed_hosts: tuple[str, ...] = ()  # names that a Host header may have, in addition to the loopback names
     url: str | None = None  # the service's address, for clients
     token: str | None = None  # the bearer token, for clients
@@ -201,6 +203,13 @@ def _folder(name: str, text: str) -> Path:
     return path
 
 
+def _file(name: str, text: str) -> Path:
+    path = Path(text).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"{name} is {text!r}, which is no file: give a file", field=name)
+    return path.resolve()
+
+
 def _word(name: str, text: str) -> str:
     if any(c.isspace() or not c.isprintable() for c in text):
         raise ConfigError(f"{name} is {text!r}: give a value without whitespace or control characters", field=name)
@@ -241,6 +250,8 @@ _READERS: dict[str, Callable[[str, str], Value]] = {
     "shared_state": _flag,
     "stall": _seconds,
     "code_mb": _megabytes,
+    "members_ca": _file,
+    "members_revoked": _file,
     "allowed_hosts": _names,
     "url": _url,
     "token": _word,

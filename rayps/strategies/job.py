@@ -13,6 +13,7 @@ from rayps.core.elastic import ElasticWorkers, misplaced, range_of, workers_of_t
 from rayps.core.elastic_support import check_phases
 from rayps.core.errors import ConfigError
 from rayps.core.requirements import refused_requirement
+from rayps.core.statement import check_statement
 from rayps.core.topology import shard_bundles
 from rayps.core.values import Json, JsonObject, Keywords
 from rayps.core.warm_start import StartFrom
@@ -71,6 +72,7 @@ class JobSpec:
     run: str | None = None  # "file.py:train_fn": a function with a loop of its own, which rayps calls on each worker
     # for an elastic job, whose least number of workers is `workers`: what else it states; None: the number is fixed
     elastic: ElasticWorkers | None = None
+    statement: str | None = None  # the text of the data-use statement, which real clients accept and sign
 
     @property
     def target(self) -> str:
@@ -141,6 +143,7 @@ class JobSpec:
             phases = parse(self.strategy)
         except ConfigError:
             return  # a user's own strategy is not imported here, but checked before the run
+        check_statement(self.statement, any(phase.strategy.rows.remote for phase in phases))
         if self.run is not None:
             check_for_loop(phases)
         elif self.elastic is not None:

@@ -3,7 +3,8 @@
 An honest-but-curious server needs none of this. An active server could hand out keys of its own in the place of a
 neighbour's, or tell clients different survivors and so collect both kinds of shares about one client. Clients therefore
 sign their fresh keys and the survivors with Ed25519 keys (RFC 8032) whose public halves reached the others by another
-way than the server: in a file, `rayps client --peers FILE`, with one line `NAME KEY` for each client.
+way than the server: in a file, `rayps client --peers FILE`, with one line `NAME KEY` for each client; or by
+certificates (`rayps_client.members.certified_keys`).
 """
 
 from __future__ import annotations
@@ -13,12 +14,23 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from rayps_client.errors import ConfigError
 from rayps_client.secure.protocol import bytes_of, text_of
+
+
+class PeerKeys(Protocol):
+    """A client's own long-term key, and the means to check the signatures of the others."""
+
+    def sign(self, text: bytes) -> bytes:
+        """Return this client's signature."""
+
+    def verify(self, name: str, text: bytes, signature: bytes) -> bool:
+        """Return whether the client `name` has signed `text`."""
 
 
 @dataclass(frozen=True, slots=True)

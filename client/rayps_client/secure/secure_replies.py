@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rayps_client.errors import ConfigError, Conflict, NotFound, TrainingError, Unauthorized
-from rayps_client.secure.pinned_keys import PinnedKeys
+from rayps_client.secure.pinned_keys import PeerKeys
 from rayps_client.secure.quantise import ClientNumbers
 from rayps_client.secure.release_record import ReleaseRecord
 from rayps_client.secure.service_stages import Connection, ServiceStages
 from rayps_client.secure.take_part import SecureClient, take_part
+
+Sending = Callable[[Mapping[str, Any], bytes], None]
 
 _OWN_REASONS = ("begun", "repeated", "refused")  # codes of Conflict by which this client itself takes no part
 
@@ -30,9 +33,14 @@ class JoinedAs:
 class SecureReplies:
     """The replies of one client in a secure job."""
 
-    def __init__(self, connection: Connection, folder: Path, pinned: PinnedKeys | None = None) -> None:
-        """`folder`: the client's own folder. `pinned`: the keys by which clients check each other, or None."""
-        self._connection, self._pinned = connection, pinned
+    def __init__(
+        self, connection: Connection, folder: Path, pinned: PeerKeys | None = None, sending: Sending | None = None
+    ) -> None:
+        """`folder`: the client's own folder. `pinned`: the keys by which clients check each other, or None.
+
+        `sending` is called with an order and the masked update, before that is sent.
+        """
+        self._connection, self._pinned, self._sending = connection, pinned, sending
         self._record = ReleaseRecord(folder)
         self.required = False  # whether the job is secure: the client joins without the number of its samples
 
@@ -45,8 +53,8 @@ class SecureReplies:
         self.required = bool(key.get("secure"))
         if self._pinned is not None and not self.required:
             raise ConfigError(
-                "this client was started with --peers, but the job would show its updates to the service: submit the "
-                "job with\nsecure=secagg(clip=...,verify=true), or leave --peers out",
+                "this client was started with --peers or --members-ca, but the job would show its updates to the "
+                "service: submit the job with\nsecure=secagg(clip=...,verify=true), or leave the option out",
                 field="peers",
             )
 
@@ -86,7 +94,9 @@ class SecureReplies:
             ConfigError: the order does not fit this client's options.
         """
         serial = int(order["serial"])
-        stages = ServiceStages(self._connection, joined.headers, (joined.job, joined.number, serial), verify)
+        sending = None if self._sending is None else partial(self._sending, order)
+        about = (joined.job, joined.number, serial)
+        stages = ServiceStages(self._connection, joined.headers, about, verify, sending=sending)
         client = SecureClient(joined.job, joined.number, joined.name, self._record, self._pinned)
         try:
             take_part(client, serial, order["secure"], (numbers, _name(order)), stages)

@@ -18,7 +18,7 @@ from rayps_client.errors import Unauthorized
 from rayps_client.secure import shamir
 from rayps_client.secure.graph import shares_needed
 from rayps_client.secure.masks import add_mask, agree, new_private, public_of
-from rayps_client.secure.pinned_keys import PinnedKeys
+from rayps_client.secure.pinned_keys import PeerKeys
 from rayps_client.secure.protocol import (
     AdvertisedKeys,
     RoundName,
@@ -47,7 +47,7 @@ class TurnRules:
     name: str
     threshold: float  # more than this fraction of a closed neighbourhood must hold shares of a secret to recover it
     least: int  # with fewer survivors the client releases nothing
-    pinned: PinnedKeys | None = None  # None: the server is trusted to hand out the clients' own keys
+    pinned: PeerKeys | None = None  # None: the server is trusted to hand out the clients' own keys
 
 
 class SecureTurn:
@@ -96,13 +96,16 @@ class SecureTurn:
         keys = [key for each in self._neighbours.values() for key in (each.seal, each.mask)]
         if len(set(keys)) < len(keys) or rules.number in self._neighbours or not self._neighbours:
             raise VoidRound("the neighbours' keys are not different keys of other clients")
+        names = [rules.name, *(each.name for each in self._neighbours.values())]
+        if rules.pinned is not None and len(set(names)) < len(names):
+            raise VoidRound("two of the clients have one name: one client's keys count once")
         for number, each in self._neighbours.items():
             if rules.pinned is not None and not rules.pinned.verify(
                 each.name, each.signed_text(rules.round, number), each.signature
             ):
                 raise Unauthorized(
-                    f"the keys of the client {each.name!r} are not signed with its key in the file of --peers: this "
-                    "client sends nothing",
+                    f"the keys of the client {each.name!r} are not signed with its key in the file of --peers, or that "
+                    "of a certificate of --members-ca: this client sends nothing",
                     code="forged",
                 )
         points = {number: number + 1 for number in (*self._neighbours, rules.number)}
@@ -169,7 +172,7 @@ class SecureTurn:
         self._record.release(rules.round.serial, seeds, keys)
         return encode({"seeds": texts({**seeds, rules.number: self._own_share}), "keys": texts(keys)})
 
-    def _check_signatures(self, pinned: PinnedKeys, survivors: frozenset[int], confirmed: Mapping[str, Json]) -> None:
+    def _check_signatures(self, pinned: PeerKeys, survivors: frozenset[int], confirmed: Mapping[str, Json]) -> None:
         text = survivors_text(self._rules.round, survivors)
         signed = numbered(confirmed.get("signatures", {}))
         valid = sum(

@@ -37,17 +37,22 @@ class ServiceStages:
         headers: Mapping[str, str],
         about: tuple[str, int, int],
         verify: Callable[[str, str], Mapping[str, Any]],
+        *,
+        sending: Callable[[bytes], None] | None = None,
     ) -> None:
         """`headers` name this client; `about` is (job, number of the client, serial number of the order).
 
         `verify` takes a text and its signature, and returns the facts in the text. It raises Unauthorized if the
-        service has not signed the text.
+        service has not signed the text. `sending` is called with the masked update before that is sent.
         """
+        self._sending = sending
         self._connection, self._headers, self._about, self._verify = connection, dict(headers), about, verify
         self.sent, self.received = 0, 0  # bytes of messages and answers
 
     def put(self, stage: Stage, message: bytes) -> None:
         """Send this client's message of a stage. Raises Conflict if the client has dropped out."""
+        if stage is Stage.MASK and self._sending is not None:
+            self._sending(message)
         headers = {
             **self._headers,
             "Rayps-Sha256": hashlib.sha256(message).hexdigest(),

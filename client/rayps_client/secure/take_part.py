@@ -9,7 +9,7 @@ from typing import Protocol
 from rayps_client.errors import ConfigError
 from rayps_client.secure.noise import NoiseSource, add_share
 from rayps_client.secure.noise_sizes import margin_of
-from rayps_client.secure.pinned_keys import PinnedKeys
+from rayps_client.secure.pinned_keys import PeerKeys
 from rayps_client.secure.protocol import RoundName, Stage
 from rayps_client.secure.quantise import ClientNumbers, Quantiser
 from rayps_client.secure.release_record import ReleaseRecord
@@ -36,7 +36,7 @@ class SecureClient:
     number: int
     name: str
     record: ReleaseRecord
-    pinned: PinnedKeys | None = None
+    pinned: PeerKeys | None = None
 
     def rules(self, serial: int, facts: SecureFacts) -> TurnRules:
         """Return this client's rules for a round.
@@ -46,8 +46,8 @@ class SecureClient:
         """
         if self.pinned is not None and not facts["verify"]:
             raise ConfigError(
-                "this client was started with --peers, but the job does not let clients check each other: give\n"
-                "verify=true in the job's secure=secagg(...), or leave --peers out",
+                "this client was started with --peers or --members-ca, but the job does not let clients check each "
+                "other: give\nverify=true in the job's secure=secagg(...), or leave the option out",
                 field="peers",
             )
         name = RoundName(self.job, serial)

@@ -2,6 +2,7 @@
 
     least=1     the number of clients that must be connected before a round starts
     wait=600    seconds for which the job waits for these clients in each round; after this the job fails
+    members=false   with true, clients need a certificate of the federation (`rayps serve --members-ca`)
 
 With real clients, the strategy's `deadline` is in real seconds, 600 by default: an update that arrives later does not
 count in the round. In asynchronous rounds (fedbuff) each client has this time from its own order, and the job waits
@@ -31,6 +32,7 @@ class JoinOptions:
 
     least: int = 1  # number of connected clients for which a round waits
     wait: float = 600.0  # seconds for which a round waits
+    members: bool = False  # whether clients need a certificate of the federation
 
 
 def joining_of(given: Json) -> JoinOptions | None:
@@ -51,12 +53,16 @@ def joining_of(given: Json) -> JoinOptions | None:
     options: Keywords = {key: value for key, value in facts.items() if key != "name"}
     for key in options:
         if key not in JoinOptions.__dataclass_fields__:
-            raise ConfigError(f"clients: remote has no option {key!r}: its options are least and wait", field="clients")
+            raise ConfigError(
+                f"clients: remote has no option {key!r}: its options are least, wait and members", field="clients"
+            )
     found = JoinOptions(**options)
     if isinstance(found.least, bool) or not isinstance(found.least, int) or found.least < 1:
         raise ConfigError(f"clients: least is {found.least!r}: give a whole number of at least 1", field="clients")
     if isinstance(found.wait, bool) or not isinstance(found.wait, (int, float)) or not 0 < found.wait < math.inf:
         raise ConfigError(f"clients: wait is {found.wait!r}: give a finite number of seconds above 0", field="clients")
+    if not isinstance(found.members, bool):
+        raise ConfigError(f"clients: members is {found.members!r}: give true or false", field="clients")
     return found
 
 

@@ -13,6 +13,8 @@
     rounds/SERIAL/inbox/NUMBER   each client's update; by the service
     rounds/SERIAL/taken/NUMBER   the updates after the worker has closed the round and renamed `inbox` to `taken`
     rounds/SERIAL/verdicts.json  why updates of the round did not count; by the worker
+    rounds/SERIAL/accepted/      NUMBER-HASH for each update whose client has signed the data-use statement
+    acceptances/NUMBER.jsonl     what each client has signed (`rayps_client.members.acceptance_file`); by the service
     rounds/SERIAL/stages/        the messages of a secure round (`rayps.federated.remote.stage_folder`)
     parameters-ID.safetensors    the newest parameters of asynchronous rounds, to which orders link; by the worker ID
     asked/NUMBER.json            the newest order of one client in asynchronous rounds; by the worker
@@ -225,6 +227,20 @@ class Mailbox:
             if other != found:
                 other.unlink(missing_ok=True)
         return found
+
+    def record_acceptance(self, serial: int, number: int, digest: str) -> None:
+        """Record that a client has signed the job's data-use statement for an update with this SHA-256.
+
+        Raises:
+            Conflict: the round is closed.
+        """
+        if not self.is_open(serial):
+            raise self._too_late(serial)
+        _touch(self.round_folder(serial) / "accepted" / f"{number}-{digest}")
+
+    def has_acceptance(self, serial: int, number: int, digest: str) -> bool:
+        """Return whether a client has signed the job's data-use statement for an update with this SHA-256."""
+        return (self.round_folder(serial) / "accepted" / f"{number}-{digest}").exists()
 
     def update_bytes(self, serial: int, number: int) -> int:
         """Return the size of the client's update in the round; 0 if there is none, or if its bytes were deleted."""

@@ -1,0 +1,117 @@
+"""Which certificates were revoked: a file that is read again when it changes, without a restart.
+
+The file is a certificate revocation list of the authority (PEM, RFC 5280), or text with one serial number a line, in
+hex as `openssl x509 -serial` prints it; a line may be empty or a # comment.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+
+from rayps_client.errors import ConfigError
+from rayps_client.members.member_certificates import serial_text
+
+log = logging.getLogger(__name__)
+
+_CRL = b"-----BEGIN X509 CRL-----"
+_SERIAL = re.compile(r"[0-9a-f]{1,40}")
+_Stamp = tuple[int, int, int]
+
+
+class Revocations:
+    """The serial numbers of revoked certificates. If the file cannot be read any more, what was read last holds."""
+
+    def __init__(self, path: Path | None, authorities: Sequence[x509.Certificate]) -> None:
+        """Read the file. `path` None: nothing is revoked.
+
+        Raises ConfigError if the file cannot be read, or is a list that no authority has signed.
+        """
+        self._path, self._authorities = path, authorities
+        self._lock, self._stamp = threading.Lock(), _stamp(path)
+        self._serials = frozenset[str]() if path is None else read_revoked(path, authorities)
+
+    def revoked(self) -> frozenset[str]:
+        """Return the serial numbers of all revoked certificates, as the file says now."""
+        path = self._path
+        if path is None:
+            return self._serials
+        with self._lock:
+            stamp = _stamp(path)
+            if stamp != self._stamp:
+                self._stamp = stamp
+                try:
+                    self._serials = read_revoked(path, self._authorities)
+                except ConfigError as error:
+                    log.error("%s; the list that was read before still holds", error.message)
+            return self._serials
+
+
+def read_revoked(path: Path, authorities: Sequence[x509.Certificate]) -> frozenset[str]:
+    """Return the serial numbers in a file.
+
+    Raises:
+        ConfigError: the file cannot be read, has a line that is no serial number, or no authority has signed the list.
+    """
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"the list of revoked certificates {path} cannot be read: {error.strerror or error}",
+            field="members_revoked",
+        ) from error
+    if raw.lstrip().startswith(_CRL):
+        return _of_list(path, raw, authorities)
+    found = set[str]()
+    for count, line in enumerate(raw.decode("utf-8", "replace").splitlines(), 1):
+        text = line.partition("#")[0].strip().lower().removeprefix("serial=").removeprefix("0x").replace(":", "")
+        if not text:
+            continue
+        if not _SERIAL.fullmatch(text):
+            raise ConfigError(
+                f"{path}, line {count}: {line!r:.100} is not a serial number: give hex digits, as `openssl x509 -noout "
+                "-serial` prints them",
+                field="members_revoked",
+            )
+        found.add(text.lstrip("0") or "0")
+    return frozenset(found)
+
+
+def _of_list(path: Path, raw: bytes, authorities: Sequence[x509.Certificate]) -> frozenset[str]:
+    try:
+        found = x509.load_pem_x509_crl(raw)
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is not a revocation list that can be read: {error}", field="members_revoked"
+        ) from error
+    if not any(_signed(found, each) for each in authorities):
+        raise ConfigError(
+            f"the revocation list {path} is not signed by an authority of this federation: give the list that belongs "
+            "to --members-ca",
+            field="members_revoked",
+        )
+    return frozenset(serial_text(each.serial_number) for each in found)
+
+
+def _signed(found: x509.CertificateRevocationList, authority: x509.Certificate) -> bool:
+    key = authority.public_key()
+    try:
+        return found.issuer == authority.subject and found.is_signature_valid(key)  # type: ignore[arg-type]
+    except (TypeError, ValueError, InvalidSignature):
+        return False
+
+
+def _stamp(path: Path | None) -> _Stamp | None:
+    if path is None:
+        return None
+    try:
+        facts = path.stat()
+    except OSError:
+        return None
+    return facts.st_mtime_ns, facts.st_size, facts.st_ino

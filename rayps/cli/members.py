@@ -1,0 +1,273 @@
+"""`rayps members`: certificates of a federation's institutions; `rayps statements`: what its members have signed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rayps_client.members.acceptance import Acceptance, CheckedAcceptance, check_record
+from rayps_client.members.acceptance_file import Receipt, read_lines
+from rayps_client.members.consent import TEXT
+from rayps_client.members.member_certificates import MemberCertificate, MembersCa
+from rayps_client.members.membership_options import FINGERPRINT
+
+from rayps.cli import show
+from rayps.cli.show import Output
+from rayps.core.errors import ConfigError
+from rayps.core.statement import read_statement
+from rayps.service.client import Client
+from rayps.service.settings import Settings
+
+Format = Annotated[Output, typer.Option("--output", "-o", help="table or json.")]
+Authority = Annotated[Path, typer.Argument(metavar="FOLDER", help="The authority's folder, on a machine of its own.")]
+members_app = typer.Typer(no_args_is_help=True, help="Certificates of the institutions of a federation.")
+
+
+@members_app.command()
+def ca(
+    folder: Authority,
+    name: Annotated[str, typer.Option(help="The federation's name, in all certificates.")] = "rayps federation",
+    days: Annotated[int, typer.Option(min=1, help="Valid for this many days.")] = 3650,
+) -> None:
+    """Create the authority of a federation.
+
+    RAYPS_MEMBER_PASSPHRASE encrypts the key. Who has the key and its passphrase decides who is a member. Let it be
+    another party, or at least another machine, than the service's.
+    """
+    from rayps.service.member_authority import new_authority
+
+    new_authority(folder, name, days)
+    show.line(str(folder / "ca.pem"))
+    show.note(f"give {folder / 'ca.pem'} to the service and to all members; {folder / 'ca.key'} stays here, secret")
+
+
+@members_app.command()
+def request(
+    name: Annotated[str, typer.Argument(help="The client's name, e.g. hospital-a.")],
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder of the new files.")] = Path(),
+) -> None:
+    """Create an institution's key, and its request.
+
+    The institution does this itself, and sends the request for a certificate to the authority.
+    RAYPS_MEMBER_PASSPHRASE encrypts the key.
+    """
+    from rayps.service.member_authority import new_request
+
+    key, asked = to / f"{name}.key", to / f"{name}.csr"
+    new_request(name, key, asked)
+    show.line(str(asked))
+    show.note(f"send {asked} to the federation's authority; {key} stays here, secret")
+
+
+@members_app.command()
+def issue(
+    folder: Authority,
+    asked: Annotated[Path, typer.Argument(metavar="REQUEST", help="The institution's request (.csr).")],
+    days: Annotated[float, typer.Option(min=0.0, help="Valid for this many days.")] = 365.0,
+    to: Annotated[Path | None, typer.Option(metavar="FILE", help="The certificate (by default NAME.pem).")] = None,
+) -> None:
+    """Issue the certificate that an institution has requested.
+
+    Make sure before who has sent the request.
+    """
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    from rayps.service.member_authority import issue as issued_to
+
+    member = issued_to(folder, asked, days)
+    path = to or asked.with_name(f"{member.name}.pem")
+    path.write_bytes(member.certificate.public_bytes(Encoding.PEM))
+    show.line(str(path))
+    show.note(f"{member.name} has the certificate {member.serial}; give {path} to it, which is no secret")
+
+
+@members_app.command()
+def revoke(
+    folder: Authority,
+    which: Annotated[str, typer.Argument(metavar="NAME|SERIAL", help="A member, or one certificate.")],
+) -> None:
+    """Revoke certificates of a member.
+
+    The authority's list is written anew. The service reads its copy of the list within a second.
+    """
+    from rayps.service.member_authority import revoke as revoked_by
+
+    for member in revoked_by(folder, which):
+        show.line(f"{member.serial} of {member.name} is revoked")
+    show.note(f"the list is {folder / 'revoked.pem'}: put it where `rayps serve --members-revoked` reads it")
+
+
+@members_app.command("ls")
+def list_members(folder: Authority, output: Format = Output.table) -> None:
+    """List the certificates that an authority has issued."""
+    from rayps.service.member_authority import issued, revoked_serials
+
+    revoked, now = revoked_serials(folder), datetime.now(UTC)
+    rows = [
+        {
+            "name": each.name,
+            "serial": each.serial,
+            "until": f"{each.certificate.not_valid_after_utc:%Y-%m-%d}",
+            "state": _state(each, revoked, now),
+        }
+        for each in issued(folder)
+    ]
+    if output is Output.json:
+        show.dump(rows)
+    else:
+        show.table(["name", "serial", "until", ""], [list(row.values()) for row in rows])
+
+
+def _state(member: MemberCertificate, revoked: set[str], now: datetime) -> str:
+    if member.serial in revoked:
+        return "revoked"
+    return "expired" if member.certificate.not_valid_after_utc < now else ""
+
+
+@members_app.command()
+def service() -> None:
+    """Show the fingerprint of the service's key.
+
+    Clients without a token are given it: --service-key FINGERPRINT.
+    """
+    from rayps.federated.remote.signed_orders import Key
+
+    path = Settings.read().client_key
+    if not path.exists():
+        raise ConfigError(
+            f"there is no key {path}: run this on the service's machine, with its --state-dir as RAYPS_STATE_DIR, "
+            "after the first `rayps serve`",
+            field="state_dir",
+        )
+    show.line(f"{FINGERPRINT}{Key.load_or_create(path).fingerprint}")
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What the clients of one job have signed, from the service or a file."""
+
+    job: str | None
+    statement: str | None
+    clients: Sequence[Sequence[Acceptance]]
+    receipts: Mapping[str, Receipt] = field(default_factory=dict)
+
+
+def statements(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="JOB|FILE",
+            help="The job's id, or its beginning; or, without a service, an exported file or a client's "
+            "statements.jsonl.",
+        ),
+    ],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check every signature and that nothing is missing; exit code 1 if not.")
+    ] = False,
+    members_ca: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Check also that this authority (PEM) has certified the keys.")
+    ] = None,
+    service_key: Annotated[
+        str | None,
+        typer.Option(metavar="FINGERPRINT", help="Check also that this service has signed the receipts of a client."),
+    ] = None,
+    statement: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Check that this text was accepted (default: the job's).")
+    ] = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="FILE", help="Write all of it into this file, which can be verified.")
+    ] = None,
+    output: Format = Output.table,
+) -> None:
+    """Show and verify what the members of a job have signed.
+
+    A member signs each of its updates under the job's data-use statement.
+    """
+    found = _read(Path(source)) if Path(source).exists() else _of_service(source)
+    text = found.statement if statement is None else read_statement(statement)
+    trusted = None if members_ca is None else MembersCa.load(members_ca)
+    checked = [each for record in found.clients for each in check_record(record, text, trusted, found.job)]
+    if to is not None:
+        clients = [[each.to_json() for each in record] for record in found.clients]
+        to.write_text(json.dumps({"job": found.job, "statement": text, "clients": clients}), encoding="utf-8")
+    known = None if service_key is None else service_key.removeprefix(FINGERPRINT)
+    wrong = [_wrong(each, found.receipts, known) for each in checked]
+    rows = [_row(each, why if verify else None) for each, why in zip(checked, wrong, strict=True)]
+    if output is Output.json:
+        show.dump(rows)
+    else:
+        show.table(list(_COLUMNS), [list(row.values()) for row in rows])
+    if not verify:
+        return
+    bad = sum(bool(why) for why in wrong)
+    show.note(f"{len(checked)} acceptances of {len(found.clients)} clients; wrong: {bad}")
+    if trusted is None:
+        show.note("not checked: who has issued the certificates; give --members-ca FILE")
+    if text is None:
+        show.note("not checked: the text of the statement; give --statement FILE")
+    if bad:
+        raise typer.Exit(1)
+
+
+_COLUMNS = ("client", "round", "order", "signed", "statement", "update", "check")
+
+
+def _row(checked: CheckedAcceptance, wrong: str | None) -> dict[str, Any]:
+    try:
+        facts = checked.acceptance.facts()
+    except ValueError:
+        return dict.fromkeys(_COLUMNS, "") | {"check": checked.wrong}
+    signed = datetime.fromtimestamp(facts.time, UTC)
+    values = (facts.name, facts.round, facts.serial, f"{signed:%Y-%m-%d %H:%M:%S}", facts.statement, facts.sent)
+    return dict(zip(_COLUMNS, (*values, "" if wrong is None else wrong or "valid"), strict=True))
+
+
+def _wrong(checked: CheckedAcceptance, receipts: Mapping[str, Receipt], service_key: str | None) -> str:
+    receipt = receipts.get(checked.acceptance.digest)
+    if not checked.wrong and receipt is not None and not receipt.is_valid(service_key):
+        return "the service's receipt is not signed with its key"
+    return checked.wrong
+
+
+def _of_service(job: str) -> _Record:
+    with Client() as service:
+        found = service.call("GET", f"/api/v1/jobs/{service.job(job).id}/acceptances")
+    return _of_json(found, job)
+
+
+def _read(path: Path) -> _Record:
+    """Read an exported file, or a client's own record with the statement beside it."""
+    try:
+        raw = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", field="source") from error
+    try:
+        found = json.loads(raw)
+    except ValueError:
+        found = None  # several lines
+    if isinstance(found, dict) and "clients" in found:
+        return _of_json(found, str(path))
+    lines, receipts = read_lines(path)
+    beside = path.with_name(TEXT)
+    return _Record(None, read_statement(beside) if beside.exists() else None, [lines], receipts)
+
+
+def _of_json(found: Mapping[str, Any], source: str) -> _Record:
+    try:
+        clients = [[Acceptance.of_json(each) for each in record] for record in found["clients"]]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{source} is not a record that `rayps statements --to FILE` has written: {error}", field="source"
+        ) from error
+    return _Record(found.get("job"), found.get("statement"), clients)
+
+
+def add(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    app.add_typer(members_app, name="members")
+    app.command()(statements)
