@@ -25,12 +25,8 @@ from rayps_client.client_folder import ClientFolder
 from rayps_client.connection import ServiceConnection
 from rayps_client.errors import Conflict, DataError, NotFound, RaypsError, Unauthorized, Unreachable, WorkloadError
 from rayps_client.global_model import fetch_global
-<<<<<<< HEAD
 from rayps_client.local_trainer import LocalReply, LocalTask, LocalTrainer, RawTensors, RoundStart, layout_bytes
-=======
-from rayps_client.local_trainer import LocalReply, LocalTask, LocalTrainer, RoundStart, layout_bytes
 from rayps_client.members.consent import Consent
->>>>>>> inst
 from rayps_client.own_metrics import OwnMetrics, VectorLayout, encode_metrics, vector_of
 from rayps_client.secure.pinned_keys import PeerKeys
 from rayps_client.secure.quantise import ClientNumbers
@@ -369,14 +365,10 @@ class ClientProcess:
 
     def _send(self, order: OrderFacts, reply: LocalReply, coded: RawTensors | None) -> bool:
         path = f"/api/v1/client/rounds/{order['serial']}/update"
-        raw = encode_update(reply)
+        raw = encode_update(reply, coded)
         try:
-<<<<<<< HEAD
-            self._connection.upload(path, encode_update(reply, coded), self._headers())
-=======
             self._record_consent(order, raw)
             self._connection.upload(path, raw, self._headers())
->>>>>>> inst
         except (Conflict, NotFound) as error:
             self._update_not_counted(order, error)
             return False
