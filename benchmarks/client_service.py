@@ -84,10 +84,10 @@ class _Routes(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer the key, work, or the parameters."""
-        moments = self.server.moments
-        if self.path.endswith("/key"):
+        moments, path = self.server.moments, self.path.partition("?")[0]
+        if path.endswith("/key"):
             self._json({"public_key": self.server.key.public})
-        elif self.path.endswith("/parameters"):
+        elif path.endswith("/parameters"):
             self._send(self.server.start)
             moments.order = time.monotonic()
         elif moments.update is not None:
