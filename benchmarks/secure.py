@@ -83,7 +83,8 @@ def bench_own(
         raise ConfigError(f"there is no run {unknown.pop()!r}: give some of {', '.join(known)}", field="runs")
     plans = [known[run] for run in runs]
     with tempfile.TemporaryDirectory(prefix="rayps-bench-") as folder, JobService(Path(folder)) as service:
-        shutil.copy(HERE / "secure_work.py", service.folder / "secure_work.py")
+        (service.folder / "work").mkdir()  # travels with each job, so nothing else may be in it
+        shutil.copy(HERE / "secure_work.py", service.folder / "work" / "secure_work.py")
         return [_run(service, clients, plan, neighbours, deadline) for plan in plans]
 
 
@@ -134,7 +135,7 @@ def _run(
     near = "auto" if neighbours is None else neighbours
     job = service.user.submit(
         "secure_work.py:Wide",
-        working_dir=service.folder,
+        working_dir=service.folder / "work",
         strategy=(
             f"fedavg:deadline={deadline:g},secure=secagg(clip=4,bits={BITS},max_weight={MAX_WEIGHT},neighbours={near}),"
             f"clients=remote(least={clients},wait={START_SECONDS:g})"
@@ -157,7 +158,7 @@ def _run(
 def _client(service: JobService, job: Job, token: str, home: Path, dies: Stage | None) -> subprocess.Popen[bytes]:
     home.mkdir(parents=True)
     config = {"url": service.url, "token": token, "job": job.id, "name": home.name, "folder": str(home)}
-    work = f"{service.folder / 'secure_work.py'}:Wide"
+    work = f"{service.folder / 'work' / 'secure_work.py'}:Wide"
     command = [sys.executable, str(HERE / "secure_client.py"), json.dumps({**config, "work": work, "dies": dies})]
     own = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "SECURE_CLIENT": home.name.removeprefix("c")}
     with (home / "log").open("w") as log:
