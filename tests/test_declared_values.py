@@ -146,6 +146,7 @@ def test_the_catalogue_lists_what_is_written():
     common = {"fraction", "local_epochs", "local_steps", "batch_size", "rule", "clip", "attack", "dropout", "deadline"}
     common |= {"min_replies", "enough", "over_selection", "speed", "available", "evaluate_every", "buffers"}
     common |= {"finetune", "clients", "privacy", "secure", "report", "client_evaluation", "metric_bound"}
+    common |= {"upload", "download"}
     assert set(options["fedavg"]) == common and len(options["fedavg"]) == len(common)
     assert set(options["fedadam"]) == common | {"server_lr", "beta1", "tau", "beta2"}
     assert set(options["fedbuff"]) == common | {"buffer", "concurrency", "server_lr", "max_staleness", "decay"}

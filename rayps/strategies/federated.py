@@ -62,6 +62,7 @@ from rayps.federated.aggregation_options import Aggregation
 from rayps.federated.local_training import LocalTraining
 from rayps.federated.population.options import PopulationSpec, check_fraction
 from rayps.federated.private_options import check_private
+from rayps.federated.remote.client_options import RealClients
 from rayps.federated.remote.coding_options import check_codings
 from rayps.federated.remote.join_options import joining_of
 from rayps.federated.remote.secure_options import SecureOptions, secure_of
@@ -78,7 +79,7 @@ if TYPE_CHECKING:
 class Federated(FlatOptions, Strategy):
     """Clients with their own data train separately. A server combines their updates.
 
-    The options of `local`, `aggregation` and `population` are written as options of the strategy:
+    The options of `local`, `aggregation`, `population` and `real` are written as options of the strategy:
     `FedAvg(local_epochs=2, rule="median", dropout=0.1)`.
     """
 
@@ -90,13 +91,8 @@ class Federated(FlatOptions, Strategy):
     buffers: str = "mean"
     finetune: int | None = None
     privacy: Json | PrivacySpec = None
-    clients: Json = None
-    secure: Json = None
-    upload: str | None = None
-    download: str | None = None
     report: str | None = None
-    client_evaluation: bool = False
-    metric_bound: float = 1.0
+    real: RealClients = field(default_factory=RealClients, metadata=NESTED)
     loop: ClassVar[str] = FEDERATED_ROUNDS
     # names of vectors in `c.reply`, each as long as w, which are summed over clients without weights
     sums: ClassVar[tuple[str, ...]] = ()
@@ -118,8 +114,6 @@ class Federated(FlatOptions, Strategy):
             )
         if joining_of(self.clients) is not None:
             self._check_for_real_clients()
-        options.flag(self, "client_evaluation")
-        options.number(self, "metric_bound", above=0)
         self._check_client_evaluation()
         object.__setattr__(self, "privacy", privacy_of(self.privacy))
         secure = secure_of(self.secure)
