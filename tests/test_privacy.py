@@ -36,7 +36,8 @@ def cost(mechanism, releases, delta=1e-5, restart=None):
     ("text", "message"),
     [
         ("dp", "privacy has no noise"),
-        ("dp(epsilon=8)", "give noise_multiplier"),
+        ("dp(epsilon=8)", "epsilon=8 and no rounds: give rounds"),
+        ("dp(noise=1.1)", "is noise_multiplier=1.1"),
         ("dp(noise_multiplier=0)", "noise_multiplier is 0"),
         ("dp(noise_multiplier=1,clip=none)", "clip is None"),
         ("dp(noise_multiplier=1,delta=0)", "delta is 0"),

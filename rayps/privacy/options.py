@@ -22,7 +22,7 @@ from typing import ClassVar
 from rayps.core import options
 from rayps.core.errors import ConfigError
 from rayps.core.text import form
-from rayps.core.values import Json, Keywords
+from rayps.core.values import Json, Keywords, is_number
 
 ADAPTIVE = "adaptive"
 GAUSSIAN, TREE = "gaussian", "tree"
@@ -93,6 +93,12 @@ class PrivacySpec:
         options.choice(self, "mechanism", (GAUSSIAN, TREE))
         if self.sampling is not None:
             options.choice(self, "sampling", (POISSON, FIXED, ALL))
+        if is_number(self.noise):
+            raise ConfigError(
+                f"noise is {self.noise!r}: how much noise there is, is noise_multiplier={self.noise!r}; noise says "
+                "where it comes from, secret or seeded",
+                field="noise",
+            )
         options.choice(self, "noise", (SECRET, SEEDED))
         options.choice(self, "noise_by", (SERVER, CLIENTS))
         options.number(self, "honest", above=0, most=1, none=True)
@@ -106,6 +112,12 @@ class PrivacySpec:
         self._check_together()
 
     def _check_together(self) -> None:
+        if self.noise_multiplier is None and self.epsilon is not None and self.rounds is None:
+            raise ConfigError(
+                f"privacy has epsilon={self.epsilon:g} and no rounds: give rounds, for which the noise is found "
+                f"(dp(epsilon={self.epsilon:g},rounds=100)), or noise_multiplier",
+                field="privacy",
+            )
         if self.noise_multiplier is None and (self.epsilon is None or self.rounds is None):
             raise ConfigError(
                 "privacy has no noise: give noise_multiplier (1.1, for example), or epsilon and rounds, from which the "
