@@ -27,7 +27,7 @@ from rayps.service.store import JobRecord
 from rayps.strategies.catalogue import own_names, parse
 from rayps_api.client_model import model_facts, model_file
 from rayps_api.membership import refuse_token_of_member, refuse_without_certificate, statement_of, still_valid
-from rayps_api.schemas import problems, timestamp
+from rayps_api.schemas import BINARY_BODY, problems, timestamp
 from rayps_api.schemas_clients import (
     JOB,
     ClientsOut,
@@ -289,12 +289,7 @@ async def received(serial: Serial, caller: Joined, rayps_sha256: Digest) -> Any:
     status_code=201,
     response_model=UpdateOut,
     responses={200: {"model": UpdateOut}, **problems(429)},
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-        }
-    },
+    openapi_extra=BINARY_BODY,
 )
 async def update(
     serial: Serial,

@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect
 from rayps.core.errors import Conflict
 from rayps.federated.remote.mailbox import RoundOrder
 from rayps_api.routes_clients import LONGEST_WAIT, MOST_UPDATES, Caller, Joined, Serial, check_accepted
-from rayps_api.schemas import problems
+from rayps_api.schemas import BINARY_BODY, problems
 from rayps_api.schemas_clients import StageOut, UpdateOut, WithdrawIn
 
 _PAUSE = 0.05  # seconds between two looks for an answer
@@ -35,12 +35,7 @@ router = APIRouter(prefix="/api/v1", tags=["clients"], responses=problems(400, 4
     status_code=201,
     response_model=UpdateOut,
     responses={200: {"model": UpdateOut}, **problems(429)},
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-        }
-    },
+    openapi_extra=BINARY_BODY,
 )
 async def message(
     serial: Serial,

@@ -513,6 +513,14 @@ class ProblemOut(BaseModel):
     request_id: str
 
 
+BINARY_BODY: dict[str, Any] = {  # of a route whose request is read as bytes
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+
+
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return OpenAPI's description of the error answers with these status codes."""
     content = {"application/problem+json": {"schema": ProblemOut.model_json_schema()}}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from rayps_client.errors import ConfigError, DataError
 from rayps_client.row_order import Ints
+
+Column = TypeVar("Column", bound=Sized)
 
 
 @dataclass(slots=True)
@@ -58,18 +60,7 @@ class ArrayRows:
 
     def check(self) -> None:
         """Check the arrays. Raises DataError if there are no rows, lengths differ, or a value is NaN or infinite."""
-        if self.rows() == 0:
-            raise DataError("tensors: x has no rows: there is nothing to train on", column="x")
-        if self.y is not None and len(self.y) != len(self.x):
-            raise DataError(f"tensors: x has {len(self.x)} rows, y has {len(self.y)}: give the same number", column="y")
-        for name, values in (("x", self.x), ("y", self.y)):
-            row = None if values is None else _not_finite(values)
-            if row is not None:
-                raise DataError(
-                    f"tensors: {name} has NaN or infinity in row {row}: replace it, or leave the row out",
-                    column=name,
-                    row=row,
-                )
+        check_rows(self.x, self.y, _not_finite)
 
     def rows(self) -> int:
         """Return the length of x."""
@@ -113,6 +104,26 @@ def _array(name: str, value: Any) -> Any:
             column=name,
         )
     return value.detach() if hasattr(value, "detach") else value
+
+
+def check_rows(x: Column, y: Column | None, first_bad: Callable[[Column], int | None]) -> None:
+    """Check the rows `x` and the labels `y`. `first_bad` returns the first row with NaN or infinity, or None.
+
+    Raises:
+        DataError: there are no rows, the lengths differ, or a value is NaN or infinite.
+    """
+    if len(x) == 0:
+        raise DataError("tensors: x has no rows: there is nothing to train on", column="x")
+    if y is not None and len(y) != len(x):
+        raise DataError(f"tensors: x has {len(x)} rows, y has {len(y)}: give the same number", column="y")
+    for name, values in (("x", x), ("y", y)):
+        row = None if values is None else first_bad(values)
+        if row is not None:
+            raise DataError(
+                f"tensors: {name} has NaN or infinity in row {row}: replace it, or leave the row out",
+                column=name,
+                row=row,
+            )
 
 
 def _not_finite(values: Any) -> int | None:

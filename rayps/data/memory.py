@@ -8,6 +8,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rayps_client.rows import check_rows
 from torch.utils.data import IterableDataset, default_collate
 
 from rayps.core.errors import DataError, RaypsError
@@ -121,18 +122,7 @@ class TensorData(InMemory):
 
     def check(self) -> None:
         """Check the tensors. Raises DataError if there are no rows, lengths differ, or a value is NaN or infinite."""
-        if self.rows() == 0:
-            raise DataError("tensors: x has no rows: there is nothing to train on", column="x")
-        if self.y is not None and len(self.y) != len(self.x):
-            raise DataError(f"tensors: x has {len(self.x)} rows, y has {len(self.y)}: give the same number", column="y")
-        for name, values in (("x", self.x), ("y", self.y)):
-            row = None if values is None else _not_finite(values)
-            if row is not None:
-                raise DataError(
-                    f"tensors: {name} has NaN or infinity in row {row}: replace it, or leave the row out",
-                    column=name,
-                    row=row,
-                )
+        check_rows(self.x, self.y, _not_finite)
 
     def rows(self) -> int:
         """Return the length of x."""

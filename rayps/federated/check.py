@@ -17,6 +17,7 @@ from rayps.federated.private_rounds import PrivateJob, private_job
 from rayps.federated.simulated_rounds import events_of
 from rayps.federated.strategy_interface import ClientSide, FederatedView, is_buffered, joining_under
 from rayps.privacy import accountant
+from rayps.privacy.mechanism import Spent
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import recipe_of
@@ -79,7 +80,8 @@ def _check_privacy(strategy: FederatedView, workload: Workload, job: PrivateJob 
     if job is None:
         return []
     spec, mechanism = job.spec, job.solved()
-    if spec.epsilon is not None and not accountant.releases_within(mechanism, spec.epsilon, spec.delta, job.restart):
+    one = accountant.epsilon({mechanism: Spent().plus(1, job.restart)}, spec.delta)
+    if spec.epsilon is not None and one > spec.epsilon:
         raise ConfigError(
             f"privacy has epsilon={spec.epsilon:g}, which one round with noise_multiplier="
             f"{mechanism.noise_multiplier:g} exceeds: give more noise, a larger epsilon, or a smaller fraction",

@@ -145,10 +145,10 @@ def private_job(strategy: FederatedView, clients: int | None, size: int) -> Priv
 class _Releases:
     """What rank 0 alone has: the account, the noise, and who takes part."""
 
-    def __init__(self, job: PrivateJob, folder: Path, seed: int) -> None:
-        """Open the ledger. Raises ConfigError if it cannot be used, or if the budget allows no round."""
+    def __init__(self, job: PrivateJob, mechanism: Mechanism, folder: Path, seed: int) -> None:
+        """Open the ledger. Raises ConfigError if it cannot be used."""
         self.job, self.ledger = job, ReleaseLedger(folder)
-        self.account = PrivacyAccount(job.spec, job.solved(), self.ledger, job.restart)
+        self.account = PrivacyAccount(job.spec, mechanism, self.ledger, job.restart)
         self.source: NoiseSource = KeyedNoise.of_seed(seed) if job.spec.noise == SEEDED else SecretNoise()
         seeded_tree = job.kind == TREE and job.spec.noise != SEEDED
         self.tree_source: NoiseSource = KeyedNoise(self.ledger.key()) if seeded_tree else self.source
@@ -189,7 +189,7 @@ class PrivateRounds:
     def __init__(self, job: PrivateJob, ring: Ring, folder: Path, seed: int) -> None:
         """Prepare. Raises ConfigError on rank 0 if the ledger cannot be used or the options do not fit."""
         self.job, self._ring, self._mechanism = job, ring, job.solved()
-        self._releases = _Releases(job, folder, seed) if ring.rank == 0 else None
+        self._releases = _Releases(job, self._mechanism, folder, seed) if ring.rank == 0 else None
         self._asked: set[int] = set()  # real clients that were asked in this tree
         self.epsilon, self.releases = 0.0, 0  # of all releases so far, since the last call of `exhausted`
 

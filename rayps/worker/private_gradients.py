@@ -124,48 +124,39 @@ class PrivatePushWorker(ServerWorker):
         _refuse("push_grad")
 
 
-class PrivateGradients(Loop):
+class BudgetedLoop(Loop):
+    """A loop that opens the ledger at its begin, and ends the phase when the budget is spent."""
+
+    w: PrivateRingWorker | PrivatePushWorker
+
+    def begin(self, stopped: Callable[[], bool]) -> None:
+        """Open the ledger, and end the phase if the budget allows no step. See `Loop`."""
+        super().begin(stopped)
+        self.w.sums.releases.begin(stopped)
+        end_by_budget(self.w, self.w.sums.releases)
+
+    def end_round(self) -> None:
+        """End the phase if the budget allows no further step. See `Loop`."""
+        end_by_budget(self.w, self.w.sums.releases)
+
+    def close(self) -> None:
+        """Release the loop's resources, and close the ledger. See `Loop`."""
+        super().close()
+        self.w.sums.releases.close()
+
+
+class PrivateGradients(BudgetedLoop):
     """The loop of private workers on a ring."""
 
     view: ClassVar[type[Worker]] = PrivateRingWorker
     w: PrivateRingWorker
 
-    def begin(self, stopped: Callable[[], bool]) -> None:
-        """Open the ledger, and end the phase if the budget allows no step. See `Loop`."""
-        super().begin(stopped)
-        self.w.sums.releases.begin(stopped)
-        end_by_budget(self.w, self.w.sums.releases)
 
-    def end_round(self) -> None:
-        """End the phase if the budget allows no further step. See `Loop`."""
-        end_by_budget(self.w, self.w.sums.releases)
-
-    def close(self) -> None:
-        """Release the loop's resources, and close the ledger. See `Loop`."""
-        super().close()
-        self.w.sums.releases.close()
-
-
-class PrivatePushes(ServerSteps):
+class PrivatePushes(BudgetedLoop, ServerSteps):
     """The loop of private workers with servers."""
 
     view: ClassVar[type[Worker]] = PrivatePushWorker
     w: PrivatePushWorker
-
-    def begin(self, stopped: Callable[[], bool]) -> None:
-        """Open the ledger, and end the phase if the budget allows no step. See `Loop`."""
-        super().begin(stopped)
-        self.w.sums.releases.begin(stopped)
-        end_by_budget(self.w, self.w.sums.releases)
-
-    def end_round(self) -> None:
-        """End the phase if the budget allows no further step. See `Loop`."""
-        end_by_budget(self.w, self.w.sums.releases)
-
-    def close(self) -> None:
-        """Release the loop's resources, and close the ledger. See `Loop`."""
-        super().close()
-        self.w.sums.releases.close()
 
 
 def end_by_budget(w: Worker, releases: RowReleases) -> None:
