@@ -48,7 +48,7 @@ def compile_sources():
     Under PYTHONDONTWRITEBYTECODE, as in many containers, each process would compile rayps for itself alone.
     """
     root = Path(__file__).parent.parent
-    for folder in ("rayps", "api", "benchmarks", "tests"):
+    for folder in ("rayps", "api", "client", "benchmarks", "tests"):
         compileall.compile_dir(root / folder, quiet=2, workers=0)  # 0: a process for each core
 
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -27,6 +26,18 @@ CREDENTIALS = {
     "AWS_MAX_ATTEMPTS": "2",  # of botocore, below those of s3fs: a place that is lost is reported within seconds
     "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
 }
+
+
+# The server takes a free port and states it: a port chosen here could be another process's before the server has it.
+SERVER = """
+import threading
+from moto.server import ThreadedMotoServer
+
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+threading.Event().wait()
+"""
 
 
 @dataclass
@@ -127,7 +138,7 @@ class Proxy:
 class S3Site:
     """A server process with its proxy, and the environment with which a process reaches it."""
 
-    port: int
+    process: subprocess.Popen[bytes]
     proxy: Proxy
 
     @property
@@ -140,9 +151,10 @@ def empty_bucket(server: S3Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3
     """The server with an empty bucket, its proxy without faults, and the environment of this process."""
     for name, value in server.env.items():
         monkeypatch.setenv(name, value)
+    assert server.process.poll() is None, f"moto's server has ended with exit code {server.process.returncode}"
     server.proxy.pass_on()
     s3fs.S3FileSystem.clear_instance_cache()  # an instance keeps the endpoint and the credentials of its creation
-    files = s3fs.S3FileSystem()
+    files = s3fs.S3FileSystem(config_kwargs={"retries": {"total_max_attempts": 10}})  # more than the tests' own
     if files.exists("bucket"):
         for upload in unfinished(CheckpointPlace.of("s3://bucket/run")):
             files.abort_mpu("bucket", upload.url.removeprefix("s3://bucket/"), upload.id)
@@ -165,30 +177,22 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 @contextlib.contextmanager
 def s3_site() -> Iterator[S3Site]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | CREDENTIALS,
+        [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=os.environ | CREDENTIALS
     )
-
-    def answers() -> bool:
-        assert process.poll() is None, "moto's server has ended"
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/", timeout=5):
-                return True
-        except OSError:
-            return False
-
     proxy: Proxy | None = None
     try:
-        wait_for(answers, "moto's server")
-        proxy = Proxy(port)
-        yield S3Site(port, proxy)
+        assert process.stdout is not None
+        readable, _, _ = select.select([process.stdout], [], [], 120)
+        assert readable, "moto's server does not listen after 120 s"
+        port = process.stdout.readline()
+        assert port, f"moto's server has ended with exit code {process.wait(30)} before it listened"
+        proxy = Proxy(int(port))
+        yield S3Site(process, proxy)
     finally:
         if proxy is not None:
             proxy.close()
         process.terminate()
         process.wait(30)
+        if process.stdout is not None:
+            process.stdout.close()
