@@ -12,7 +12,8 @@ from rayps import AllReduce, ParameterServer
 
 pytestmark = [pytest.mark.ray, pytest.mark.chaos]
 EXACT = 1e-12
-WORK = Small(n=120, batch=4, optimizer="adam", pause=0.05)  # ten rounds an epoch with three workers
+WORKERS = 2
+WORK = Small(n=120, batch=4, optimizer="adam", pause=0.05)  # fifteen rounds an epoch with two workers
 
 
 class Harm:
@@ -29,9 +30,9 @@ class Harm:
 
 
 def train(cluster, strategy, harm, **options):
-    result = rayps.train(WORK, strategy=strategy, workers=3, epochs=4, cluster=cluster, progress=harm, **options)
+    result = rayps.train(WORK, strategy=strategy, workers=WORKERS, epochs=3, cluster=cluster, progress=harm, **options)
     assert harm.pid is not None
-    assert result.history.column("round").to_pylist() == list(range(40))
+    assert result.history.column("round").to_pylist() == list(range(45))
     return result
 
 
@@ -41,13 +42,13 @@ def told(result, kind):
 
 def test_a_worker_is_killed_in_all_reduce(ray_cluster):
     result = train(ray_cluster, AllReduce(), Harm("workers", 1, signal.SIGKILL))
-    assert distance(result.model(), plain(WORK, 3, epochs=4)[0]) < EXACT
+    assert distance(result.model(), plain(WORK, WORKERS, epochs=3)[0]) < EXACT
     assert [event["lost"] for event in told(result, "restarted")] == [["worker-1"]]
 
 
 def test_a_shard_is_killed_in_step(ray_cluster):
     result = train(ray_cluster, ParameterServer(shards=2), Harm("shards", 1, signal.SIGKILL))
-    assert distance(result.model(), plain(WORK, 3, epochs=4)[0]) < EXACT
+    assert distance(result.model(), plain(WORK, WORKERS, epochs=3)[0]) < EXACT
     assert [event["lost"] for event in told(result, "restarted")] == [["shard-1"]]
 
 
@@ -63,14 +64,14 @@ def test_somebody_is_killed_out_of_step(ray_cluster, members):
 def test_a_worker_is_frozen(ray_cluster, strategy):
     harm = Harm("workers", 1, signal.SIGSTOP)
     try:
-        result = train(ray_cluster, strategy, harm, timeout=20.0, max_failures=20)
+        result = train(ray_cluster, strategy, harm, timeout=10.0, max_failures=20)
     finally:
         if harm.pid is not None:
             end(harm.pid)
     events = [event for event in result.events if event["kind"] in ("restarted", "replaced")]
     assert any("worker-1" in event["lost"] for event in events), events
     if strategy.topology.in_step:
-        assert distance(result.model(), plain(WORK, 3, epochs=4)[0]) < EXACT
+        assert distance(result.model(), plain(WORK, WORKERS, epochs=3)[0]) < EXACT
 
 
 def end(pid):
