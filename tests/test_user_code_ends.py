@@ -178,7 +178,7 @@ def told(result):
 @pytest.mark.parametrize("strategy", SERVERS, ids=str)
 def test_a_loader_that_does_not_return_is_silence(tmp_path, strategy):
     work = Ends("batches", hang, str(tmp_path / "flag"), n=36)
-    result = within(lambda: train(work, strategy, workers=2, epochs=2, timeout=5.0))
+    result = within(lambda: train(work, strategy, workers=2, epochs=2, timeout=3.0))
     assert "data() at round 3 has not returned" in told(result)
     assert "worker-1 died" in told(result)
     if strategy.topology.in_step:
