@@ -51,14 +51,18 @@ def trial(config):
 
     mine = ray.get_runtime_context().get_placement_group_id()
     results = rayps.run(train_fn, workers=2, params=config, address="auto", progress=False)
+    report = {"loss": results[0][0], "inside": all(group == mine for _, group in results)}
+    if config["lr"] == 0.01:  # one trial does the rest
+        tune.report(report)
+        return
     rayps.train(Line(), workers=2, epochs=1, progress=False)
     grown = rayps.train(Line(), workers=(1, 2), epochs=2, progress=False, elastic={"replay": [[1, 2]]})
     assert [event["to"] for event in grown.events if event["kind"] == "resized"] == [2], grown.events
     try:
         rayps.run(train_fn, workers=3, progress=False)
     except rayps.RaypsError as error:
-        refused = "PlacementGroupFactory" in str(error)
-    tune.report({"loss": results[0][0], "inside": all(group == mine for _, group in results), "refused": refused})
+        report["refused"] = "PlacementGroupFactory" in str(error)
+    tune.report(report)
 
 factory = tune.PlacementGroupFactory([{"CPU": 1}] + [{"CPU": 1}] * 2)
 tuner = tune.Tuner(
@@ -68,7 +72,7 @@ tuner = tune.Tuner(
 )
 found = {each.config["lr"]: each.metrics for each in tuner.fit()}
 assert found[0.1]["loss"] < found[0.01]["loss"], found
-assert all(each["inside"] and each["refused"] for each in found.values()), found
+assert all(each["inside"] for each in found.values()) and found[0.1]["refused"], found
 sys.stdout.write("both trials ran inside their groups")
 """
 
