@@ -1,5 +1,6 @@
 """Loader processes: the batches are those without, whatever dies, and nothing is left behind."""
 
+import itertools
 import os
 import random
 import signal
@@ -115,8 +116,10 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [*itertools.product(SOURCES, (0, 2)), ("tensors", 1), ("iterable", 3)],  # others: below
+)
 def test_batches_equal_those_without_processes(kind, workers, tmp_path):
     data = SOURCES[kind](tmp_path)
     loader = Loader(data.loaded_by(workers, prefetch=2))
@@ -299,7 +302,7 @@ def test_random_transforms_do_not_depend_on_the_number_of_processes():
             loader.close()
 
     one = found(1)
-    same(found(3), one)
+    same(found(2), one)
     assert len({float(batch.x[0, 2]) for batch in one}) == len(one)
 
 
@@ -357,7 +360,7 @@ def test_random_transforms_of_an_iterable_set_are_the_same_for_any_number_of_pro
     for state in (False, True):
         data = rayps.data.iterable(Shuffled(state=state), batch_size=2)
         plain = list(data.batches(rank=1, size=2, seed=3, epoch=1))
-        for workers, start, kill in ((0, 0, False), (1, 4, False), (3, 5, False), (2, 0, True)):
+        for workers, start, kill in ((0, 0, False), (1, 4, False), (3, 5, True)):
             loader = Loader(data.loaded_by(workers, prefetch=1))
             try:
                 found = []
@@ -380,10 +383,10 @@ class Collates:
 def test_random_numbers_of_collate_depend_on_the_batch_only():
     data = rayps.data.iterable(Passes(), batch_size=2, collate=Collates())
     found = []
-    for workers, start in ((1, 0), (3, 0), (2, 4)):
+    for workers, starts in ((1, (0,)), (2, (0, 4))):
         loader = Loader(data.loaded_by(workers))
         try:
-            found.append(read(loader, Place(0, 1, 3, 1), start))
+            found += [read(loader, Place(0, 1, 3, 1), start) for start in starts]
         finally:
             loader.close()
     same(found[1], found[0])
