@@ -342,7 +342,7 @@ def test_chaos_by_a_seed_costs_a_running_job_nothing(
 
 @pytest.mark.chaos
 def test_a_ray_that_is_killed_is_started_again_with_its_jobs(serve: Serve, work: Path) -> None:
-    job = serve.client().submit("line.py:Slow", working_dir=work, workers=2, epochs=3, checkpoint_every=5)
+    job = serve.client().submit("line.py:Slow", working_dir=work, workers=1, epochs=1, checkpoint_every=5)
     home = serve.state / "jobs" / job.id
     until(lambda: len(rounds(home)) > 12, 90)
     first = read_record(serve.state)
@@ -366,7 +366,7 @@ def test_a_ray_that_loses_a_process_costs_neither_the_service_nor_a_job(serve: S
     """The daemon alone: above. Ten times each: `make kills`."""
     service = serve.process
     assert service is not None
-    job = serve.client().submit("line.py:Slow", working_dir=work, workers=2, epochs=3, checkpoint_every=5)
+    job = serve.client().submit("line.py:Slow", working_dir=work, workers=1, epochs=1, checkpoint_every=5)
     home = serve.state / "jobs" / job.id
     until(lambda: len(rounds(home)) > 12, 180)
     daemon = read_record(serve.state)
@@ -381,14 +381,14 @@ def test_a_ray_that_loses_a_process_costs_neither_the_service_nor_a_job(serve: S
         os.kill(pid, signal.SIGKILL)
     assert job.wait(200).data["status"] == "SUCCEEDED", job.data
     assert job.data["attempt"] == 2 or victim == "dashboard agent"
-    assert sorted({p["round"] for p in job.metrics() if p["kind"] == "round"}) == list(range(60))
+    assert sorted({p["round"] for p in job.metrics() if p["kind"] == "round"}) == list(range(40))
     assert service.poll() is None and httpx2.get(f"{serve.url}/healthz").json() == {"ok": True}
     until(lambda: httpx2.get(f"{serve.url}/readyz").status_code == 200, 180)
 
 
 def test_an_orderly_end_interrupts_and_the_next_service_goes_on(serve: Serve, work: Path) -> None:
     job = serve.client().submit(
-        "line.py:Slow", working_dir=work, workers=2, epochs=3, checkpoint_every=5, max_failures=0
+        "line.py:Slow", working_dir=work, workers=1, epochs=1, checkpoint_every=5, max_failures=0
     )
     home = serve.state / "jobs" / job.id
     until(lambda: len(rounds(home)) > 12, 90)
@@ -397,7 +397,7 @@ def test_an_orderly_end_interrupts_and_the_next_service_goes_on(serve: Serve, wo
     serve.start()
     job = serve.client().job(job.id)
     assert job.wait(120).data["status"] == "SUCCEEDED", job.data
-    assert sorted({p["round"] for p in job.metrics() if p["kind"] == "round"}) == list(range(60))
+    assert sorted({p["round"] for p in job.metrics() if p["kind"] == "round"}) == list(range(40))
 
 
 @pytest.mark.parametrize(
