@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from test_service import ROOT, Serve, one, serve, until  # noqa: F401  fixtures
 
+from rayps.service.client import Job
+
 pytestmark = pytest.mark.ray
 
 LOOP = """
@@ -42,10 +44,19 @@ def train_fn(lr: float = 0.1, steps: int = 12, kill_at: int = -1, pause: float =
 """
 
 
-def test_a_loop_is_a_job_and_goes_on_after_kill_9(serve: Serve, tmp_path: Path) -> None:  # noqa: F811
+@pytest.fixture(scope="module")
+def whole(one: Serve, tmp_path_factory: pytest.TempPathFactory) -> Job:  # noqa: F811
+    """The job that nothing happened to."""
+    if one.process is None:
+        one.start()
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "loop.py").write_text(LOOP)
+    return one.client().submit(run="loop.py:train_fn", working_dir=folder, workers=2, name="whole").wait(timeout=240)
+
+
+def test_a_loop_is_a_job_and_goes_on_after_kill_9(serve: Serve, whole: Job, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "loop.py").write_text(LOOP)
     client = serve.client()
-    whole = client.submit(run="loop.py:train_fn", working_dir=tmp_path, workers=2, name="whole")
     command = [sys.executable, "-m", "rayps.cli", "submit", "--run", "loop.py:train_fn", "--workers", "2"]
     given = ["--set", "params.kill_at=5", "--set", "name=killed"]
     environment = os.environ | {"RAYPS_URL": serve.url, "RAYPS_STATE_DIR": str(serve.state), "PYTHONPATH": str(ROOT)}
@@ -90,20 +101,15 @@ def test_a_loop_is_a_job_and_goes_on_after_kill_9(serve: Serve, tmp_path: Path) 
 
 
 @pytest.mark.chaos
-def test_a_loop_whose_driver_is_killed_has_an_equal_result(serve: Serve, tmp_path: Path) -> None:  # noqa: F811
+def test_a_loop_whose_driver_is_killed_has_an_equal_result(serve: Serve, whole: Job, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "loop.py").write_text(LOOP)
-    client = serve.client()
-    found = {}
-    for name, pause in (("whole", 0.0), ("killed", 0.3)):
-        job = client.submit(run="loop.py:train_fn", working_dir=tmp_path, workers=2, name=name, params={"pause": pause})
-        if name == "killed":
-            home = serve.state / "jobs" / job.id
-            until(lambda home=home: any((home / "checkpoints").glob("step-*")), 120)
-            os.kill(json.loads((home / "driver.json").read_text())["pid"], signal.SIGKILL)
-        job.wait(timeout=240)
-        assert job.data["status"] == "SUCCEEDED", job.data
-        assert sorted({point["round"] for point in job.metrics()}) == list(range(1, 13))
-        found[name] = job.data["metrics"]
+    job = serve.client().submit(run="loop.py:train_fn", working_dir=tmp_path, workers=2, params={"pause": 0.3})
+    home = serve.state / "jobs" / job.id
+    until(lambda: any((home / "checkpoints").glob("step-*")), 120)
+    os.kill(json.loads((home / "driver.json").read_text())["pid"], signal.SIGKILL)
+    job.wait(timeout=240)
+    assert job.data["status"] == "SUCCEEDED", job.data
+    assert sorted({point["round"] for point in job.metrics()}) == list(range(1, 13))
     kinds = [event["kind"] for event in job.events()]
     assert kinds.count("driver_restarted") == 1 and job.data["attempt"] == 2
-    assert found["killed"] == pytest.approx(found["whole"], abs=0)
+    assert job.data["metrics"] == pytest.approx(whole.data["metrics"], abs=0)
