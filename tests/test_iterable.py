@@ -264,8 +264,10 @@ def test_phases_follow_each_other_when_the_data_ends():
     assert found.history.column("epoch").to_pylist() == [0] * 3 + [1] * 3 + [2] * 4
 
 
-@pytest.mark.parametrize("state", [False, True])
-@pytest.mark.parametrize("workers", [None, 0, 2])
+@pytest.mark.parametrize(
+    ("state", "workers"),
+    [(False, None), (True, None), (False, 0), (True, 0), (False, 2)],  # with state and processes: of micro-batches
+)
 def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path, state, workers):
     lengths = (60, 45) if workers != 2 else (60, 45, 50, 40)
     work = Streamed(lengths, "last", state=state, workers=workers, batch=2)
@@ -695,8 +697,10 @@ class Level(Streamed):
         return {"constant": 1.0}
 
 
-@pytest.mark.parametrize("strategy", ["all_reduce", "local_sgd:period=3", PIPELINE])
-@pytest.mark.parametrize("checkpoint_every", [None, 2, 50])
+@pytest.mark.parametrize(
+    ("strategy", "checkpoint_every"),
+    [("all_reduce", None), ("all_reduce", 2), ("local_sgd:period=3", 50), ("local_sgd:period=3", 2), (PIPELINE, None)],
+)
 def test_the_state_of_the_best_evaluation_at_an_epochs_end_is_kept(strategy, checkpoint_every, tmp_path):
     work, workers = Level((36, 36), optimizer="adam"), 4 if strategy == PIPELINE else 2
     keep = rayps.BestCheckpoint("constant", "min")

@@ -89,10 +89,17 @@ def group(cluster, workers, **options):
     return rayps.ServerGroup(start(), workers=workers, timeout=60.0, cluster=cluster, **options)
 
 
-@pytest.mark.parametrize("optimizer", [momentum, adam])
 @pytest.mark.parametrize(
-    ("servers", "replicas", "segments", "workers"),
-    [(1, 0, 1, 2), (2, 0, 7, 3), (2, 1, 8, 2), (3, 1, None, 4), (3, 2, 5, 3), (4, 1, SIZE, 2)],
+    ("servers", "replicas", "segments", "workers", "optimizer"),
+    [
+        (1, 0, 1, 2, momentum),
+        (2, 0, 7, 3, adam),
+        (2, 1, 8, 2, momentum),
+        (3, 1, None, 4, momentum),
+        (3, 1, None, 4, adam),
+        (3, 2, 5, 3, momentum),
+        (4, 1, SIZE, 2, adam),
+    ],
 )
 def test_in_step_it_is_what_fixed_servers_are_and_one_process(cluster, servers, replicas, segments, workers, optimizer):
     with group(cluster, workers, shards=2, optimizer=optimizer) as fixed:
@@ -230,8 +237,9 @@ def adagrad(params):
     return Adagrad(params, lr=0.25)
 
 
-@pytest.mark.parametrize("optimizer", [momentum, adam, adagrad])
-@pytest.mark.parametrize(("workers", "staleness"), [(3, 0), (1, None)])
+@pytest.mark.parametrize(
+    ("workers", "staleness", "optimizer"), [(3, 0, momentum), (3, 0, adam), (1, None, adam), (1, None, adagrad)]
+)
 def test_rows_and_ranges_are_what_they_are_on_fixed_servers_whoever_dies(cluster, workers, staleness, optimizer):
     options = {"workers": workers, "timeout": 60.0, "cluster": cluster, "optimizer": optimizer, "staleness": staleness}
     with rayps.ServerGroup(with_table(), shards=5, **options) as fixed:

@@ -172,8 +172,15 @@ def test_a_stage_that_is_killed_is_replaced_and_the_step_is_replayed(layout, vic
     equal(result, undisturbed(layout))
 
 
-@pytest.mark.parametrize(("layout", "victim"), [("tensor", 0), ("tensor", 1), ("tensors", 2)])
-@pytest.mark.parametrize("moment", ["forward=5", "half a step=4"])
+@pytest.mark.parametrize(
+    ("layout", "victim", "moment"),
+    [
+        ("tensor", 0, "forward=5"),
+        ("tensor", 1, "half a step=4"),
+        ("tensors", 2, "forward=5"),
+        ("tensors", 2, "half a step=4"),
+    ],
+)
 def test_a_tensor_rank_that_is_killed_is_replaced_and_the_step_is_replayed(layout, victim, moment):
     replica, workers, work = LAYOUTS[layout]
     result = run(work(), ProcessCluster({("WorkerActor", victim): moment}), replica, workers)

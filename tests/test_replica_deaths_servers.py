@@ -22,10 +22,8 @@ def tag(request):
     return request.node.nodeid
 
 
-@pytest.mark.parametrize("replicas", [None, 1])
 @pytest.mark.parametrize("replica", [PIPE, WIDE], ids=str)
-@pytest.mark.parametrize("staleness", [2, None])
-@pytest.mark.parametrize("at", [3, 40])
+@pytest.mark.parametrize(("staleness", "replicas", "at"), [(2, None, 3), (2, 1, 40), (None, None, 40), (None, 1, 3)])
 def test_out_of_step_a_replica_begins_anew_from_the_servers(tag, replica, staleness, at, replicas):
     work, cluster = Small(n=160, batch=4, pause=0.003, tag=tag), Watched()
     killer = cluster.kill_when(tag, at, ("WorkerActor", 1))
@@ -65,9 +63,20 @@ class Adds(Small):
         return {}
 
 
-@pytest.mark.parametrize("replicas", [None, 0, 1])
-@pytest.mark.parametrize("staleness", [0, 2, None])
-@pytest.mark.parametrize("at", [7, 12, 33, 50])
+@pytest.mark.parametrize(
+    ("staleness", "replicas", "at"),
+    [
+        (0, None, 7),
+        (0, 0, 12),
+        (0, 1, 33),
+        (2, None, 12),
+        (2, 0, 33),
+        (2, 1, 50),
+        (None, None, 33),
+        (None, 0, 50),
+        (None, 1, 7),
+    ],
+)
 def test_nothing_is_pushed_twice_and_nothing_is_missing(tag, staleness, at, replicas):
     work, cluster = Adds(n=80, batch=4, pause=0.003, tag=tag), Watched()
     killer = cluster.kill_when(tag, at, ("WorkerActor", 1))
