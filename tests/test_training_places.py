@@ -22,6 +22,7 @@ from rayps import ParameterServer, Scaffold
 from rayps.cli.main import app
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import CheckpointError, ConfigError, PlaceError
+from rayps.runtime import snapshots
 from rayps.tensors import checkpoint
 from rayps.tensors.checkpoint_place import CheckpointPlace, ObjectStore, unfinished
 
@@ -154,7 +155,9 @@ def test_a_run_goes_on_while_a_place_does_not_answer_and_saves_again(site):
     assert distance(result.model(), plain(Small(), 2, epochs=8)[0]) < 1e-12
 
 
-def test_a_last_state_that_a_place_does_not_take_is_an_error(site):
+def test_a_last_state_that_a_place_does_not_take_is_an_error(site, monkeypatch):
+    monkeypatch.setattr(snapshots, "LAST_SECONDS", 5.0)
+
     class AtTheEnd(rayps.Callback):
         def on_round(self, run, point):
             site.proxy.cut_up = 0
