@@ -19,7 +19,7 @@ import sys
 import textwrap
 import time
 from contextlib import redirect_stdout
-from functools import wraps
+from functools import cache, wraps
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -319,9 +319,12 @@ def looked_up(words):
             assert (ROOT / word).is_file(), word
 
 
+command_line = cache(typer.main.get_command)  # building the commands takes longer than parsing a line
+
+
 def parsed(words):
     """Parse the words after `rayps` as the command line does, without running anything; the command's path."""
-    command, path, rest = typer.main.get_command(app), [], list(words)
+    command, path, rest = command_line(app), [], list(words)
     while hasattr(command, "commands"):
         assert rest and rest[0] in command.commands, f"rayps {' '.join(path)} has {sorted(command.commands)}"
         path.append(rest.pop(0))
@@ -335,18 +338,23 @@ def check_make(words):
     assert {word for word in words if re.fullmatch(r"[a-z]+", word)} <= set(targets), words
 
 
-def check_curl(words):
-    """The address is a route of the service, and the body a job or a notice."""
+@cache
+def routes_of_the_service():
     from rayps_api.app import create_app
-    from rayps_api.schemas import NoticeIn
     from service_site import NoPlace
 
     from rayps.service.settings import Settings
 
+    return list(create_app(Settings(), place=NoPlace()).openapi()["paths"])
+
+
+def check_curl(words):
+    """The address is a route of the service, and the body a job or a notice."""
+    from rayps_api.schemas import NoticeIn
+
     address = next(word for word in words if word.startswith("http"))
     path = re.sub(r"^https?://[^/]+", "", address).partition("?")[0]
-    routes = create_app(Settings(), place=NoPlace()).openapi()["paths"]
-    shapes = [re.sub(r"\{\w+\}", r"[^/]+", route) for route in routes]
+    shapes = [re.sub(r"\{\w+\}", r"[^/]+", route) for route in routes_of_the_service()]
     assert any(re.fullmatch(shape, path) for shape in shapes), path
     if "-d" in words and path == "/api/v1/notices":
         NoticeIn.model_validate_json(words[words.index("-d") + 1])
@@ -393,7 +401,7 @@ def inline_commands():
 def test_an_inline_command_and_its_options_exist(span):
     words = span.split()
     peers = words[0] == "python"
-    command = typer.main.get_command(importlib.import_module("benchmarks.__main__").app if peers else app)
+    command = command_line(importlib.import_module("benchmarks.__main__").app if peers else app)
     words = words[3:] if peers else words[1:]
     while hasattr(command, "commands") and words:
         assert words[0] in command.commands, span
