@@ -46,12 +46,12 @@ def train_fn(lr: float = 0.1, steps: int = 12, kill_at: int = -1, pause: float =
 
 @pytest.fixture(scope="module")
 def whole(one: Serve, tmp_path_factory: pytest.TempPathFactory) -> Job:  # noqa: F811
-    """The job that nothing happened to."""
+    """The job that nothing happens to; whoever compares waits for it."""
     if one.process is None:
         one.start()
     folder = tmp_path_factory.mktemp("whole")
     (folder / "loop.py").write_text(LOOP)
-    return one.client().submit(run="loop.py:train_fn", working_dir=folder, workers=2, name="whole").wait(timeout=240)
+    return one.client().submit(run="loop.py:train_fn", working_dir=folder, workers=2, name="whole")
 
 
 def test_a_loop_is_a_job_and_goes_on_after_kill_9(serve: Serve, whole: Job, tmp_path: Path) -> None:  # noqa: F811
@@ -79,9 +79,10 @@ def test_a_loop_is_a_job_and_goes_on_after_kill_9(serve: Serve, whole: Job, tmp_
     again = client.submit(
         run="loop.py:train_fn", working_dir=tmp_path, workers=2, resume=whole.id, params={"steps": 14}
     )
+    cloned = client.submit_again(whole.id, params={"steps": 2})
     again.wait(timeout=240)
     assert [point["round"] for point in again.metrics()] == [13, 14]
-    cloned = client.submit_again(whole.id, params={"steps": 2}).wait(timeout=240)
+    cloned.wait(timeout=240)
     assert cloned.data["status"] == "SUCCEEDED" and cloned.data["spec"]["code"] == whole.data["spec"]["code"]
     spec = {"run": "loop.py:train_fn", "working_dir": str(tmp_path), "params": {"steps": 3}}
     sweep = client.sweep(spec, lr=[0.1, 0.3]).wait(timeout=300)
@@ -112,4 +113,5 @@ def test_a_loop_whose_driver_is_killed_has_an_equal_result(serve: Serve, whole: 
     assert sorted({point["round"] for point in job.metrics()}) == list(range(1, 13))
     kinds = [event["kind"] for event in job.events()]
     assert kinds.count("driver_restarted") == 1 and job.data["attempt"] == 2
+    whole.wait(timeout=240)
     assert job.data["metrics"] == pytest.approx(whole.data["metrics"], abs=0)
