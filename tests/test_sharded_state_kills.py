@@ -101,7 +101,6 @@ def continues(folder, law_folder):
 PLACES = [
     "checkpoint: part not begun=2",
     "checkpoint: a block written=1",
-    "checkpoint: a block written=9",
     "checkpoint: a block written=30",
     "checkpoint: part written, not reported=1",
     "checkpoint: part written, not reported=3",
@@ -119,11 +118,11 @@ def test_a_worker_killed_at_a_place_of_its_write_leaves_the_checkpoints_before(t
     continues(folder, tmp_path / "law")
 
 
-DELAYS = [0.0, 0.005, 0.02, 0.1]  # seconds from the creation of a part's file until the kill
+# below, `delay` is the seconds from the creation of a part's file until the kill
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("delay", DELAYS)
+@pytest.mark.parametrize("delay", [0.0, 0.02])
 def test_a_worker_killed_some_time_after_it_began_to_write_leaves_whole_checkpoints(tmp_path, delay):
     folder, workers = tmp_path / "run", []
 
@@ -201,7 +200,7 @@ def test_a_driver_killed_between_the_parts_and_the_manifest_leaves_the_checkpoin
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("delay", DELAYS)
+@pytest.mark.parametrize("delay", [0.005, 0.1])
 def test_a_driver_killed_some_time_after_a_part_was_begun_leaves_whole_checkpoints(tmp_path, delay):
     process = driver("run(folder)", tmp_path / "run")
     kill = Kill(tmp_path / "run", delay, lambda: [process.pid])
