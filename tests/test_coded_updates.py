@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,11 +31,10 @@ from small_work import train
 import rayps
 from rayps.clients.workload_trainer import WorkloadTrainer
 from rayps.core.errors import ConfigError
-from rayps.core.logs import LogBuffer
 from rayps.federated.round_codings import RoundCodings
 from rayps.strategies.catalogue import parse
 
-ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 CODINGS: dict[str, VectorCoding] = {
     "whole": Whole(),
     "int8": Int8(nearest=False),
@@ -336,17 +334,6 @@ def test_options_in_their_three_forms() -> None:
 
 
 # ---- a real job
-
-
-@pytest.fixture(scope="module")
-def clinic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clinic]:
-    patch = pytest.MonkeyPatch()
-    patch.setattr(LogBuffer, "capture", lambda self: None)  # actors are threads: this process's own words
-    made = Clinic(tmp_path_factory.mktemp("clinic"))
-    yield made
-    made.close()
-    patch.undo()
-    os.chdir(ROOT)
 
 
 class Still(All):

@@ -22,7 +22,7 @@ import httpx2
 import numpy as np
 import pytest
 import torch
-from client_site import All, Clinic, until
+from client_site import All, Clinic, cohorts, until
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -41,9 +41,8 @@ from rayps_client.signed_orders import ClientToken
 from rayps_client.torch_tensors import raw_of, tensor_of
 from small_work import train
 
-from rayps.core.logs import LogBuffer
-
 ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 ALONE = """
 import importlib.abc, sys
 from pathlib import Path
@@ -139,14 +138,9 @@ assert "rayps" not in sys.modules
 
 
 @pytest.fixture(scope="module")
-def clinic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clinic]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LogBuffer, "capture", lambda self: None)
-        made = Clinic(tmp_path_factory.mktemp("light"))
-        (made.path / "line.py").write_text(LINE)
-        yield made
-        made.close()
-    os.chdir(ROOT)
+def clinic(clinic: Clinic) -> Clinic:
+    (clinic.path / "line.py").write_text(LINE)
+    return clinic
 
 
 LINE = """
@@ -583,7 +577,7 @@ def test_no_round_waits_for_a_client_that_is_away(clinic: Clinic) -> None:
         until(lambda: work(False)["kind"] == "round", seconds=30)
         assert work(True)["kind"] == "wait" and clinic.joined(job)["a"]["state"] == "away"
         until(lambda: "waits for 1 more of 2 clients; connected: h0; away: a" in clinic.reason(job))
-        (event,) = [event for event in job.events() if event["kind"] == "cohort"]
+        (event,) = cohorts(job)
         assert (event["trained"], event["dropped"]) == (["h0"], [["a", "offline"]])
         until(lambda: work(False)["kind"] == "round", seconds=30)
         assert clinic.joined(job)["a"]["state"] == "here"

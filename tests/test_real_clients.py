@@ -10,7 +10,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
 import torch
-from client_site import All, Clinic, Own, Process, Tap, rows, until
+from client_site import All, Clinic, Own, Process, Tap, cohorts, rows, until
 from rayps_client.process import ClientProcess
 from rayps_client.signed_orders import ClientToken, Key, order_text, verified
 from rayps_client.torch_tensors import raw_of, tensor_of
@@ -30,38 +29,18 @@ from small_work import train
 import rayps
 from rayps.cli.main import main
 from rayps.clients.workload_trainer import WorkloadTrainer, own_data, rows_of
-from rayps.cluster.local import surrounding
 from rayps.core.errors import ConfigError, Conflict, DataError, Unauthorized, WorkloadError
-from rayps.core.logs import LogBuffer
 from rayps.federated import remote_replies
 from rayps.federated.client_scores import report_rounds
 from rayps.federated.remote.mailbox import Mailbox
 
-ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 FEDAVG = "fedavg:local_epochs=2,clients=remote(least={least},wait=100)"
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(LogBuffer, "capture", lambda self: None)  # actors are threads: this process's own words
-    yield
-    os.chdir(ROOT)  # a driver in a thread goes where its workload is, and its folder is removed
-
-
-@pytest.fixture(scope="module")
-def clinic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clinic]:
-    made = Clinic(tmp_path_factory.mktemp("clinic"))
-    yield made
-    made.close()
 
 
 def simulated(strategy: str, clients: int, rounds: int = 3, **options: Any) -> torch.Tensor:
     result = train(All(clients), strategy, epochs=rounds, **options)
     return result.snapshot.params
-
-
-def rounds_of(job: Any) -> list[dict[str, Any]]:
-    return [event for event in job.events() if event["kind"] == "cohort"]
 
 
 # ---- the law
@@ -85,7 +64,7 @@ def test_real_clients_learn_what_simulated_ones_learn(clinic: Clinic, strategy: 
     learnt = clinic.trained(job)
     assert torch.equal(learnt, simulated(strategy, clients, seed=5))
     taken = [hospital.over().ended.rounds for hospital in hospitals]
-    assert sum(taken) == sum(event["replied"] for event in rounds_of(job))
+    assert sum(taken) == sum(event["replied"] for event in cohorts(job))
     summary = next(event for event in job.events() if event["kind"] == "clients")
     assert (summary["names"], summary["rows"]) == ([f"h{k}" for k in range(clients)], sum((20, 25, 30)[:clients]))
 
@@ -144,7 +123,7 @@ def test_no_row_leaves_and_a_client_that_is_killed_comes_back(clinic: Clinic) ->
         tap.close()
     assert code == 0 and "client 0" in said and "SUCCEEDED" in said
     assert torch.equal(learnt, simulated("fedavg:local_epochs=2", 2))
-    assert [event["replied"] for event in rounds_of(job)] == [2, 2, 2]
+    assert [event["replied"] for event in cohorts(job)] == [2, 2, 2]
     sent = bytes(tap.sent)
     x, y = rows(0)
     assert b"HTTP/1.1" in sent and b'"samples":20' in sent.replace(b" ", b"")
@@ -183,7 +162,7 @@ def test_who_is_late_does_not_count_and_is_told(clinic: Clinic) -> None:
     clinic.hospital(job, 0).begin()
     job.wait(30)
     gate.set()
-    (event,) = rounds_of(job)
+    (event,) = cohorts(job)
     assert (event["trained"], event["dropped"]) == (["h0"], [["h1", "deadline"]])
     assert event["seconds"] >= 3
     assert event["message"] == "round 0: 1 of 2 clients replied; 1 dropped: h1 (deadline)"
@@ -218,7 +197,7 @@ def test_no_round_waits_for_one_that_has_ended(clinic: Clinic, how: str) -> None
         client.run()
     assert clinic.joined(job)["h1"]["state"] == "left"
     job.wait(60)  # and not 500 s
-    (event,) = rounds_of(job)
+    (event,) = cohorts(job)
     assert (event["trained"], event["dropped"]) == (["h0"], [["h1", "left"]]) and good.over().ended.rounds == 1
 
 
@@ -285,13 +264,11 @@ def test_a_worker_that_dies_in_a_round_goes_on_with_it(clinic: Clinic) -> None:
     slow = clinic.hospital(job, 1, pause=0.3).begin()
     until(lambda: clinic.joined(job)["h0"]["doing"] == "has sent round 1")
     until(lambda: any(event["kind"] == "checkpoint" for event in job.events()))
-    for name in clinic.workers():
-        cluster = surrounding()
-        cluster.kill(cluster.find(name))  # type: ignore[arg-type]
+    clinic.kill_workers()
     learnt = clinic.trained(job)
     assert torch.equal(learnt, simulated("fedavg:local_epochs=2", 2))
     assert [event["kind"] for event in job.events()].count("restarted") == 1
-    assert [event["replied"] for event in rounds_of(job)][-1] == 2
+    assert [event["replied"] for event in cohorts(job)][-1] == 2
     # round 1 was asked once: what had come still counted
     assert (fast.over().ended.rounds, slow.over().ended.rounds) == (3, 3)
     assert clinic.service.mailbox(job.id).newest().serial == 3
@@ -434,7 +411,7 @@ def test_what_cannot_be_used_is_rejected_by_name_and_changes_nothing(clinic: Cli
         again = hand.send(serial, BAD[name][0])
         assert again.status_code == 200 and again.json()["again"]
     learnt = clinic.trained(job)
-    (event,) = rounds_of(job)
+    (event,) = cohorts(job)
     assert torch.equal(learnt, simulated("fedavg:local_epochs=2", 2, rounds=1))
     assert (event["replied"], event["trained"][:2], event["dropped"]) == (2, ["h0", "h1"], [])
     rejected = dict(event["rejected"])
@@ -591,7 +568,7 @@ def test_a_revoked_token_is_refused_at_once_and_its_update_is_withdrawn(clinic: 
     bad.over()
     assert isinstance(bad.error, Unauthorized) and bad.error.exit_code == 4 and "revoked" in str(bad.error)
     job.wait(30)
-    (event,) = rounds_of(job)
+    (event,) = cohorts(job)
     assert (event["trained"], event["dropped"]) == (["h1"], [["h0", "left"]])
     with pytest.raises(httpx2.HTTPStatusError, match="401"):
         Hand(clinic, job, "again", invited["token"])

@@ -5,9 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import httpx2
 import numpy as np
 import pytest
 import torch
-from client_site import All, Clinic, Own, until
+from client_site import All, Clinic, Own, cohorts, until
 from rayps_client.errors import ConfigError, Unauthorized
 from rayps_client.secure.noise import NoiseSource
 from rayps_client.secure.pinned_keys import PinnedKeys, pinned_keys, read_peers
@@ -25,8 +23,6 @@ from rayps_client.secure.secure_replies import SecureReplies
 from small_work import train
 
 from rayps.clients.workload_trainer import WorkloadTrainer
-from rayps.cluster.local import surrounding
-from rayps.core.logs import LogBuffer
 from rayps.federated import remote_replies
 from rayps.federated.remote.mailbox import Mailbox
 from rayps.federated.remote.secure_options import secure_of
@@ -37,7 +33,7 @@ from rayps.privacy.mechanism import Mechanism, Spent
 from rayps.privacy.noise_shares import share_noise
 from rayps.strategies.catalogue import parse
 
-ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 PLAIN = "fedavg:local_epochs=2,deadline=500"
 STEP = 5 / (2**19 - 1)
 
@@ -46,26 +42,8 @@ def secure(least: int, more: str = "") -> str:
     return f"{PLAIN},secure=secagg(clip=5,bits=20{more}),clients=remote(least={least},wait=100)"
 
 
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(LogBuffer, "capture", lambda self: None)  # actors are threads: this process's own words
-    yield
-    os.chdir(ROOT)
-
-
-@pytest.fixture(scope="module")
-def clinic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clinic]:
-    made = Clinic(tmp_path_factory.mktemp("clinic"))
-    yield made
-    made.close()
-
-
 def simulated(clients: int, rounds: int, **options: Any) -> torch.Tensor:
     return train(All(clients), "fedavg:local_epochs=2", epochs=rounds, **options).snapshot.params
-
-
-def cohorts(job: Any) -> list[dict[str, Any]]:
-    return [event for event in job.events() if event["kind"] == "cohort"]
 
 
 # ---- the law, and what the service holds
@@ -169,7 +147,7 @@ def test_a_worker_that_dies_in_a_secure_round_goes_on_with_it(clinic: Clinic) ->
     stages = clinic.service.mailbox(job.id).stages(1)
     until(lambda: stages.arrived(Stage.ADVERTISE) == {0, 1})
     until(lambda: "waits for h2: 2 of 3 have sent the message of the stage advertise_keys" in clinic.reason(job))
-    kill_workers(clinic)
+    clinic.kill_workers()
     gate.set()
     learnt = clinic.trained(job)
     assert (learnt - simulated(3, 1, seed=5)).abs().max() <= STEP
@@ -184,7 +162,7 @@ def test_a_repeated_round_uses_the_stored_sum(clinic: Clinic, monkeypatch: pytes
     def dies(*given: Any) -> Any:
         calls.append(1)
         if len(calls) == 1:
-            kill_workers(clinic)
+            clinic.kill_workers()
         return real(*given)
 
     monkeypatch.setattr(remote_replies, "aggregate_of", dies)
@@ -194,12 +172,6 @@ def test_a_repeated_round_uses_the_stored_sum(clinic: Clinic, monkeypatch: pytes
     assert len(calls) == 2 and (learnt - simulated(3, 1, seed=5)).abs().max() <= STEP
     assert clinic.service.mailbox(job.id).newest().serial == 1
     assert [hospital.over().ended.rounds for hospital in hospitals] == [1, 1, 1]
-
-
-def kill_workers(clinic: Clinic) -> None:
-    for name in clinic.workers():
-        cluster = surrounding()
-        cluster.kill(cluster.find(name))  # type: ignore[arg-type]
 
 
 # ---- with noise
@@ -280,7 +252,7 @@ def test_a_worker_that_dies_while_noised_updates_are_unmasked_is_charged_once(
         opened(self, stage)
         if stage is Stage.UNMASK and not dead:
             dead.append(stage)
-            kill_workers(clinic)
+            clinic.kill_workers()
 
     monkeypatch.setattr(StageFolder, "open", open_)
     job = clinic.job(f"fedavg:deadline=500,{NOISED},clients=remote(least=3,wait=100)", rounds=1, seed=5)
