@@ -355,8 +355,8 @@ def _private_rounds(engine: FederatedEngine) -> PrivateRounds | None:
     job = private_job(strategy, None if engine.clients is None else engine.clients.count, size)
     if job is None:
         return None
-    assert w.plan.ledger is not None, "the driver gives private jobs a ledger"
-    return PrivateRounds(job, w.ring, Path(w.plan.ledger), w.plan.seed)
+    assert w.plan.private is not None, "the driver gives private jobs a ledger"
+    return PrivateRounds(job, w.ring, Path(w.plan.private.ledger), w.plan.seed)
 
 
 def name_clients(away: list[list[str]], count: int) -> str:

@@ -59,7 +59,7 @@ class RemoteReplies:
         assert joining is not None, "its clients are remote"
         self._joining: JoinOptions = joining
         self._deadline: float = deadline_of(strategy)
-        self._mailbox = mailbox_of(w.plan.mailbox)
+        self._mailbox = mailbox_of(w.plan.peers.mailbox)
         self._members: list[JoinedClient] = self._mailbox.members()
         self._strategy, self._first = strategy, True
         self._reported: list[tuple[str, int]] = []  # names and samples of the clients in the last event `clients`
@@ -243,7 +243,7 @@ class RemoteReplies:
 
     def _since(self, position: int) -> int:
         """Return the earliest round to which the job may return: the round of the second newest checkpoint."""
-        boundary, found = self._engine.w.plan.boundary, 0
+        boundary, found = self._engine.w.plan.snapshots.boundary, 0
         for at in range(position, 0, -1):
             if at in boundary:
                 found += 1

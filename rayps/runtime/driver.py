@@ -85,7 +85,7 @@ from rayps.runtime.worker_group import WorkerGroup, WorkerProcess
 from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec
 from rayps.tensors.learning_rate import ScheduleRecord, recipe_of
-from rayps.worker.plan import WorkerFacts
+from rayps.worker.plan import PrivatePlan, WorkerFacts
 from rayps.workload import parameters
 from rayps.workload.base import Workload
 from rayps.workload.callback import Callback
@@ -465,18 +465,20 @@ class Driver:
         each = self.saves and self._callbacks.each_evaluation and leased is None
         known = self._record.evaluated
         orders = phase.orders(self.spec, self._generation, known, self._plan.mailbox, each=each)
-        ledger = None if self._plan.ledger is None else str(self._plan.ledger.path)
-        orders = replace(orders, evaluation_batches=self._evaluation_batches, ledger=ledger)
+        orders = replace(orders, evaluation=replace(orders.evaluation, batches=self._evaluation_batches))
+        if self._plan.ledger is not None:
+            orders = replace(orders, private=PrivatePlan(str(self._plan.ledger.path)))
         if self._plan.private is not None:
             orders = self._plan.private.limited(orders, state.phase, self._checkpoints.round)
         if (traces := self._record.traces) is not None:
             orders = replace(orders, profile=traces.ranks_to_trace(group.size))
         parts = self._checkpoints.parts_plan(phase.phase.strategy, group.hosts)
         recovers, reached = self._record.times.begin_generation(group.slots or group.size)
-        orders = replace(orders, parts=parts, recovers=recovers, reached=reached, leased=leased is not None)
+        snapshots = replace(orders.snapshots, parts=parts)
         if elastic is not None:
-            boundary = replace(orders.boundary, also=elastic.stop_round)
-            orders = replace(orders, elastic=elastic.plan(state.handover), boundary=boundary)
+            snapshots = replace(snapshots, boundary=replace(snapshots.boundary, also=elastic.stop_round))
+            orders = replace(orders, elastic=elastic.plan(state.handover))
+        orders = replace(orders, snapshots=snapshots, recovers=recovers, reached=reached, leased=leased is not None)
         if parts is None:
             self._checkpoints.load_newest()
         group.begin(orders, self._checkpoints.snapshot, state.rebuild)

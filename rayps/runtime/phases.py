@@ -24,7 +24,7 @@ from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import ScheduleRecord, Ticks
 from rayps.tensors.named_tensors import StartPoint
 from rayps.tensors.snapshot import Snapshot
-from rayps.worker.plan import Orders
+from rayps.worker.plan import EvaluationPlan, Orders, SnapshotPlan
 from rayps.workload.base import Workload
 
 OPEN_CHECKPOINT_EVERY = 100  # default rounds between two snapshots if the rounds of an epoch are not known
@@ -143,14 +143,11 @@ class PhaseRun:
             self.phase.strategy,
             spec.seed,
             self.end,
-            boundary,
-            evaluated,
+            SnapshotPlan(boundary, each_boundary, each_epoch),
+            EvaluationPlan(evaluated, spec.evaluate_every),
             spec.timeout,
             self.span.origin,
             self.division,
             mailbox,
             Ticks(self.span.origin, self.span.steps),
-            evaluate_every=spec.evaluate_every,
-            each_boundary=each_boundary,
-            each_epoch=each_epoch,
         )

@@ -17,7 +17,7 @@ from rayps.privacy.mechanism import Mechanism, Spent
 from rayps.privacy.row_level import RowPrivacy
 from rayps.runtime.journal import Journal
 from rayps.runtime.ledger_folder import LedgerFolder
-from rayps.worker.plan import Orders
+from rayps.worker.plan import Orders, PrivatePlan
 
 _MOST_STEPS = 10_000_000  # for which a budget is computed
 
@@ -57,11 +57,12 @@ class PrivateRun:
     def limited(self, orders: Orders, number: int, start: int) -> Orders:
         """Return the orders of a generation of phase `number`, which ends with the last step that the budget allows."""
         privacy = self.plan(number, start, orders.end)
-        orders = dataclasses.replace(orders, privacy=privacy)
+        orders = dataclasses.replace(orders, private=PrivatePlan(str(self._ledger.path), privacy))
         if privacy.end is None or privacy.end >= orders.end:
             return orders
-        boundary = dataclasses.replace(orders.boundary, end=privacy.end)
-        return dataclasses.replace(orders, end=privacy.end, boundary=boundary)
+        boundary = dataclasses.replace(orders.snapshots.boundary, end=privacy.end)
+        snapshots = dataclasses.replace(orders.snapshots, boundary=boundary)
+        return dataclasses.replace(orders, end=privacy.end, snapshots=snapshots)
 
     def report_start(self, number: int, span: PhaseSpan, at: int) -> None:
         """Report what the phase's steps will spend."""

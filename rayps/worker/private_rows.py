@@ -85,9 +85,10 @@ class RowReleases:
     """
 
     def __init__(self, plan: WorkerPlan) -> None:
+        assert plan.private is not None, "the driver gives each private plan what it must know"
         self.privacy, self.stopped = privacy_under(plan), _never
         self._source = source_of(self.privacy, plan.seed)
-        self._rank, self._ledger = plan.rank, plan.ledger
+        self._rank, self._ledger = plan.rank, plan.private.ledger
         self._account: PrivacyAccount | None = None
 
     def begin(self, stopped: Callable[[], bool]) -> None:
@@ -138,8 +139,9 @@ class RowReleases:
 
 def privacy_under(plan: WorkerPlan) -> RowPrivacy:
     """Return the row-level privacy of a plan, which must have it."""
-    assert plan.privacy is not None, "the driver gives each private plan what it must know"
-    return plan.privacy
+    rows = None if plan.private is None else plan.private.rows
+    assert rows is not None, "the driver gives each private plan what it must know"
+    return rows
 
 
 def source_of(privacy: RowPrivacy, seed: int) -> NoiseSource:
