@@ -133,13 +133,14 @@ def private_job(strategy: FederatedView, clients: int | None, size: int) -> Priv
 
     `clients` is None for real clients. `size` is the number of elements of an update.
     """
-    if strategy.privacy_spec is None:
+    spec = strategy.privacy_spec
+    if spec is None:
         return None
     joining = joining_under(strategy)
     count = joining.least if joining is not None else clients
     assert count is not None, "simulated clients are counted"
-    secure = secure_of(strategy.secure)
-    return PrivateJob(strategy.privacy_spec, count, strategy.fraction, joining is not None, secure, size)
+    secure = secure_of(strategy.real.secure)
+    return PrivateJob(spec, count, strategy.fraction, joining is not None, secure, size)
 
 
 class _Releases:

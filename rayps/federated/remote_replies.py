@@ -61,7 +61,7 @@ class RemoteReplies:
         self._deadline: float = deadline_of(strategy)
         self._mailbox = mailbox_of(w.plan.peers.mailbox)
         self._members: list[JoinedClient] = self._mailbox.members()
-        self._strategy, self._first = strategy, True
+        self._strategy, self._real, self._first = strategy, strategy.real, True
         self._reported: list[tuple[str, int]] = []  # names and samples of the clients in the last event `clients`
         self.refused: list[tuple[int, str]] = []  # clients whose updates of this round cannot be used, and why
         self._open: RoundOrder | None = None
@@ -69,7 +69,7 @@ class RemoteReplies:
         self._usable: list[int] = []  # clients whose updates have the right form
         # w_t and buffers of the open round, which have the expected form of an update
         self._like: tuple[Tensor, Mapping[str, Tensor]] = engine.w.flat.vector, {}
-        self._codings = RoundCodings(strategy)
+        self._codings = RoundCodings(self._real)
         # the secure rounds, and the result of the current one; None: the service sees each update
         self._secure = secure_rounds_of(engine, self._mailbox)
         self._total: SecureTotal | None = None
@@ -111,13 +111,13 @@ class RemoteReplies:
             TrainingError: too few clients connected within `wait` seconds.
         """
         there = self._wait_for_clients(t)
-        w, strategy, private = self._engine.w, self._strategy, self._engine.private
+        w, fraction, private = self._engine.w, self._strategy.fraction, self._engine.private
         self._total = None
         if private is None:
-            chosen = first(w.plan.seed, t, there, cohort_size(len(there), strategy.fraction)).tolist()
+            chosen = first(w.plan.seed, t, there, cohort_size(len(there), fraction)).tolist()
         else:  # the number that is asked is fixed, as the divisor is
             there = private.eligible(there)
-            chosen = first(w.plan.seed, t, there, cohort_size(self._joining.least, strategy.fraction)).tolist()
+            chosen = first(w.plan.seed, t, there, cohort_size(self._joining.least, fraction)).tolist()
             private.asked(chosen)
         raw, most = self._prepare(w_t, shared, buffers)
         facts = self._facts(ROUND, t, self._mailbox.starts(w.position, self._first))
@@ -162,8 +162,8 @@ class RemoteReplies:
 
         Return a dict from `client_*` and `personal_*` metric to its total.
         """
-        engine, strategy, private = self._engine, self._strategy, self._engine.private
-        if not strategy.client_evaluation:
+        engine, private = self._engine, self._engine.private
+        if not self._real.client_evaluation:
             return {}
         self._members = self._mailbox.members()
         asked = {each.number: each.name for each in self._members if self._mailbox.state(each.number) == "here"}
@@ -179,7 +179,7 @@ class RemoteReplies:
         raw = remote_codec.encode_parameters(
             engine.w.flat.vector, engine.w.flat.layout, {}, engine.trainer.copy_buffers()
         )
-        evaluation = ClientEvaluation(self._mailbox, strategy, min(self._deadline, MOST_SECONDS), private)
+        evaluation = ClientEvaluation(self._mailbox, self._real, min(self._deadline, MOST_SECONDS), private)
         found, void = evaluation.run(facts, asked, raw, of_job, (self._wait_with, self._wait_for))
         self._mailbox.write_waits(None)
         if void:

@@ -178,7 +178,7 @@ def secure_rounds_of(engine: FederatedEngine, mailbox: Mailbox) -> SecureRounds 
     Raises:
         ConfigError: the model has buffers that clients would send.
     """
-    options, strategy = secure_of(engine.strategy.secure), engine.strategy
+    options, strategy = secure_of(engine.strategy.real.secure), engine.strategy
     if options is None:
         return None
     if BufferStatistics(engine.trainer.buffers).size and not engine.side.keeps_buffers:

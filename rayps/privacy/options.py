@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
 from rayps.core import options
 from rayps.core.errors import ConfigError
@@ -222,6 +222,15 @@ def privacy_of(given: Json | PrivacySpec) -> PrivacySpec | None:
     return dp(**{key: value for key, value in facts.items() if key != "name"})
 
 
+@runtime_checkable
+class HasPrivacy(Protocol):
+    """A strategy with the option `privacy`."""
+
+    @property
+    def privacy_spec(self) -> PrivacySpec | None:
+        """The options of differential privacy; None if the job is not private."""
+
+
 def privacy_in(strategy: object) -> PrivacySpec | None:
-    """Return the options of a strategy's `privacy`; None if it has none, or no such option. Raises ConfigError."""
-    return privacy_of(getattr(strategy, "privacy", None))
+    """Return the options of a strategy's `privacy`; None if it has none, or no such option."""
+    return strategy.privacy_spec if isinstance(strategy, HasPrivacy) else None
