@@ -18,7 +18,7 @@ from rayps_client.errors import ConfigError, Unauthorized
 from rayps_client.secure.noise import NoiseSource
 from rayps_client.secure.pinned_keys import PinnedKeys, pinned_keys, read_peers
 from rayps_client.secure.protocol import Stage
-from rayps_client.secure.quantise import Quantiser
+from rayps_client.secure.quantise import EXTRAS, Quantiser
 from rayps_client.secure.secure_replies import SecureReplies
 from small_work import train
 
@@ -84,6 +84,31 @@ def test_masked_sums_are_the_plain_mean_and_nothing_else_leaves(
             assert not any(part in each for each in files)
     assert not any(b'"samples": 20' in each or b'"samples":20' in each for each in files)
     assert not list((clinic.service.mailbox(job.id).folder / "rounds").glob("*/stages"))  # and all of it is deleted
+
+
+@pytest.mark.parametrize("strategy", ["fedper:private=2", "fedrep:private=2,head_epochs=1"])
+def test_private_layers_stay_and_the_sum_is_that_of_the_shared_layers(
+    clinic: Clinic, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    sent, plain_words = list[Any](), Quantiser.words
+
+    def words(self: Quantiser, integers: Any) -> Any:
+        sent.append(integers.copy())
+        return plain_words(self, integers)
+
+    monkeypatch.setattr(Quantiser, "words", words)
+    options = "deadline=500,secure=secagg(clip=5,bits=20),clients=remote(least=3,wait=100)"
+    job = clinic.job(f"{strategy},local_epochs=2,{options}", rounds=1, seed=5)
+    clinic.hospitals(job, 3)
+    learnt = clinic.trained(job)
+    plain = train(All(3), f"{strategy},local_epochs=2", epochs=1, seed=5).snapshot.params
+    shared = 5 * 7 + 7  # the layer "2" comes after them
+    assert torch.equal(learnt[shared:], plain[shared:])
+    assert 0 < (learnt - plain)[:shared].abs().max() <= STEP / 2 * 3 / 75 * 1.001
+    (stored,) = clinic.service.folder(job.id).rglob("*.sum")
+    total = np.frombuffer(stored.read_bytes(), dtype="<i4")
+    assert len(sent) == 3 and len(total) == shared + EXTRAS
+    assert np.array_equal(total, sum(sent))
 
 
 class Dies(httpx2.BaseTransport):

@@ -28,6 +28,7 @@ from rayps_client.global_model import fetch_global
 from rayps_client.local_trainer import LocalReply, LocalTask, LocalTrainer, RawTensors, RoundStart, layout_bytes
 from rayps_client.members.consent import Consent
 from rayps_client.own_metrics import OwnMetrics, VectorLayout, encode_metrics, vector_of
+from rayps_client.raw_tensors import RawTensor
 from rayps_client.secure.pinned_keys import PeerKeys
 from rayps_client.secure.quantise import ClientNumbers
 from rayps_client.secure.secure_replies import JoinedAs, SecureReplies
@@ -302,7 +303,7 @@ class ClientProcess:
         self._folder.start_sending(serial, at)
         if reply.state:  # stored before the update is sent, so that both count or neither does
             self._folder.save_state(at, serial, name, reply.state, order["since"])
-        if self._add_to_sum(order, reply, start) if secure else self._send(order, reply, coded):
+        if self._add_to_sum(order, reply, reply.start or start.w) if secure else self._send(order, reply, coded):
             self._folder.finish_order(serial, at)
             self._rounds += 1
             self._report(f"round {round}: {reply.n} samples, loss {reply.loss:.4g}, {seconds:.1f} s; sent")
@@ -374,9 +375,12 @@ class ClientProcess:
             return False
         return True
 
-    def _add_to_sum(self, order: OrderFacts, reply: LocalReply, start: RoundStart) -> bool:
-        """Take part in the sum of a secure round; return whether this client's update is in it."""
-        update = reply.w.array().astype(np.float64) - start.w.array()
+    def _add_to_sum(self, order: OrderFacts, reply: LocalReply, start: RawTensor) -> bool:
+        """Take part in the sum of a secure round; return whether this client's update is in it.
+
+        `start`: the parameters from which it has trained, as far as it shares them.
+        """
+        update = reply.w.array().astype(np.float64) - start.array()
         numbers = ClientNumbers(update, reply.n, reply.loss, reply.samples)
         why = self._secure.send(order, numbers, self._joined(), self._verified_text)
         if why is not None:

@@ -63,9 +63,9 @@ class FederatedEngine:
         remote = has_remote_clients(strategy)
         self.clients: Clients | None = None if remote else w.batches.data.clients
         self.trainer = Trainer(w.flat, w.workload, w.device)
+        self.private_layers = self.trainer.private_layers(strategy)
         self.private = _private_rounds(self)
         self._w_t = torch.empty_like(w.flat.vector)
-        self.private_layers = self.trainer.private_layers(strategy)
         stateful = self.side.stateful and not remote
         self.home_ranks = home_ranks(w.batches.data.clients.sizes, w.size) if stateful else None
         self.states = ClientStates() if stateful else None
@@ -351,7 +351,7 @@ def _source_of(engine: FederatedEngine, remote: bool) -> RemoteReplies | Simulat
 def _private_rounds(engine: FederatedEngine) -> PrivateRounds | None:
     """Return the private part of the rounds, or None. Raises ConfigError if the options do not fit the clients."""
     w, strategy = engine.w, engine.strategy
-    size = w.flat.layout.size
+    size = engine.private_layers.shared_size
     job = private_job(strategy, None if engine.clients is None else engine.clients.count, size)
     if job is None:
         return None

@@ -201,7 +201,9 @@ class RemoteReplies:
 
     def summed(self, w_t: Tensor) -> tuple[RoundAggregate, SummedNumbers | None] | None:
         """Return the result of a secure round, and its sums unless it is void. None: the rounds are not secure."""
-        return None if self._total is None else (aggregate_of(self._total, w_t), self._total.numbers)
+        if self._total is None:
+            return None
+        return aggregate_of(self._total, self._engine.private_layers.cut(w_t)), self._total.numbers
 
     def base(self, version: int, w_t: Tensor) -> Tensor:
         """Return the parameters from which the clients of the round have started: `w_t`, those of the round."""

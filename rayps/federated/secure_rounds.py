@@ -63,7 +63,7 @@ class SecureRounds:
     def __init__(
         self, mailbox: Mailbox, options: SecureOptions, least: int, size: int, *, private: PrivateRounds | None = None
     ) -> None:
-        """`least`: the fewest clients with which a round counts. `size`: the number of the model's parameters.
+        """`least`: the fewest clients with which a round counts. `size`: the number of parameters that clients send.
 
         `private`: the noise, which makes the sensitivity of the sums count, or None. If the clients add the noise, the
         release of a sum is recorded before they are asked to unmask it.
@@ -181,19 +181,24 @@ def secure_rounds_of(engine: FederatedEngine, mailbox: Mailbox) -> SecureRounds 
     options, strategy = secure_of(engine.strategy.real.secure), engine.strategy
     if options is None:
         return None
-    if BufferStatistics(engine.trainer.buffers).size and not engine.side.keeps_buffers:
+    part = engine.private_layers
+    sent = {} if engine.side.keeps_buffers else part.without_private(engine.trainer.buffers)
+    if BufferStatistics(sent).size:
         raise ConfigError(
             "secure aggregation sums updates of bounded norm, but this model has buffers without a bound (BatchNorm's "
             "statistics):\ngive buffers=keep, by which each client keeps its own, or use GroupNorm or LayerNorm in the "
             "model",
             field="secure",
         )
-    least, size = strategy.aggregation.min_replies, engine.w.flat.layout.size
-    return SecureRounds(mailbox, options, least, size, private=engine.private)
+    least = strategy.aggregation.min_replies
+    return SecureRounds(mailbox, options, least, part.shared_size, private=engine.private)
 
 
 def aggregate_of(total: SecureTotal, w_t: Tensor) -> RoundAggregate:
-    """Return the result of a secure round as the strategy's `server` method takes it."""
+    """Return the result of a secure round as the strategy's `server` method takes it.
+
+    `w_t`: the parameters that clients share, from which they have started.
+    """
     found = RoundAggregate(None, None, {}, len(total.survivors), 0.0, skipped=total.void, void=total.void is not None)
     if total.numbers is not None:
         delta = torch.from_numpy(total.numbers.mean)

@@ -165,7 +165,6 @@ class Federated(FlatOptions, Strategy):
             (self.aggregation.rule != "mean", "a robust rule compares the updates one by one: leave rule out"),
             (self.aggregation.clip is not None, "it clips updates itself: give clip in secagg(clip=...) only"),
             (bool(self.sums), f"{self.name} also sums vectors without a bound: use fedavg, fedprox or fedadam"),
-            (bool(self.client_side.private), "private layers are not masked yet: use ditto, or fedavg with finetune"),
             (weight not in (1, 7), f"{self.name} weights replies by other numbers than their samples: use fedavg"),
             (weight == 1 and secure.max_weight != 1, "all clients have equal weight: give secagg(max_weight=1)"),
             (self.report is not None, "a report looks at single updates: leave report out"),
