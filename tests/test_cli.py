@@ -479,6 +479,14 @@ def test_where_a_job_learns_and_which_loss_is_shown() -> None:
     assert (show.strategy_of(alone), show.result(alone)) == ("parameter_server:shards=2", "")
 
 
+def test_the_text_of_a_strategy_leaves_out_the_defaults_of_its_parts() -> None:
+    private = rayps.FedAvg(
+        clients="remote", privacy=rayps.dp(noise_multiplier=1.1), secure="secagg(clip=1.0,max_weight=1)"
+    )
+    text = show.strategy(private.to_wire())
+    assert text == "fedavg:privacy=dp(noise_multiplier=1.1),clients=remote,secure=secagg(clip=1.0,max_weight=1)"
+
+
 def test_what_holds_a_job_back_is_in_the_list_and_events_are_in_order(
     at: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
