@@ -90,6 +90,7 @@ def test_bad_input(at: Site, capsys: pytest.CaptureFixture[str], arguments: list
         ("workload: a:B\nworkload: c:D\n", "occurs twice"),
         ("workload: a:B\nresources: {cpu: 1, cpu: 2}\n", "occurs twice"),
         ("workload: a:B\nwokers: 2\n", "did you mean 'workers'"),
+        ("workload: a:B\nrounds: 2\n", "one round in each epoch; write epochs"),
         ("workers: 2\n", "needs a workload"),
         ("workload: sweep.py:Sweep(lr=0.1)\n", "write sweep.py:Sweep\nand give the arguments"),
         ("workload: ../../etc/passwd:Base\n", "should name a module or file and a class"),
