@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from torch import nn
+
 from rayps.core.errors import ConfigError
 from rayps.core.user_code import user_code
 from rayps.data.base import Data
@@ -51,9 +53,7 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
     joining = joining_under(strategy)
     if joining is not None:
         _check_smallest_round(aggregation, joining.least, cohort_size(joining.least, fraction))
-        spec = strategy.privacy_spec  # the clients' noise depends on the number of elements that they send
-        size = _shared_size(side, workload) if spec is not None and spec.by_clients else 0
-        return _check_privacy(side, workload, private_job(strategy, None, size))
+        return _check_privacy(strategy, workload, private_job(strategy, None, _size(strategy, workload)))
     clients = data.clients  # without clients, this raises an error that says how to define them
     events_of(strategy, clients.sizes, seed, data.batch_size, workload.accumulate)
     rule, attack = aggregation.chosen_rule, population.attackers
@@ -69,12 +69,12 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
         rule.warning(_skew(clients)),
         _warn_of_no_metrics(name, side, workload),
         _warn_of_loaders(name, data),
-        *_check_privacy(side, workload, private_job(strategy, clients.count, 0)),
+        *_check_privacy(strategy, workload, private_job(strategy, clients.count, 0)),
     ]
     return [warning for warning in warnings if warning]
 
 
-def _check_privacy(side: ClientSide, workload: Workload, job: PrivateJob | None) -> list[str]:
+def _check_privacy(strategy: FederatedView, workload: Workload, job: PrivateJob | None) -> list[str]:
     """Check the noise, the budget and the model of a private job. Return warnings.
 
     Raises ConfigError if the budget allows no round, or if the model has buffers whose change is not clipped.
@@ -91,7 +91,7 @@ def _check_privacy(side: ClientSide, workload: Workload, job: PrivateJob | None)
         )
     with apart():
         model = model_of(workload)
-    if not side.keeps_buffers:
+    if not strategy.client_side.keeps_buffers:
         names = [name for name, value in model.named_buffers() if value.is_floating_point()]
         if names:
             raise ConfigError(
@@ -105,7 +105,7 @@ def _check_privacy(side: ClientSide, workload: Workload, job: PrivateJob | None)
             f"delta={spec.delta:g} is not below 1 / {job.clients}, the number of clients: the claim then allows that "
             f"all data of a client is disclosed; give delta={0.1 / job.clients:.1g}"
         )
-    size = PrivateLayers.of_model(side.private, model).shared_size
+    size = _sent_size(strategy, model)
     share = mechanism.noise_multiplier * math.sqrt(size) / job.divisor  # norm of the noise in the mean / clip
     if share > _HIDES:
         warnings.append(
@@ -116,10 +116,18 @@ def _check_privacy(side: ClientSide, workload: Workload, job: PrivateJob | None)
     return warnings
 
 
-def _shared_size(side: ClientSide, workload: Workload) -> int:
-    """Return the number of a model's parameters that clients send."""
+def _size(strategy: FederatedView, workload: Workload) -> int:
+    """Return the number of elements of an update if the clients' noise depends on it, and 0 otherwise."""
+    spec = strategy.privacy_spec
+    if spec is None or not spec.by_clients:
+        return 0
     with apart():
-        return PrivateLayers.of_model(side.private, model_of(workload)).shared_size
+        return _sent_size(strategy, model_of(workload))
+
+
+def _sent_size(strategy: FederatedView, model: nn.Module) -> int:
+    """Return the number of a model's parameters that clients send."""
+    return PrivateLayers.of_model(strategy.client_side.private, model).shared_size
 
 
 def _check_plain_sgd(name: str, workload: Workload) -> None:

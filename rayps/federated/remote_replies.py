@@ -33,7 +33,7 @@ from rayps.federated.remote.mailbox import FOLDER, JoinedClient, Mailbox, RoundO
 from rayps.federated.remote.signed_orders import OrderFacts
 from rayps.federated.reply_source import Round, TrainingTask
 from rayps.federated.round_codings import RoundCodings
-from rayps.federated.secure_rounds import SecureRounds, SecureTotal, aggregate_of, listed, secure_rounds_of
+from rayps.federated.secure_rounds import SecureRounds, aggregate_of, listed, secure_rounds_of
 from rayps.federated.strategy_interface import deadline_of, joining_under
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class RemoteReplies:
         self._deadline: float = deadline_of(strategy)
         self._mailbox = mailbox_of(w.plan.peers.mailbox)
         self._members: list[JoinedClient] = self._mailbox.members()
-        self._strategy, self._real, self._first = strategy, strategy.real, True
+        self._real, self._first = strategy.real, True
         self._reported: list[tuple[str, int]] = []  # names and samples of the clients in the last event `clients`
         self.refused: list[tuple[int, str]] = []  # clients whose updates of this round cannot be used, and why
         self._open: RoundOrder | None = None
@@ -70,9 +70,7 @@ class RemoteReplies:
         # w_t and buffers of the open round, which have the expected form of an update
         self._like: tuple[Tensor, Mapping[str, Tensor]] = engine.w.flat.vector, {}
         self._codings = RoundCodings(self._real)
-        # the secure rounds, and the result of the current one; None: the service sees each update
-        self._secure = secure_rounds_of(engine, self._mailbox)
-        self._total: SecureTotal | None = None
+        self._secure = secure_rounds_of(engine, self._mailbox)  # None: the service sees each update
 
     # ---- clients
 
@@ -111,8 +109,7 @@ class RemoteReplies:
             TrainingError: too few clients connected within `wait` seconds.
         """
         there = self._wait_for_clients(t)
-        w, fraction, private = self._engine.w, self._strategy.fraction, self._engine.private
-        self._total = None
+        w, fraction, private = self._engine.w, self._engine.strategy.fraction, self._engine.private
         if private is None:
             chosen = first(w.plan.seed, t, there, cohort_size(len(there), fraction)).tolist()
         else:  # the number that is asked is fixed, as the divisor is
@@ -148,7 +145,7 @@ class RemoteReplies:
             "round": t,
             "phase": w.plan.origin[0],
             "seed": w.plan.seed,
-            "strategy": self._strategy.to_wire(),
+            "strategy": self._engine.strategy.to_wire(),
             "since": self._since(w.position),
             "starts": starts,
             "personal": self._engine.side.measured,
@@ -196,14 +193,15 @@ class RemoteReplies:
             self._mailbox.close_round(order.serial)
             self._open = order
         self._mailbox.write_waits(None)
-        self._total, self.refused = total, []
+        secure.total, self.refused = total, []
         return Round(total.sampled, sorted(total.dropped.items()), begun, time.time(), total.survivors)
 
     def summed(self, w_t: Tensor) -> tuple[RoundAggregate, SummedNumbers | None] | None:
         """Return the result of a secure round, and its sums unless it is void. None: the rounds are not secure."""
-        if self._total is None:
+        total = None if self._secure is None else self._secure.total
+        if total is None:
             return None
-        return aggregate_of(self._total, self._engine.private_layers.cut(w_t)), self._total.numbers
+        return aggregate_of(total, self._engine.private_layers.cut(w_t)), total.numbers
 
     def base(self, version: int, w_t: Tensor) -> Tensor:
         """Return the parameters from which the clients of the round have started: `w_t`, those of the round."""

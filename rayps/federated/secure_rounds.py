@@ -69,6 +69,7 @@ class SecureRounds:
         release of a sum is recorded before they are asked to unmask it.
         """
         self.options, self._private = options, private
+        self.total: SecureTotal | None = None  # the result of the newest round; None before the first
         self._mailbox, self._least, self._size = mailbox, least, size
 
     def facts(self, clients: int) -> SecureFacts:
