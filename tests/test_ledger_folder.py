@@ -19,7 +19,7 @@ POISSON, TREE = Mechanism("poisson", 1.1, 0.01), Mechanism("tree", 7.0)
 
 @dataclasses.dataclass(frozen=True)
 class Private(Strategy):
-    privacy: object = None
+    privacy_spec: object = None
 
 
 ON, OFF = Phase(1, Private(dp(noise_multiplier=1.1))), Phase(None, Private())
