@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-from torch import nn
-
 from rayps.core.errors import ConfigError
 from rayps.core.user_code import user_code
 from rayps.data.base import Data
@@ -105,7 +103,7 @@ def _check_privacy(strategy: FederatedView, workload: Workload, job: PrivateJob 
             f"delta={spec.delta:g} is not below 1 / {job.clients}, the number of clients: the claim then allows that "
             f"all data of a client is disclosed; give delta={0.1 / job.clients:.1g}"
         )
-    size = _sent_size(strategy, model)
+    size = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = mechanism.noise_multiplier * math.sqrt(size) / job.divisor  # norm of the noise in the mean / clip
     if share > _HIDES:
         warnings.append(
@@ -122,12 +120,7 @@ def _size(strategy: FederatedView, workload: Workload) -> int:
     if spec is None or not spec.by_clients:
         return 0
     with apart():
-        return _sent_size(strategy, model_of(workload))
-
-
-def _sent_size(strategy: FederatedView, model: nn.Module) -> int:
-    """Return the number of a model's parameters that clients send."""
-    return PrivateLayers.of_model(strategy.client_side.private, model).shared_size
+        return PrivateLayers.of_model(strategy.client_side.private, model_of(workload)).shared_size
 
 
 def _check_plain_sgd(name: str, workload: Workload) -> None:
