@@ -127,6 +127,8 @@ def test_a_job_that_resumes_keeps_what_it_has_spent(tmp_path):
     result = train(Fed(), strategy, workers=2, epochs=3, checkpoint=tmp_path, resume=True)
     assert sum(each.releases for each in ledger.spent().values()) == 3
     assert result.privacy["releases"] == 3
+    ended = train(Fed(), strategy, workers=2, epochs=3, checkpoint=tmp_path, resume=True)
+    assert ended.privacy == result.privacy  # no round was left, and the claim is the same
 
 
 PRIVATE_RUN = """
@@ -175,7 +177,7 @@ def test_no_record_says_who_took_part(tmp_path):
     said = json.dumps(result.events)
     assert not re.search(r"client[ -]?\d", said) and "sampled" not in said
     for line in (tmp_path / "privacy" / "ledger.jsonl").read_text().splitlines():
-        assert set(json.loads(line)) == {"round", "tree", "time", "mechanism"}
+        assert set(json.loads(line)) == {"round", "tree", "time", "unit", "mechanism"}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from statistics_work import CLIENTS, EDGES, FILE, QUERIES, Hospital, Pooled, dat
 import rayps
 from rayps.clients.workload_trainer import WorkloadTrainer
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError, RaypsError, WorkloadError
+from rayps.core.errors import CheckpointError, ConfigError, RaypsError, WorkloadError
 from rayps.core.logs import LogBuffer
 from rayps.federated.remote_codec import encode_parameters, layout_rows
 from rayps.privacy.noise import KeyedNoise
@@ -245,6 +245,39 @@ def test_noise_above_the_number_of_clients_gives_no_answer():
     with pytest.raises(ConfigError, match="the noise exceeds the number of clients"):
         for seed in range(20):  # the noised count is negative for half of the seeds
             computed(data(x, who), {"age": mean(0, 110)}, columns=("age", "bmi", "dose"), privacy=privacy, seed=seed)
+
+
+ONE = rayps.dp(noise_multiplier=0.4, delta=1e-3)
+
+
+def asked(name, **options):
+    return computed(data(*rows()), {name: mean(0, 110)}, columns=("age", "bmi", "dose"), **options)
+
+
+def test_calls_that_share_a_ledger_are_charged_together_until_the_budget_is_spent(tmp_path):
+    privacy = rayps.dp(epsilon=20.0, rounds=2, delta=1e-3)
+    first, second = (asked(name, privacy=privacy, ledger=tmp_path).privacy for name in ("age", "bmi"))
+    assert (first["releases"], second["releases"]) == (1, 2) and "2 noised sums" in second["claim"]
+    assert first["epsilon"] < 15 < 19 < second["epsilon"] <= 20
+    with pytest.raises(ConfigError, match=r"epsilon=20 is spent: the 2 releases .* 0\.0\d+ is left.* give epsilon="):
+        asked("dose", privacy=privacy, ledger=tmp_path)
+    more = asked("dose", privacy=rayps.dp(noise_multiplier=2.0, epsilon=30.0, delta=1e-3), ledger=tmp_path)
+    assert more.privacy["releases"] == 3 and more.privacy["epsilon"] > second["epsilon"]  # the ledger is free again
+
+
+def test_a_call_that_is_repeated_from_its_checkpoint_returns_its_answer_and_its_account(tmp_path):
+    options = {"privacy": ONE, "checkpoint": tmp_path / "age", "ledger": tmp_path}
+    first = asked("age", **options)
+    again = asked("age", **options, resume=True)
+    assert again.values == first.values and again.privacy == first.privacy and again.privacy["releases"] == 1
+    for options["resume"] in (False, True):
+        with pytest.raises(CheckpointError, match="give other queries another checkpoint="):
+            asked("bmi", **options)
+
+
+def test_a_ledger_is_for_private_runs(tmp_path):
+    with pytest.raises(ConfigError, match="no privacy, so it has no releases"):
+        asked("age", ledger=tmp_path)
 
 
 class Ages(rayps.StatisticsWorkload):

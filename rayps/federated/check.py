@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from rayps.core.errors import ConfigError
 from rayps.core.user_code import user_code
@@ -16,8 +17,8 @@ from rayps.federated.private_layers import PrivateLayers
 from rayps.federated.private_rounds import PrivateJob, private_job
 from rayps.federated.simulated_rounds import events_of
 from rayps.federated.strategy_interface import ClientSide, FederatedView, is_buffered, joining_under
-from rayps.privacy import accountant
-from rayps.privacy.mechanism import Spent
+from rayps.privacy.budget import must_allow_one
+from rayps.privacy.mechanism import Mechanism
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import recipe_of
@@ -30,8 +31,22 @@ _HIDES = 5.0  # noise that is larger than this, relative to the largest mean upd
 _LABELS = 1000  # with more labels, the skew of clients' labels is not computed
 
 
-def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int) -> list[str]:
-    """Check a federated strategy with a workload and its data. Return warnings for the user.
+class ClientPrivacy(NamedTuple):
+    """The privacy of a job's clients: its public facts, and the mechanism of a round, with the noise that was found."""
+
+    job: PrivateJob
+    mechanism: Mechanism
+
+
+class FederatedFindings(NamedTuple):
+    """The result of `federated`: warnings for the user, and the clients' privacy, if the job is private."""
+
+    warnings: list[str]
+    private: ClientPrivacy | None = None
+
+
+def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int) -> FederatedFindings:
+    """Check a federated strategy with a workload and its data.
 
     Raises:
         ConfigError, DataError: the data has no clients, or the strategy's options do not fit them.
@@ -62,31 +77,26 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
     if attack is not None:
         attack.check(clients.count)
         attack.with_classes(clients.label_names)
+    found = _check_privacy(strategy, workload, private_job(strategy, clients.count, 0))
     warnings = [
         rule.warn_of_few_replies(cohort, cohort * (1 - population.dropout)),
         rule.warning(_skew(clients)),
         _warn_of_no_metrics(name, side, workload),
         _warn_of_loaders(name, data),
-        *_check_privacy(strategy, workload, private_job(strategy, clients.count, 0)),
+        *found.warnings,
     ]
-    return [warning for warning in warnings if warning]
+    return found._replace(warnings=[warning for warning in warnings if warning])
 
 
-def _check_privacy(strategy: FederatedView, workload: Workload, job: PrivateJob | None) -> list[str]:
-    """Check the noise, the budget and the model of a private job. Return warnings.
+def _check_privacy(strategy: FederatedView, workload: Workload, job: PrivateJob | None) -> FederatedFindings:
+    """Check the noise, the budget and the model of a private job.
 
     Raises ConfigError if the budget allows no round, or if the model has buffers whose change is not clipped.
     """
     if job is None:
-        return []
+        return FederatedFindings([])
     spec, mechanism = job.spec, job.solved()
-    one = accountant.epsilon({mechanism: Spent().plus(1, job.restart)}, spec.delta)
-    if spec.epsilon is not None and one > spec.epsilon:
-        raise ConfigError(
-            f"privacy has epsilon={spec.epsilon:g}, which one round with noise_multiplier="
-            f"{mechanism.noise_multiplier:g} exceeds: give more noise, a larger epsilon, or a smaller fraction",
-            field="privacy",
-        )
+    must_allow_one(spec, mechanism, tree=job.restart is not None)
     with apart():
         model = model_of(workload)
     if not strategy.client_side.keeps_buffers:
@@ -111,7 +121,7 @@ def _check_privacy(strategy: FederatedView, workload: Workload, job: PrivateJob 
             f"will hardly learn: with {size} parameters, {job.expected:.0f} clients a round are few. Ask more clients, "
             "train fewer parameters, or add less noise"
         )
-    return warnings
+    return FederatedFindings(warnings, ClientPrivacy(job, mechanism))
 
 
 def _size(strategy: FederatedView, workload: Workload) -> int:

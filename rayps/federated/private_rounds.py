@@ -43,7 +43,7 @@ from rayps.privacy.account import PrivacyAccount, solve_noise
 from rayps.privacy.adaptive_clip import SHARE, next_clip, update_noise
 from rayps.privacy.claim import Setting, claim
 from rayps.privacy.ledger import ReleaseLedger
-from rayps.privacy.mechanism import Mechanism, Spent
+from rayps.privacy.mechanism import CLIENT, Mechanism, Spent
 from rayps.privacy.noise import Floats, KeyedNoise, NoiseSource, SecretNoise
 from rayps.privacy.noise_shares import NoiseShares, share_noise
 from rayps.privacy.options import ALL, DISTRIBUTED, FIXED, POISSON, SEEDED, TREE, PrivacySpec
@@ -125,7 +125,7 @@ class PrivateJob:
     @property
     def setting(self) -> Setting:
         """What the claim depends on."""
-        return Setting("client", self.clients, self.real, self.secure is not None, restart=self.restart)
+        return Setting(CLIENT, self.clients, self.real, self.secure is not None, restart=self.restart)
 
 
 def private_job(strategy: FederatedView, clients: int | None, size: int) -> PrivateJob | None:
@@ -147,7 +147,7 @@ class _Releases:
 
     def __init__(self, job: PrivateJob, mechanism: Mechanism, folder: Path, seed: int) -> None:
         """Open the ledger. Raises ConfigError if it cannot be used."""
-        self.job, self.ledger = job, ReleaseLedger(folder)
+        self.job, self.ledger = job, ReleaseLedger(folder, CLIENT)
         self.account = PrivacyAccount(job.spec, mechanism, self.ledger, job.restart)
         self.source: NoiseSource = KeyedNoise.of_seed(seed) if job.spec.noise == SEEDED else SecretNoise()
         seeded_tree = job.kind == TREE and job.spec.noise != SEEDED

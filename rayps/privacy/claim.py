@@ -59,7 +59,7 @@ def with_releases(facts: Keywords, epsilon: float, releases: int) -> JsonObject:
     if facts["proves"]:
         s = "" if releases == 1 else "s"
         sentence = (
-            f"The releases of this run ({releases} noised sum{s}), and all that is computed from them, are "
+            f"The releases in this run's ledger ({releases} noised sum{s}), and all that is computed from them, are "
             f"({epsilon:.4g}, {facts['delta']:g})-differentially private, where two data sets are neighbours if "
             f"{facts['neighbours']}."
         )

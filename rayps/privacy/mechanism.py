@@ -8,6 +8,7 @@ from rayps.core.values import JsonObject, Keywords
 from rayps.privacy.noise_shares import NoiseShares
 from rayps.privacy.options import ALL, DISTRIBUTED, FIXED, POISSON, TREE
 
+CLIENT, ROW = "client", "row"  # the unit that a release protects
 KINDS = (POISSON, FIXED, ALL, TREE, DISTRIBUTED)
 NEIGHBOURS = {  # what differs between two data sets that the claim cannot tell apart
     POISSON: "one {unit} is added or removed",

@@ -11,9 +11,9 @@ from rayps.core.strategy import Phase
 from rayps.core.topology import servers_of
 from rayps.core.values import JsonObject
 from rayps.privacy import accountant
+from rayps.privacy.budget import must_allow_one
 from rayps.privacy.claim import Setting, claim, with_releases
-from rayps.privacy.ledger import ReleaseLedger
-from rayps.privacy.mechanism import Mechanism, Spent
+from rayps.privacy.mechanism import ROW, Mechanism, Spent
 from rayps.privacy.row_level import RowPrivacy
 from rayps.runtime.journal import Journal
 from rayps.runtime.ledger_folder import LedgerFolder
@@ -30,7 +30,7 @@ class PrivateRun:
     ) -> None:
         """Prepare. `started_from`: whether the first parameters are given. `servers`: whether servers get the sums."""
         self._phases, self._ledger, self._journal = phases, ledger, journal
-        self._setting = Setting("row", phases[0].rows, divided=True, started_from=started_from, servers=servers)
+        self._setting = Setting(ROW, phases[0].rows, divided=True, started_from=started_from, servers=servers)
 
     def plan(self, number: int, start: int, end: int) -> RowPrivacy:
         """Return what the workers of a generation of phase `number` must know, which has the rounds `start` to `end`.
@@ -53,6 +53,10 @@ class PrivateRun:
             f"more would make it {more:.4g}"
         )
         return dataclasses.replace(found, releases=releases, end=start + left, reason=reason)
+
+    def must_allow_a_step(self) -> None:
+        """Raise ConfigError if the budget allows no step of the first phase beside what the ledger has."""
+        must_allow_one(self._phases[0].spec, self._phases[0].mechanism, spent=self._spent())
 
     def limited(self, orders: Orders, number: int, start: int) -> Orders:
         """Return the orders of a generation of phase `number`, which ends with the last step that the budget allows."""
@@ -101,27 +105,7 @@ class PrivateRun:
         return claim(phase.spec, phase.mechanism, self._setting)
 
     def _spent(self) -> dict[Mechanism, Spent]:
-        ledger = ReleaseLedger(self._ledger.path)
-        try:
-            return ledger.spent()
-        finally:
-            ledger.close()
-
-
-def charged(facts: JsonObject, ledger: LedgerFolder) -> JsonObject:
-    """Return a claim with the releases and the epsilon of the ledger, if these are more than the claim has.
-
-    The rounds of a run do not show all: an evaluation on clients' rows is a release too, and so is a round that was
-    charged before its worker died.
-    """
-    opened = ReleaseLedger(ledger.path)
-    try:
-        spent = opened.spent()
-    finally:
-        opened.close()
-    releases = sum(each.releases for each in spent.values())
-    epsilon = accountant.epsilon(spent, float(str(facts["delta"])))
-    return with_releases(facts, max(epsilon, float(str(facts["epsilon"]))), max(releases, int(str(facts["releases"]))))
+        return self._ledger.spent(ROW)
 
 
 def private_run(
