@@ -56,6 +56,15 @@ def ditto_personal(c: ClientSteps[Any], options: JsonObject) -> None:
     c.state["v"] = c.copy(c.w)
 
 
+def statistics(c: ClientSteps[Any], options: JsonObject) -> None:
+    """Add to w the mean of the rows' vectors times a_k, for a `rayps.StatisticsWorkload`: see `rayps.strategies`."""
+    share, most = 1.0, options.get("rows_per_client")
+    if options.get("by") == "rows":
+        share = min(c.n, most) / most if isinstance(most, int) else float(c.n)
+    for b in c.batches(1):
+        c.w -= c.grad(b) * (share * sum(each.size for each in b) / c.n)
+
+
 HALVES: Mapping[str, Half] = {
     "fedavg": fedavg,
     "fedavgm": fedavg,
@@ -66,6 +75,7 @@ HALVES: Mapping[str, Half] = {
     "fedprox": fedprox,
     "scaffold": scaffold,
     "ditto": fedavg,
+    "statistics": statistics,
 }
 OWN_MODEL: Mapping[str, str] = {"ditto": "v"}  # the name, in a client's state, of its personal model
 PERSONAL: Mapping[str, Half] = {"ditto": ditto_personal}  # what a client trains beside its reply

@@ -84,8 +84,11 @@ class ClientSteps(Generic[V]):
         """1, or -1 if the optimizer maximizes."""
         return self._engine.sign
 
-    def batches(self) -> Iterator[list[Batch]]:
-        """Yield the micro-batches of each step. Each call starts with a new optimizer, and yields the same batches."""
+    def batches(self, epochs: int | None = None) -> Iterator[list[Batch]]:
+        """Yield the micro-batches of each step. Each call starts with a new optimizer, and yields the same batches.
+
+        `epochs` is the number of passes over the rows; None: the strategy's local_epochs or local_steps.
+        """
         self._engine.reset()
         self.steps = 0
         task, local = self._task, self._local
@@ -97,8 +100,8 @@ class ClientSteps(Generic[V]):
             self.n,
             step,
             round=task.round,
-            epochs=local.epochs,
-            steps=local.local_steps,
+            epochs=local.epochs if epochs is None else epochs,
+            steps=local.local_steps if epochs is None else None,
             shuffle=getattr(self._rows, "shuffle", True),
         )
         for positions in stream:

@@ -16,6 +16,7 @@ which all processes of a host share (`rayps.data.client_files`).
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence
@@ -80,6 +81,12 @@ class ParquetData(Data):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_index": None, "_layout": None, "_all_rows": None, "_clients": None, "_warned": set()}
+
+    def with_paths(self, paths: Sequence[str]) -> Data:
+        """Return the same columns and options, read from other files; their rows are not divided into clients."""
+        other = copy.copy(self)
+        other._files = Files(list(paths))
+        return other.with_clients(None)
 
     # ------------------------------------------------------------------------------------ before training
 
