@@ -280,6 +280,14 @@ def test_a_ledger_is_for_private_runs(tmp_path):
         asked("age", ledger=tmp_path)
 
 
+def test_noise_that_hides_the_answers_warns_of_the_answers():
+    """A job of statistics has no model."""
+    found = asked("age", privacy=rayps.dp(noise_multiplier=30.0, noise="seeded"), seed=2)
+    (said,) = [event["message"] for event in found.run.events if event["kind"] == "warning"]
+    assert "so the answers will hardly say anything: for 1 query (3 numbers), 7 clients are few" in said
+    assert "model" not in said and "model" not in str(found.privacy)
+
+
 class Ages(rayps.StatisticsWorkload):
     """One query of the first of three columns."""
 

@@ -16,9 +16,10 @@ from rayps.federated.population.cohort import cohort_size
 from rayps.federated.private_layers import PrivateLayers
 from rayps.federated.private_rounds import PrivateJob, private_job
 from rayps.federated.simulated_rounds import events_of
-from rayps.federated.strategy_interface import ClientSide, FederatedView, is_buffered, joining_under
+from rayps.federated.strategy_interface import STATISTICS, ClientSide, FederatedView, is_buffered, joining_under
 from rayps.privacy.budget import must_allow_one
-from rayps.privacy.mechanism import Mechanism
+from rayps.privacy.claim import delta_too_large
+from rayps.privacy.mechanism import CLIENT, Mechanism
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import recipe_of
@@ -26,7 +27,6 @@ from rayps.workload.base import Workload
 from rayps.workload.model import apart, model_of
 from rayps.workload.statistics_workload import StatisticsWorkload
 
-STATISTICS = "statistics"  # name of the strategy that computes statistics
 _HIDES = 5.0  # noise that is larger than this, relative to the largest mean update, is warned of
 _LABELS = 1000  # with more labels, the skew of clients' labels is not computed
 
@@ -108,14 +108,18 @@ def _check_privacy(strategy: FederatedView, workload: Workload, job: PrivateJob 
                 field="privacy",
             )
     warnings = []
-    if spec.delta * job.clients >= 1:
-        warnings.append(
-            f"delta={spec.delta:g} is not below 1 / {job.clients}, the number of clients: the claim then allows that "
-            f"all data of a client is disclosed; give delta={0.1 / job.clients:.1g}"
-        )
+    if (why := delta_too_large(spec.delta, job.clients, CLIENT)) is not None:
+        warnings.append(f"this run will prove nothing: {why}")
     size = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = mechanism.noise_multiplier * math.sqrt(size) / job.divisor  # norm of the noise in the mean / clip
-    if share > _HIDES:
+    if share > _HIDES and isinstance(workload, StatisticsWorkload):
+        queries = f"{(count := len(workload.queries))} quer{'y' if count == 1 else 'ies'} ({size} numbers)"
+        warnings.append(
+            f"the noise is about {share:.2g} times as large as the clients' largest mean vector, so the answers will "
+            f"hardly say anything: for {queries}, {job.expected:.0f} clients are few. Ask more clients, fewer queries "
+            "or ones with fewer bins, or add less noise"
+        )
+    elif share > _HIDES:
         warnings.append(
             f"the noise of each round is about {share:.2g} times as large as the largest mean update, so the model "
             f"will hardly learn: with {size} parameters, {job.expected:.0f} clients a round are few. Ask more clients, "

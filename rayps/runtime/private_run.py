@@ -12,7 +12,7 @@ from rayps.core.topology import servers_of
 from rayps.core.values import JsonObject
 from rayps.privacy import accountant
 from rayps.privacy.budget import must_allow_one
-from rayps.privacy.claim import Setting, claim, with_releases
+from rayps.privacy.claim import Setting, claim, delta_too_large, with_releases
 from rayps.privacy.mechanism import ROW, Mechanism, Spent
 from rayps.privacy.row_level import RowPrivacy
 from rayps.runtime.journal import Journal
@@ -72,8 +72,9 @@ class PrivateRun:
         plan = self.plan(number, at, span.end)
         mechanism, spec = plan.mechanism, plan.spec
         facts: JsonObject = {}
+        drawn = f"drawn with probability {p:.4g} in" if (p := mechanism.probability) < 1 else "used in"
         text = (
-            f"each of {plan.rows} rows is drawn with probability {mechanism.probability:.4g} in each step; its "
+            f"each of {plan.rows} rows is {drawn} each step; its "
             f"gradient is clipped to {plan.clip:g}, and the noise has the standard deviation {plan.std:.4g} "
             f"(noise_multiplier {mechanism.noise_multiplier:.4g})"
         )
@@ -123,11 +124,8 @@ def private_run(
             field="privacy",
         )
     for each in found:
-        if each.spec.delta * each.rows >= 1:
-            journal.event(
-                "warning",
-                f"delta is {each.spec.delta:g}, and there are {each.rows} rows: give a delta below 1 / {each.rows}",
-            )
+        if (why := delta_too_large(each.spec.delta, each.rows, ROW)) is not None:
+            journal.event("warning", f"this run will prove nothing: {why}")
     servers = any(servers_of(phase.strategy) is not None for phase in phases)
     return PrivateRun(found, ledger, journal, started_from=started_from, servers=servers)
 
