@@ -143,6 +143,7 @@ def test_without_noise_the_answers_are_those_of_numpy(by, workers):
     assert found.values["bmi"] == pytest.approx(bmi, abs=1e-12)
     assert np.abs(np.array(found.values["dose"]) - doses).max() <= 10 / 16
     assert found.errors == {"age": 0.0, "bmi": [0.0] * 4, "dose": [0.0] * 2} and found.privacy is None
+    assert "loss" not in found.run.metrics and found.run.history.column("loss").to_pylist() == [None]
     assert (
         found.run.metrics["age"] == found.values["age"] and found.run.metrics["bmi_18.5..25"] == found["bmi"].values[1]
     )

@@ -131,14 +131,14 @@ class StatisticsWorkload(Workload):
             )
         return Accumulators(self.queries)
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return minus the linear function of the module's text. A row without values has none.
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, float]:
+        """Return minus the linear function of the module's text; with weight 0 for rows without values.
 
         Raises WorkloadError if a column is missing, or a value is not finite.
         """
         assert isinstance(model, Accumulators), "made by `model`"
         if batch.x is None or (isinstance(batch.x, Tensor) and not batch.x.numel()):
-            return model.get_parameter(_COUNT).sum() * 0.0
+            return model.get_parameter(_COUNT).sum() * 0.0, 0.0
         columns, found = self.values(batch), dict[str, Tensor]()
         for name in self.queries:
             column = self._column(name)
