@@ -6,6 +6,8 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from client_site import Clinic, until
@@ -18,7 +20,7 @@ from small_work import train
 from statistics_work import CLIENTS, EDGES, FILE, QUERIES, Hospital, Pooled, data, rows
 
 import rayps
-from rayps.clients.workload_trainer import WorkloadTrainer
+from rayps.clients.workload_trainer import WorkloadTrainer, own_data
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import CheckpointError, ConfigError, RaypsError, WorkloadError
 from rayps.core.logs import LogBuffer
@@ -156,6 +158,34 @@ def test_a_client_counts_as_at_most_so_many_rows():
     assert sizes.max() > 25 > sizes.min()
     age, bmi, _ = pooled(x, (np.minimum(sizes, 25) / sizes)[who])
     assert found.values["age"] == pytest.approx(age, abs=1e-11) and found.values["bmi"] == pytest.approx(bmi, abs=1e-12)
+
+
+def in_a_file(folder, **options):
+    x, who = rows()
+    columns = {"age": x[:, 0], "bmi": x[:, 1], "dose": x[:, 2], "hospital": who}
+    pq.write_table(pa.table(columns), folder / "rows.parquet")
+    features = ["age", "bmi", "dose"]
+    return rayps.data.parquet(folder / "rows.parquet", features=features, client="hospital", dtype="float64", **options)
+
+
+def test_the_columns_of_a_parquet_file_are_found_by_name(tmp_path):
+    x, _ = rows()
+    found = computed(in_a_file(tmp_path), {"dose": mean(0, 10), "years": mean(0, 110, column="age")}, by="rows").values
+    assert found["dose"] == pytest.approx(np.clip(x[:, 2], 0, 10).mean())
+    assert found["years"] == pytest.approx(np.clip(x[:, 0], 0, 110).mean())
+
+
+def test_an_unknown_column_is_named_before_a_row_is_read(tmp_path, monkeypatch):
+    source = in_a_file(tmp_path)
+    monkeypatch.setattr(Accumulators, "forward", None)
+    with pytest.raises(WorkloadError, match="needs the column 'wieght', and the rows have age, bmi, dose"):
+        computed(source, {"wieght": mean(0, 110)})
+    with pytest.raises(WorkloadError, match=r"needs the column 'doze', .*did you mean 'dose'"):
+        computed(data(*rows()), {"doze": mean(0, 9)}, columns=("age", "bmi", "dose"))
+    work = Hospital(queries={"dose": mean(0, 9), "age": mean(0, 9), "bmi": mean(0, 9)})
+    work.data = lambda: source
+    with pytest.raises(WorkloadError, match=r"set `columns` to \('age', 'bmi', 'dose'\)"):
+        own_data(work, None)
 
 
 class Derived(rayps.Workload):

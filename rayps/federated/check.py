@@ -50,6 +50,7 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
 
     Raises:
         ConfigError, DataError: the data has no clients, or the strategy's options do not fit them.
+        WorkloadError: a query needs a column that the data does not have.
     """
     name, side = strategy.name, strategy.client_side
     if isinstance(workload, StatisticsWorkload) != (name == STATISTICS):
@@ -67,6 +68,8 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
     if joining is not None:
         _check_smallest_round(aggregation, joining.least, cohort_size(joining.least, fraction))
         return _check_privacy(strategy, workload, private_job(strategy, None, _size(strategy, workload)))
+    if isinstance(workload, StatisticsWorkload):
+        workload.check_columns(data)
     clients = data.clients  # without clients, this raises an error that says how to define them
     events_of(strategy, clients.sizes, seed, data.batch_size, workload.accumulate)
     rule, attack = aggregation.chosen_rule, population.attackers

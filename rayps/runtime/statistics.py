@@ -71,6 +71,11 @@ class _StatisticsOfRows(StatisticsWorkload):
         """Return the rows of the source."""
         return self.source.data() if isinstance(self.source, Workload) else self.source
 
+    @property
+    def computes_columns(self) -> bool:
+        """Whether the source has a method `statistics`."""
+        return hasattr(self.source, "statistics")
+
     def values(self, batch: Batch) -> Mapping[str, Tensor]:
         """Return the values of the source's method `statistics`, if it has one; otherwise the columns of `Batch.x`."""
         own = getattr(self.source, "statistics", None)
@@ -96,9 +101,9 @@ def statistics(
 
     `source` is a data set whose rows are divided into clients, or a workload with such data. `queries` is a dict from a
     name to a query: `rayps.stats.mean`, `histogram` or `quantile`. A query is about the column with its name, or about
-    `column=`. The columns are the features of the data, whose names are `columns`; None: those of the queries, in
-    order. If the workload has a method `statistics(batch)`, the columns are those that it returns: a dict from a name
-    to values [n].
+    `column=`. The columns are the features of the data, whose names are `columns`; None: those that the data has
+    (`rayps.data.parquet`), or else those of the queries, in order. If the workload has a method `statistics(batch)`,
+    the columns are those that it returns: a dict from a name to values [n].
 
     `by` is "clients" (the mean over clients of the clients' statistics) or "rows" (each client counts by its rows, at
     most `rows_per_client`). `fraction` is the fraction of the clients that is asked. With `privacy=rayps.dp(...)` the
@@ -121,6 +126,8 @@ def statistics(
         found.values["age"], found.errors["age"]
     """
     given: Keywords = {"by": by, "rows_per_client": rows_per_client, "fraction": fraction, "privacy": privacy}
+    if columns is None and isinstance(source, Data):
+        columns = source.feature_names
     try:
         run = train(_StatisticsOfRows(source, queries, columns), strategy=Statistics(**given), epochs=1, **options)
     except CheckpointError as error:
