@@ -59,6 +59,9 @@ def test_a_shared_ledger_has_one_user_at_a_time(tmp_path):
     with pytest.raises(ConfigError, match="another run uses the ledger"):
         ledger_folder([ON], None, None, None, tmp_path / "all")
     first.release()
+    again = ledger_folder([ON], None, None, None, tmp_path / "all")
+    del again  # a run that did not start
+    gc.collect()
     ledger_folder([ON], None, None, None, tmp_path / "all").release()
 
 

@@ -175,7 +175,7 @@ def test_the_columns_of_a_parquet_file_are_found_by_name(tmp_path):
     assert found["years"] == pytest.approx(np.clip(x[:, 0], 0, 110).mean())
 
 
-def test_an_unknown_column_is_named_before_a_row_is_read(tmp_path, monkeypatch):
+def test_an_unknown_column_is_named_before_a_worker_starts(tmp_path, monkeypatch):
     source = in_a_file(tmp_path)
     monkeypatch.setattr(Accumulators, "forward", None)
     with pytest.raises(WorkloadError, match="needs the column 'wieght', and the rows have age, bmi, dose"):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -44,7 +45,7 @@ class LedgerFolder:
         Raises ConfigError if the folder cannot be written, the earlier ledger not be read, or another run uses it.
         """
         self._scratch: StateFolder | None = None
-        self._lock: int | None = None
+        self._unlock: weakref.finalize[[int], LedgerFolder] | None = None
         if home is None:
             self._scratch = StateFolder()
             home = self._scratch.path
@@ -52,7 +53,7 @@ class LedgerFolder:
         self.carried, self.unknown = 0, None if resume is None else _unknown(resume)
         ledger = ReleaseLedger(self.path)
         if shared:
-            self._lock = _locked(self.path)
+            self._unlock = weakref.finalize(self, os.close, _locked(self.path))
             if ledger.path.stat().st_size:
                 self.unknown = None  # the run that made the checkpoint is one of those that share the ledger
         try:
@@ -87,9 +88,8 @@ class LedgerFolder:
 
     def release(self) -> None:
         """Let other runs use the ledger, if it is shared."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        if self._unlock is not None:
+            self._unlock()  # a second call has no effect
 
 
 def ledger_folder(
@@ -143,11 +143,14 @@ def _locked(folder: Path) -> int:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(file)
-        raise ConfigError(
+        why = (
             f"another run uses the ledger of private releases in {folder}: wait until it has ended, because each run "
-            "is charged for the releases of all others",
-            field="ledger",
-        ) from error
+            "is charged for the releases of all others"
+            if isinstance(error, BlockingIOError)
+            else f"the ledger of private releases in {folder} cannot be locked ({error.strerror}): give a folder on a "
+            "file system that has locks"
+        )
+        raise ConfigError(why, field="ledger") from error
     return file
 
 

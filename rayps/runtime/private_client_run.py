@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rayps.core.errors import ConfigError
 from rayps.federated.check import ClientPrivacy
 from rayps.privacy import accountant
 from rayps.privacy.budget import must_allow_one
@@ -34,8 +35,12 @@ class PrivateClientRun:
         found = claim_of_run(self._journal.events, self._journal.points)
         if found is None:
             found = with_releases(claim(job.spec, mechanism, job.setting), 0.0, 0)
-        spent = self._ledger.spent(CLIENT)
+        try:
+            spent = self._ledger.spent(CLIENT)
+            epsilon = max(accountant.epsilon(spent, float(str(found["delta"]))), float(str(found["epsilon"])))
+        except ConfigError as error:  # the run has ended, and its outcome is not changed by this
+            self._journal.event("warning", f"the claim of privacy cannot be stated: {error}")
+            return
         releases = max(sum(each.releases for each in spent.values()), int(str(found["releases"])))
-        epsilon = max(accountant.epsilon(spent, float(str(found["delta"]))), float(str(found["epsilon"])))
         found = with_releases(found, epsilon, releases)
         self._journal.event("privacy", str(found["claim"]), **found)

@@ -125,7 +125,7 @@ class StatisticsWorkload(Workload):
         return type(self).values is not StatisticsWorkload.values
 
     def check_columns(self, data: Data) -> None:
-        """Check, before a row is read, that the queries' columns are those of `data`, as far as its names are known.
+        """Check, before a worker starts, that the queries' columns are those of `data`, as far as its names are known.
 
         Raises:
             WorkloadError: a column is missing, or the columns are in another order than the features.
