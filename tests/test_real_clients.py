@@ -529,6 +529,16 @@ MEDDLING = {
 }
 
 
+def test_a_service_without_an_authority_refuses_jobs_that_need_certificates(clinic: Clinic) -> None:
+    """No client could join them, and the statement would be signed by nobody."""
+    with pytest.raises(
+        ConfigError, match=r"statement, .*this service admits none: .*--members-ca FILE(.|\n)*statement"
+    ):
+        clinic.job("fedavg:clients=remote(wait=100)", statement="Purpose: digits.")
+    with pytest.raises(ConfigError, match=r"members=true: .*this service admits none: .*--members-ca FILE"):
+        clinic.job("fedavg:clients=remote(wait=100,members=true)")
+
+
 @pytest.mark.parametrize("what", MEDDLING)
 def test_a_client_refuses_what_somebody_has_changed(clinic: Clinic, what: str) -> None:
     job = clinic.job("fedavg:clients=remote(wait=100)", 1)
