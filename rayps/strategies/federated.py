@@ -178,9 +178,7 @@ class Federated(FlatOptions, Strategy):
         if joining is not None:
             needed = max(LEAST, math.ceil(round((LEAST - 0.5) / self.fraction, 6)))  # so that a round asks two clients
             part = "" if self.fraction == 1 else f" and fraction={self.fraction:g}"
-            why = (
-                f"with least={joining.least}{part} a round may ask one client, and is void: the sum would be its update"
-            )
+            why = f"with least={joining.least}{part} a round may ask one client, and is void: the sum is its update"
             ways.append((joining.least < needed, f"{why}; give clients=remote(least={needed}) or more"))
         for wrong, why in ways:
             if wrong:
