@@ -194,7 +194,12 @@ async def join(body: JoinIn, grant: Granted, request: Request) -> Any:
     _check_remote(job)
     refuse_without_certificate(job, grant)
     if job.status.terminal:
-        raise Conflict(f"job {job.id} has ended: {job.status}: {job.reason or ''}", status=409, code="ended")
+        raise Conflict(
+            f"job {job.id} has ended: {job.status}: {job.reason or ''}",
+            status=409,
+            code="ended",
+            ended={"status": job.status.value, "reason": job.reason or ""},
+        )
     samples = 0 if is_secure(job) else body.samples  # a secure round counts samples under its masks
     if samples is None:
         raise ConfigError("the client's number of samples is missing: give samples", field="samples")
