@@ -187,7 +187,7 @@ def light(clinic: Clinic, job: Any, k: int, *options: str) -> subprocess.Popen[s
     return alone(code, cwd=clinic.path, env=env)
 
 
-@pytest.mark.parametrize("strategy", ["fedavg:local_epochs=2", "scaffold:local_steps=4"])
+@pytest.mark.parametrize("strategy", ["fedrep:private=b,head_epochs=2", "scaffold:local_steps=4"])
 def test_processes_without_torch_learn_what_a_simulation_learns(clinic: Clinic, strategy: str) -> None:
     name, _, options = strategy.partition(":")
     job = clinic.user.submit(

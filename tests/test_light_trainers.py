@@ -42,6 +42,8 @@ STRATEGIES = {
     "scaffold": "scaffold:local_steps=4",
     "ditto": "ditto:lam=0.2,local_epochs=2",
     "fedbuff": "fedbuff:local_steps=4",
+    "fedper": "fedper:private=*b*,local_epochs=2",  # the biases, of numpy's workload too
+    "fedrep": "fedrep:private=*b*,head_epochs=2",
 }
 GENERATOR = torch.Generator().manual_seed(3)
 X = torch.randn(23, 5, generator=GENERATOR, dtype=torch.float64)
@@ -155,7 +157,8 @@ def plain(raws: dict[str, RawTensor]) -> dict[str, tuple[str, tuple[int, ...], b
 
 def outcome(trainer: Any, given: LocalTask) -> dict[str, Any]:
     found = trainer.train(given)
-    vectors = {"w": found.w, **found.sums, **{f"b/{k}": v for k, v in found.buffers.items()}}
+    start = {} if found.start is None else {"start": found.start}
+    vectors = {"w": found.w, **start, **found.sums, **{f"b/{k}": v for k, v in found.buffers.items()}}
     counts = (found.n, found.steps, found.samples, found.loss)
     return {"vectors": plain(vectors), "state": plain(found.state), "counts": counts}
 
@@ -185,7 +188,7 @@ def test_light_and_whole_trainers_have_the_same_bits(strategy: str, work: type) 
     assert_twins(work(), STRATEGIES[strategy])
 
 
-@pytest.mark.parametrize("strategy", ["fedavg", "fedprox", "ditto"])
+@pytest.mark.parametrize("strategy", ["fedavg", "fedprox", "ditto", "fedrep"])
 @pytest.mark.parametrize(
     "work",
     [Momentum, Adam, Clipped, Accumulated, Pairs, Scheduled, ByFunction, Unused, Rising],
@@ -193,6 +196,23 @@ def test_light_and_whole_trainers_have_the_same_bits(strategy: str, work: type) 
 )
 def test_every_supported_field_has_the_same_bits(strategy: str, work: type) -> None:
     assert_twins(work(), STRATEGIES[strategy])
+
+
+@pytest.mark.parametrize("kind", ["fedper", "fedrep"])
+def test_private_layers_stay_with_the_light_client_with_their_buffers(kind: str) -> None:
+    text = f"{kind}:private=(1,2),local_epochs=1"
+    assert_twins(Normed(), text)
+    given = task(text, Normed(), 0, {})
+    reply = torch_trainer(Normed(), Normed().data()).train(given)
+    assert reply.w.shape == (5 * 7 + 7,) and reply.start is not None and reply.start.shape == reply.w.shape
+    own = ["1.weight", "1.bias", "2.weight", "2.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    assert reply.buffers == {} and sorted(reply.state) == sorted(f"private/{name}" for name in own)
+
+
+def test_private_layers_that_do_not_fit_are_refused_by_name() -> None:
+    for wrong, text in (("head", "no parameter of the model has such a name: it has 0.weight"), ("*", "matches all")):
+        with pytest.raises(ConfigError, match=text):
+            torch_trainer(Plain(), Plain().data()).train(task(f"fedper:private={wrong}", Plain(), 0, {}))
 
 
 def test_a_schedule_goes_back_with_the_job() -> None:
@@ -206,7 +226,9 @@ def test_a_schedule_goes_back_with_the_job() -> None:
     assert rates == [0.0125, 0.05, 0.025]
 
 
-@pytest.mark.parametrize("strategy", ["fedavg", "ditto", "fedavg:finetune=1", "fedavg:buffers=keep"])
+@pytest.mark.parametrize(
+    "strategy", ["fedavg", "ditto", "fedavg:finetune=1", "fedavg:buffers=keep", "fedper:private=2"]
+)
 @pytest.mark.parametrize("work", [Plain, Normed, Dropping], ids=lambda kind: kind.__name__)
 def test_light_and_whole_trainers_find_the_same_metrics(strategy: str, work: Any) -> None:
     class Measured(work):  # type: ignore[misc]
@@ -347,8 +369,8 @@ def test_what_the_light_client_does_not_train_is_refused_with_the_way_out(field:
 def test_an_unknown_strategy_is_refused_with_the_way_out() -> None:
     work = Plain()
     given = task("fedavg:local_epochs=1", work, 0, {})
-    other = LocalTask({"name": "fedrep"}, 0, 0, 0, 0, start=given.start, state={})
-    with pytest.raises(ConfigError, match=r"strategy is fedrep.*install rayps"):
+    other = LocalTask({"name": "fedown"}, 0, 0, 0, 0, start=given.start, state={})
+    with pytest.raises(ConfigError, match=r"strategy is fedown.*install rayps"):
         torch_trainer(work, work.data()).train(other)
 
 

@@ -255,6 +255,23 @@ def test_a_list_of_another_authority_is_refused(authority: TestAuthority, tmp_pa
         Revocations(path, authority.trusted.authorities)
 
 
+def test_a_list_past_its_date_still_holds_and_warns_once(
+    authority: TestAuthority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, clock = tmp_path / "revoked.pem", Clock()
+    one = authority.member("one")
+    path.write_bytes(authority.revocation_list(one))
+    due = x509.load_pem_x509_crl(path.read_bytes()).next_update_utc
+    assert due is not None
+    revocations = Revocations(path, authority.trusted.authorities, clock)
+    clock.now = due.timestamp() - 1
+    assert revocations.revoked() == {one.member.serial} and not caplog.records
+    clock.now = due.timestamp() + 1
+    assert revocations.revoked() == revocations.revoked() == {one.member.serial}
+    (warning,) = caplog.records
+    assert f"was to be replaced by {due.isoformat()}" in warning.getMessage()
+
+
 # ---- keys of the other clients in secure rounds
 
 

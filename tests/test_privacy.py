@@ -67,6 +67,7 @@ def test_options_have_one_meaning_in_text_and_python():
     text = "dp(noise_multiplier=1.1,clip=adaptive,delta=1e-6,epsilon=8)"
     assert privacy_of(text) == dp(noise_multiplier=1.1, clip="adaptive", delta=1e-6, epsilon=8)
     assert privacy_of(None) is None and privacy_of(dp(noise_multiplier=2.0)) == PrivacySpec(2.0)
+    assert privacy_of({"noise_multiplier": 2.0}) == PrivacySpec(2.0)  # a mapping of a job file
 
 
 # ---- epsilon

@@ -207,7 +207,7 @@ def dp(**given: Json) -> PrivacySpec:
 
 
 def privacy_of(given: Json | PrivacySpec) -> PrivacySpec | None:
-    """Parse the option `privacy`: a PrivacySpec, its wire form, or the text `dp(...)`. None means no privacy.
+    """Parse the option `privacy`: a PrivacySpec, a mapping of its options, or the text `dp(...)`. None: no privacy.
 
     Raises:
         ConfigError: it has none of these forms, or an option is not allowed.
@@ -215,7 +215,7 @@ def privacy_of(given: Json | PrivacySpec) -> PrivacySpec | None:
     if given is None or isinstance(given, PrivacySpec):
         return given
     facts = form(given) if isinstance(given, str) else given
-    if not isinstance(facts, Mapping) or facts.get("name") != PrivacySpec.name:
+    if not isinstance(facts, Mapping) or facts.get("name", PrivacySpec.name) != PrivacySpec.name:
         raise ConfigError(
             f"privacy is {given!r}: give dp(noise_multiplier=1.1,clip=1.0,delta=1e-5), or leave it out", field="privacy"
         )
