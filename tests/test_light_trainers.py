@@ -26,7 +26,7 @@ from rayps_client.torch_trainer import torch_trainer
 from small_work import train
 
 import rayps
-from rayps.clients.workload_trainer import WorkloadTrainer
+from rayps.clients.workload_trainer import WorkloadTrainer, own_data
 from rayps.core.errors import ConfigError, DataError, WorkloadError
 from rayps.core.user_module import pack
 from rayps.strategies.catalogue import parse
@@ -186,6 +186,33 @@ def assert_twins(work: Any, strategy: str) -> None:
 @pytest.mark.parametrize("work", [Plain, Single, Normed, Dropping], ids=lambda kind: kind.__name__)
 def test_light_and_whole_trainers_have_the_same_bits(strategy: str, work: type) -> None:
     assert_twins(work(), STRATEGIES[strategy])
+
+
+STATISTICS = """
+import rayps
+
+class Patients(rayps.StatisticsWorkload):
+    queries = {"age": rayps.stats.mean(0, 110), "bmi": rayps.stats.histogram((10, 20, 60))}
+
+    def data(self):
+        return rayps.data.parquet("not/here.parquet", features=["age", "bmi"], batch_size=4)
+"""
+
+
+@pytest.mark.parametrize("options", ["by=clients", "by=rows", "by=rows,rows_per_client=5,local_epochs=3"])
+def test_a_statistic_of_the_command_s_parquet_file_has_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str
+) -> None:
+    """Where rayps is installed too, `rayps-client --data` reads the file into the columns of rayps.data.parquet."""
+    monkeypatch.chdir(tmp_path)
+    Path("patients.py").write_text(STATISTICS)
+    pq.write_table(pa.table({"age": np.linspace(1, 120, 11), "bmi": np.linspace(5, 40, 11)}), "ours.parquet")
+    work = load("patients.py:Patients", {})
+    light = trainer_of(ClientOptions("patients.py:Patients", data="ours.parquet"))
+    ours = WorkloadTrainer(work, own_data(work, "ours.parquet"))
+    light.try_out()
+    given = task(f"statistics:{options}", work, 0, {})
+    assert light.samples == 11 and outcome(ours, given) == outcome(light, given)
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedprox", "ditto", "fedrep"])

@@ -91,7 +91,9 @@ def test_real_clients_learn_what_simulated_ones_learn(clinic: Clinic, strategy: 
 
 
 @pytest.mark.parametrize("private", ["sampling=all", "mechanism=tree"])
-def test_a_private_job_with_real_clients_learns_what_simulated_ones_learn(clinic: Clinic, private: str) -> None:
+def test_a_private_job_with_real_clients_learns_what_simulated_ones_learn(
+    clinic: Clinic, private: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     text = f"fedavg:{{}}privacy=dp(noise_multiplier=0.5,clip=0.2,noise=seeded,{private})"
     job = clinic.job(text.format("clients=remote(least=2,wait=100),"), seed=5)
     hospitals = clinic.hospitals(job, 2)
@@ -101,6 +103,12 @@ def test_a_private_job_with_real_clients_learns_what_simulated_ones_learn(clinic
     said = [event for event in job.events() if event["kind"] in ("cohort", "clients", "privacy")]
     assert [event["kind"] for event in said] == ["privacy"] * 2 and said[1]["releases"] == 3
     assert (clinic.path / "state" / "jobs" / job.id / "privacy" / "ledger.jsonl").read_text().count("\n") == 3
+    monkeypatch.setenv("RAYPS_URL", clinic.url)
+    monkeypatch.setenv("RAYPS_TOKEN", clinic.token)
+    assert main(["get", job.id]) == 0
+    out = capfd.readouterr().out
+    assert re.search(r"^privacy +epsilon \S+ at delta 1e-05 for each client, after 3 releases; it proves", out, re.M)
+    assert "batch loss" not in out
 
 
 def test_a_report_of_real_clients_is_that_of_simulated_ones(

@@ -58,6 +58,15 @@ def ditto_personal(c: ClientSteps[Any], options: JsonObject) -> None:
     c.state["v"] = c.copy(c.w)
 
 
+def statistics(c: ClientSteps[Any], options: JsonObject) -> None:
+    """Add to w the mean of the rows' vectors times a_k, for a `rayps.StatisticsWorkload`: see `rayps.strategies`."""
+    share, most = 1.0, options.get("rows_per_client")
+    if options.get("by") == "rows":
+        share = min(c.n, most) / most if isinstance(most, int) else float(c.n)
+    for b in c.batches(1):
+        c.w -= c.grad(b) * (share * sum(each.size for each in b) / c.n)
+
+
 def fedrep(c: ClientSteps[Any], options: JsonObject) -> None:
     """Train the head h_i with phi fixed, then phi_i with the head fixed."""
     h, phi = c.private, c.shared_names
@@ -80,6 +89,7 @@ HALVES: Mapping[str, Half] = {
     "ditto": fedavg,
     "fedper": fedavg,
     "fedrep": fedrep,
+    "statistics": statistics,
 }
 OWN_MODEL: Mapping[str, str] = {"ditto": "v"}  # the name, in a client's state, of its personal model
 PERSONAL: Mapping[str, Half] = {"ditto": ditto_personal}  # what a client trains beside its reply

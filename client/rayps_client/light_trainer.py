@@ -14,7 +14,8 @@ from rayps_client.client_turn import ClientSteps, Engine, mean_of
 from rayps_client.errors import WorkloadError
 from rayps_client.local_trainer import LayoutRow, LocalReply, LocalTask, RawTensors, RoundStart
 from rayps_client.own_metrics import OwnMetrics, OwnTotal, OwnTotals
-from rayps_client.private_layers import PRIVATE, PrivateParts, private_patterns
+from rayps_client.private_layers import PRIVATE, PrivateParts
+from rayps_client.private_patterns import private_patterns
 from rayps_client.random_numbers import number
 from rayps_client.raw_tensors import RawTensor
 from rayps_client.row_order import Ints

@@ -15,27 +15,9 @@ from fnmatch import fnmatchcase
 from rayps_client.errors import ConfigError
 from rayps_client.local_trainer import LayoutRow, RawTensors
 from rayps_client.raw_tensors import RawTensor, item_bytes
-from rayps_client.values import Json
 
 PRIVATE = "private/"  # prefix, in a client's state, of the names of private parameters and buffers
 _SHOWN = 6  # the largest number of names in an error
-
-
-def private_patterns(given: Json) -> tuple[str, ...]:
-    """Return the option `private` of a strategy as a tuple of names and patterns; None means that nothing is private.
-
-    A whole number is the name of a layer, as torch.nn.Sequential numbers them. Raises ConfigError if the option is
-    neither a name nor a list of names.
-    """
-    names = [] if given is None else given if isinstance(given, (list, tuple)) else [given]
-    for name in names:
-        if isinstance(name, bool) or not isinstance(name, (str, int)) or name == "":
-            raise ConfigError(
-                f'private is {given!r}: give the name of a layer ("head"), or a list of names and glob patterns '
-                '(["head", "*.bias"]; in text\nprivate=(head,*.bias), and "2.0.*" for a name that would be a number)',
-                field="private",
-            )
-    return tuple(str(name) for name in names)
 
 
 def private_names(

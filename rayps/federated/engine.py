@@ -33,7 +33,7 @@ from rayps.federated.population.cohort import home_ranks
 from rayps.federated.private_rounds import PrivateRounds, private_job
 from rayps.federated.remote_replies import RemoteReplies
 from rayps.federated.reply_source import Round, SimulatedReplies, TrainingTask
-from rayps.federated.strategy_interface import FederatedView, attackers_of, is_buffered
+from rayps.federated.strategy_interface import STATISTICS, FederatedView, attackers_of, is_buffered
 from rayps.tensors.finite import is_finite
 from rayps.tensors.learning_rate import Ticks
 
@@ -99,6 +99,11 @@ class FederatedEngine:
             reports=self._reports,
         )
 
+    @property
+    def _has_losses(self) -> bool:
+        """Whether the clients' losses are reported: not in a private job, and statistics have none."""
+        return self.private is None and self.strategy.name != STATISTICS
+
     def at(self, position: int) -> int:
         """Return the number, within its phase, of the round at `position` of the run."""
         return position - self.w.plan.origin[0]
@@ -138,7 +143,7 @@ class FederatedEngine:
         outcome = self._combine(self.source.summed(w_t), clip)
         outcome.noise = 0.0 if self.private is None else self.private.noise(clip)
         chosen = None if outcome.chosen is None else frozenset(outcome.chosen)
-        for client, loss, n in self._losses if self.private is None else ():
+        for client, loss, n in self._losses if self._has_losses else ():
             if chosen is None or client in chosen:
                 w.meter.add_loss(loss, n, n)
         self.trainer.load(w_t, buffers)
@@ -165,7 +170,7 @@ class FederatedEngine:
         """
         w = self.w
         if summed is not None and (self.private is None or summed[1] is None):
-            if summed[1] is not None:
+            if summed[1] is not None and self._has_losses:
                 w.meter.add_loss(summed[1].loss / summed[1].weight, summed[1].samples, summed[1].samples)
             return summed[0]
         if summed is not None and summed[1] is not None:

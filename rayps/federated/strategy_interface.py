@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rayps.federated.client import ClientTurn
     from rayps.federated.engine import FederatedServer
 
+STATISTICS = "statistics"  # name of the strategy that computes statistics
+
 
 @dataclass(frozen=True, slots=True)
 class Buffered:

@@ -18,6 +18,7 @@ from rayps.runtime.job_size import JobSize
 from rayps.runtime.journal import Journal
 from rayps.runtime.leased_run import LeasedRun
 from rayps.runtime.ledger_folder import LedgerFolder
+from rayps.runtime.private_client_run import PrivateClientRun
 from rayps.runtime.private_run import PrivateRun
 from rayps.strategies.job import JobSpec
 from rayps.tensors.flat import Layout
@@ -46,6 +47,7 @@ class RunPlan:
     leased: LeasedRun | None = None  # what changes workers that are not in step
     ledger: LedgerFolder | None = None  # the folder of the ledger of private releases; None without privacy
     private: PrivateRun | None = None  # what the run spends; None unless rows are private
+    private_clients: PrivateClientRun | None = None  # what the run spends; None unless clients are private
 
     @property
     def size(self) -> JobSize | None:

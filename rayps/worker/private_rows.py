@@ -20,6 +20,7 @@ from rayps.core.user_code import user_code
 from rayps.data.base import Batch, Data
 from rayps.privacy.account import PrivacyAccount
 from rayps.privacy.ledger import open_ledger
+from rayps.privacy.mechanism import ROW
 from rayps.privacy.noise import KeyedNoise, NoiseSource, SecretNoise
 from rayps.privacy.row_level import RowPrivacy
 from rayps.worker.batches import BatchStream, step_of
@@ -100,7 +101,7 @@ class RowReleases:
         self.stopped = stopped
         if self._rank:
             return
-        ledger, privacy = open_ledger(self._ledger), self.privacy
+        ledger, privacy = open_ledger(self._ledger, ROW), self.privacy
         self._account = PrivacyAccount(privacy.spec, privacy.mechanism, ledger, coarse=COARSE)
         if self._account.releases != privacy.releases:
             self.close()
