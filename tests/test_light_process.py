@@ -218,6 +218,17 @@ def test_processes_without_torch_learn_what_a_simulation_learns(clinic: Clinic, 
     assert facts["bytes"] > 3 * 2 * facts["round"] / 2 > 0
 
 
+def test_sigterm_ends_a_waiting_client_in_good_order(clinic: Clinic) -> None:
+    job = clinic.user.submit("line.py:Line", working_dir=clinic.path, strategy="fedavg:clients=remote(least=2)")
+    process = light(clinic, job, 0)
+    assert process.stderr is not None and process.stderr.readline().startswith("joined job")
+    process.terminate()
+    code, _, error = said(process)
+    assert code == 143 and "rayps-client: ended by SIGTERM: " in error and "Traceback" not in error, error
+    assert clinic.joined(job)["h0"]["state"] == "left"
+    job.stop()
+
+
 def test_a_command_says_what_is_wrong(tmp_path: Path) -> None:
     token = str(ClientToken("s", "0" * 26, "f", "h0"))
     for arguments, code, why in (

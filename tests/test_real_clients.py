@@ -209,6 +209,35 @@ def test_no_round_waits_for_one_that_has_ended(clinic: Clinic, how: str) -> None
     assert (event["trained"], event["dropped"]) == (["h0"], [["h1", "left"]]) and good.over().ended.rounds == 1
 
 
+def test_sigterm_in_a_training_ends_a_client_that_can_come_back(clinic: Clinic) -> None:
+    job = clinic.job("fedavg:deadline=500,clients=remote(least=2,wait=100)", 2)
+    good, other = clinic.hospital(job, 0).begin(), Process(clinic, job, 1, clinic.invite(job)["token"], pause=0.2)
+    until(lambda: "has sent" in clinic.joined(job)["h0"]["doing"])  # the round waits for the other
+    other.process.terminate()
+    code, told = other.end()
+    assert code == 143 and "rayps: ended by SIGTERM: " in told and "Traceback" not in told, told
+    assert clinic.joined(job)["h1"]["state"] == "left"
+    until(lambda: len(rounds_of(job)) == 1)  # and does not wait 500 s
+    other.environment["PAUSE"] = "0"
+    other.start()
+    assert other.end()[0] == 0 and good.over().ended.rounds == 2
+    assert [event["trained"] for event in rounds_of(job)] == [["h0"], ["h0", "h1"]]
+
+
+def test_a_client_of_a_job_that_has_ended_ends_as_the_job(clinic: Clinic) -> None:
+    job = clinic.job("fedavg:clients=remote(wait=100)", 1)
+    clinic.hospital(job, 0).begin()
+    clinic.trained(job)
+    stopped = clinic.job("fedavg:clients=remote(least=2,wait=100)", 1)
+    stopped.stop().wait(60)
+    for over, succeeded in ((job, True), (stopped, False)):
+        late = clinic.hospital(over, 1)
+        late.start()
+        late.over()
+        assert late.error is None and (late.ended.succeeded, late.ended.rounds) == (succeeded, 0), late.error
+        assert (late.ended.status, late.ended.reason) == (over.refresh().data["status"], over.data["reason"] or "")
+
+
 def rows_data(k: int, width: int = 5) -> Any:
     x, y = rows(k)
     return rayps.data.tensors(x[:, :width], y, batch_size=8)
@@ -512,6 +541,16 @@ MEDDLING = {
         "not the service that made this token",
     ),
 }
+
+
+def test_a_service_without_an_authority_refuses_jobs_that_need_certificates(clinic: Clinic) -> None:
+    """No client could join them, and the statement would be signed by nobody."""
+    with pytest.raises(
+        ConfigError, match=r"statement, .*this service admits none: .*--members-ca FILE(.|\n)*statement"
+    ):
+        clinic.job("fedavg:clients=remote(wait=100)", statement="Purpose: digits.")
+    with pytest.raises(ConfigError, match=r"members=true: .*this service admits none: .*--members-ca FILE"):
+        clinic.job("fedavg:clients=remote(wait=100,members=true)")
 
 
 @pytest.mark.parametrize("what", MEDDLING)

@@ -24,6 +24,7 @@ from small_work import train
 
 from rayps.clients.workload_trainer import WorkloadTrainer
 from rayps.federated import remote_replies
+from rayps.federated.population.cohort import cohort_size
 from rayps.federated.remote.mailbox import Mailbox
 from rayps.federated.remote.secure_options import secure_of
 from rayps.federated.remote.stage_folder import StageFolder
@@ -74,6 +75,7 @@ def test_masked_sums_are_the_plain_mean_and_nothing_else_leaves(
     assert (event["replied"], event["trained"], event["dropped"]) == (3, ["h0", "h1", "h2"], [])
     assert all("20 samples that stay secret" in h.over().said[0] for h in hospitals[:1])
     assert [each["samples"] for each in clinic.joined(job).values()] == [0, 0, 0]
+    assert [each["doing"] for each in clinic.joined(job).values()] == ["has sent round 0"] * 3
     (point,) = (point for point in job.metrics() if point.get("kind") == "round")
     assert 0.5 < point["loss"] < 1.2 and point["samples"] == 2 * 75  # the mean loss and the samples were in the sum
     files = [*held, *(path.read_bytes() for path in clinic.service.folder(job.id).rglob("*") if path.is_file())]
@@ -114,11 +116,15 @@ def test_private_layers_stay_and_the_sum_is_that_of_the_shared_layers(
 class Dies(httpx2.BaseTransport):
     """A client's network, which ends the client before it sends the message of a stage."""
 
-    def __init__(self, stage: Stage) -> None:
-        self._through, self._stage = httpx2.HTTPTransport(), stage
+    def __init__(self, stage: Stage, after: int = 1) -> None:
+        """`after`: which message of this stage is not sent any more, the first or a later one."""
+        self._through, self._stage, self._left = httpx2.HTTPTransport(), stage, after
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         if request.method == "PUT" and request.url.path.endswith(self._stage):
+            self._left -= 1
+            if self._left > 0:
+                return self._through.handle_request(request)
             raise RuntimeError(f"dies at {self._stage}")
         return self._through.handle_request(request)
 
@@ -132,20 +138,33 @@ def test_a_client_that_ends_in_a_stage_leaves_the_sum_exact(clinic: Clinic, stag
     (event,) = cohorts(job)
     assert event["dropped"] == ([] if stage is Stage.UNMASK else [["h3", f"left at {stage}"]])
     assert event["replied"] == counted
+    done = "has sent round 0" if stage is Stage.UNMASK else f"dropped out of round 0: left at {stage}"
+    assert [each["doing"] for each in clinic.joined(job).values()] == ["has sent round 0"] * 3 + [done]
     assert (learnt - simulated(counted, 1, seed=5)).abs().max() <= STEP / 2 * 4 / 75 * 1.001
 
 
 def test_too_few_survivors_make_the_round_void(clinic: Clinic) -> None:
     job = clinic.job(secure(3), rounds=1, seed=5)
-    for k in range(3):
-        clinic.hospital(job, k, transport=Dies(Stage.MASK) if k else None).begin()
-    clinic.trained(job)
+    hospitals = [clinic.hospital(job, k, transport=Dies(Stage.MASK) if k else None).begin() for k in range(3)]
+    done = job.wait(60).data
     (event,) = cohorts(job)
     assert (event["replied"], event["skipped"]) == (0, True)
-    assert event["message"].endswith(
-        "h2 (left at masked_input): the model is unchanged, because secure aggregation: 1 clients have sent their "
-        "masked update, and 2 are needed"
-    )
+    why = "secure aggregation: 1 client has sent its masked update, and 2 are needed"
+    assert event["message"].endswith(f"h2 (left at masked_input): the model is unchanged, because {why}")
+    assert clinic.joined(job)["h0"]["doing"] == "took part in round 0, which is void"
+    assert clinic.joined(job)["h1"]["doing"] == "dropped out of round 0: left at masked_input"
+    told = hospitals[0].over()
+    assert f"round 0: this client's update is not in the sum: round 0 is void: {why}" in told.said
+    assert done["status"] == "FAILED" and not told.ended.succeeded  # no round has trained the model
+    assert done["reason"].startswith(f"every round was void, and the model was not trained; the last one because {why}")
+
+
+def test_a_job_with_a_round_that_counts_succeeds_though_the_last_is_void(clinic: Clinic) -> None:
+    job = clinic.job(secure(2), rounds=2, seed=5)
+    for k in range(2):
+        clinic.hospital(job, k, transport=Dies(Stage.MASK, 2) if k else None).begin()
+    clinic.trained(job)
+    assert [event["skipped"] for event in cohorts(job)] == [False, True]
 
 
 def test_a_client_without_a_usable_update_takes_no_part(clinic: Clinic) -> None:
@@ -171,6 +190,7 @@ def test_a_worker_that_dies_in_a_secure_round_goes_on_with_it(clinic: Clinic) ->
     hospitals = [clinic.hospital(job, k, gate=gate if k == 2 else None).begin() for k in range(3)]
     stages = clinic.service.mailbox(job.id).stages(1)
     until(lambda: stages.arrived(Stage.ADVERTISE) == {0, 1})
+    assert clinic.joined(job)["h0"]["doing"] == "works on round 0"
     until(lambda: "waits for h2: 2 of 3 have sent the message of the stage advertise_keys" in clinic.reason(job))
     clinic.kill_workers()
     gate.set()
@@ -291,7 +311,7 @@ def test_a_void_round_of_noised_updates_is_not_charged(clinic: Clinic) -> None:
     job = clinic.job(f"fedavg:deadline=500,{NOISED},clients=remote(least=3,wait=100)", rounds=1, seed=5)
     for k in range(3):
         clinic.hospital(job, k, transport=Dies(Stage.MASK) if k else None).begin()
-    clinic.trained(job)
+    assert "every round was void" in job.wait(60).data["reason"]
     assert (clinic.service.folder(job.id) / "privacy" / "ledger.jsonl").read_text() == ""
 
 
@@ -404,7 +424,7 @@ def test_clients_with_pinned_keys_check_each_other(clinic: Clinic, tmp_path: Pat
         clinic.hospital(job, k, pinned=pinned[k]).begin()
     assert (clinic.trained(job) - simulated(3, 1, seed=5)).abs().max() <= STEP
     assert cohorts(job)[0]["replied"] == 3 and len(read_peers(peers)) == 3
-    for strategy, why in ((secure(1), "verify=true"), (f"{PLAIN},clients=remote(wait=100)", "show its updates")):
+    for strategy, why in ((secure(2), "verify=true"), (f"{PLAIN},clients=remote(wait=100)", "show its updates")):
         job = clinic.job(strategy, rounds=1)
         hospital = clinic.hospital(job, 0, pinned=pinned[0], name="h0")
         hospital.start()
@@ -452,12 +472,25 @@ def test_a_client_of_a_secure_job_follows_no_plain_order(tmp_path: Path) -> None
         ("fedavg:clients=remote,privacy=dp(noise_multiplier=1,noise_by=clients)", "does not protect it"),
         ("scaffold:clients=remote,secure=secagg(clip=1)", "sums vectors without a bound"),
         ("fedbuff:clients=remote,secure=secagg(clip=1)", "asynchronous"),
-        ("1*fedavg:clients=remote > fedavg:clients=remote,secure=secagg(clip=1)", "others are not"),
+        ("1*fedavg:clients=remote > fedavg:clients=remote(least=2),secure=secagg(clip=1)", "others are not"),
+        ("fedavg:clients=remote,secure=secagg(clip=1)", r"least=1 a round .*; give clients=remote\(least=2\) or more"),
+        ("fedavg:clients=remote(least=2),fraction=0.5,secure=secagg(clip=1)", r"fraction=0.5 .*remote\(least=3\)"),
     ],
 )
 def test_what_secure_sums_cannot_do_is_refused_with_a_way_out(strategy: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         parse(strategy)
+
+
+def test_the_smallest_allowed_least_asks_two_clients() -> None:
+    for fraction in (0.05, 0.1, 0.3, 0.5, 0.7, 1.0):
+        for least in range(1, 40):
+            text = f"fedavg:clients=remote(least={least}),fraction={fraction},secure=secagg(clip=1)"
+            if cohort_size(least, fraction) < 2:
+                with pytest.raises(ConfigError, match="least="):
+                    parse(text)
+            else:
+                parse(text)
 
 
 def test_options_become_the_facts_of_an_order(tmp_path: Path) -> None:
@@ -487,5 +520,5 @@ def test_a_model_with_statistics_is_refused_unless_clients_keep_them(clinic: Cli
         "import client_site, torch\n\nclass Server(client_site.Server):\n    def model(self):\n"
         "        return torch.nn.Sequential(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1)).double()\n"
     )
-    job = clinic.user.submit("normed.py:Server", working_dir=clinic.path, strategy=secure(1), epochs=1).wait(60)
+    job = clinic.user.submit("normed.py:Server", working_dir=clinic.path, strategy=secure(2), epochs=1).wait(60)
     assert job.data["status"] == "FAILED" and "buffers=keep" in job.data["reason"]

@@ -140,7 +140,8 @@ class ClientProcess:
     def run(self) -> Ended:
         """Take part until the job has ended.
 
-        After an error or Ctrl-C the client leaves the job, so no round waits for it.
+        After an error, Ctrl-C or SIGTERM the client leaves the job, so no round waits for it. If the job has ended
+        before, this returns how, as it does for a client that has taken part until then.
 
         Raises:
             Unauthorized: the token is revoked, or an order is unsigned, replayed or for another job.
@@ -157,9 +158,9 @@ class ClientProcess:
         self._consent.check(key.get("statement"))
         self._consent.keep_text(self.job)
         try:
-            self.join()
-            return self._run_rounds()
-        except BaseException:  # Ctrl-C too
+            over = self._join_unless_over()
+            return self._run_rounds() if over is None else over
+        except BaseException:  # Ctrl-C and SIGTERM too
             if self._number >= 0:
                 self._connection.try_once("POST", "/api/v1/client/leave", _LEAVE_SECONDS, headers=self._headers())
             raise
@@ -231,6 +232,17 @@ class ClientProcess:
         if text != self._last_reason:
             self._last_reason = text
             self._report(text)
+
+    def _join_unless_over(self) -> Ended | None:
+        """Join the job. Return how it has ended, if it has."""
+        try:
+            self.join()
+        except Conflict as error:
+            ended = error.data.get("ended")
+            if error.data.get("code") != "ended" or not isinstance(ended, dict):
+                raise
+            return Ended(str(ended.get("status")), str(ended.get("reason")), 0)
+        return None
 
     def join(self) -> None:
         """Join the job and receive this client's number. A client that joins again receives the same number."""

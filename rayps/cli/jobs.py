@@ -22,6 +22,7 @@ from rayps.core.requirements import read_requirements
 from rayps.core.values import Json, JsonObject, Keywords
 from rayps.core.warm_start import StartFrom
 from rayps.service.client import Client, Job
+from rayps.service.code_files import PackedCode
 from rayps.service.job_file import changed, of_function, read
 from rayps.service.rest_answers import CodeAnswer, JobAnswer
 
@@ -95,7 +96,7 @@ def submit(
     count = None if workers is None else workers_of_text(workers)
     given: Keywords = {"server_group": server_group, "branch": branch, "resume": resume, "workers": count}
     given = {key: value for key, value in given.items() if value is not None}
-    with Client() as client:
+    with Client(on_packed=note_packed) as client:
         if requirements is not None:
             given["requirements"] = read_requirements(requirements)
         if clone is not None:
@@ -110,6 +111,11 @@ def submit(
             return
         show.note(f"job {job.id} was submitted")
         raise typer.Exit(_follow(job, output))
+
+
+def note_packed(packed: PackedCode) -> None:
+    """Print how much code is sent, and which files were left out because they hold a secret."""
+    show.note("\n".join(filter(None, [packed.summary(), packed.left_out()])))
 
 
 def cloned_fields(job: Job, changes: Sequence[str]) -> Keywords:

@@ -193,6 +193,7 @@ class RemoteReplies:
             self._mailbox.close_round(order.serial)
             self._open = order
         self._mailbox.write_waits(None)
+        self._mailbox.record_secure_round(total.void)
         secure.total, self.refused = total, []
         return Round(total.sampled, sorted(total.dropped.items()), begun, time.time(), total.survivors)
 
@@ -342,6 +343,18 @@ def create_mailbox(folder: Path | None) -> str:
         raise _no_service()
     Mailbox(folder / FOLDER).prepare()
     return str(folder / FOLDER)
+
+
+def untrained(folder: str | None) -> TrainingError | None:
+    """Return the error of a job of which every secure round was void, as `folder`, its mailbox, says; else None."""
+    why = None if folder is None else Mailbox(Path(folder)).never_summed()
+    if why is None:
+        return None
+    return TrainingError(
+        f"every round was void, and the model was not trained; the last one because {why}:\n`rayps events` names the "
+        "clients that dropped out of each round. Let more clients join before a round starts (least in "
+        "clients=remote(least=...)), or raise deadline"
+    )
 
 
 def mailbox_of(folder: str | None) -> Mailbox:

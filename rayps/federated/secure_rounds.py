@@ -31,7 +31,7 @@ from torch import Tensor
 from rayps.core.errors import ConfigError
 from rayps.federated.buffer_statistics import BufferStatistics
 from rayps.federated.combine_replies import RoundAggregate
-from rayps.federated.remote.mailbox import Mailbox, RoundOrder
+from rayps.federated.remote.mailbox import Mailbox, RoundOrder, SecureOutcome
 from rayps.federated.remote.secure_options import SecureOptions, secure_of
 from rayps.federated.remote.signed_orders import OrderFacts
 
@@ -102,6 +102,7 @@ class SecureRounds:
         found.dropped = {number: why for number, why in sorted(lost.items()) if number not in found.survivors}
         if found.numbers is not None:
             self._store(order.facts, found, total)
+        self._mailbox.write_outcome(order.serial, SecureOutcome(found.void, found.dropped))
         stages.delete()
         return found
 

@@ -43,7 +43,7 @@ from rayps.core.urls import Location
 from rayps.core.user_code import awaited
 from rayps.core.user_module import pack
 from rayps.core.warm_start import StartFrom
-from rayps.federated.remote_replies import create_mailbox
+from rayps.federated.remote_replies import create_mailbox, untrained
 from rayps.runtime import decide_recovery as states
 from rayps.runtime.bound_mover import BoundMover
 from rayps.runtime.callbacks import CallbackRunner, RunHandle, runner_of
@@ -806,7 +806,9 @@ class Driver:
         outcome.clients, self._checkpoints.clients = self._checkpoints.clients, None
         if self._known is not None and outcome.snapshot is not None:
             outcome.strategy = self._known.strategy_of(outcome.snapshot)
-        if state.status is Status.SUCCEEDED:
+        if state.status is Status.SUCCEEDED and (error := untrained(self._plan.mailbox)) is not None:
+            outcome.status, outcome.message, outcome.error = Status.FAILED, str(error), error
+        elif state.status is Status.SUCCEEDED:
             outcome.metrics, outcome.tables = self._record.metrics, self._checkpoints.tables
             if self._callbacks.early:
                 outcome.message = (

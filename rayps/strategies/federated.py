@@ -47,6 +47,7 @@ not the training loss, nor who or how many took part.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -64,7 +65,7 @@ from rayps.federated.population.options import PopulationSpec, check_fraction
 from rayps.federated.remote.client_options import RealClients
 from rayps.federated.remote.coding_options import check_codings
 from rayps.federated.remote.join_options import joining_of
-from rayps.federated.remote.secure_options import SecureOptions, secure_of
+from rayps.federated.remote.secure_options import LEAST, SecureOptions, secure_of
 from rayps.federated.strategy_interface import Buffered, ClientSide
 from rayps.privacy.options import PrivacySpec, privacy_of
 from rayps.strategies.base import Strategy
@@ -174,6 +175,12 @@ class Federated(FlatOptions, Strategy):
                 (private.clip != secure.clip, f"privacy has clip={private.clip}: give both the same number"),
                 (secure.max_weight != 1, "under privacy all clients have equal weight: give secagg(max_weight=1)"),
             ]
+        joining = joining_of(real.clients)
+        if joining is not None:
+            needed = max(LEAST, math.ceil(round((LEAST - 0.5) / self.fraction, 6)))  # so that a round asks two clients
+            part = "" if self.fraction == 1 else f" and fraction={self.fraction:g}"
+            why = f"with least={joining.least}{part} a round may ask one client, and is void: the sum is its update"
+            ways.append((joining.least < needed, f"{why}; give clients=remote(least={needed}) or more"))
         for wrong, why in ways:
             if wrong:
                 raise ConfigError(f"secure is {real.secure!r}, but {why}", field="secure")
