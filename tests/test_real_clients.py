@@ -217,11 +217,11 @@ def test_sigterm_in_a_training_ends_a_client_that_can_come_back(clinic: Clinic) 
     code, told = other.end()
     assert code == 143 and "rayps: ended by SIGTERM: " in told and "Traceback" not in told, told
     assert clinic.joined(job)["h1"]["state"] == "left"
-    until(lambda: len(rounds_of(job)) == 1)  # and does not wait 500 s
+    until(lambda: len(cohorts(job)) == 1)  # and does not wait 500 s
     other.environment["PAUSE"] = "0"
     other.start()
     assert other.end()[0] == 0 and good.over().ended.rounds == 2
-    assert [event["trained"] for event in rounds_of(job)] == [["h0"], ["h0", "h1"]]
+    assert [event["trained"] for event in cohorts(job)] == [["h0"], ["h0", "h1"]]
 
 
 def test_a_client_of_a_job_that_has_ended_ends_as_the_job(clinic: Clinic) -> None:
