@@ -157,6 +157,11 @@ class Clinic(Site):
             if type(handle.actor).__name__ == "WorkerActor" and not handle.dead.is_set()
         ]
 
+    def kill_workers(self) -> None:
+        for name in self.workers():
+            cluster = surrounding()
+            cluster.kill(cluster.find(name))  # type: ignore[arg-type]
+
     def close(self) -> None:
         for job in self.user.jobs():
             if not job.status.terminal:
@@ -311,6 +316,11 @@ class Tap:
 
     def close(self) -> None:
         self._listener.close()
+
+
+def cohorts(job: Job) -> list[dict[str, Any]]:
+    """The events of the rounds of a job with clients."""
+    return [event for event in job.events() if event["kind"] == "cohort"]
 
 
 def until(ready: Callable[[], Any], seconds: float = 60.0) -> Any:

@@ -16,6 +16,8 @@ from traces import Traces
 
 from rayps.runtime import driver
 
+pytest_plugins = ["clinic_fixtures"]
+
 # workers of pytest-xdist inherit it
 os.environ.setdefault("RAYPS_TEST_SEED", str(random.SystemRandom().randrange(2**31)))
 SEED = int(os.environ["RAYPS_TEST_SEED"])

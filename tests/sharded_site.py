@@ -15,7 +15,7 @@ from rayps.core.phase_rounds import Boundary
 from rayps.tensors.flat import Layout, outside_vector
 from rayps.tensors.snapshot import Snapshot, StateSource
 from rayps.worker.connections import WorkerConnections
-from rayps.worker.plan import PeerAddresses, WorkerPlan
+from rayps.worker.plan import EvaluationPlan, PeerAddresses, SnapshotPlan, WorkerPlan
 from rayps.worker.sharded_parameters import ShardedParameters
 from rayps.workload.deferred_init import deferred
 
@@ -136,8 +136,8 @@ def plan_of(rank, size, addresses, strategy, end, **fields):
         seed=0,
         start=0,
         end=end,
-        boundary=Boundary(0, 0),
-        evaluated=0,
+        snapshots=SnapshotPlan(Boundary(0, 0)),
+        evaluation=EvaluationPlan(0),
         timeout=fields.pop("timeout", 60.0),
         **fields,
     )

@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-import os
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +14,13 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from client_site import Clinic, Hospital, Own, Server, rows, until
+from client_site import Clinic, Hospital, Own, Server, cohorts, rows, until
 from rayps_client.process import ClientProcess
 from small_work import train
 
 import rayps
 from rayps.clients.workload_trainer import WorkloadTrainer
-from rayps.cluster.local import surrounding
 from rayps.core.errors import Conflict
-from rayps.core.logs import LogBuffer
 from rayps.federated import buffered_replies
 from rayps.federated.population.cohort import hashes
 from rayps.federated.remote import mailbox
@@ -32,7 +28,7 @@ from rayps.federated.remote.async_steps import AsyncRules, AsyncStep, Look, Runn
 from rayps.federated.remote.client_orders import ClientOrders
 from rayps.federated.remote.mailbox import Mailbox, RoundOrder
 
-ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 RULES = AsyncRules(size=2, concurrency=2, max_staleness=1, fraction=1.0, least=1, seed=0)
 
 
@@ -228,20 +224,6 @@ def test_a_synchronous_phase_ends_the_orders_of_an_asynchronous_one(box: Mailbox
 # ---- jobs
 
 
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(LogBuffer, "capture", lambda self: None)  # actors are threads: this process's own words
-    yield
-    os.chdir(ROOT)
-
-
-@pytest.fixture(scope="module")
-def clinic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clinic]:
-    made = Clinic(tmp_path_factory.mktemp("clinic"))
-    yield made
-    made.close()
-
-
 class Turnstile(threading.Event):
     """A gate that lets trainings of one step through, as many as `let` says."""
 
@@ -275,7 +257,7 @@ class Ward:
         return safetensors.torch.load_file(self.box.parameters(1))["w"]
 
     def rounds(self) -> list[dict[str, Any]]:
-        return [event for event in self.job.events() if event["kind"] == "cohort"]
+        return cohorts(self.job)
 
     def trained(self) -> torch.Tensor:
         try:
@@ -324,7 +306,7 @@ def test_clients_that_reply_in_step_learn_what_fedavg_learns(clinic: Clinic, mon
     synchronous = train(Even(), "fedavg:local_epochs=2", epochs=3, seed=5).snapshot.params
     assert (learnt - synchronous).abs().max() < 1e-12
     assert [hospital.over().ended.rounds for hospital in hospitals] == [3, 3, 3]
-    events = [event for event in job.events() if event["kind"] == "cohort"]
+    events = cohorts(job)
     assert [(e["sampled"], e["replied"], e["staleness"]) for e in events] == [(3, 3, {"0": 3})] * 3
 
 
@@ -358,11 +340,9 @@ def test_a_worker_that_dies_in_a_round_loses_no_update_and_counts_none_twice(cli
     until(lambda: any(event["kind"] == "checkpoint" for event in ward.job.events()))
     a.let()
     until(lambda: ward.orders(5))  # the update of A has arrived
-    assert "1 of 2 have arrived; training: h0, h1" in until(lambda: ward.box.standing())
+    until(lambda: "1 of 2 have arrived; training: h0, h1" in (ward.box.standing() or ""))
     assert clinic.joined(ward.job)["h1"]["doing"] == "works on round 1"
-    for name in clinic.workers():
-        cluster = surrounding()
-        cluster.kill(cluster.find(name))  # type: ignore[arg-type]
+    clinic.kill_workers()
     until(lambda: any(event["kind"] == "restarted" for event in ward.job.events()))
     b.let()
     learnt = ward.trained()
@@ -387,9 +367,7 @@ def test_the_events_of_a_job_whose_worker_dies_give_its_model(clinic: Clinic, mo
 
     for round in (1, 3):
         until(lambda round=round: max(counted(), default=-1) >= round)
-        for name in clinic.workers():
-            cluster = surrounding()
-            cluster.kill(cluster.find(name))  # type: ignore[arg-type]
+        clinic.kill_workers()
     learnt = clinic.trained(job)
     assert any(event["kind"] == "restarted" for event in job.events())
     w, used = [drawn()], Counter[tuple[int, int]]()
@@ -449,7 +427,7 @@ def test_an_update_that_is_too_old_is_refused_and_its_state_is_dropped(clinic: C
     job.wait(60)
     for gate in gates:
         gate.let(100)
-    assert [event["dropped"] for event in job.events() if event["kind"] == "cohort"] == [[], [["h1", "stale"]]]
+    assert [event["dropped"] for event in cohorts(job)] == [[], [["h1", "stale"]]]
     assert clients[1].over().ended.rounds == 0
 
 
@@ -484,5 +462,5 @@ def test_an_update_that_is_not_finite_is_one_of_the_round(clinic: Clinic) -> Non
     client.outside.trainer = WorkloadTrainer(Broken(0), Own(0).data())
     client.begin()
     job.wait(60)
-    (event,) = [event for event in job.events() if event["kind"] == "cohort"]
+    (event,) = cohorts(job)
     assert event["rejected"][0][0] == "h0" and event["skipped"]

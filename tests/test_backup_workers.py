@@ -30,7 +30,7 @@ from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import Meter, RoundLog
 from rayps.worker.dropped import DropReports
 from rayps.worker.member_pushes import MemberServerWorker
-from rayps.worker.plan import PeerAddresses, WorkerPlan
+from rayps.worker.plan import EvaluationPlan, PeerAddresses, SnapshotPlan, WorkerPlan
 from rayps.worker.portion_stream import PortionStream, ShareReader
 
 EXACT = 1e-12
@@ -369,7 +369,19 @@ def test_a_dropped_gradient_leaves_no_trace_in_the_random_numbers():
 
     class Alone(MemberServerWorker):
         def __init__(self):
-            plan = WorkerPlan(1, 1, 3, ParameterServer(backup=1), PeerAddresses(), 0, 0, 9, Boundary(0, -1), 0, 1.0)
+            plan = WorkerPlan(
+                1,
+                1,
+                3,
+                ParameterServer(backup=1),
+                PeerAddresses(),
+                0,
+                0,
+                9,
+                SnapshotPlan(Boundary(0, -1)),
+                EvaluationPlan(0),
+                1.0,
+            )
             self.batches = PortionStream(rayps.data.tensors(torch.zeros(99, 1), batch_size=1), plan, 50, accumulate=1)
             self._known, self.log, self.meter, self.pushed = deque(), RoundLog(), Meter(), []
             self.drops, self.server, self._arrivals = DropReports(self.log, 3, LateWorkers(), reports=False), self, self

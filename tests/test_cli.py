@@ -90,6 +90,7 @@ def test_bad_input(at: Site, capsys: pytest.CaptureFixture[str], arguments: list
         ("workload: a:B\nworkload: c:D\n", "occurs twice"),
         ("workload: a:B\nresources: {cpu: 1, cpu: 2}\n", "occurs twice"),
         ("workload: a:B\nwokers: 2\n", "did you mean 'workers'"),
+        ("workload: a:B\nrounds: 2\n", "one round in each epoch; write epochs"),
         ("workers: 2\n", "needs a workload"),
         ("workload: sweep.py:Sweep(lr=0.1)\n", "write sweep.py:Sweep\nand give the arguments"),
         ("workload: ../../etc/passwd:Base\n", "should name a module or file and a class"),
@@ -477,6 +478,14 @@ def test_where_a_job_learns_and_which_loss_is_shown() -> None:
     assert show.result(job) == "evaluation: loss 0.4"
     alone = {"spec": {"strategy": {"name": "parameter_server", "shards": 2}}, "status": "FAILED", "progress": None}
     assert (show.strategy_of(alone), show.result(alone)) == ("parameter_server:shards=2", "")
+
+
+def test_the_text_of_a_strategy_leaves_out_the_defaults_of_its_parts() -> None:
+    private = rayps.FedAvg(
+        clients="remote", privacy=rayps.dp(noise_multiplier=1.1), secure="secagg(clip=1.0,max_weight=1)"
+    )
+    text = show.strategy(private.to_wire())
+    assert text == "fedavg:privacy=dp(noise_multiplier=1.1),clients=remote,secure=secagg(clip=1.0,max_weight=1)"
 
 
 def test_what_holds_a_job_back_is_in_the_list_and_events_are_in_order(

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,27 +26,12 @@ from small_work import train
 import rayps
 from rayps.clients.workload_trainer import WorkloadTrainer
 from rayps.core.errors import ConfigError
-from rayps.core.logs import LogBuffer
 from rayps.core.metrics import Total
 from rayps.federated.client_evaluation import summed
 from rayps.strategies.catalogue import parse
 from rayps.tensors.flat import FlatModel
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(LogBuffer, "capture", lambda self: None)
-    yield
-    os.chdir(ROOT)
-
-
-@pytest.fixture(scope="module")
-def clinic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clinic]:
-    made = Clinic(tmp_path_factory.mktemp("clinic"))
-    yield made
-    made.close()
+pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 
 
 class Evaluated(Own):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import tarfile
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.serialization import Encoding
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from rayps_client.client_folder import ClientFolder
+from rayps_client.signed_orders import ClientToken, Key
 
 from rayps.core.code_archive import ArchiveEntry, hash_of, leaves, read, unpack, write
 from rayps.core.errors import ConfigError, ServiceError
@@ -18,6 +22,7 @@ from rayps.core.requirements import read_requirements, refused_requirement
 from rayps.service.code_files import code_files, pack_code
 from rayps.service.code_origin import MOST_DIFF, origin_of
 from rayps.service.code_upload import prepare_upload, write_code
+from rayps.service.member_authority import issue, new_authority, new_request
 
 NAMES = st.text("abcXYZ019 -_.é", min_size=1, max_size=8).filter(
     lambda name: name.strip(".") != "" and name == name.strip()
@@ -148,6 +153,62 @@ def test_secrets_environments_and_caches_are_never_packed(tmp_path: Path) -> Non
     plant(tmp_path, dict.fromkeys(never, "secret"))
     plant(tmp_path, {"work.py": "", "environment.py": "", ".raypsignore": "!.env\n!*.env\n!.venv/\n!**\n"})
     assert pack_code(tmp_path).paths == {"work.py", "environment.py", ".raypsignore"}
+
+
+def test_keys_and_tokens_are_never_packed_and_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that the commands of rayps write with a secret in it, below the folder of a job."""
+    monkeypatch.delenv("RAYPS_MEMBER_PASSPHRASE", raising=False)
+    new_authority(tmp_path / "federation", "North", 10)
+    new_request("a", tmp_path / "a.key", tmp_path / "a.csr")
+    member = issue(tmp_path / "federation", tmp_path / "a.csr", 10.0)
+    certificate = member.certificate.public_bytes(Encoding.PEM)
+    client = ClientFolder(tmp_path / "clients" / "JOB" / "a")
+    client.save_state(0, 1, "ditto", {}, 0)
+    client.close()
+    token, user = (
+        str(ClientToken.create("JOB", Key.load_or_create(tmp_path / "clients.key"), "a b")),
+        "rps_" + "x-_" * 11,
+    )
+    key = (tmp_path / "a.key").read_bytes()
+    plant(
+        tmp_path,
+        {
+            "certificate.pem": certificate,
+            "both.pem": certificate + key,
+            "renamed.txt": b"\n" + key,
+            "ssh": "-----BEGIN OPENSSH PRIVATE KEY-----\nx\n",
+            "token.txt": f"{token}\n",
+            "token.json": json.dumps({"id": "1", "token": user}, indent=2),
+            "tokens.sh": f"# ours\nexport RAYPS_CLIENT_TOKEN='{token}'\nRAYPS_TOKEN={user}\n",
+            "moved/identity.json": (tmp_path / "clients/JOB/a/identity.json").read_bytes(),
+            ".env": "",
+            "ignored.key": "",
+            ".gitignore": "ignored.key\n",
+            ".raypsignore": "!a.key\n!token.txt\n!clients/\n",
+            "work.py": 'KEY = """\n-----BEGIN PRIVATE KEY-----\n"""\n# rpc.JOB.x is no token\n',
+            "keys.json": '{"token": "the word", "key": 1}',
+            "other/identity.json": '{"name": "a", "key": "b"}',
+        },
+    )
+    packed = pack_code(tmp_path)
+    sent = {path for path in packed.paths if not path.startswith("federation/")}
+    assert sent == {
+        *("a.csr", "certificate.pem", "work.py", "keys.json", "other/identity.json", ".gitignore", ".raypsignore")
+    }
+    assert {path: what.removesuffix(" of rayps") for path, what in packed.secrets.items()} == {
+        **dict.fromkeys(
+            ("federation/ca.key", "a.key", "clients.key", "both.pem", "renamed.txt", "ssh"), "a private key"
+        ),
+        **dict.fromkeys(("token.txt", "token.json", "tokens.sh"), "a token"),
+        "moved/identity.json": "the key of a client",
+        "clients/JOB/a/": "the folder of a client",
+        ".env": "a file of passwords",
+    }
+    for secret in (token.split(".")[2], user, client.key, key.decode().splitlines()[1]):
+        assert secret.encode() not in packed.archive
+    assert "clients/JOB/a/ (the folder of a client of rayps)" in packed.left_out() and "and 7 more" in packed.left_out()
+    assert packed.summary().startswith(f"{len(packed.paths)} files of ") and ".raypsignore" in packed.summary()
+    assert pack_code(tmp_path / "other").left_out() == ""
 
 
 def test_raypsignore_precedes_gitignore_in_every_folder(tmp_path: Path) -> None:
@@ -300,6 +361,7 @@ def test_the_origin_has_the_commit_and_what_differs_but_no_secret(tmp_path: Path
     plant(
         tmp_path, {"a.py": "x = 1\n", ".env": "KEY=old\n", "gone.py": "", "lost.env": "KEY=lost\n", "sub/é.py": "1\n"}
     )
+    plant(tmp_path, {"lost.txt": "KEY of a file whose name tells nothing\n"})
     git(tmp_path, "add", "-f", ".")
     git(tmp_path, "commit", "-qm", "first")
     clean = pack_code(tmp_path)
@@ -311,6 +373,7 @@ def test_the_origin_has_the_commit_and_what_differs_but_no_secret(tmp_path: Path
     plant(tmp_path, {".gitignore": "*.log\nhidden.txt\n"})
     (tmp_path / "gone.py").unlink()
     (tmp_path / "lost.env").unlink()
+    (tmp_path / "lost.txt").unlink()
     packed = pack_code(tmp_path)
     origin = origin_of(tmp_path, packed.paths, packed.size)
     assert origin["dirty"] is True and origin["untracked"] == 2  # new.py and .gitignore

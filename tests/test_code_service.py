@@ -95,6 +95,30 @@ def test_equal_code_is_sent_once_and_deleted_with_its_last_job(site, client, hom
     assert archives(site) == set()
 
 
+def test_submitting_names_what_was_packed_and_what_was_left_out(
+    site, client, home: Path, monkeypatch, capsys, caplog
+) -> None:
+    monkeypatch.setenv("RAYPS_URL", site.url)
+    monkeypatch.setenv("RAYPS_TOKEN", site.token)
+    monkeypatch.chdir(home)
+    (home / "ca.key").write_text("")
+    (home / "job.yaml").write_text("workload: src/line.py:Line\nworkers: 9\n")
+    assert main(["submit", "job.yaml"]) == 0
+    said = capsys.readouterr()
+    assert f"{len(pack_code(home).paths)} files of " in said.err and "ca.key (a private key)" in said.err
+    code = client.download_code(client.job(said.out.strip()).data["spec"]["code"])
+    with tarfile.open(fileobj=io.BytesIO(code)) as tar:
+        assert "ca.key" not in tar.getnames()
+    drop(client.job(said.out.strip()))
+    drop(client.submit("src/line.py:Line", working_dir=home, workers=9))
+    assert "ca.key (a private key)" in caplog.text  # no command prints it: a warning
+    caplog.clear()
+    assert main(["sweep", "job.yaml", "--over", "seed=1,2", "--name", "two"]) == 0
+    assert "ca.key (a private key)" in capsys.readouterr().err and not caplog.text
+    for job in client.jobs(sweep="two"):
+        drop(job)
+
+
 def test_code_that_was_deleted_between_upload_and_submission_is_sent_again(
     site, client, home: Path, monkeypatch
 ) -> None:

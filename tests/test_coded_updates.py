@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,11 +31,10 @@ from small_work import train
 import rayps
 from rayps.clients.workload_trainer import WorkloadTrainer
 from rayps.core.errors import ConfigError
-from rayps.core.logs import LogBuffer
 from rayps.federated.round_codings import RoundCodings
 from rayps.strategies.catalogue import parse
 
-ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 CODINGS: dict[str, VectorCoding] = {
     "whole": Whole(),
     "int8": Int8(nearest=False),
@@ -307,7 +305,11 @@ def test_the_bytes_of_a_round_follow_the_codings() -> None:
         ("fedbuff:buffer=2,upload=top_k,clients=remote", "upload", "give upload=int8 or upload=mask"),
         ("fedavg:download=int8", "download", "the clients are simulated"),
         *(
-            (f"fedavg:upload={name},clients=remote,secure=secagg(clip=1.0)", "upload", "each client has a mask of its")
+            (
+                f"fedavg:upload={name},clients=remote(least=2),secure=secagg(clip=1)",
+                "upload",
+                "each client has a mask of its",
+            )
             for name in ("int8", "top_k", "mask:0.1")
         ),
     ],
@@ -330,23 +332,12 @@ def test_options_in_their_three_forms() -> None:
     code = codings.update_code({"seed": 5, "phase": 3, "round": 2}, 1)
     assert code is not None and code.draw == UpdateCode.of(TopK(0.02), 5, 5, 1).draw
     parse("fedbuff:buffer=2,upload=mask,download=int8,clients=remote")
-    parse("fedavg:download=int8,clients=remote,secure=secagg(clip=1.0)")
+    parse("fedavg:download=int8,clients=remote(least=2),secure=secagg(clip=1.0)")
     parse("fedavg:upload=int8,clients=remote,privacy=dp(noise_multiplier=1.0,clip=1.0,sampling=all)")
     assert upload_of("top_k").size(1000) == 8 * 50 and upload_of("mask").size(1000) == 4 * 100  # type: ignore[union-attr]
 
 
 # ---- a real job
-
-
-@pytest.fixture(scope="module")
-def clinic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clinic]:
-    patch = pytest.MonkeyPatch()
-    patch.setattr(LogBuffer, "capture", lambda self: None)  # actors are threads: this process's own words
-    made = Clinic(tmp_path_factory.mktemp("clinic"))
-    yield made
-    made.close()
-    patch.undo()
-    os.chdir(ROOT)
 
 
 class Still(All):

@@ -1,6 +1,7 @@
 """What strategies declare: values of the core; options that stand flat; classes written with the flags of 0.1."""
 
 import dataclasses
+import inspect
 import pickle
 import warnings
 from dataclasses import dataclass
@@ -55,6 +56,14 @@ def test_each_strategy_declares_its_family(text):
     assert found == FAMILIES[text]
     assert isinstance(strategy, StrategyView) and isinstance(strategy.server_half, ServerHalf)
     assert isinstance(strategy, FederatedView) is strategy.rows.by_client
+
+
+@pytest.mark.parametrize("text", [text for text, family in FAMILIES.items() if ByClient in family])
+def test_python_3_12_finds_what_a_federated_strategy_declares(text):
+    """From 3.12 on, isinstance with a Protocol does not ask `__getattr__`, by which nested options are read."""
+    strategy = parse(text)[0].strategy
+    for name in (name for kind in FederatedView.__mro__[:2] for name in vars(kind) if not name.startswith("_")):
+        inspect.getattr_static(strategy, name)  # raises AttributeError if it is not there
 
 
 def test_what_options_become():

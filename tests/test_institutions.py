@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,21 +29,13 @@ from test_light_process import LINE, alone, said
 
 from rayps.cli.main import main
 from rayps.core.errors import ConfigError, Conflict, DataError, Unauthorized
-from rayps.core.logs import LogBuffer
 from rayps.service.job_file import read
 from rayps.strategies.job import JobSpec
 
-ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 TEXT = "Purpose: digits.\r\nLegal basis: consent.\nData: images. Retention: 30 days. Contact: dpo@example.org\n"
 ACCEPTED = statement_hash(TEXT)
 ONE_STEP = "fedavg:local_steps=1,clients=remote(least={least},wait=100{more})"
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(LogBuffer, "capture", lambda self: None)  # actors are threads: this process's own words
-    yield
-    os.chdir(ROOT)
 
 
 class Federation(Clinic):

@@ -3,13 +3,15 @@
 import dataclasses
 import gc
 import json
+from pathlib import Path
 
 import pytest
 
 from rayps.core.errors import ConfigError
 from rayps.core.strategy import Phase
+from rayps.privacy.account import PrivacyAccount
 from rayps.privacy.ledger import ReleaseLedger, open_ledger
-from rayps.privacy.mechanism import Mechanism, Spent
+from rayps.privacy.mechanism import CLIENT, ROW, Mechanism, Spent
 from rayps.privacy.options import dp
 from rayps.runtime.ledger_folder import LedgerFolder, ledger_folder
 from rayps.strategies.base import Strategy
@@ -19,7 +21,7 @@ POISSON, TREE = Mechanism("poisson", 1.1, 0.01), Mechanism("tree", 7.0)
 
 @dataclasses.dataclass(frozen=True)
 class Private(Strategy):
-    privacy: object = None
+    privacy_spec: object = None
 
 
 ON, OFF = Phase(1, Private(dp(noise_multiplier=1.1))), Phase(None, Private())
@@ -30,7 +32,7 @@ def test_the_ledger_is_in_the_job_s_folder_or_beside_the_checkpoints(tmp_path):
     assert ledger_folder([ON], job, job / "checkpoints", None).path == job / "privacy"
     assert ledger_folder([ON, ON], None, checkpoints, None).path == checkpoints / "privacy"
     assert ledger_folder([OFF], None, checkpoints, None) is None
-    assert open_ledger(str(checkpoints / "privacy")).spent() == {}
+    assert open_ledger(str(checkpoints / "privacy"), ROW).spent() == {}
 
 
 def test_without_a_folder_the_ledger_ends_with_the_run():
@@ -48,7 +50,19 @@ def test_phases_without_privacy_and_urls_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="give a local folder"):
         ledger_folder([ON], None, "s3://bucket/run", None)
     with pytest.raises(ConfigError, match="does not find the ledger"):
-        open_ledger(str(tmp_path / "elsewhere"))
+        open_ledger(str(tmp_path / "elsewhere"), ROW)
+
+
+def test_a_shared_ledger_has_one_user_at_a_time(tmp_path):
+    first = ledger_folder([ON], None, tmp_path / "run", None, tmp_path / "all")
+    assert first.path == tmp_path / "all" / "privacy"
+    with pytest.raises(ConfigError, match="another run uses the ledger"):
+        ledger_folder([ON], None, None, None, tmp_path / "all")
+    first.release()
+    again = ledger_folder([ON], None, None, None, tmp_path / "all")
+    del again  # a run that did not start
+    gc.collect()
+    ledger_folder([ON], None, None, None, tmp_path / "all").release()
 
 
 @pytest.mark.parametrize("own", [0, 2])
@@ -67,6 +81,24 @@ def test_a_checkpoint_of_another_folder_carries_its_releases_over_once(tmp_path,
     found = [LedgerFolder(tmp_path / "new", resume) for _ in range(2)]
     assert [(each.carried, each.unknown) for each in found] == [(4, None), (0, None)]
     assert mine.spent() == {POISSON: Spent(4 + own)}
+
+
+def test_releases_for_rows_and_for_clients_are_not_added(tmp_path):
+    """A line of an earlier version has no unit, and counts for both."""
+    ReleaseLedger(tmp_path).append(POISSON, 0)
+    ReleaseLedger(tmp_path, ROW).append(POISSON, 1)
+    assert json.loads(ReleaseLedger(tmp_path).path.read_text().splitlines()[1])["unit"] == "row"
+    assert ReleaseLedger(tmp_path, ROW).spent() == {POISSON: Spent(2)}
+    with pytest.raises(ConfigError, match="releases that protect a row, and this run protects a client"):
+        ReleaseLedger(tmp_path, CLIENT).spent()
+
+
+def test_an_account_reads_the_ledger_once(tmp_path, monkeypatch):
+    ledger, reads, read = ReleaseLedger(tmp_path), [], Path.read_bytes
+    ledger.append(TREE, 0, 4)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: reads.append(path) or read(path))
+    assert PrivacyAccount(dp(noise_multiplier=7.0, mechanism="tree"), TREE, ledger, restart=2).leaf == (5, 0)
+    assert reads == [ledger.path]
 
 
 def test_trees_that_are_carried_over_stay_apart(tmp_path):

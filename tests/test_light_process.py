@@ -22,7 +22,7 @@ import httpx2
 import numpy as np
 import pytest
 import torch
-from client_site import All, Clinic, until
+from client_site import All, Clinic, cohorts, until
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -41,9 +41,8 @@ from rayps_client.signed_orders import ClientToken
 from rayps_client.torch_tensors import raw_of, tensor_of
 from small_work import train
 
-from rayps.core.logs import LogBuffer
-
 ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 ALONE = """
 import importlib.abc, sys
 from pathlib import Path
@@ -139,14 +138,9 @@ assert "rayps" not in sys.modules
 
 
 @pytest.fixture(scope="module")
-def clinic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clinic]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LogBuffer, "capture", lambda self: None)
-        made = Clinic(tmp_path_factory.mktemp("light"))
-        (made.path / "line.py").write_text(LINE)
-        yield made
-        made.close()
-    os.chdir(ROOT)
+def clinic(clinic: Clinic) -> Clinic:
+    (clinic.path / "line.py").write_text(LINE)
+    return clinic
 
 
 LINE = """
@@ -187,7 +181,7 @@ def light(clinic: Clinic, job: Any, k: int, *options: str) -> subprocess.Popen[s
     return alone(code, cwd=clinic.path, env=env)
 
 
-@pytest.mark.parametrize("strategy", ["fedavg:local_epochs=2", "scaffold:local_steps=4"])
+@pytest.mark.parametrize("strategy", ["fedrep:private=b,head_epochs=2", "scaffold:local_steps=4"])
 def test_processes_without_torch_learn_what_a_simulation_learns(clinic: Clinic, strategy: str) -> None:
     name, _, options = strategy.partition(":")
     job = clinic.user.submit(
@@ -222,6 +216,17 @@ def test_processes_without_torch_learn_what_a_simulation_learns(clinic: Clinic, 
     assert simulated.metrics["error"] > 0
     facts = json.loads((clinic.path / "light-0" / job.id / "h0" / "traffic.json").read_text())
     assert facts["bytes"] > 3 * 2 * facts["round"] / 2 > 0
+
+
+def test_sigterm_ends_a_waiting_client_in_good_order(clinic: Clinic) -> None:
+    job = clinic.user.submit("line.py:Line", working_dir=clinic.path, strategy="fedavg:clients=remote(least=2)")
+    process = light(clinic, job, 0)
+    assert process.stderr is not None and process.stderr.readline().startswith("joined job")
+    process.terminate()
+    code, _, error = said(process)
+    assert code == 143 and "rayps-client: ended by SIGTERM: " in error and "Traceback" not in error, error
+    assert clinic.joined(job)["h0"]["state"] == "left"
+    job.stop()
 
 
 def test_a_command_says_what_is_wrong(tmp_path: Path) -> None:
@@ -583,7 +588,7 @@ def test_no_round_waits_for_a_client_that_is_away(clinic: Clinic) -> None:
         until(lambda: work(False)["kind"] == "round", seconds=30)
         assert work(True)["kind"] == "wait" and clinic.joined(job)["a"]["state"] == "away"
         until(lambda: "waits for 1 more of 2 clients; connected: h0; away: a" in clinic.reason(job))
-        (event,) = [event for event in job.events() if event["kind"] == "cohort"]
+        (event,) = cohorts(job)
         assert (event["trained"], event["dropped"]) == (["h0"], [["a", "offline"]])
         until(lambda: work(False)["kind"] == "round", seconds=30)
         assert clinic.joined(job)["a"]["state"] == "here"

@@ -26,7 +26,7 @@ from rayps_client.torch_trainer import torch_trainer
 from small_work import train
 
 import rayps
-from rayps.clients.workload_trainer import WorkloadTrainer
+from rayps.clients.workload_trainer import WorkloadTrainer, own_data
 from rayps.core.errors import ConfigError, DataError, WorkloadError
 from rayps.core.user_module import pack
 from rayps.strategies.catalogue import parse
@@ -42,6 +42,8 @@ STRATEGIES = {
     "scaffold": "scaffold:local_steps=4",
     "ditto": "ditto:lam=0.2,local_epochs=2",
     "fedbuff": "fedbuff:local_steps=4",
+    "fedper": "fedper:private=*b*,local_epochs=2",  # the biases, of numpy's workload too
+    "fedrep": "fedrep:private=*b*,head_epochs=2",
 }
 GENERATOR = torch.Generator().manual_seed(3)
 X = torch.randn(23, 5, generator=GENERATOR, dtype=torch.float64)
@@ -155,7 +157,8 @@ def plain(raws: dict[str, RawTensor]) -> dict[str, tuple[str, tuple[int, ...], b
 
 def outcome(trainer: Any, given: LocalTask) -> dict[str, Any]:
     found = trainer.train(given)
-    vectors = {"w": found.w, **found.sums, **{f"b/{k}": v for k, v in found.buffers.items()}}
+    start = {} if found.start is None else {"start": found.start}
+    vectors = {"w": found.w, **start, **found.sums, **{f"b/{k}": v for k, v in found.buffers.items()}}
     counts = (found.n, found.steps, found.samples, found.loss)
     return {"vectors": plain(vectors), "state": plain(found.state), "counts": counts}
 
@@ -185,7 +188,34 @@ def test_light_and_whole_trainers_have_the_same_bits(strategy: str, work: type) 
     assert_twins(work(), STRATEGIES[strategy])
 
 
-@pytest.mark.parametrize("strategy", ["fedavg", "fedprox", "ditto"])
+STATISTICS = """
+import rayps
+
+class Patients(rayps.StatisticsWorkload):
+    queries = {"age": rayps.stats.mean(0, 110), "bmi": rayps.stats.histogram((10, 20, 60))}
+
+    def data(self):
+        return rayps.data.parquet("not/here.parquet", features=["age", "bmi"], batch_size=4)
+"""
+
+
+@pytest.mark.parametrize("options", ["by=clients", "by=rows", "by=rows,rows_per_client=5,local_epochs=3"])
+def test_a_statistic_of_the_command_s_parquet_file_has_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str
+) -> None:
+    """Where rayps is installed too, `rayps-client --data` reads the file into the columns of rayps.data.parquet."""
+    monkeypatch.chdir(tmp_path)
+    Path("patients.py").write_text(STATISTICS)
+    pq.write_table(pa.table({"age": np.linspace(1, 120, 11), "bmi": np.linspace(5, 40, 11)}), "ours.parquet")
+    work = load("patients.py:Patients", {})
+    light = trainer_of(ClientOptions("patients.py:Patients", data="ours.parquet"))
+    ours = WorkloadTrainer(work, own_data(work, "ours.parquet"))
+    light.try_out()
+    given = task(f"statistics:{options}", work, 0, {})
+    assert light.samples == 11 and outcome(ours, given) == outcome(light, given)
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "fedprox", "ditto", "fedrep"])
 @pytest.mark.parametrize(
     "work",
     [Momentum, Adam, Clipped, Accumulated, Pairs, Scheduled, ByFunction, Unused, Rising],
@@ -193,6 +223,23 @@ def test_light_and_whole_trainers_have_the_same_bits(strategy: str, work: type) 
 )
 def test_every_supported_field_has_the_same_bits(strategy: str, work: type) -> None:
     assert_twins(work(), STRATEGIES[strategy])
+
+
+@pytest.mark.parametrize("kind", ["fedper", "fedrep"])
+def test_private_layers_stay_with_the_light_client_with_their_buffers(kind: str) -> None:
+    text = f"{kind}:private=(1,2),local_epochs=1"
+    assert_twins(Normed(), text)
+    given = task(text, Normed(), 0, {})
+    reply = torch_trainer(Normed(), Normed().data()).train(given)
+    assert reply.w.shape == (5 * 7 + 7,) and reply.start is not None and reply.start.shape == reply.w.shape
+    own = ["1.weight", "1.bias", "2.weight", "2.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    assert reply.buffers == {} and sorted(reply.state) == sorted(f"private/{name}" for name in own)
+
+
+def test_private_layers_that_do_not_fit_are_refused_by_name() -> None:
+    for wrong, text in (("head", "no parameter of the model has such a name: it has 0.weight"), ("*", "matches all")):
+        with pytest.raises(ConfigError, match=text):
+            torch_trainer(Plain(), Plain().data()).train(task(f"fedper:private={wrong}", Plain(), 0, {}))
 
 
 def test_a_schedule_goes_back_with_the_job() -> None:
@@ -206,7 +253,9 @@ def test_a_schedule_goes_back_with_the_job() -> None:
     assert rates == [0.0125, 0.05, 0.025]
 
 
-@pytest.mark.parametrize("strategy", ["fedavg", "ditto", "fedavg:finetune=1", "fedavg:buffers=keep"])
+@pytest.mark.parametrize(
+    "strategy", ["fedavg", "ditto", "fedavg:finetune=1", "fedavg:buffers=keep", "fedper:private=2"]
+)
 @pytest.mark.parametrize("work", [Plain, Normed, Dropping], ids=lambda kind: kind.__name__)
 def test_light_and_whole_trainers_find_the_same_metrics(strategy: str, work: Any) -> None:
     class Measured(work):  # type: ignore[misc]
@@ -347,8 +396,8 @@ def test_what_the_light_client_does_not_train_is_refused_with_the_way_out(field:
 def test_an_unknown_strategy_is_refused_with_the_way_out() -> None:
     work = Plain()
     given = task("fedavg:local_epochs=1", work, 0, {})
-    other = LocalTask({"name": "fedrep"}, 0, 0, 0, 0, start=given.start, state={})
-    with pytest.raises(ConfigError, match=r"strategy is fedrep.*install rayps"):
+    other = LocalTask({"name": "fedown"}, 0, 0, 0, 0, start=given.start, state={})
+    with pytest.raises(ConfigError, match=r"strategy is fedown.*install rayps"):
         torch_trainer(work, work.data()).train(other)
 
 

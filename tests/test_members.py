@@ -33,7 +33,7 @@ from rayps.service.member_authority import issue, issued, new_authority, new_req
 from rayps.service.members import Members, SeenNonces
 
 JOIN = "/api/v1/client/join?job=A"
-SERVICE = "the-fingerprint-of-a-service"
+SERVICE = "the-fingerprint-of-a-service".ljust(43, "_")
 
 
 class Clock:
@@ -186,7 +186,7 @@ def test_a_stolen_header_serves_no_other_request(authority: TestAuthority, chang
 def test_a_request_for_another_service_is_refused(authority: TestAuthority) -> None:
     clock = Clock()
     request = signed(authority.member("hospital-a"), clock)
-    with pytest.raises(Unauthorized, match="was made for another service"):
+    with pytest.raises(Unauthorized, match=r"was made for another service, (.|\n)*--service-key"):
         admitted(dataclasses.replace(members_of(authority, clock), service="another"), request)
 
 
@@ -253,6 +253,23 @@ def test_a_list_of_another_authority_is_refused(authority: TestAuthority, tmp_pa
     path.write_bytes(TestAuthority().revocation_list())
     with pytest.raises(ConfigError, match="not signed by an authority of this federation"):
         Revocations(path, authority.trusted.authorities)
+
+
+def test_a_list_past_its_date_still_holds_and_warns_once(
+    authority: TestAuthority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, clock = tmp_path / "revoked.pem", Clock()
+    one = authority.member("one")
+    path.write_bytes(authority.revocation_list(one))
+    due = x509.load_pem_x509_crl(path.read_bytes()).next_update_utc
+    assert due is not None
+    revocations = Revocations(path, authority.trusted.authorities, clock)
+    clock.now = due.timestamp() - 1
+    assert revocations.revoked() == {one.member.serial} and not caplog.records
+    clock.now = due.timestamp() + 1
+    assert revocations.revoked() == revocations.revoked() == {one.member.serial}
+    (warning,) = caplog.records
+    assert f"was to be replaced by {due.isoformat()}" in warning.getMessage()
 
 
 # ---- keys of the other clients in secure rounds
@@ -358,7 +375,18 @@ def test_options_of_a_member(authority: TestAuthority, tmp_path: Path, monkeypat
     with pytest.raises(ConfigError, match="the certificate is of 'hospital-a', not of 'hospital-b'"):
         identity(str(token), member=path)
     with pytest.raises(ConfigError, match="made by another service"):
-        identity(str(dataclasses.replace(token, name="hospital-a")), member=path, service_key="other")
+        identity(str(dataclasses.replace(token, name="hospital-a")), member=path, service_key="sha256:" + "B" * 43)
+    for wrong, shape in (
+        ("sha256:abc", "3 characters"),
+        ("ab" * 32, "in hex, as --pin takes it"),
+        (SERVICE + "=", "44"),
+    ):
+        with pytest.raises(ConfigError, match=f"--service-key is no .* {shape}.*43 .*\n`rayps members service`"):
+            identity(member=path, service_key=wrong)
+    with pytest.raises(
+        Unauthorized, match=f"--service-key is sha256:{SERVICE}, and .* has the key sha256:.*\n.*rayps m"
+    ):
+        found.token.check(Key.load_or_create(tmp_path / "service.key").public)
     with pytest.raises(ConfigError, match="--accept-statement needs a certificate"):
         identity(str(token), accept_statement="a" * 64)
     with pytest.raises(ConfigError, match="neither a hash of 64 hex digits nor a file"):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -23,25 +20,10 @@ from rayps.cli.main import main
 from rayps.clients.global_model import GlobalModel
 from rayps.clients.personal_client import PersonalClient
 from rayps.core.errors import ConfigError, Unauthorized, WorkloadError
-from rayps.core.logs import LogBuffer
 from rayps.federated.remote.signed_orders import order_text
 
-ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 REMOTE = "clients=remote(least=2,wait=100)"
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(LogBuffer, "capture", lambda self: None)
-    yield
-    os.chdir(ROOT)
-
-
-@pytest.fixture(scope="module")
-def clinic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clinic]:
-    made = Clinic(tmp_path_factory.mktemp("clinic"))
-    yield made
-    made.close()
 
 
 class Recorder(httpx2.BaseTransport):

@@ -1,8 +1,10 @@
 """Differential privacy without training: epsilon beside published figures, noise, the ledger, the claim."""
 
+import dataclasses
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -14,6 +16,7 @@ from rayps.core.errors import ConfigError
 from rayps.privacy import accountant
 from rayps.privacy.account import PrivacyAccount, solve_noise
 from rayps.privacy.adaptive_clip import next_clip, update_noise
+from rayps.privacy.budget import must_allow_one
 from rayps.privacy.claim import Setting, claim, with_releases
 from rayps.privacy.ledger import ReleaseLedger
 from rayps.privacy.mechanism import Mechanism, Spent
@@ -67,6 +70,7 @@ def test_options_have_one_meaning_in_text_and_python():
     text = "dp(noise_multiplier=1.1,clip=adaptive,delta=1e-6,epsilon=8)"
     assert privacy_of(text) == dp(noise_multiplier=1.1, clip="adaptive", delta=1e-6, epsilon=8)
     assert privacy_of(None) is None and privacy_of(dp(noise_multiplier=2.0)) == PrivacySpec(2.0)
+    assert privacy_of({"noise_multiplier": 2.0}) == PrivacySpec(2.0)  # a mapping of a job file
 
 
 # ---- epsilon
@@ -372,12 +376,54 @@ def test_a_tree_of_an_earlier_process_is_not_continued(tmp_path):
 
 
 def test_the_claim_says_against_whom_it_holds_and_warns_of_delta():
-    spec = dp(noise_multiplier=1.1, delta=1e-2)
+    spec = dp(noise_multiplier=1.1, delta=1e-3)
     found = with_releases(claim(spec, POISSON, Setting("client", 500)), 2.0, 10)
-    assert "10 noised sums" in found["claim"] and "(2, 0.01)-differentially private" in found["claim"]
+    assert "10 noised sums" in found["claim"] and "(2, 0.001)-differentially private" in found["claim"]
     assert any("final model" in each for each in found["holds_against"]) and "are trusted" in found["trusted"]
-    assert any("WARNING" in each for each in found["assumes"])
+    assert found["proves"] and not any("WARNING" in each for each in found["assumes"])
+    assert "has no release" in with_releases(found, 0.0, 0)["claim"]
+    large = with_releases(claim(dp(noise_multiplier=1.1, delta=0.5), POISSON, Setting("client", 500)), 0.0, 1)
+    assert not large["proves"] and "WARNING" in large["assumes"][-1]
+    assert re.match("This run proves nothing: delta=0.5 is not below 1 / 500, the number of clients", large["claim"])
     seeded = claim(dp(noise_multiplier=1.1, noise="seeded"), POISSON, Setting("row", 50_000))
     seeded = with_releases(seeded, 2.0, 10)
     assert seeded["claim"].startswith("This run proves nothing") and not seeded["proves"]
     assert not any("WARNING" in each for each in seeded["assumes"])
+
+
+def test_a_mechanism_is_written_with_the_numbers_that_its_kind_has():
+    everyone = Mechanism("poisson", 0.3)
+    for mechanism, names in (
+        (Mechanism("poisson", 1.1, 0.01), {"probability"}),
+        (Mechanism("fixed", 1.1, units=100, drawn=7), {"units", "drawn"}),
+        (Mechanism("all", 1.1), set()),
+        (Mechanism("tree", 1.1), set()),
+        (of_clients(300, 9), {"shares"}),
+    ):
+        wire = mechanism.to_wire()
+        assert wire.keys() == {"kind", "noise_multiplier"} | names and Mechanism.from_wire(wire) == mechanism
+    old = {"kind": "poisson", "noise_multiplier": 0.3, "probability": 1.0, "units": 0, "drawn": 0}
+    assert Mechanism.from_wire(old) == everyone  # a line of an earlier version
+    said = claim(dp(noise_multiplier=0.3), everyone, Setting("client", 9, answers=True))
+    assert "Every client takes part in every round" in said["assumes"][0] and "probability" not in said["assumes"][0]
+    assert "whoever has the answers" in said["holds_against"][0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "mechanism", "words"),
+    [
+        (dp(noise_multiplier=0.3, epsilon=1.0), Mechanism("all", 0.3), r"Give epsilon=\d+\.\d+, or noise_multiplier="),
+        (dp(noise_multiplier=0.5, epsilon=0.1), Mechanism("tree", 0.5), r"Give epsilon=\d+\.\d+, or noise_multiplier="),
+        (dp(noise_multiplier=0.5, epsilon=0.1, noise_by="clients"), of_clients(3, 9), "or more noise"),
+    ],
+    ids=["all", "tree", "clients"],
+)
+def test_a_budget_without_a_release_is_refused_and_what_it_needs_is_enough(spec, mechanism, words):
+    tree = mechanism.kind == "tree"
+    with pytest.raises(ConfigError, match=words) as refused:
+        must_allow_one(spec, mechanism, tree=tree)
+    named = dict(re.findall(r"(epsilon|noise_multiplier)=([\d.]+)", str(refused.value).partition("Give")[2]))
+    must_allow_one(dataclasses.replace(spec, epsilon=float(named["epsilon"])), mechanism, tree=tree)
+    if "noise_multiplier" in named:
+        enough = dataclasses.replace(mechanism, noise_multiplier=float(named["noise_multiplier"]))
+        must_allow_one(spec, enough, tree=tree)

@@ -127,6 +127,8 @@ def test_a_job_that_resumes_keeps_what_it_has_spent(tmp_path):
     result = train(Fed(), strategy, workers=2, epochs=3, checkpoint=tmp_path, resume=True)
     assert sum(each.releases for each in ledger.spent().values()) == 3
     assert result.privacy["releases"] == 3
+    ended = train(Fed(), strategy, workers=2, epochs=3, checkpoint=tmp_path, resume=True)
+    assert ended.privacy == result.privacy  # no round was left, and the claim is the same
 
 
 PRIVATE_RUN = """
@@ -175,7 +177,7 @@ def test_no_record_says_who_took_part(tmp_path):
     said = json.dumps(result.events)
     assert not re.search(r"client[ -]?\d", said) and "sampled" not in said
     for line in (tmp_path / "privacy" / "ledger.jsonl").read_text().splitlines():
-        assert set(json.loads(line)) == {"round", "tree", "time", "mechanism"}
+        assert set(json.loads(line)) == {"round", "tree", "time", "unit", "mechanism"}
 
 
 @pytest.mark.parametrize(
@@ -206,8 +208,16 @@ def test_a_model_with_unclipped_buffers_is_refused():
 
 
 def test_delta_that_is_too_large_warns():
-    result = train(Fed(), FedAvg(privacy=seeded(delta=0.5)), workers=1, epochs=1)
-    assert any("delta" in event["message"] for event in result.events if event["kind"] == "warning")
+    """With delta=0.5 epsilon may be 0, and the claim is none."""
+    result = train(Fed(), FedAvg(privacy=dp(noise_multiplier=Z, clip=C, delta=0.5)), workers=1, epochs=1)
+    said = [event["message"] for event in result.events if event["kind"] == "warning"]
+    assert any(text.startswith("this run will prove nothing: delta=0.5 is not below 1 / 9") for text in said)
+    assert not result.privacy["proves"] and result.privacy["claim"].startswith("This run proves nothing: delta=0.5")
+
+
+def test_a_budget_that_allows_no_round_is_refused():
+    with pytest.raises(ConfigError, match=r"epsilon=0.01 allows no release.*Give epsilon=.*, or noise_multiplier="):
+        train(Fed(), FedAvg(privacy=dp(noise_multiplier=1.0, epsilon=0.01)), workers=1, epochs=1)
 
 
 def test_noise_that_hides_the_updates_warns():

@@ -360,6 +360,19 @@ def test_the_budget_ends_the_run_before_a_step_would_exceed_it(kind, options, tm
     assert again.privacy["releases"] == steps and distance(again.model(), result.model()) == 0
 
 
+def test_a_budget_that_allows_no_step_is_refused():
+    strategy = rayps.AllReduce(privacy=dp(noise_multiplier=0.5, epsilon=0.1))
+    with pytest.raises(ConfigError, match=r"epsilon=0.1 allows no release.*Give epsilon=.*, or noise_multiplier="):
+        train(Secret(n=ROWS, batch=3), strategy, epochs=1)
+
+
+def test_a_delta_that_proves_nothing_is_said():
+    result = train(Secret(n=ROWS, batch=6), rayps.AllReduce(privacy=dp(noise="secret", delta=0.5)), epochs=1)
+    warned = [event["message"] for event in result.events if event["kind"] == "warning"]
+    assert any(text.startswith(f"this run will prove nothing: delta=0.5 is not below 1 / {ROWS}") for text in warned)
+    assert not result.privacy["proves"] and result.privacy["claim"].startswith("This run proves nothing: delta")
+
+
 def test_functions_of_the_rows_are_not_reported():
     result = train(Secret(n=ROWS, batch=6), rayps.AllReduce(privacy=dp(noise="secret")), workers=2, epochs=2)
     assert set(result.history.column("loss").to_pylist()) == {None}
@@ -423,7 +436,7 @@ def test_a_kill_at_any_point_of_a_step_never_lowers_epsilon(tmp_path):
         folder = tmp_path / str(number)
         lines = (folder / "privacy" / "ledger.jsonl").read_text().splitlines()
         assert [json.loads(line)["round"] for line in lines] == list(range(recorded))
-        saved = sorted(path.name for path in folder.glob("step-*"))
+        saved = sorted(path.name for path in folder.glob("step-*") if ".tmp-" not in path.name)
         begin = int(saved[-1].removeprefix("step-")) if saved else 0
         result = train(
             Secret(batch=6), rayps.AllReduce(privacy=dp(noise="secret")), steps=6, checkpoint=folder, resume=bool(saved)

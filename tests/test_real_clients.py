@@ -10,7 +10,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
 import torch
-from client_site import All, Clinic, Own, Process, Tap, rows, until
+from client_site import All, Clinic, Own, Process, Tap, cohorts, rows, until
 from rayps_client.process import ClientProcess
 from rayps_client.signed_orders import ClientToken, Key, order_text, verified
 from rayps_client.torch_tensors import raw_of, tensor_of
@@ -30,38 +29,18 @@ from small_work import train
 import rayps
 from rayps.cli.main import main
 from rayps.clients.workload_trainer import WorkloadTrainer, own_data, rows_of
-from rayps.cluster.local import surrounding
 from rayps.core.errors import ConfigError, Conflict, DataError, Unauthorized, WorkloadError
-from rayps.core.logs import LogBuffer
 from rayps.federated import remote_replies
 from rayps.federated.client_scores import report_rounds
 from rayps.federated.remote.mailbox import Mailbox
 
-ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 FEDAVG = "fedavg:local_epochs=2,clients=remote(least={least},wait=100)"
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(LogBuffer, "capture", lambda self: None)  # actors are threads: this process's own words
-    yield
-    os.chdir(ROOT)  # a driver in a thread goes where its workload is, and its folder is removed
-
-
-@pytest.fixture(scope="module")
-def clinic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clinic]:
-    made = Clinic(tmp_path_factory.mktemp("clinic"))
-    yield made
-    made.close()
 
 
 def simulated(strategy: str, clients: int, rounds: int = 3, **options: Any) -> torch.Tensor:
     result = train(All(clients), strategy, epochs=rounds, **options)
     return result.snapshot.params
-
-
-def rounds_of(job: Any) -> list[dict[str, Any]]:
-    return [event for event in job.events() if event["kind"] == "cohort"]
 
 
 # ---- the law
@@ -85,13 +64,15 @@ def test_real_clients_learn_what_simulated_ones_learn(clinic: Clinic, strategy: 
     learnt = clinic.trained(job)
     assert torch.equal(learnt, simulated(strategy, clients, seed=5))
     taken = [hospital.over().ended.rounds for hospital in hospitals]
-    assert sum(taken) == sum(event["replied"] for event in rounds_of(job))
+    assert sum(taken) == sum(event["replied"] for event in cohorts(job))
     summary = next(event for event in job.events() if event["kind"] == "clients")
     assert (summary["names"], summary["rows"]) == ([f"h{k}" for k in range(clients)], sum((20, 25, 30)[:clients]))
 
 
 @pytest.mark.parametrize("private", ["sampling=all", "mechanism=tree"])
-def test_a_private_job_with_real_clients_learns_what_simulated_ones_learn(clinic: Clinic, private: str) -> None:
+def test_a_private_job_with_real_clients_learns_what_simulated_ones_learn(
+    clinic: Clinic, private: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     text = f"fedavg:{{}}privacy=dp(noise_multiplier=0.5,clip=0.2,noise=seeded,{private})"
     job = clinic.job(text.format("clients=remote(least=2,wait=100),"), seed=5)
     hospitals = clinic.hospitals(job, 2)
@@ -101,6 +82,12 @@ def test_a_private_job_with_real_clients_learns_what_simulated_ones_learn(clinic
     said = [event for event in job.events() if event["kind"] in ("cohort", "clients", "privacy")]
     assert [event["kind"] for event in said] == ["privacy"] * 2 and said[1]["releases"] == 3
     assert (clinic.path / "state" / "jobs" / job.id / "privacy" / "ledger.jsonl").read_text().count("\n") == 3
+    monkeypatch.setenv("RAYPS_URL", clinic.url)
+    monkeypatch.setenv("RAYPS_TOKEN", clinic.token)
+    assert main(["get", job.id]) == 0
+    out = capfd.readouterr().out
+    assert re.search(r"^privacy +epsilon \S+ at delta 1e-05 for each client, after 3 releases; it proves", out, re.M)
+    assert "batch loss" not in out
 
 
 def test_a_report_of_real_clients_is_that_of_simulated_ones(
@@ -144,7 +131,7 @@ def test_no_row_leaves_and_a_client_that_is_killed_comes_back(clinic: Clinic) ->
         tap.close()
     assert code == 0 and "client 0" in said and "SUCCEEDED" in said
     assert torch.equal(learnt, simulated("fedavg:local_epochs=2", 2))
-    assert [event["replied"] for event in rounds_of(job)] == [2, 2, 2]
+    assert [event["replied"] for event in cohorts(job)] == [2, 2, 2]
     sent = bytes(tap.sent)
     x, y = rows(0)
     assert b"HTTP/1.1" in sent and b'"samples":20' in sent.replace(b" ", b"")
@@ -183,7 +170,7 @@ def test_who_is_late_does_not_count_and_is_told(clinic: Clinic) -> None:
     clinic.hospital(job, 0).begin()
     job.wait(30)
     gate.set()
-    (event,) = rounds_of(job)
+    (event,) = cohorts(job)
     assert (event["trained"], event["dropped"]) == (["h0"], [["h1", "deadline"]])
     assert event["seconds"] >= 3
     assert event["message"] == "round 0: 1 of 2 clients replied; 1 dropped: h1 (deadline)"
@@ -218,8 +205,37 @@ def test_no_round_waits_for_one_that_has_ended(clinic: Clinic, how: str) -> None
         client.run()
     assert clinic.joined(job)["h1"]["state"] == "left"
     job.wait(60)  # and not 500 s
-    (event,) = rounds_of(job)
+    (event,) = cohorts(job)
     assert (event["trained"], event["dropped"]) == (["h0"], [["h1", "left"]]) and good.over().ended.rounds == 1
+
+
+def test_sigterm_in_a_training_ends_a_client_that_can_come_back(clinic: Clinic) -> None:
+    job = clinic.job("fedavg:deadline=500,clients=remote(least=2,wait=100)", 2)
+    good, other = clinic.hospital(job, 0).begin(), Process(clinic, job, 1, clinic.invite(job)["token"], pause=0.2)
+    until(lambda: "has sent" in clinic.joined(job)["h0"]["doing"])  # the round waits for the other
+    other.process.terminate()
+    code, told = other.end()
+    assert code == 143 and "rayps: ended by SIGTERM: " in told and "Traceback" not in told, told
+    assert clinic.joined(job)["h1"]["state"] == "left"
+    until(lambda: len(cohorts(job)) == 1)  # and does not wait 500 s
+    other.environment["PAUSE"] = "0"
+    other.start()
+    assert other.end()[0] == 0 and good.over().ended.rounds == 2
+    assert [event["trained"] for event in cohorts(job)] == [["h0"], ["h0", "h1"]]
+
+
+def test_a_client_of_a_job_that_has_ended_ends_as_the_job(clinic: Clinic) -> None:
+    job = clinic.job("fedavg:clients=remote(wait=100)", 1)
+    clinic.hospital(job, 0).begin()
+    clinic.trained(job)
+    stopped = clinic.job("fedavg:clients=remote(least=2,wait=100)", 1)
+    stopped.stop().wait(60)
+    for over, succeeded in ((job, True), (stopped, False)):
+        late = clinic.hospital(over, 1)
+        late.start()
+        late.over()
+        assert late.error is None and (late.ended.succeeded, late.ended.rounds) == (succeeded, 0), late.error
+        assert (late.ended.status, late.ended.reason) == (over.refresh().data["status"], over.data["reason"] or "")
 
 
 def rows_data(k: int, width: int = 5) -> Any:
@@ -285,13 +301,11 @@ def test_a_worker_that_dies_in_a_round_goes_on_with_it(clinic: Clinic) -> None:
     slow = clinic.hospital(job, 1, pause=0.3).begin()
     until(lambda: clinic.joined(job)["h0"]["doing"] == "has sent round 1")
     until(lambda: any(event["kind"] == "checkpoint" for event in job.events()))
-    for name in clinic.workers():
-        cluster = surrounding()
-        cluster.kill(cluster.find(name))  # type: ignore[arg-type]
+    clinic.kill_workers()
     learnt = clinic.trained(job)
     assert torch.equal(learnt, simulated("fedavg:local_epochs=2", 2))
     assert [event["kind"] for event in job.events()].count("restarted") == 1
-    assert [event["replied"] for event in rounds_of(job)][-1] == 2
+    assert [event["replied"] for event in cohorts(job)][-1] == 2
     # round 1 was asked once: what had come still counted
     assert (fast.over().ended.rounds, slow.over().ended.rounds) == (3, 3)
     assert clinic.service.mailbox(job.id).newest().serial == 3
@@ -434,7 +448,7 @@ def test_what_cannot_be_used_is_rejected_by_name_and_changes_nothing(clinic: Cli
         again = hand.send(serial, BAD[name][0])
         assert again.status_code == 200 and again.json()["again"]
     learnt = clinic.trained(job)
-    (event,) = rounds_of(job)
+    (event,) = cohorts(job)
     assert torch.equal(learnt, simulated("fedavg:local_epochs=2", 2, rounds=1))
     assert (event["replied"], event["trained"][:2], event["dropped"]) == (2, ["h0", "h1"], [])
     rejected = dict(event["rejected"])
@@ -529,6 +543,16 @@ MEDDLING = {
 }
 
 
+def test_a_service_without_an_authority_refuses_jobs_that_need_certificates(clinic: Clinic) -> None:
+    """No client could join them, and the statement would be signed by nobody."""
+    with pytest.raises(
+        ConfigError, match=r"statement, .*this service admits none: .*--members-ca FILE(.|\n)*statement"
+    ):
+        clinic.job("fedavg:clients=remote(wait=100)", statement="Purpose: digits.")
+    with pytest.raises(ConfigError, match=r"members=true: .*this service admits none: .*--members-ca FILE"):
+        clinic.job("fedavg:clients=remote(wait=100,members=true)")
+
+
 @pytest.mark.parametrize("what", MEDDLING)
 def test_a_client_refuses_what_somebody_has_changed(clinic: Clinic, what: str) -> None:
     job = clinic.job("fedavg:clients=remote(wait=100)", 1)
@@ -591,7 +615,7 @@ def test_a_revoked_token_is_refused_at_once_and_its_update_is_withdrawn(clinic: 
     bad.over()
     assert isinstance(bad.error, Unauthorized) and bad.error.exit_code == 4 and "revoked" in str(bad.error)
     job.wait(30)
-    (event,) = rounds_of(job)
+    (event,) = cohorts(job)
     assert (event["trained"], event["dropped"]) == (["h1"], [["h0", "left"]])
     with pytest.raises(httpx2.HTTPStatusError, match="401"):
         Hand(clinic, job, "again", invited["token"])

@@ -20,7 +20,7 @@ from rayps.recovery.peer_replication import BackupConnection
 from rayps.runtime import worker_actor
 from rayps.worker import run as worker_run
 from rayps.worker.connections import WorkerConnections
-from rayps.worker.plan import PeerAddresses, WorkerPlan
+from rayps.worker.plan import EvaluationPlan, PeerAddresses, SnapshotPlan, WorkerPlan
 
 pytestmark = pytest.mark.chaos
 
@@ -174,7 +174,18 @@ def test_what_a_dead_worker_had_said_is_heard_however_long_the_others_are_waited
     backup_assignment = BackupAssignment(1, ("", ""), 0, False, restores_state=True, source=Source(0, 1))
     peers = PeerAddresses(b"secret" * 6, ["", ""])
     plan = WorkerPlan(
-        2, 1, 2, AllReduce(), peers, 0, 5, 16, Boundary(16, 16), 0, 30.0, backup_assignment=backup_assignment
+        2,
+        1,
+        2,
+        AllReduce(),
+        peers,
+        0,
+        5,
+        16,
+        SnapshotPlan(Boundary(16, 16)),
+        EvaluationPlan(0),
+        30.0,
+        backup_assignment=backup_assignment,
     )
     heard = []
     try:

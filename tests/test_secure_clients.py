@@ -5,9 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +13,18 @@ import httpx2
 import numpy as np
 import pytest
 import torch
-from client_site import All, Clinic, Own, until
+from client_site import All, Clinic, Own, cohorts, until
 from rayps_client.errors import ConfigError, Unauthorized
 from rayps_client.secure.noise import NoiseSource
 from rayps_client.secure.pinned_keys import PinnedKeys, pinned_keys, read_peers
 from rayps_client.secure.protocol import Stage
-from rayps_client.secure.quantise import Quantiser
+from rayps_client.secure.quantise import EXTRAS, Quantiser
 from rayps_client.secure.secure_replies import SecureReplies
 from small_work import train
 
 from rayps.clients.workload_trainer import WorkloadTrainer
-from rayps.cluster.local import surrounding
-from rayps.core.logs import LogBuffer
 from rayps.federated import remote_replies
+from rayps.federated.population.cohort import cohort_size
 from rayps.federated.remote.mailbox import Mailbox
 from rayps.federated.remote.secure_options import secure_of
 from rayps.federated.remote.stage_folder import StageFolder
@@ -37,7 +34,7 @@ from rayps.privacy.mechanism import Mechanism, Spent
 from rayps.privacy.noise_shares import share_noise
 from rayps.strategies.catalogue import parse
 
-ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 PLAIN = "fedavg:local_epochs=2,deadline=500"
 STEP = 5 / (2**19 - 1)
 
@@ -46,26 +43,8 @@ def secure(least: int, more: str = "") -> str:
     return f"{PLAIN},secure=secagg(clip=5,bits=20{more}),clients=remote(least={least},wait=100)"
 
 
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(LogBuffer, "capture", lambda self: None)  # actors are threads: this process's own words
-    yield
-    os.chdir(ROOT)
-
-
-@pytest.fixture(scope="module")
-def clinic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clinic]:
-    made = Clinic(tmp_path_factory.mktemp("clinic"))
-    yield made
-    made.close()
-
-
 def simulated(clients: int, rounds: int, **options: Any) -> torch.Tensor:
     return train(All(clients), "fedavg:local_epochs=2", epochs=rounds, **options).snapshot.params
-
-
-def cohorts(job: Any) -> list[dict[str, Any]]:
-    return [event for event in job.events() if event["kind"] == "cohort"]
 
 
 # ---- the law, and what the service holds
@@ -96,6 +75,7 @@ def test_masked_sums_are_the_plain_mean_and_nothing_else_leaves(
     assert (event["replied"], event["trained"], event["dropped"]) == (3, ["h0", "h1", "h2"], [])
     assert all("20 samples that stay secret" in h.over().said[0] for h in hospitals[:1])
     assert [each["samples"] for each in clinic.joined(job).values()] == [0, 0, 0]
+    assert [each["doing"] for each in clinic.joined(job).values()] == ["has sent round 0"] * 3
     (point,) = (point for point in job.metrics() if point.get("kind") == "round")
     assert 0.5 < point["loss"] < 1.2 and point["samples"] == 2 * 75  # the mean loss and the samples were in the sum
     files = [*held, *(path.read_bytes() for path in clinic.service.folder(job.id).rglob("*") if path.is_file())]
@@ -108,14 +88,43 @@ def test_masked_sums_are_the_plain_mean_and_nothing_else_leaves(
     assert not list((clinic.service.mailbox(job.id).folder / "rounds").glob("*/stages"))  # and all of it is deleted
 
 
+@pytest.mark.parametrize("strategy", ["fedper:private=2", "fedrep:private=2,head_epochs=1"])
+def test_private_layers_stay_and_the_sum_is_that_of_the_shared_layers(
+    clinic: Clinic, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    sent, plain_words = list[Any](), Quantiser.words
+
+    def words(self: Quantiser, integers: Any) -> Any:
+        sent.append(integers.copy())
+        return plain_words(self, integers)
+
+    monkeypatch.setattr(Quantiser, "words", words)
+    options = "deadline=500,secure=secagg(clip=5,bits=20),clients=remote(least=3,wait=100)"
+    job = clinic.job(f"{strategy},local_epochs=2,{options}", rounds=1, seed=5)
+    clinic.hospitals(job, 3)
+    learnt = clinic.trained(job)
+    plain = train(All(3), f"{strategy},local_epochs=2", epochs=1, seed=5).snapshot.params
+    shared = 5 * 7 + 7  # the layer "2" comes after them
+    assert torch.equal(learnt[shared:], plain[shared:])
+    assert 0 < (learnt - plain)[:shared].abs().max() <= STEP / 2 * 3 / 75 * 1.001
+    (stored,) = clinic.service.folder(job.id).rglob("*.sum")
+    total = np.frombuffer(stored.read_bytes(), dtype="<i4")
+    assert len(sent) == 3 and len(total) == shared + EXTRAS
+    assert np.array_equal(total, sum(sent))
+
+
 class Dies(httpx2.BaseTransport):
     """A client's network, which ends the client before it sends the message of a stage."""
 
-    def __init__(self, stage: Stage) -> None:
-        self._through, self._stage = httpx2.HTTPTransport(), stage
+    def __init__(self, stage: Stage, after: int = 1) -> None:
+        """`after`: which message of this stage is not sent any more, the first or a later one."""
+        self._through, self._stage, self._left = httpx2.HTTPTransport(), stage, after
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         if request.method == "PUT" and request.url.path.endswith(self._stage):
+            self._left -= 1
+            if self._left > 0:
+                return self._through.handle_request(request)
             raise RuntimeError(f"dies at {self._stage}")
         return self._through.handle_request(request)
 
@@ -129,20 +138,33 @@ def test_a_client_that_ends_in_a_stage_leaves_the_sum_exact(clinic: Clinic, stag
     (event,) = cohorts(job)
     assert event["dropped"] == ([] if stage is Stage.UNMASK else [["h3", f"left at {stage}"]])
     assert event["replied"] == counted
+    done = "has sent round 0" if stage is Stage.UNMASK else f"dropped out of round 0: left at {stage}"
+    assert [each["doing"] for each in clinic.joined(job).values()] == ["has sent round 0"] * 3 + [done]
     assert (learnt - simulated(counted, 1, seed=5)).abs().max() <= STEP / 2 * 4 / 75 * 1.001
 
 
 def test_too_few_survivors_make_the_round_void(clinic: Clinic) -> None:
     job = clinic.job(secure(3), rounds=1, seed=5)
-    for k in range(3):
-        clinic.hospital(job, k, transport=Dies(Stage.MASK) if k else None).begin()
-    clinic.trained(job)
+    hospitals = [clinic.hospital(job, k, transport=Dies(Stage.MASK) if k else None).begin() for k in range(3)]
+    done = job.wait(60).data
     (event,) = cohorts(job)
     assert (event["replied"], event["skipped"]) == (0, True)
-    assert event["message"].endswith(
-        "h2 (left at masked_input): the model is unchanged, because secure aggregation: 1 clients have sent their "
-        "masked update, and 2 are needed"
-    )
+    why = "secure aggregation: 1 client has sent its masked update, and 2 are needed"
+    assert event["message"].endswith(f"h2 (left at masked_input): the model is unchanged, because {why}")
+    assert clinic.joined(job)["h0"]["doing"] == "took part in round 0, which is void"
+    assert clinic.joined(job)["h1"]["doing"] == "dropped out of round 0: left at masked_input"
+    told = hospitals[0].over()
+    assert f"round 0: this client's update is not in the sum: round 0 is void: {why}" in told.said
+    assert done["status"] == "FAILED" and not told.ended.succeeded  # no round has trained the model
+    assert done["reason"].startswith(f"every round was void, and the model was not trained; the last one because {why}")
+
+
+def test_a_job_with_a_round_that_counts_succeeds_though_the_last_is_void(clinic: Clinic) -> None:
+    job = clinic.job(secure(2), rounds=2, seed=5)
+    for k in range(2):
+        clinic.hospital(job, k, transport=Dies(Stage.MASK, 2) if k else None).begin()
+    clinic.trained(job)
+    assert [event["skipped"] for event in cohorts(job)] == [False, True]
 
 
 def test_a_client_without_a_usable_update_takes_no_part(clinic: Clinic) -> None:
@@ -168,8 +190,9 @@ def test_a_worker_that_dies_in_a_secure_round_goes_on_with_it(clinic: Clinic) ->
     hospitals = [clinic.hospital(job, k, gate=gate if k == 2 else None).begin() for k in range(3)]
     stages = clinic.service.mailbox(job.id).stages(1)
     until(lambda: stages.arrived(Stage.ADVERTISE) == {0, 1})
+    assert clinic.joined(job)["h0"]["doing"] == "works on round 0"
     until(lambda: "waits for h2: 2 of 3 have sent the message of the stage advertise_keys" in clinic.reason(job))
-    kill_workers(clinic)
+    clinic.kill_workers()
     gate.set()
     learnt = clinic.trained(job)
     assert (learnt - simulated(3, 1, seed=5)).abs().max() <= STEP
@@ -184,7 +207,7 @@ def test_a_repeated_round_uses_the_stored_sum(clinic: Clinic, monkeypatch: pytes
     def dies(*given: Any) -> Any:
         calls.append(1)
         if len(calls) == 1:
-            kill_workers(clinic)
+            clinic.kill_workers()
         return real(*given)
 
     monkeypatch.setattr(remote_replies, "aggregate_of", dies)
@@ -194,12 +217,6 @@ def test_a_repeated_round_uses_the_stored_sum(clinic: Clinic, monkeypatch: pytes
     assert len(calls) == 2 and (learnt - simulated(3, 1, seed=5)).abs().max() <= STEP
     assert clinic.service.mailbox(job.id).newest().serial == 1
     assert [hospital.over().ended.rounds for hospital in hospitals] == [1, 1, 1]
-
-
-def kill_workers(clinic: Clinic) -> None:
-    for name in clinic.workers():
-        cluster = surrounding()
-        cluster.kill(cluster.find(name))  # type: ignore[arg-type]
 
 
 # ---- with noise
@@ -280,7 +297,7 @@ def test_a_worker_that_dies_while_noised_updates_are_unmasked_is_charged_once(
         opened(self, stage)
         if stage is Stage.UNMASK and not dead:
             dead.append(stage)
-            kill_workers(clinic)
+            clinic.kill_workers()
 
     monkeypatch.setattr(StageFolder, "open", open_)
     job = clinic.job(f"fedavg:deadline=500,{NOISED},clients=remote(least=3,wait=100)", rounds=1, seed=5)
@@ -294,7 +311,7 @@ def test_a_void_round_of_noised_updates_is_not_charged(clinic: Clinic) -> None:
     job = clinic.job(f"fedavg:deadline=500,{NOISED},clients=remote(least=3,wait=100)", rounds=1, seed=5)
     for k in range(3):
         clinic.hospital(job, k, transport=Dies(Stage.MASK) if k else None).begin()
-    clinic.trained(job)
+    assert "every round was void" in job.wait(60).data["reason"]
     assert (clinic.service.folder(job.id) / "privacy" / "ledger.jsonl").read_text() == ""
 
 
@@ -407,7 +424,7 @@ def test_clients_with_pinned_keys_check_each_other(clinic: Clinic, tmp_path: Pat
         clinic.hospital(job, k, pinned=pinned[k]).begin()
     assert (clinic.trained(job) - simulated(3, 1, seed=5)).abs().max() <= STEP
     assert cohorts(job)[0]["replied"] == 3 and len(read_peers(peers)) == 3
-    for strategy, why in ((secure(1), "verify=true"), (f"{PLAIN},clients=remote(wait=100)", "show its updates")):
+    for strategy, why in ((secure(2), "verify=true"), (f"{PLAIN},clients=remote(wait=100)", "show its updates")):
         job = clinic.job(strategy, rounds=1)
         hospital = clinic.hospital(job, 0, pinned=pinned[0], name="h0")
         hospital.start()
@@ -455,12 +472,25 @@ def test_a_client_of_a_secure_job_follows_no_plain_order(tmp_path: Path) -> None
         ("fedavg:clients=remote,privacy=dp(noise_multiplier=1,noise_by=clients)", "does not protect it"),
         ("scaffold:clients=remote,secure=secagg(clip=1)", "sums vectors without a bound"),
         ("fedbuff:clients=remote,secure=secagg(clip=1)", "asynchronous"),
-        ("1*fedavg:clients=remote > fedavg:clients=remote,secure=secagg(clip=1)", "others are not"),
+        ("1*fedavg:clients=remote > fedavg:clients=remote(least=2),secure=secagg(clip=1)", "others are not"),
+        ("fedavg:clients=remote,secure=secagg(clip=1)", r"least=1 a round .*; give clients=remote\(least=2\) or more"),
+        ("fedavg:clients=remote(least=2),fraction=0.5,secure=secagg(clip=1)", r"fraction=0.5 .*remote\(least=3\)"),
     ],
 )
 def test_what_secure_sums_cannot_do_is_refused_with_a_way_out(strategy: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         parse(strategy)
+
+
+def test_the_smallest_allowed_least_asks_two_clients() -> None:
+    for fraction in (0.05, 0.1, 0.3, 0.5, 0.7, 1.0):
+        for least in range(1, 40):
+            text = f"fedavg:clients=remote(least={least}),fraction={fraction},secure=secagg(clip=1)"
+            if cohort_size(least, fraction) < 2:
+                with pytest.raises(ConfigError, match="least="):
+                    parse(text)
+            else:
+                parse(text)
 
 
 def test_options_become_the_facts_of_an_order(tmp_path: Path) -> None:
@@ -490,5 +520,5 @@ def test_a_model_with_statistics_is_refused_unless_clients_keep_them(clinic: Cli
         "import client_site, torch\n\nclass Server(client_site.Server):\n    def model(self):\n"
         "        return torch.nn.Sequential(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1)).double()\n"
     )
-    job = clinic.user.submit("normed.py:Server", working_dir=clinic.path, strategy=secure(1), epochs=1).wait(60)
+    job = clinic.user.submit("normed.py:Server", working_dir=clinic.path, strategy=secure(2), epochs=1).wait(60)
     assert job.data["status"] == "FAILED" and "buffers=keep" in job.data["reason"]

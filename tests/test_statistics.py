@@ -6,6 +6,8 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from client_site import Clinic, until
@@ -18,9 +20,9 @@ from small_work import train
 from statistics_work import CLIENTS, EDGES, FILE, QUERIES, Hospital, Pooled, data, rows
 
 import rayps
-from rayps.clients.workload_trainer import WorkloadTrainer
+from rayps.clients.workload_trainer import WorkloadTrainer, own_data
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError, RaypsError, WorkloadError
+from rayps.core.errors import CheckpointError, ConfigError, RaypsError, WorkloadError
 from rayps.core.logs import LogBuffer
 from rayps.federated.remote_codec import encode_parameters, layout_rows
 from rayps.privacy.noise import KeyedNoise
@@ -143,6 +145,7 @@ def test_without_noise_the_answers_are_those_of_numpy(by, workers):
     assert found.values["bmi"] == pytest.approx(bmi, abs=1e-12)
     assert np.abs(np.array(found.values["dose"]) - doses).max() <= 10 / 16
     assert found.errors == {"age": 0.0, "bmi": [0.0] * 4, "dose": [0.0] * 2} and found.privacy is None
+    assert "loss" not in found.run.metrics and found.run.history.column("loss").to_pylist() == [None]
     assert (
         found.run.metrics["age"] == found.values["age"] and found.run.metrics["bmi_18.5..25"] == found["bmi"].values[1]
     )
@@ -155,6 +158,34 @@ def test_a_client_counts_as_at_most_so_many_rows():
     assert sizes.max() > 25 > sizes.min()
     age, bmi, _ = pooled(x, (np.minimum(sizes, 25) / sizes)[who])
     assert found.values["age"] == pytest.approx(age, abs=1e-11) and found.values["bmi"] == pytest.approx(bmi, abs=1e-12)
+
+
+def in_a_file(folder, **options):
+    x, who = rows()
+    columns = {"age": x[:, 0], "bmi": x[:, 1], "dose": x[:, 2], "hospital": who}
+    pq.write_table(pa.table(columns), folder / "rows.parquet")
+    features = ["age", "bmi", "dose"]
+    return rayps.data.parquet(folder / "rows.parquet", features=features, client="hospital", dtype="float64", **options)
+
+
+def test_the_columns_of_a_parquet_file_are_found_by_name(tmp_path):
+    x, _ = rows()
+    found = computed(in_a_file(tmp_path), {"dose": mean(0, 10), "years": mean(0, 110, column="age")}, by="rows").values
+    assert found["dose"] == pytest.approx(np.clip(x[:, 2], 0, 10).mean())
+    assert found["years"] == pytest.approx(np.clip(x[:, 0], 0, 110).mean())
+
+
+def test_an_unknown_column_is_named_before_a_worker_starts(tmp_path, monkeypatch):
+    source = in_a_file(tmp_path)
+    monkeypatch.setattr(Accumulators, "forward", None)
+    with pytest.raises(WorkloadError, match="needs the column 'wieght', and the rows have age, bmi, dose"):
+        computed(source, {"wieght": mean(0, 110)})
+    with pytest.raises(WorkloadError, match=r"needs the column 'doze', .*did you mean 'dose'"):
+        computed(data(*rows()), {"doze": mean(0, 9)}, columns=("age", "bmi", "dose"))
+    work = Hospital(queries={"dose": mean(0, 9), "age": mean(0, 9), "bmi": mean(0, 9)})
+    work.data = lambda: source
+    with pytest.raises(WorkloadError, match=r"set `columns` to \('age', 'bmi', 'dose'\)"):
+        own_data(work, None)
 
 
 class Derived(rayps.Workload):
@@ -245,6 +276,47 @@ def test_noise_above_the_number_of_clients_gives_no_answer():
     with pytest.raises(ConfigError, match="the noise exceeds the number of clients"):
         for seed in range(20):  # the noised count is negative for half of the seeds
             computed(data(x, who), {"age": mean(0, 110)}, columns=("age", "bmi", "dose"), privacy=privacy, seed=seed)
+
+
+ONE = rayps.dp(noise_multiplier=0.4, delta=1e-3)
+
+
+def asked(name, **options):
+    return computed(data(*rows()), {name: mean(0, 110)}, columns=("age", "bmi", "dose"), **options)
+
+
+def test_calls_that_share_a_ledger_are_charged_together_until_the_budget_is_spent(tmp_path):
+    privacy = rayps.dp(epsilon=20.0, rounds=2, delta=1e-3)
+    first, second = (asked(name, privacy=privacy, ledger=tmp_path).privacy for name in ("age", "bmi"))
+    assert (first["releases"], second["releases"]) == (1, 2) and "2 noised sums" in second["claim"]
+    assert first["epsilon"] < 15 < 19 < second["epsilon"] <= 20
+    with pytest.raises(ConfigError, match=r"epsilon=20 is spent: the 2 releases .* 0\.0\d+ is left.* give epsilon="):
+        asked("dose", privacy=privacy, ledger=tmp_path)
+    more = asked("dose", privacy=rayps.dp(noise_multiplier=2.0, epsilon=30.0, delta=1e-3), ledger=tmp_path)
+    assert more.privacy["releases"] == 3 and more.privacy["epsilon"] > second["epsilon"]  # the ledger is free again
+
+
+def test_a_call_that_is_repeated_from_its_checkpoint_returns_its_answer_and_its_account(tmp_path):
+    options = {"privacy": ONE, "checkpoint": tmp_path / "age", "ledger": tmp_path}
+    first = asked("age", **options)
+    again = asked("age", **options, resume=True)
+    assert again.values == first.values and again.privacy == first.privacy and again.privacy["releases"] == 1
+    for options["resume"] in (False, True):
+        with pytest.raises(CheckpointError, match="give other queries another checkpoint="):
+            asked("bmi", **options)
+
+
+def test_a_ledger_is_for_private_runs(tmp_path):
+    with pytest.raises(ConfigError, match="no privacy, so it has no releases"):
+        asked("age", ledger=tmp_path)
+
+
+def test_noise_that_hides_the_answers_warns_of_the_answers():
+    """A job of statistics has no model."""
+    found = asked("age", privacy=rayps.dp(noise_multiplier=30.0, noise="seeded"), seed=2)
+    (said,) = [event["message"] for event in found.run.events if event["kind"] == "warning"]
+    assert "so the answers will hardly say anything: for 1 query (3 numbers), 7 clients are few" in said
+    assert "model" not in said and "model" not in str(found.privacy)
 
 
 class Ages(rayps.StatisticsWorkload):

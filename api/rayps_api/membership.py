@@ -11,13 +11,14 @@ from rayps_client.members.member_certificates import MemberCertificate
 from rayps_client.members.signed_requests import COVERED, HEADER, RequestFacts, streamed
 from starlette.types import Message, Receive
 
-from rayps.core.errors import ServiceError, Unauthorized
+from rayps.core.errors import ConfigError, ServiceError, Unauthorized
 from rayps.federated.remote.join_options import joining_of
 from rayps.federated.remote.mailbox import JoinedClient
 from rayps.service.client_tokens import Grant
 from rayps.service.members import GRANT, Members
 from rayps.service.store import JobRecord
 from rayps.strategies.catalogue import own_names, parse
+from rayps.strategies.job import JobSpec
 
 _RECEIVE = "rayps_receive"
 _MEMBER = "rayps_member"
@@ -79,7 +80,7 @@ def still_valid(request: Request, members: Members | None) -> None:
 
 def refuse_without_certificate(job: JobRecord, grant: Grant) -> None:
     """Refuse a client without a certificate if the job needs one. Raises HTTPException."""
-    if grant.id.startswith(GRANT) or not needs_certificate(job):
+    if grant.id.startswith(GRANT) or not needs_certificate(job.spec):
         return
     why = "asks for a signed data-use statement" if job.spec.statement is not None else "has members=true"
     raise HTTPException(
@@ -100,11 +101,29 @@ def refuse_token_of_member(member: JoinedClient, grant: Grant) -> None:
         )
 
 
-def needs_certificate(job: JobRecord) -> bool:
+def refuse_without_authority(spec: JobSpec, members: Members | None) -> None:
+    """Refuse a job whose clients need certificates at a service that admits none: no client could join it.
+
+    Raises:
+        ConfigError: the job has a data-use statement, or members=true.
+    """
+    if members is not None or not needs_certificate(spec):
+        return
+    stated = spec.statement is not None
+    why = "has a data-use statement, which clients sign with" if stated else "has members=true: its clients need"
+    out = "statement" if stated else "members=true of clients=remote(...)"
+    raise ConfigError(
+        f"the job {why} certificates of their federation, and this service admits none: start it with "
+        f"`rayps serve --members-ca FILE`,\nor leave {out} out",
+        field="statement" if stated else "clients",
+    )
+
+
+def needs_certificate(spec: JobSpec) -> bool:
     """Return whether the clients of a job need a certificate: `clients=remote(members=true)`, or a statement."""
-    if job.spec.statement is not None:
+    if spec.statement is not None:
         return True
-    phases: list[Any] = [] if own_names(job.spec.strategy) else list(parse(job.spec.strategy))
+    phases: list[Any] = [] if own_names(spec.strategy) else list(parse(spec.strategy))
     found = [joining_of(getattr(phase.strategy, "clients", None)) for phase in phases]
     return any(each is not None and each.members for each in found)
 

@@ -57,8 +57,9 @@ def problem(
     code: str | None = None,
     errors: Sequence[dict[str, str]] = (),
     headers: dict[str, str] | None = None,
+    ended: dict[str, str] | None = None,
 ) -> JSONResponse:
-    """Build an error answer with RFC 9457 problem details."""
+    """Build an error answer with RFC 9457 problem details. `ended`: how the job has ended, if this is the reason."""
     body: dict[str, Any] = {
         "type": "about:blank",
         "title": http.HTTPStatus(status).phrase,
@@ -69,6 +70,8 @@ def problem(
         "errors": list(errors),
         "request_id": request.scope.get("request_id", ""),
     }
+    if ended is not None:
+        body["ended"] = ended
     return JSONResponse(body, status, headers, media_type="application/problem+json")
 
 
@@ -97,7 +100,8 @@ def install(app: FastAPI, fields: Mapping[str, Sequence[str]]) -> None:
                 status, code = _STATUS[kind]
                 field = error.data.get("field")
                 errors = [{"pointer": f"/{field}", "message": str(error)}] if field else []
-                return problem(request, status, str(error), code=error.data.get("code", code), errors=errors)
+                code = error.data.get("code", code)
+                return problem(request, status, str(error), code=code, errors=errors, ended=error.data.get("ended"))
         log.error("request %s: %s", request.scope.get("request_id"), error)
         return problem(request, 500, str(error))
 

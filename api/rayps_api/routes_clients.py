@@ -17,6 +17,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request, Response
 from fastapi import Path as InPath
 from fastapi.responses import JSONResponse, StreamingResponse
+from rayps_client.secure.protocol import Stage
 from starlette.requests import ClientDisconnect
 
 from rayps.core.errors import ConfigError, Conflict
@@ -193,7 +194,12 @@ async def join(body: JoinIn, grant: Granted, request: Request) -> Any:
     _check_remote(job)
     refuse_without_certificate(job, grant)
     if job.status.terminal:
-        raise Conflict(f"job {job.id} has ended: {job.status}: {job.reason or ''}", status=409, code="ended")
+        raise Conflict(
+            f"job {job.id} has ended: {job.status}: {job.reason or ''}",
+            status=409,
+            code="ended",
+            ended={"status": job.status.value, "reason": job.reason or ""},
+        )
     samples = 0 if is_secure(job) else body.samples  # a secure round counts samples under its masks
     if samples is None:
         raise ConfigError("the client's number of samples is missing: give samples", field="samples")
@@ -500,14 +506,6 @@ def _shown(mailbox: Mailbox) -> dict[str, Any]:
 
 def _client(mailbox: Mailbox, member: JoinedClient) -> dict[str, Any]:
     seen, order = mailbox.last_seen(member.number), mailbox.newest_for(member.number)
-    doing = ""
-    if order is not None:
-        if mailbox.has_update(order.serial, member.number):
-            doing = f"has sent round {order.round}"
-        elif mailbox.is_open(order.serial):
-            doing = f"works on round {order.round}"
-        else:
-            doing = f"sent nothing in round {order.round}"
     return {
         "number": member.number,
         "name": member.name,
@@ -515,8 +513,29 @@ def _client(mailbox: Mailbox, member: JoinedClient) -> dict[str, Any]:
         "samples": member.samples,
         "joined_at": timestamp(member.joined_at),
         "seen_seconds": seen if seen < float("inf") else None,
-        "doing": doing,
+        "doing": "" if order is None else _doing(mailbox, order, member.number),
     }
+
+
+def _doing(mailbox: Mailbox, order: RoundOrder, number: int) -> str:
+    """Return what a client does, or has done, for its newest order."""
+    at, is_open = f"round {order.round}", mailbox.is_open(order.serial)
+    if "secure" not in order.facts:
+        if mailbox.has_update(order.serial, number):
+            return f"has sent {at}"
+        return f"works on {at}" if is_open else f"sent nothing in {at}"
+    outcome = mailbox.outcome(order.serial)  # the messages of a secure round are deleted when it ends
+    if outcome is None:
+        if not is_open:
+            return f"{at} was broken off"
+        stages = mailbox.stages(order.serial)
+        why = stages.withdrawn().get(number)
+        if why is not None:
+            return f"dropped out of {at}: {why}"
+        return f"{'has sent' if stages.has_message(Stage.MASK, number) else 'works on'} {at}"
+    if number in outcome.dropped:
+        return f"dropped out of {at}: {outcome.dropped[number]}"
+    return f"has sent {at}" if outcome.void is None else f"took part in {at}, which is void"
 
 
 def _token(grant: Grant) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from rayps.strategies.catalogue import own_names, parse
 from rayps.strategies.job import JobSpec
 from rayps_api import folder
 from rayps_api.job_code import JobCodes
+from rayps_api.membership import refuse_without_authority
 from rayps_api.schemas import (
     Events,
     JobIn,
@@ -90,6 +91,7 @@ async def accepted(body: JobIn, running: Service, codes: JobCodes) -> tuple[JobS
         NotFound: the service does not have the job's code.
     """
     spec, name, phases = await _spec(body, codes)
+    refuse_without_authority(spec, running.members)
     if spec.server_group is not None:
         running.groups.must_exist(spec.server_group)
         _refuse_without_servers(spec, phases)

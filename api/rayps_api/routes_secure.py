@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,12 +56,13 @@ async def message(
             return JSONResponse({"serial": serial, "again": True}, 200)
         if stage is Stage.MASK:
             await check_accepted(caller, serial, rayps_sha256)
-        part = await asyncio.to_thread(stages.new_part, stage, number)
-        try:
-            await _receive(request, part, order.most_bytes, rayps_sha256)
-            new = await asyncio.to_thread(stages.deliver, stage, number, part)
-        finally:
-            part.unlink(missing_ok=True)
+        with _void_said(caller, order):
+            part = await asyncio.to_thread(stages.new_part, stage, number)
+            try:
+                await _receive(request, part, order.most_bytes, rayps_sha256)
+                new = await asyncio.to_thread(stages.deliver, stage, number, part)
+            finally:
+                part.unlink(missing_ok=True)
     finally:
         caller.service.receiving -= 1
     return JSONResponse({"serial": serial, "again": not new}, 201 if new else 200)
@@ -76,9 +78,10 @@ async def answer(
 ) -> Any:
     """Return the answer after a stage, signed. Wait up to `wait` seconds for it. 409 if the client has dropped out."""
     ends, stages = time.monotonic() + wait, caller.mailbox.stages(serial)
-    await asyncio.to_thread(_secure_order, caller, serial)
+    order = await asyncio.to_thread(_secure_order, caller, serial)
     while True:
-        found = await asyncio.to_thread(stages.answer, stage, caller.member.number)
+        with _void_said(caller, order):
+            found = await asyncio.to_thread(stages.answer, stage, caller.member.number)
         if found is not None:
             text = answer_text(caller.job, caller.member.number, serial, stage, found)
             return StageOut(kind="answer", answer=text, signature=caller.service.client_tokens.key.sign(text))
@@ -119,6 +122,15 @@ async def _receive(request: Request, part: Path, most: int, digest: str) -> None
         raise HTTPException(422, "the message's hash is not the one in Rayps-Sha256: send it again")
 
 
+@contextlib.contextmanager
+def _void_said(caller: Caller, order: RoundOrder) -> Iterator[None]:
+    """Say that the round is void, and why, in place of that a stage is closed."""
+    try:
+        yield
+    except Conflict as error:
+        raise caller.mailbox.void(order, caller.member.number) or error from None
+
+
 def _secure_order(caller: Caller, serial: int) -> RoundOrder:
     """Return this client's order of a secure round.
 
@@ -127,6 +139,9 @@ def _secure_order(caller: Caller, serial: int) -> RoundOrder:
     """
     order = caller.mailbox.newest()
     if order is None or order.serial != serial or not caller.mailbox.is_open(serial):
+        asked = caller.mailbox.order(serial)
+        if asked is not None and (void := caller.mailbox.void(asked, caller.member.number)) is not None:
+            raise void
         raise Conflict(f"order {serial} is closed: its messages are too late and do not count", status=409, code="late")
     if caller.member.number not in order.sampled or "secure" not in order.facts:
         raise Conflict(

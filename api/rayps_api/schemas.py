@@ -511,6 +511,7 @@ class ProblemOut(BaseModel):
     code: str
     errors: list[dict[str, str]]
     request_id: str
+    ended: dict[str, str] | None = Field(None, description="The status and reason of a job that has ended.")
 
 
 BINARY_BODY: dict[str, Any] = {  # of a route whose request is read as bytes

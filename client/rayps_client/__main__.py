@@ -11,11 +11,13 @@ import rayps_client
 from rayps_client.client_options import PATIENCE, ClientOptions
 from rayps_client.errors import RaypsError
 from rayps_client.members.membership_options import MembershipOptions
+from rayps_client.termination import EXIT_CODE, MESSAGE, Terminated, sigterm_raises
 
 _EPILOG = (
-    "Exit codes: 0 the job succeeded; 1 it failed or was stopped; 2 this client's data, model or options cannot be "
-    "used; 4 the token was revoked, an order was not signed by the service, or the service did not answer for too "
-    "long; 5 another process is this client; 130 Ctrl-C. Run the command again to continue."
+    "Exit codes: 0 the job succeeded, also before this start; 1 it failed or was stopped; 2 this client's data, model "
+    "or options cannot be used; 3 there is no such job; 4 the token was revoked, an order was not signed by the "
+    "service, or the service did not answer for too long; 5 another process is this client; 130 Ctrl-C; 143 SIGTERM. "
+    "Run the command again to continue."
 )
 
 
@@ -26,13 +28,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from rayps_client.load_workload import trainer_of
 
     try:
-        if options.membership.show_statement:
-            show_statement(options, _note)
-            return 0
-        return 0 if run_client(options, trainer_of, _note).succeeded else 1
+        with sigterm_raises():
+            if options.membership.show_statement:
+                show_statement(options, _note)
+                return 0
+            return 0 if run_client(options, trainer_of, _note).succeeded else 1
     except RaypsError as error:
         _note("rayps-client: " + "\n".join([line for line in str(error).splitlines() if line.strip()][:3]))
         return error.exit_code
+    except Terminated:
+        _note(f"rayps-client: {MESSAGE}")
+        return EXIT_CODE
     except KeyboardInterrupt:
         _note("rayps-client: interrupted")
         return 130

@@ -3,10 +3,12 @@
 `c` is the client's turn, in the symbols of the papers: `c.w` is the model as one vector, which a step changes, `c.w_t`
 the round's model, `c.grad(b)` the gradient of the loss on the batch b at `c.w`, `c.step(g)` a step of the client's
 optimizer, `c.state` what the client stores between rounds, `c.shared` the server's state, `c.reply` the vectors that
-are sent beside the model. `c.sign` is -1 if the optimizer maximizes, else 1.
+are sent beside the model. `c.private` and `c.shared_names` name the parameters that stay with the
+client and those that are sent. `c.sign` is -1 if the optimizer maximizes, else 1.
 
 McMahan et al. 2017 (FedAvg), Reddi et al. 2021 and Nguyen et al. 2022 (server optimizers and FedBuff, whose clients
-train as in FedAvg), Li et al. 2020 (FedProx), Karimireddy et al. 2020 (SCAFFOLD, option II), Li et al. 2021 (Ditto).
+train as in FedAvg), Li et al. 2020 (FedProx), Karimireddy et al. 2020 (SCAFFOLD, option II), Li et al. 2021 (Ditto),
+Arivazhagan et al. 2019 (FedPer, whose clients train as in FedAvg), Collins et al. 2021 (FedRep).
 `rayps.strategies` has both halves.
 """
 
@@ -56,6 +58,25 @@ def ditto_personal(c: ClientSteps[Any], options: JsonObject) -> None:
     c.state["v"] = c.copy(c.w)
 
 
+def statistics(c: ClientSteps[Any], options: JsonObject) -> None:
+    """Add to w the mean of the rows' vectors times a_k, for a `rayps.StatisticsWorkload`: see `rayps.strategies`."""
+    share, most = 1.0, options.get("rows_per_client")
+    if options.get("by") == "rows":
+        share = min(c.n, most) / most if isinstance(most, int) else float(c.n)
+    for b in c.batches(1):
+        c.w -= c.grad(b) * (share * sum(each.size for each in b) / c.n)
+
+
+def fedrep(c: ClientSteps[Any], options: JsonObject) -> None:
+    """Train the head h_i with phi fixed, then phi_i with the head fixed."""
+    h, phi = c.private, c.shared_names
+    if h:
+        for b in c.batches(_whole(options, "head_epochs")):
+            c.step(c.grad(b, h))
+    for b in c.batches():
+        c.step(c.grad(b, phi))
+
+
 HALVES: Mapping[str, Half] = {
     "fedavg": fedavg,
     "fedavgm": fedavg,
@@ -66,6 +87,9 @@ HALVES: Mapping[str, Half] = {
     "fedprox": fedprox,
     "scaffold": scaffold,
     "ditto": fedavg,
+    "fedper": fedavg,
+    "fedrep": fedrep,
+    "statistics": statistics,
 }
 OWN_MODEL: Mapping[str, str] = {"ditto": "v"}  # the name, in a client's state, of its personal model
 PERSONAL: Mapping[str, Half] = {"ditto": ditto_personal}  # what a client trains beside its reply
@@ -81,6 +105,12 @@ def half_of(options: JsonObject) -> Half:
             field="strategy",
         )
     return HALVES[name]
+
+
+def _whole(options: JsonObject, name: str) -> int:
+    value = options[name]
+    assert isinstance(value, int), "the service has checked the options"
+    return value
 
 
 def _number(options: JsonObject, name: str) -> float:

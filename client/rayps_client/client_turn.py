@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -43,8 +43,11 @@ class Engine(Protocol[V]):
     def reset(self) -> None:
         """Let the optimizer be as if it had taken no step."""
 
-    def gradient(self, micro_batches: Sequence[Batch]) -> tuple[V, StepLoss]:
-        """Return the gradient of a step's mean loss, as a new vector, and the loss."""
+    def gradient(self, micro_batches: Sequence[Batch], of: Collection[str] | None = None) -> tuple[V, StepLoss]:
+        """Return the gradient of a step's mean loss, as a new vector, and the loss.
+
+        `of`: the names of the parameters to which it refers; None means all. A step leaves the others unchanged.
+        """
 
     def step(self, gradient: V) -> None:
         """Take one step of the optimizer."""
@@ -63,10 +66,15 @@ class ClientSteps(Generic[V]):
         rows: Rows,
         accumulate: int,
         vectors: tuple[V, Mapping[str, V], dict[str, V]],
+        layers: tuple[Collection[str], Collection[str]] = ((), ()),
     ) -> None:
-        """`vectors`: w_t, the server's state, and the client's state. `accumulate`: micro-batches in a step."""
+        """`vectors`: w_t, the server's state, and the client's state. `accumulate`: micro-batches in a step.
+
+        `layers`: the names of the private parameters and of the shared ones.
+        """
         self.w = engine.vector
         self.w_t, self.shared, self.state = vectors
+        self.private, self.shared_names = layers
         self.n = rows.rows()
         self.reply: dict[str, V] = {}
         self.steps = 0  # steps since the last call of `batches`
@@ -84,8 +92,11 @@ class ClientSteps(Generic[V]):
         """1, or -1 if the optimizer maximizes."""
         return self._engine.sign
 
-    def batches(self) -> Iterator[list[Batch]]:
-        """Yield the micro-batches of each step. Each call starts with a new optimizer, and yields the same batches."""
+    def batches(self, epochs: int | None = None) -> Iterator[list[Batch]]:
+        """Yield the micro-batches of each step: of `epochs` epochs, or of the epochs or steps that the options set.
+
+        Each call starts with a new optimizer. A second call yields the same batches.
+        """
         self._engine.reset()
         self.steps = 0
         task, local = self._task, self._local
@@ -97,8 +108,8 @@ class ClientSteps(Generic[V]):
             self.n,
             step,
             round=task.round,
-            epochs=local.epochs,
-            steps=local.local_steps,
+            epochs=epochs or local.epochs,
+            steps=None if epochs else local.local_steps,
             shuffle=getattr(self._rows, "shuffle", True),
         )
         for positions in stream:
@@ -110,9 +121,9 @@ class ClientSteps(Generic[V]):
         with users_code("data"):
             return self._rows.take(positions)
 
-    def grad(self, micro_batches: Sequence[Batch]) -> V:
-        """Return the gradient of the loss on a step's batches, at `w`."""
-        gradient, loss = self._engine.gradient(micro_batches)
+    def grad(self, micro_batches: Sequence[Batch], of: Collection[str] | None = None) -> V:
+        """Return the gradient of the loss on a step's batches, at `w`: of the parameters named in `of`, or of all."""
+        gradient, loss = self._engine.gradient(micro_batches, of)
         self.losses.append(loss)
         return gradient
 

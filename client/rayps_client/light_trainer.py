@@ -14,16 +14,20 @@ from rayps_client.client_turn import ClientSteps, Engine, mean_of
 from rayps_client.errors import WorkloadError
 from rayps_client.local_trainer import LayoutRow, LocalReply, LocalTask, RawTensors, RoundStart
 from rayps_client.own_metrics import OwnMetrics, OwnTotal, OwnTotals
+from rayps_client.private_layers import PRIVATE, PrivateParts
+from rayps_client.private_patterns import private_patterns
 from rayps_client.random_numbers import number
 from rayps_client.raw_tensors import RawTensor
 from rayps_client.row_order import Ints
 from rayps_client.rows import Batch, Rows
 from rayps_client.user_errors import users_code
+from rayps_client.values import JsonObject
 
 V = TypeVar("V")  # vectors: tensors of torch, or arrays of numpy
 ROWS = 1024  # rows that are evaluated at once
 _OWN = "buffers/"  # prefix, in a client's state, of its own buffers
 _BESIDE = "beside/"  # prefix, in a client's state, of the buffers of the client's personal model
+_APART = (_OWN, _BESIDE, PRIVATE)  # prefixes of what a strategy's half does not read
 
 
 class LightEngine(Engine[V], Protocol[V]):
@@ -85,6 +89,7 @@ class LightTrainer(Generic[V]):
         rows.check()
         self.engine, self._rows, self._accumulate = engine, rows, accumulate
         self._evaluation: Rows | None = None  # the evaluation rows, once they have been loaded
+        self._parts: dict[tuple[str, ...], PrivateParts] = {}  # by the patterns of private layers
 
     @property
     def samples(self) -> int:
@@ -137,9 +142,11 @@ class LightTrainer(Generic[V]):
     def _load_personal(self, task: LocalTask, w_t: V) -> bool:
         """Set the model to the client's personal model. Return False if the job's clients have none."""
         engine, options = self.engine, task.strategy
-        kind, epochs = str(options.get("name")), options.get("finetune")
+        kind, epochs, part = str(options.get("name")), options.get("finetune"), self._private(options)
         own = {name.removeprefix(_OWN): raw for name, raw in task.state.items() if name.startswith(_OWN)}
-        buffers = {**task.start.buffers, **own}
+        buffers = {**task.start.buffers, **own, **part.own_buffers(task.state)}
+        if part:
+            w_t = engine.vector_of(part.own_start(task.start.w, task.state))
         if isinstance(epochs, int):
             engine.load(w_t, buffers)
             engine.begin(task.tick, number(task.seed, "finetune", task.round, task.client) >> 1)
@@ -149,7 +156,7 @@ class LightTrainer(Generic[V]):
         elif kind in PERSONAL and OWN_MODEL[kind] in task.state:
             beside = {name.removeprefix(_BESIDE): raw for name, raw in task.state.items() if name.startswith(_BESIDE)}
             engine.load(engine.vector_of(task.state[OWN_MODEL[kind]]), {**buffers, **beside})
-        elif kind in PERSONAL or options.get("buffers") == "keep":
+        elif part or kind in PERSONAL or options.get("buffers") == "keep":
             engine.load(w_t, buffers)
         else:
             return False
@@ -166,25 +173,38 @@ class LightTrainer(Generic[V]):
                 found[name] = OwnTotal(before.value + value, before.weight + weight, how)
         return found
 
+    def _private(self, options: JsonObject) -> PrivateParts:
+        """Return what stays with the client. Raises ConfigError if the patterns do not fit the model."""
+        patterns = private_patterns(options.get("private"))
+        if patterns not in self._parts:
+            self._parts[patterns] = PrivateParts.of(patterns, self.engine.layout(), self.engine.buffers())
+        return self._parts[patterns]
+
     def _train(self, task: LocalTask, rows: Rows) -> LocalReply:
         engine, options = self.engine, task.strategy
         half, personal = half_of(options), PERSONAL.get(str(options.get("name")))
-        own = {name: value for name, value in task.state.items() if not name.startswith((_BESIDE, "buffers/"))}
-        w_t = engine.vector_of(task.start.w)
+        part = self._private(options)
+        own = {name: value for name, value in task.state.items() if not name.startswith(_APART)}
+        start = part.own_start(task.start.w, task.state)
+        w_t = engine.vector_of(start)
         shared = {name: engine.vector_of(raw) for name, raw in task.start.shared.items()}
         state = {name: engine.vector_of(raw) for name, raw in own.items()}
-        engine.load(w_t, task.start.buffers)
+        engine.load(w_t, {**task.start.buffers, **part.own_buffers(task.state)})
         engine.begin(task.tick, number(task.seed, "model", task.round, task.client) >> 1)
-        turn = ClientSteps(engine, task, rows, self._accumulate, (w_t, shared, state))
+        layers = (part.parameters, part.shared)
+        turn = ClientSteps(engine, task, rows, self._accumulate, (w_t, shared, state), layers)
         half(turn, options)
         steps, (loss, samples) = turn.steps, mean_of(turn.losses)
-        w, buffers, kept = engine.raw(engine.vector), engine.buffers(), {}
+        w, buffers, kept = engine.raw(engine.vector), engine.buffers(), dict[str, RawTensor]()
+        if part:
+            kept = part.state_of(w, buffers)
+            w, buffers = part.cut(w), part.without_private(buffers)
         if personal is not None:
             w, buffers = _copy(w), _copies(buffers)
             beside = {name.removeprefix(_BESIDE): raw for name, raw in task.state.items() if name.startswith(_BESIDE)}
             engine.load(w_t, {**task.start.buffers, **beside})  # the buffers from before the training of w_k
             personal(turn, options)
-            kept = {f"{_BESIDE}{name}": raw for name, raw in engine.buffers().items()}
+            kept |= {f"{_BESIDE}{name}": raw for name, raw in engine.buffers().items()}
         return LocalReply(
             w,
             {name: engine.raw(vector) for name, vector in turn.reply.items()},
@@ -194,6 +214,7 @@ class LightTrainer(Generic[V]):
             steps=steps,
             samples=samples,
             loss=loss,
+            start=part.cut(start) if part.parameters else None,
         )
 
 

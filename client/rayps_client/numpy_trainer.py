@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,8 +59,8 @@ class NumpyEngine:
         """Forget the velocity."""
         self._velocity = None
 
-    def gradient(self, micro_batches: Sequence[Batch]) -> tuple[Array, StepLoss]:
-        """Return the gradient of a step's mean loss, and the loss.
+    def gradient(self, micro_batches: Sequence[Batch], of: Collection[str] | None = None) -> tuple[Array, StepLoss]:
+        """Return the gradient of a step's mean loss, and the loss. Parameters that are not named in `of` have zeros.
 
         Raises:
             WorkloadError: the user's function fails, or returns other names or shapes than `parameters()`.
@@ -75,7 +75,16 @@ class NumpyEngine:
             single = len(micro_batches) == 1
             total += found if single else found * (batch.size / rows)
             losses += float(loss) if single else float(loss) * (batch.size / rows)
-        return total, StepLoss(losses, rows, rows)
+        return self._only(of, total), StepLoss(losses, rows, rows)
+
+    def _only(self, of: Collection[str] | None, gradient: Array) -> Array:
+        """Set the elements of the parameters that are not named in `of` to zero; None names all."""
+        at = 0
+        for name, value in self._views.items():
+            if of is not None and name not in of:
+                gradient[at : at + value.size] = 0
+            at += value.size
+        return gradient
 
     def step(self, gradient: Array) -> None:
         """Take one step of SGD: v <- m v + g; w <- w - lr v."""

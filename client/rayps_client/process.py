@@ -28,6 +28,7 @@ from rayps_client.global_model import fetch_global
 from rayps_client.local_trainer import LocalReply, LocalTask, LocalTrainer, RawTensors, RoundStart, layout_bytes
 from rayps_client.members.consent import Consent
 from rayps_client.own_metrics import OwnMetrics, VectorLayout, encode_metrics, vector_of
+from rayps_client.raw_tensors import RawTensor
 from rayps_client.secure.pinned_keys import PeerKeys
 from rayps_client.secure.quantise import ClientNumbers
 from rayps_client.secure.secure_replies import JoinedAs, SecureReplies
@@ -139,7 +140,8 @@ class ClientProcess:
     def run(self) -> Ended:
         """Take part until the job has ended.
 
-        After an error or Ctrl-C the client leaves the job, so no round waits for it.
+        After an error, Ctrl-C or SIGTERM the client leaves the job, so no round waits for it. If the job has ended
+        before, this returns how, as it does for a client that has taken part until then.
 
         Raises:
             Unauthorized: the token is revoked, or an order is unsigned, replayed or for another job.
@@ -156,9 +158,9 @@ class ClientProcess:
         self._consent.check(key.get("statement"))
         self._consent.keep_text(self.job)
         try:
-            self.join()
-            return self._run_rounds()
-        except BaseException:  # Ctrl-C too
+            over = self._join_unless_over()
+            return self._run_rounds() if over is None else over
+        except BaseException:  # Ctrl-C and SIGTERM too
             if self._number >= 0:
                 self._connection.try_once("POST", "/api/v1/client/leave", _LEAVE_SECONDS, headers=self._headers())
             raise
@@ -231,6 +233,17 @@ class ClientProcess:
             self._last_reason = text
             self._report(text)
 
+    def _join_unless_over(self) -> Ended | None:
+        """Join the job. Return how it has ended, if it has."""
+        try:
+            self.join()
+        except Conflict as error:
+            ended = error.data.get("ended")
+            if error.data.get("code") != "ended" or not isinstance(ended, dict):
+                raise
+            return Ended(str(ended.get("status")), str(ended.get("reason")), 0)
+        return None
+
     def join(self) -> None:
         """Join the job and receive this client's number. A client that joins again receives the same number."""
         samples = f"{self.trainer.samples} samples" + (" that stay secret" if self._secure.required else "")
@@ -302,7 +315,7 @@ class ClientProcess:
         self._folder.start_sending(serial, at)
         if reply.state:  # stored before the update is sent, so that both count or neither does
             self._folder.save_state(at, serial, name, reply.state, order["since"])
-        if self._add_to_sum(order, reply, start) if secure else self._send(order, reply, coded):
+        if self._add_to_sum(order, reply, reply.start or start.w) if secure else self._send(order, reply, coded):
             self._folder.finish_order(serial, at)
             self._rounds += 1
             self._report(f"round {round}: {reply.n} samples, loss {reply.loss:.4g}, {seconds:.1f} s; sent")
@@ -374,9 +387,12 @@ class ClientProcess:
             return False
         return True
 
-    def _add_to_sum(self, order: OrderFacts, reply: LocalReply, start: RoundStart) -> bool:
-        """Take part in the sum of a secure round; return whether this client's update is in it."""
-        update = reply.w.array().astype(np.float64) - start.w.array()
+    def _add_to_sum(self, order: OrderFacts, reply: LocalReply, start: RawTensor) -> bool:
+        """Take part in the sum of a secure round; return whether this client's update is in it.
+
+        `start`: the parameters from which it has trained, as far as it shares them.
+        """
+        update = reply.w.array().astype(np.float64) - start.array()
         numbers = ClientNumbers(update, reply.n, reply.loss, reply.samples)
         why = self._secure.send(order, numbers, self._joined(), self._verified_text)
         if why is not None:

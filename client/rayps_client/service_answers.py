@@ -29,4 +29,5 @@ def checked(answer: httpx2.Response) -> Any:
         problem = {}
     detail = str(problem.get("detail") or f"the service answered {answer.status_code}")
     kind = _ERRORS.get(answer.status_code, ServiceError)
-    raise kind(detail, status=answer.status_code, code=problem.get("code"), request_id=problem.get("request_id"))
+    facts = {name: problem.get(name) for name in ("code", "request_id", *(["ended"] if "ended" in problem else []))}
+    raise kind(detail, status=answer.status_code, **facts)

@@ -117,7 +117,7 @@ class ClientToken:
                 "the public key that the service sent cannot be decoded: this client refuses its orders"
             ) from error
         if not secrets.compare_digest(known, self.fingerprint):
-            raise _wrong_key()
+            raise _wrong_key() if self.secret else _other_service(known, self.fingerprint)
 
 
 class OrderedParameters(TypedDict):
@@ -237,6 +237,16 @@ def _wrong_key() -> Unauthorized:
     return Unauthorized(
         "this is not the service that made this token (its key differs): this client refuses its orders.\n"
         "Check the service's address, any proxy in between, and the token with its issuer",
+        code="wrong_key",
+    )
+
+
+def _other_service(found: str, given: str) -> Unauthorized:
+    """Return the error of a client without a token, which knows the service by the option --service-key."""
+    return Unauthorized(
+        f"--service-key is sha256:{given}, and the service at this address has the key sha256:{found}: this client "
+        "refuses its orders.\nCheck the address, any proxy in between, and what `rayps members service` shows where "
+        "the service runs",
         code="wrong_key",
     )
 

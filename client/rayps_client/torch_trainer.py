@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -118,8 +118,20 @@ class TorchEngine:
         if self.device.type == "cuda":
             torch.cuda.manual_seed_all(seed)
 
-    def gradient(self, micro_batches: Sequence[Batch]) -> tuple[Tensor, StepLoss]:
-        """Return the gradient of a step's mean loss, and the loss.
+    @contextlib.contextmanager
+    def _only(self, of: Collection[str] | None) -> Iterator[None]:
+        """Compute gradients of the parameters with these names only; None means of all."""
+        others = [] if of is None else [p for name, p in self._named if name not in of]
+        try:
+            for p in others:
+                p.requires_grad_(False)
+            yield
+        finally:
+            for p in others:
+                p.requires_grad_(True)
+
+    def gradient(self, micro_batches: Sequence[Batch], of: Collection[str] | None = None) -> tuple[Tensor, StepLoss]:
+        """Return the gradient of a step's mean loss, and the loss. Parameters that are not named in `of` have zeros.
 
         Raises:
             WorkloadError: the user's loss fails, or is not a number with a gradient.
@@ -130,7 +142,7 @@ class TorchEngine:
         total, weight, divisor, value = 0.0, 0.0, 0.0, 0.0
         pairs: bool | None = None
         for batch in micro_batches:
-            with users_code("loss"):
+            with users_code("loss"), self._only(of):
                 loss, given = self._loss(batch)
                 if pairs not in (None, given is not None):
                     raise WorkloadError("loss() returned a pair (sum, weight) for one batch and a mean for another")

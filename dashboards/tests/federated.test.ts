@@ -25,6 +25,8 @@ describe("a private job", () => {
   it("shows what its rounds have spent, of the budget", () => {
     const series = new Series();
     expect(claimOf([], series)).toBe(null);
+    expect(claimOf([claim], series)).toMatchObject({ proves: true, notProven: "" });
+    expect(claimOf([{ ...claim, proves: false, not_proven: "delta=0.5" }], series)).toMatchObject({ notProven: "delta=0.5" });
     expect(claimOf([claim], series)).toMatchObject({ epsilon: null, releases: 0, budget: 8 });
     series.add([point(1, { epsilon: 1.5, releases: 1 }), point(2, { epsilon: 2, releases: 2 })]);
     const found = claimOf([event("started", {}), claim], series)!;

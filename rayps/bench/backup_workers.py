@@ -30,7 +30,7 @@ from rayps.data import Batch, Data
 from rayps.data import tensors as in_tensors
 from rayps.runtime.worker_group import WorkerGroup
 from rayps.strategies.catalogue import parse
-from rayps.worker.plan import Orders
+from rayps.worker.plan import EvaluationPlan, Orders, SnapshotPlan
 from rayps.workload.base import Workload
 
 CHANCE = 0.1  # of a slow gradient
@@ -221,7 +221,7 @@ class _MeasuredGroup:
         """Return the mean seconds of a step, and the gradients that came late for each step."""
         self._generation += 1
         parsed, end = parse(strategy)[0].strategy, _WARM + steps
-        orders = Orders(self._generation, parsed, 0, end, Boundary(0, -1), 0, 60.0)
+        orders = Orders(self._generation, parsed, 0, end, SnapshotPlan(Boundary(0, -1)), EvaluationPlan(0), 60.0)
         self._group.begin(orders, self._start)
         points: list[Point] = []
         while len(points) < end * len(self._group.workers):

@@ -36,7 +36,7 @@ from rayps.runtime.journal import Journal
 from rayps.runtime.worker_group import WorkerGroup
 from rayps.strategies.catalogue import parse
 from rayps.tensors.flat import FlatModel
-from rayps.worker.plan import Orders
+from rayps.worker.plan import EvaluationPlan, Orders, SnapshotPlan
 
 SCENES = ("come_and_go", "one_slow", "momentum")
 STALENESS: tuple[int | str | None, ...] = (0, 2, 8, None, AUTO)
@@ -182,7 +182,8 @@ class _Bounded:
         self._generation += 1
         strategy = parse({"name": "parameter_server", "shards": 1, "staleness": staleness})[0].strategy
         self._group.begin(
-            Orders(self._generation, strategy, seed, 1_000_000, Boundary(0, -1), False, 60.0), self._start
+            Orders(self._generation, strategy, seed, 1_000_000, SnapshotPlan(Boundary(0, -1)), EvaluationPlan(0), 60.0),
+            self._start,
         )
         journal = Journal()
         mover = BoundMover(journal)

@@ -33,7 +33,7 @@ from rayps.ps.protocol.messages import GroupMessage
 from rayps.runtime.worker_group import WorkerGroup
 from rayps.strategies.catalogue import parse
 from rayps.tensors.flat import FlatModel
-from rayps.worker.plan import Orders
+from rayps.worker.plan import EvaluationPlan, Orders, SnapshotPlan
 from rayps.workload.base import Workload
 
 SCENES = ("come_and_go", "one_slow")
@@ -186,8 +186,10 @@ class _SlowGroup:
         """Train with this staleness until the accuracy reaches `target`; return the run's figures."""
         self._generation += 1
         strategy = parse({"name": "parameter_server", "shards": 1, "staleness": staleness})[0].strategy
-        boundary, end = Boundary(0, -1), 1_000_000
-        self._group.begin(Orders(self._generation, strategy, seed, end, boundary, False, 60.0), self._start)
+        snapshots, end = SnapshotPlan(Boundary(0, -1)), 1_000_000
+        self._group.begin(
+            Orders(self._generation, strategy, seed, end, snapshots, EvaluationPlan(0), 60.0), self._start
+        )
         watcher = self._group.reader()
         points: list[Point] = []
         began = time.monotonic()

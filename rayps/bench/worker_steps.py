@@ -14,7 +14,7 @@ from rayps.strategies.all_reduce import AllReduce
 from rayps.tensors.flat import FlatModel
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.connections import WorkerConnections
-from rayps.worker.plan import PeerAddresses, WorkerPlan
+from rayps.worker.plan import EvaluationPlan, PeerAddresses, SnapshotPlan, WorkerPlan
 from rayps.worker.run import PlanRun
 from rayps.worker.sync_gradients import SyncGradients
 from rayps.workload.base import Workload
@@ -32,8 +32,8 @@ def worker_loop(work: Workload, ring: Ring, bucket_mb: float | None = None, devi
         seed=0,
         start=0,
         end=0,
-        boundary=Boundary(0, -1),
-        evaluated=1 << 62,
+        snapshots=SnapshotPlan(Boundary(0, -1)),
+        evaluation=EvaluationPlan(done=1 << 62),
         timeout=60.0,
     )
     peers = WorkerConnections(None)

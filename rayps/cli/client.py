@@ -9,6 +9,7 @@ from urllib.parse import quote
 import typer
 from rayps_client.client_options import PATIENCE, ClientOptions
 from rayps_client.members.membership_options import MembershipOptions
+from rayps_client.termination import EXIT_CODE, MESSAGE, Terminated, sigterm_raises
 
 from rayps.cli import show
 from rayps.cli.show import Output
@@ -141,9 +142,10 @@ def client(
 ) -> None:
     """Train on this machine's data in a federated job. Only parameters, counts and the mean loss leave this machine.
 
-    Exit codes: 0 the job succeeded; 1 the job failed or was stopped; 4 the token was revoked, an order was not signed
-    by the service, or the service did not answer for too long; 130 Ctrl-C. Run the command again to continue. The
-    package rayps-client has the same command, `rayps-client`, without Ray.
+    Exit codes: 0 the job succeeded, also before this start; 1 it failed or was stopped; 2 this client's data, model or
+    options cannot be used; 3 there is no such job; 4 the token was revoked, an order was not signed by the service, or
+    the service did not answer for too long; 5 another process is this client; 130 Ctrl-C; 143 SIGTERM. Run the command
+    again to continue. The package rayps-client has the same command, `rayps-client`, without Ray.
     """
     from rayps_client import command
 
@@ -175,7 +177,13 @@ def client(
     if show_statement:
         command.show_statement(options, show.line)
         return
-    if not command.run_client(options, _trainer, show.note).succeeded:
+    try:
+        with sigterm_raises():
+            ended = command.run_client(options, _trainer, show.note)
+    except Terminated:
+        show.note(f"rayps: {MESSAGE}")
+        raise typer.Exit(EXIT_CODE) from None
+    if not ended.succeeded:
         raise typer.Exit(1)
 
 

@@ -6,7 +6,7 @@ import itertools
 import json
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,9 +19,10 @@ from rayps.core.errors import ConfigError
 from rayps.core.job_status import Status
 from rayps.core.records import Event, GroupFacts, ProgressRecord
 from rayps.core.requirements import read_requirements
-from rayps.core.values import Keywords
+from rayps.core.values import Json, JsonObject, Keywords
 from rayps.core.warm_start import StartFrom
 from rayps.service.client import Client, Job
+from rayps.service.code_files import PackedCode
 from rayps.service.job_file import changed, of_function, read
 from rayps.service.rest_answers import CodeAnswer, JobAnswer
 
@@ -95,7 +96,7 @@ def submit(
     count = None if workers is None else workers_of_text(workers)
     given: Keywords = {"server_group": server_group, "branch": branch, "resume": resume, "workers": count}
     given = {key: value for key, value in given.items() if value is not None}
-    with Client() as client:
+    with Client(on_packed=note_packed) as client:
         if requirements is not None:
             given["requirements"] = read_requirements(requirements)
         if clone is not None:
@@ -110,6 +111,11 @@ def submit(
             return
         show.note(f"job {job.id} was submitted")
         raise typer.Exit(_follow(job, output))
+
+
+def note_packed(packed: PackedCode) -> None:
+    """Print how much code is sent, and which files were left out because they hold a secret."""
+    show.note("\n".join(filter(None, [packed.summary(), packed.left_out()])))
 
 
 def cloned_fields(job: Job, changes: Sequence[str]) -> Keywords:
@@ -240,12 +246,13 @@ def ls(
 def get(job_id: Id, output: Format = Output.table) -> None:
     """Show one job."""
     with Client() as client:
-        data = client.job(job_id).data
+        job = client.job(job_id)
+        data, claim = job.data, _claim(job)
         code: CodeAnswer | None = None
         if data["spec"].get("code") is not None:
             code = client.call("GET", f"/api/v1/jobs/{data['id']}/code")
     if output is Output.json:
-        show.dump({**data, "code": code})
+        show.dump({**data, "code": code, "privacy": claim})
         return
     spec, progress = data["spec"], data["progress"] or {}
     start = spec.get("start_from")
@@ -276,6 +283,7 @@ def get(job_id: Id, output: Format = Output.table) -> None:
             ("batch loss", show.number(progress.get("loss"))),
             ("evaluation", None if data["metrics"] else show.measures(progress.get("metrics"))),
             ("metrics", show.measures(data["metrics"])),
+            ("privacy", None if claim is None else privacy_text(claim)),
             ("checkpoint", data["checkpoint"]),
             ("best checkpoint", progress.get("best")),
         ]
@@ -289,6 +297,30 @@ def _allowed(data: JobAnswer) -> str | None:
         return None
     requested = counts["requested"]
     return str(counts["allowed"]) + ("" if requested is None else f" (at most {requested} requested)")
+
+
+def _claim(job: Job) -> JsonObject | None:
+    """Return what a private job claims so far; None if it is not private, or its first round has not begun."""
+    from rayps.privacy.claim import claim_of_run
+
+    return claim_of_run(job.events(), job.metrics()) if _is_private(job.data["spec"]["strategy"]) else None
+
+
+def _is_private(strategy: Json) -> bool:
+    """Return whether a strategy, or one of several phases, has the option `privacy`."""
+    if isinstance(strategy, Mapping):
+        return bool(strategy.get("privacy")) or any(map(_is_private, strategy.values()))
+    return isinstance(strategy, list) and any(map(_is_private, strategy))
+
+
+def privacy_text(claim: Keywords) -> str:
+    """Return a job's claim of privacy as text on one line: epsilon, delta, and against whom it holds."""
+    releases = claim["releases"]
+    found = f"epsilon {show.number(float(claim['epsilon']))} at delta {claim['delta']:g} for each {claim['unit']}, "
+    found += f"after {releases} release{'' if releases == 1 else 's'}; "
+    if not claim["proves"]:
+        return found + str(claim["claim"]).replace("This run proves", "it proves", 1)
+    return found + f"holds against {'; '.join(claim['holds_against'])}"
 
 
 def code_text(code: CodeAnswer) -> str:

@@ -99,6 +99,9 @@ def train(
     keep_checkpoints: Annotated[
         int, typer.Option(metavar="NUMBER", help="How many of the newest checkpoints are kept.")
     ] = 2,
+    ledger: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Share the ledger of private releases in this folder.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint in DIR.")] = False,
     address: cli_run.Address = None,
     max_failures: Annotated[int, typer.Option(help="How many deaths of actors the run survives.")] = 3,
@@ -162,6 +165,7 @@ def train(
             checkpoint_every=checkpoint_every,
             evaluate_every=evaluate_every,
             keep_checkpoints=keep_checkpoints,
+            ledger=ledger,
             resume=resume,
             resources=resources,
             address=address,

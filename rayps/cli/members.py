@@ -14,7 +14,7 @@ from rayps_client.members.acceptance import Acceptance, CheckedAcceptance, check
 from rayps_client.members.acceptance_file import Receipt, read_lines
 from rayps_client.members.consent import TEXT
 from rayps_client.members.member_certificates import MemberCertificate, MembersCa
-from rayps_client.members.membership_options import FINGERPRINT
+from rayps_client.members.membership_options import FINGERPRINT, service_fingerprint
 
 from rayps.cli import show
 from rayps.cli.show import Output
@@ -195,7 +195,7 @@ def statements(
     if to is not None:
         clients = [[each.to_json() for each in record] for record in found.clients]
         to.write_text(json.dumps({"job": found.job, "statement": text, "clients": clients}), encoding="utf-8")
-    known = None if service_key is None else service_key.removeprefix(FINGERPRINT)
+    known = None if service_key is None else service_fingerprint(service_key)
     wrong = [_wrong(each, found.receipts, known) for each in checked]
     rows = [_row(each, why if verify else None) for each, why in zip(checked, wrong, strict=True)]
     if output is Output.json:

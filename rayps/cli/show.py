@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,8 @@ from rich.text import Text
 from rayps.core.errors import ConfigError
 from rayps.core.text import written
 from rayps.core.values import Json, JsonObject
+from rayps.federated.remote.secure_options import SECAGG, SecureOptions
+from rayps.privacy.options import PrivacySpec
 from rayps.service.rest_answers import JobAnswer
 from rayps.service.settings import private_write
 from rayps.strategies.catalogue import catalogue
@@ -211,6 +214,13 @@ def strategy(spec: Json) -> str:
     return written(_brief(spec))
 
 
+# the default options of the parts of strategies that have many: privacy=dp(...), secure=secagg(...)
+_PARTS: dict[str, JsonObject] = {
+    name: {field.name: field.default for field in fields(part) if field.default is not MISSING}
+    for name, part in ((PrivacySpec.name, PrivacySpec), (SECAGG, SecureOptions))
+}
+
+
 @cache
 def _defaults() -> dict[str, JsonObject]:
     """Return each strategy's default options."""
@@ -222,7 +232,8 @@ def _brief(spec: Json) -> Json:
         return [{**phase, "strategy": _brief(phase["strategy"])} for phase in spec]
     if not isinstance(spec, dict):
         return spec
-    defaults = _defaults().get(str(spec.get("name")), {})
+    name = str(spec.get("name"))
+    defaults = _PARTS.get(name) or _defaults().get(name, {})
     return {key: _brief(value) for key, value in spec.items() if key == "name" or defaults.get(key, _UNKNOWN) != value}
 
 

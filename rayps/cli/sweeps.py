@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rayps.cli import show
-from rayps.cli.jobs import Format, Function, Upload
+from rayps.cli.jobs import Format, Function, Upload, note_packed
 from rayps.cli.show import Output
 from rayps.cli.sparkline import sparkline
 from rayps.core.errors import ConfigError
@@ -56,7 +56,7 @@ def sweep(
     if (file is None) == (run is None):
         raise ConfigError("give a job file, or --run FILE:FUNCTION", field="run")
     spec = read(file, changes or []) if file is not None else of_function(str(run), changes or [])
-    with Client() as client:
+    with Client(on_packed=note_packed) as client:
         found = client.sweep(spec, name=name, over=values_of(over), upload=upload)
     if output is Output.json:
         show.dump({"name": found.name, "jobs": [job.data for job in found.jobs]})

@@ -25,6 +25,7 @@ from rayps.strategies.fedavg import FedAvg
 from rayps.tensors.flat import FlatModel
 from rayps.workload.base import Workload
 from rayps.workload.model import apart, model_of
+from rayps.workload.statistics_workload import StatisticsWorkload
 
 
 class WorkloadTrainer:
@@ -150,14 +151,17 @@ def own_data(workload: Workload, path: str | None) -> Data:
     """Return the workload's data; with `path`, the same columns from that Parquet file or folder.
 
     Raises:
-        WorkloadError: data() does not return a data source.
+        WorkloadError: data() does not return a data source, or the rows lack a column of a statistic.
         DataError: `path` is given, and the workload's data does not come from Parquet files.
     """
     with user_code("data"):
         data = workload.data()
     if not isinstance(data, Data):
         raise WorkloadError(f"data() returned {type(data).__name__}: return one of rayps.data, e.g. parquet(...)")
-    return data if path is None else with_other_files(data, path)
+    found = data if path is None else with_other_files(data, path)
+    if isinstance(workload, StatisticsWorkload):
+        workload.check_columns(found)
+    return found
 
 
 def evaluation_of(workload: Workload, path: str | None) -> Data:

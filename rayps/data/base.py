@@ -167,6 +167,11 @@ class Data(ABC):
             yield batch, None
 
     @property
+    def feature_names(self) -> tuple[str, ...] | None:
+        """The names of the columns of `Batch.x`, in order; None if they have no names. Raises DataError."""
+        return None
+
+    @property
     def has_row_numbers(self) -> bool:
         """Whether rows can be taken by number: whether `order` and `take` are there."""
         return False

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-
 from rayps.core.errors import DataError
 from rayps.data.base import Data
-from rayps.data.files import Files
 from rayps.data.reader import ParquetData
 
 
@@ -21,6 +18,4 @@ def with_other_files(data: Data, path: str) -> Data:
             f"the rows cannot be read from {path!r}, because the workload's data() is not Parquet: let data() itself "
             "read this client's\nrows and omit --data, or let data() return rayps.data.parquet(...)"
         )
-    other = copy.copy(data)
-    other._files = Files(path)
-    return other.with_clients(None)
+    return data.with_paths([path])

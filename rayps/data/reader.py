@@ -16,6 +16,7 @@ which all processes of a host share (`rayps.data.client_files`).
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence
@@ -80,6 +81,18 @@ class ParquetData(Data):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_index": None, "_layout": None, "_all_rows": None, "_clients": None, "_warned": set()}
+
+    @property
+    def feature_names(self) -> tuple[str, ...] | None:
+        """The features; None if one is a column of lists. Raises DataError if the files have other columns."""
+        _, layout = self._index_and_layout()
+        return layout.features if set(layout.widths) == {1} else None
+
+    def with_paths(self, paths: Sequence[str]) -> Data:
+        """Return the same columns and options, read from other files; their rows are not divided into clients."""
+        other = copy.copy(self)
+        other._files = Files(list(paths))
+        return other.with_clients(None)
 
     # ------------------------------------------------------------------------------------ before training
 

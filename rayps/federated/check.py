@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from rayps.core.errors import ConfigError
 from rayps.core.user_code import user_code
@@ -15,9 +16,10 @@ from rayps.federated.population.cohort import cohort_size
 from rayps.federated.private_layers import PrivateLayers
 from rayps.federated.private_rounds import PrivateJob, private_job
 from rayps.federated.simulated_rounds import events_of
-from rayps.federated.strategy_interface import ClientSide, FederatedView, is_buffered, joining_under
-from rayps.privacy import accountant
-from rayps.privacy.mechanism import Spent
+from rayps.federated.strategy_interface import STATISTICS, ClientSide, FederatedView, is_buffered, joining_under
+from rayps.privacy.budget import must_allow_one
+from rayps.privacy.claim import delta_too_large
+from rayps.privacy.mechanism import CLIENT, Mechanism
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import recipe_of
@@ -25,16 +27,30 @@ from rayps.workload.base import Workload
 from rayps.workload.model import apart, model_of
 from rayps.workload.statistics_workload import StatisticsWorkload
 
-STATISTICS = "statistics"  # name of the strategy that computes statistics
 _HIDES = 5.0  # noise that is larger than this, relative to the largest mean update, is warned of
 _LABELS = 1000  # with more labels, the skew of clients' labels is not computed
 
 
-def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int) -> list[str]:
-    """Check a federated strategy with a workload and its data. Return warnings for the user.
+class ClientPrivacy(NamedTuple):
+    """The privacy of a job's clients: its public facts, and the mechanism of a round, with the noise that was found."""
+
+    job: PrivateJob
+    mechanism: Mechanism
+
+
+class FederatedFindings(NamedTuple):
+    """The result of `federated`: warnings for the user, and the clients' privacy, if the job is private."""
+
+    warnings: list[str]
+    private: ClientPrivacy | None = None
+
+
+def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int) -> FederatedFindings:
+    """Check a federated strategy with a workload and its data.
 
     Raises:
         ConfigError, DataError: the data has no clients, or the strategy's options do not fit them.
+        WorkloadError: a query needs a column that the data does not have.
     """
     name, side = strategy.name, strategy.client_side
     if isinstance(workload, StatisticsWorkload) != (name == STATISTICS):
@@ -52,6 +68,8 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
     if joining is not None:
         _check_smallest_round(aggregation, joining.least, cohort_size(joining.least, fraction))
         return _check_privacy(strategy, workload, private_job(strategy, None, _size(strategy, workload)))
+    if isinstance(workload, StatisticsWorkload):
+        workload.check_columns(data)
     clients = data.clients  # without clients, this raises an error that says how to define them
     events_of(strategy, clients.sizes, seed, data.batch_size, workload.accumulate)
     rule, attack = aggregation.chosen_rule, population.attackers
@@ -62,31 +80,26 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
     if attack is not None:
         attack.check(clients.count)
         attack.with_classes(clients.label_names)
+    found = _check_privacy(strategy, workload, private_job(strategy, clients.count, 0))
     warnings = [
         rule.warn_of_few_replies(cohort, cohort * (1 - population.dropout)),
         rule.warning(_skew(clients)),
         _warn_of_no_metrics(name, side, workload),
         _warn_of_loaders(name, data),
-        *_check_privacy(strategy, workload, private_job(strategy, clients.count, 0)),
+        *found.warnings,
     ]
-    return [warning for warning in warnings if warning]
+    return found._replace(warnings=[warning for warning in warnings if warning])
 
 
-def _check_privacy(strategy: FederatedView, workload: Workload, job: PrivateJob | None) -> list[str]:
-    """Check the noise, the budget and the model of a private job. Return warnings.
+def _check_privacy(strategy: FederatedView, workload: Workload, job: PrivateJob | None) -> FederatedFindings:
+    """Check the noise, the budget and the model of a private job.
 
     Raises ConfigError if the budget allows no round, or if the model has buffers whose change is not clipped.
     """
     if job is None:
-        return []
+        return FederatedFindings([])
     spec, mechanism = job.spec, job.solved()
-    one = accountant.epsilon({mechanism: Spent().plus(1, job.restart)}, spec.delta)
-    if spec.epsilon is not None and one > spec.epsilon:
-        raise ConfigError(
-            f"privacy has epsilon={spec.epsilon:g}, which one round with noise_multiplier="
-            f"{mechanism.noise_multiplier:g} exceeds: give more noise, a larger epsilon, or a smaller fraction",
-            field="privacy",
-        )
+    must_allow_one(spec, mechanism, tree=job.restart is not None)
     with apart():
         model = model_of(workload)
     if not strategy.client_side.keeps_buffers:
@@ -98,28 +111,33 @@ def _check_privacy(strategy: FederatedView, workload: Workload, job: PrivateJob 
                 field="privacy",
             )
     warnings = []
-    if spec.delta * job.clients >= 1:
-        warnings.append(
-            f"delta={spec.delta:g} is not below 1 / {job.clients}, the number of clients: the claim then allows that "
-            f"all data of a client is disclosed; give delta={0.1 / job.clients:.1g}"
-        )
+    if (why := delta_too_large(spec.delta, job.clients, CLIENT)) is not None:
+        warnings.append(f"this run will prove nothing: {why}")
     size = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = mechanism.noise_multiplier * math.sqrt(size) / job.divisor  # norm of the noise in the mean / clip
-    if share > _HIDES:
+    if share > _HIDES and isinstance(workload, StatisticsWorkload):
+        queries = f"{(count := len(workload.queries))} quer{'y' if count == 1 else 'ies'} ({size} numbers)"
+        warnings.append(
+            f"the noise is about {share:.2g} times as large as the clients' largest mean vector, so the answers will "
+            f"hardly say anything: for {queries}, {job.expected:.0f} clients are few. Ask more clients, fewer queries "
+            "or ones with fewer bins, or add less noise"
+        )
+    elif share > _HIDES:
         warnings.append(
             f"the noise of each round is about {share:.2g} times as large as the largest mean update, so the model "
             f"will hardly learn: with {size} parameters, {job.expected:.0f} clients a round are few. Ask more clients, "
             "train fewer parameters, or add less noise"
         )
-    return warnings
+    return FederatedFindings(warnings, ClientPrivacy(job, mechanism))
 
 
 def _size(strategy: FederatedView, workload: Workload) -> int:
-    """Return the number of a model's parameters if the clients' noise depends on it, and 0 otherwise."""
-    if strategy.privacy_spec is None or not strategy.privacy_spec.by_clients:
+    """Return the number of elements of an update if the clients' noise depends on it, and 0 otherwise."""
+    spec = strategy.privacy_spec
+    if spec is None or not spec.by_clients:
         return 0
     with apart():
-        return sum(p.numel() for p in model_of(workload).parameters() if p.requires_grad)
+        return PrivateLayers.of_model(strategy.client_side.private, model_of(workload)).shared_size
 
 
 def _check_plain_sgd(name: str, workload: Workload) -> None:

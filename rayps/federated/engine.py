@@ -33,7 +33,7 @@ from rayps.federated.population.cohort import home_ranks
 from rayps.federated.private_rounds import PrivateRounds, private_job
 from rayps.federated.remote_replies import RemoteReplies
 from rayps.federated.reply_source import Round, SimulatedReplies, TrainingTask
-from rayps.federated.strategy_interface import FederatedView, attackers_of, is_buffered
+from rayps.federated.strategy_interface import STATISTICS, FederatedView, attackers_of, is_buffered
 from rayps.tensors.finite import is_finite
 from rayps.tensors.learning_rate import Ticks
 
@@ -63,9 +63,9 @@ class FederatedEngine:
         remote = has_remote_clients(strategy)
         self.clients: Clients | None = None if remote else w.batches.data.clients
         self.trainer = Trainer(w.flat, w.workload, w.device)
+        self.private_layers = self.trainer.private_layers(strategy)
         self.private = _private_rounds(self)
         self._w_t = torch.empty_like(w.flat.vector)
-        self.private_layers = self.trainer.private_layers(strategy)
         stateful = self.side.stateful and not remote
         self.home_ranks = home_ranks(w.batches.data.clients.sizes, w.size) if stateful else None
         self.states = ClientStates() if stateful else None
@@ -98,6 +98,11 @@ class FederatedEngine:
             divisor=None if self.private is None else self.private.job.divisor,
             reports=self._reports,
         )
+
+    @property
+    def _has_losses(self) -> bool:
+        """Whether the clients' losses are reported: not in a private job, and statistics have none."""
+        return self.private is None and self.strategy.name != STATISTICS
 
     def at(self, position: int) -> int:
         """Return the number, within its phase, of the round at `position` of the run."""
@@ -138,7 +143,7 @@ class FederatedEngine:
         outcome = self._combine(self.source.summed(w_t), clip)
         outcome.noise = 0.0 if self.private is None else self.private.noise(clip)
         chosen = None if outcome.chosen is None else frozenset(outcome.chosen)
-        for client, loss, n in self._losses if self.private is None else ():
+        for client, loss, n in self._losses if self._has_losses else ():
             if chosen is None or client in chosen:
                 w.meter.add_loss(loss, n, n)
         self.trainer.load(w_t, buffers)
@@ -165,7 +170,7 @@ class FederatedEngine:
         """
         w = self.w
         if summed is not None and (self.private is None or summed[1] is None):
-            if summed[1] is not None:
+            if summed[1] is not None and self._has_losses:
                 w.meter.add_loss(summed[1].loss / summed[1].weight, summed[1].samples, summed[1].samples)
             return summed[0]
         if summed is not None and summed[1] is not None:
@@ -351,12 +356,12 @@ def _source_of(engine: FederatedEngine, remote: bool) -> RemoteReplies | Simulat
 def _private_rounds(engine: FederatedEngine) -> PrivateRounds | None:
     """Return the private part of the rounds, or None. Raises ConfigError if the options do not fit the clients."""
     w, strategy = engine.w, engine.strategy
-    size = w.flat.layout.size
+    size = engine.private_layers.shared_size
     job = private_job(strategy, None if engine.clients is None else engine.clients.count, size)
     if job is None:
         return None
-    assert w.plan.ledger is not None, "the driver gives private jobs a ledger"
-    return PrivateRounds(job, w.ring, Path(w.plan.ledger), w.plan.seed)
+    assert w.plan.private is not None, "the driver gives private jobs a ledger"
+    return PrivateRounds(job, w.ring, Path(w.plan.private.ledger), w.plan.seed)
 
 
 def name_clients(away: list[list[str]], count: int) -> str:

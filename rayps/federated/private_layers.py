@@ -1,7 +1,6 @@
 """The layers of a model that stay with each client: parameters and buffers whose names match patterns.
 
-A pattern is the name of a parameter, of a buffer or of a module, which stands for all below it ("head", "layers.3"), or
-a glob pattern of whole names ("*.bias"). The rest is the shared part: the elements of the vector in their order,
+`rayps_client.private_layers` says what a pattern is. The shared part has the elements of the vector in their order,
 without the private ones. A client sends the shared part alone, and the server changes the shared part alone.
 """
 
@@ -9,16 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import torch
+from rayps_client.private_layers import PRIVATE, private_names
 from torch import Tensor, nn
 
-from rayps.core.errors import ConfigError
 from rayps.tensors.flat import Layout
-
-_STATE = "private/"  # prefix, in a client's state, of the names of private parameters and buffers
-_SHOWN = 6  # the largest number of names in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,26 +31,7 @@ class PrivateLayers:
         Raises:
             ConfigError: a pattern matches nothing, or the patterns match all parameters.
         """
-        names, others = layout.names, list(buffers)
-        for pattern in patterns:
-            if not any(_matches(name, pattern) for name in (*names, *others)):
-                raise ConfigError(
-                    f"private is {pattern!r}, but no parameter of the model has such a name: it has {_listed(names)}. "
-                    'Give the name of a\nparameter or module ("head"), or a glob pattern ("*.bias")',
-                    field="private",
-                )
-        found = cls(
-            layout,
-            frozenset(name for name in names if any(_matches(name, each) for each in patterns)),
-            frozenset(name for name in others if any(_matches(name, each) for each in patterns)),
-        )
-        if len(found.parameters) == len(names):
-            raise ConfigError(
-                f"private is {', '.join(patterns)}, which matches all parameters of the model ({_listed(names)}), so "
-                "that clients would learn nothing\nfrom one another: give fewer names",
-                field="private",
-            )
-        return found
+        return cls(layout, *private_names(patterns, layout.names, list(buffers)))
 
     @classmethod
     def of_model(cls, patterns: Collection[str], model: nn.Module) -> PrivateLayers:
@@ -102,7 +78,7 @@ class PrivateLayers:
         """Return copies of the private parameters and buffers, under their names in a client's state."""
         own = {e.name: vector[e.lo : e.hi].view(e.shape) for e in self.layout.entries if e.name in self.parameters}
         own |= {name: buffers[name] for name in buffers if name in self.buffers}
-        return {f"{_STATE}{name}": value.detach().clone() for name, value in own.items()}
+        return {f"{PRIVATE}{name}": value.detach().clone() for name, value in own.items()}
 
     def load(self, state: Mapping[str, Tensor], vector: Tensor, buffers: Mapping[str, Tensor]) -> None:
         """Copy the private parameters and buffers of a client's state into a vector and into buffers.
@@ -110,12 +86,12 @@ class PrivateLayers:
         What the state lacks does not change: a client that has taken no part has the initial values.
         """
         for entry in self.layout.entries:
-            value = state.get(f"{_STATE}{entry.name}")
+            value = state.get(f"{PRIVATE}{entry.name}")
             if entry.name in self.parameters and value is not None and tuple(value.shape) == entry.shape:
                 vector[entry.lo : entry.hi].view(entry.shape).copy_(value)
         for name in self.buffers:
-            if f"{_STATE}{name}" in state:
-                buffers[name].detach().copy_(state[f"{_STATE}{name}"])
+            if f"{PRIVATE}{name}" in state:
+                buffers[name].detach().copy_(state[f"{PRIVATE}{name}"])
 
     def _runs(self) -> list[tuple[int, int]]:
         """Return the bounds (lo, hi) of each run of elements that are shared."""
@@ -128,12 +104,3 @@ class PrivateLayers:
             else:
                 runs.append((entry.lo, entry.hi))
         return runs
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

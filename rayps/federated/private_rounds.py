@@ -37,13 +37,13 @@ from rayps.core.values import JsonObject
 from rayps.federated.combine_replies import BITS, Aggregate, RoundAggregate
 from rayps.federated.population.cohort import Ints, cohort_size, first
 from rayps.federated.remote.secure_options import LEAST, SecureOptions, secure_of
-from rayps.federated.strategy_interface import FederatedView, joining_under
+from rayps.federated.strategy_interface import STATISTICS, FederatedView, joining_under
 from rayps.privacy import accountant
 from rayps.privacy.account import PrivacyAccount, solve_noise
 from rayps.privacy.adaptive_clip import SHARE, next_clip, update_noise
 from rayps.privacy.claim import Setting, claim
 from rayps.privacy.ledger import ReleaseLedger
-from rayps.privacy.mechanism import Mechanism, Spent
+from rayps.privacy.mechanism import CLIENT, Mechanism, Spent
 from rayps.privacy.noise import Floats, KeyedNoise, NoiseSource, SecretNoise
 from rayps.privacy.noise_shares import NoiseShares, share_noise
 from rayps.privacy.options import ALL, DISTRIBUTED, FIXED, POISSON, SEEDED, TREE, PrivacySpec
@@ -62,6 +62,7 @@ class PrivateJob:
     real: bool = False
     secure: SecureOptions | None = None  # how real clients' updates are summed; None: each is seen
     size: int = 0  # elements of an update; needed if the clients add the noise
+    answers: bool = False  # whether the job computes statistics, and trains no model
 
     @property
     def kind(self) -> str:
@@ -125,7 +126,8 @@ class PrivateJob:
     @property
     def setting(self) -> Setting:
         """What the claim depends on."""
-        return Setting("client", self.clients, self.real, self.secure is not None, restart=self.restart)
+        masked, restart = self.secure is not None, self.restart
+        return Setting(CLIENT, self.clients, self.real, masked, restart=restart, answers=self.answers)
 
 
 def private_job(strategy: FederatedView, clients: int | None, size: int) -> PrivateJob | None:
@@ -133,13 +135,15 @@ def private_job(strategy: FederatedView, clients: int | None, size: int) -> Priv
 
     `clients` is None for real clients. `size` is the number of elements of an update.
     """
-    if strategy.privacy_spec is None:
+    spec = strategy.privacy_spec
+    if spec is None:
         return None
     joining = joining_under(strategy)
     count = joining.least if joining is not None else clients
     assert count is not None, "simulated clients are counted"
-    secure = secure_of(strategy.secure)
-    return PrivateJob(strategy.privacy_spec, count, strategy.fraction, joining is not None, secure, size)
+    secure = secure_of(strategy.real.secure)
+    real, answers = joining is not None, strategy.name == STATISTICS
+    return PrivateJob(spec, count, strategy.fraction, real, secure, size, answers)
 
 
 class _Releases:
@@ -147,7 +151,7 @@ class _Releases:
 
     def __init__(self, job: PrivateJob, mechanism: Mechanism, folder: Path, seed: int) -> None:
         """Open the ledger. Raises ConfigError if it cannot be used."""
-        self.job, self.ledger = job, ReleaseLedger(folder)
+        self.job, self.ledger = job, ReleaseLedger(folder, CLIENT)
         self.account = PrivacyAccount(job.spec, mechanism, self.ledger, job.restart)
         self.source: NoiseSource = KeyedNoise.of_seed(seed) if job.spec.noise == SEEDED else SecretNoise()
         seeded_tree = job.kind == TREE and job.spec.noise != SEEDED
@@ -233,7 +237,8 @@ class PrivateRounds:
         if spec.epsilon is not None and whole > spec.epsilon:
             most = accountant.releases_within(account.mechanism, spec.epsilon, spec.delta, restart)
             text += f"; the budget {spec.epsilon:g} allows {most}"
-        return text if spec.proves else f"{text}. It proves nothing, because the noise is drawn from the seed"
+        why = self.claim()["not_proven"]
+        return text if why is None else f"{text}. It proves nothing: {why}"
 
     def cohort(self, round: int) -> Ints:
         """Return the clients of a round, sorted. Rank 0 draws them, and all workers receive them."""

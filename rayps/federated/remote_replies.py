@@ -33,7 +33,7 @@ from rayps.federated.remote.mailbox import FOLDER, JoinedClient, Mailbox, RoundO
 from rayps.federated.remote.signed_orders import OrderFacts
 from rayps.federated.reply_source import Round, TrainingTask
 from rayps.federated.round_codings import RoundCodings
-from rayps.federated.secure_rounds import SecureRounds, SecureTotal, aggregate_of, listed, secure_rounds_of
+from rayps.federated.secure_rounds import SecureRounds, aggregate_of, listed, secure_rounds_of
 from rayps.federated.strategy_interface import deadline_of, joining_under
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ class RemoteReplies:
         assert joining is not None, "its clients are remote"
         self._joining: JoinOptions = joining
         self._deadline: float = deadline_of(strategy)
-        self._mailbox = mailbox_of(w.plan.mailbox)
+        self._mailbox = mailbox_of(w.plan.peers.mailbox)
         self._members: list[JoinedClient] = self._mailbox.members()
-        self._strategy, self._first = strategy, True
+        self._real, self._first = strategy.real, True
         self._reported: list[tuple[str, int]] = []  # names and samples of the clients in the last event `clients`
         self.refused: list[tuple[int, str]] = []  # clients whose updates of this round cannot be used, and why
         self._open: RoundOrder | None = None
@@ -69,10 +69,8 @@ class RemoteReplies:
         self._usable: list[int] = []  # clients whose updates have the right form
         # w_t and buffers of the open round, which have the expected form of an update
         self._like: tuple[Tensor, Mapping[str, Tensor]] = engine.w.flat.vector, {}
-        self._codings = RoundCodings(strategy)
-        # the secure rounds, and the result of the current one; None: the service sees each update
-        self._secure = secure_rounds_of(engine, self._mailbox)
-        self._total: SecureTotal | None = None
+        self._codings = RoundCodings(self._real)
+        self._secure = secure_rounds_of(engine, self._mailbox)  # None: the service sees each update
 
     # ---- clients
 
@@ -111,13 +109,12 @@ class RemoteReplies:
             TrainingError: too few clients connected within `wait` seconds.
         """
         there = self._wait_for_clients(t)
-        w, strategy, private = self._engine.w, self._strategy, self._engine.private
-        self._total = None
+        w, fraction, private = self._engine.w, self._engine.strategy.fraction, self._engine.private
         if private is None:
-            chosen = first(w.plan.seed, t, there, cohort_size(len(there), strategy.fraction)).tolist()
+            chosen = first(w.plan.seed, t, there, cohort_size(len(there), fraction)).tolist()
         else:  # the number that is asked is fixed, as the divisor is
             there = private.eligible(there)
-            chosen = first(w.plan.seed, t, there, cohort_size(self._joining.least, strategy.fraction)).tolist()
+            chosen = first(w.plan.seed, t, there, cohort_size(self._joining.least, fraction)).tolist()
             private.asked(chosen)
         raw, most = self._prepare(w_t, shared, buffers)
         facts = self._facts(ROUND, t, self._mailbox.starts(w.position, self._first))
@@ -148,7 +145,7 @@ class RemoteReplies:
             "round": t,
             "phase": w.plan.origin[0],
             "seed": w.plan.seed,
-            "strategy": self._strategy.to_wire(),
+            "strategy": self._engine.strategy.to_wire(),
             "since": self._since(w.position),
             "starts": starts,
             "personal": self._engine.side.measured,
@@ -162,8 +159,8 @@ class RemoteReplies:
 
         Return a dict from `client_*` and `personal_*` metric to its total.
         """
-        engine, strategy, private = self._engine, self._strategy, self._engine.private
-        if not strategy.client_evaluation:
+        engine, private = self._engine, self._engine.private
+        if not self._real.client_evaluation:
             return {}
         self._members = self._mailbox.members()
         asked = {each.number: each.name for each in self._members if self._mailbox.state(each.number) == "here"}
@@ -179,7 +176,7 @@ class RemoteReplies:
         raw = remote_codec.encode_parameters(
             engine.w.flat.vector, engine.w.flat.layout, {}, engine.trainer.copy_buffers()
         )
-        evaluation = ClientEvaluation(self._mailbox, strategy, min(self._deadline, MOST_SECONDS), private)
+        evaluation = ClientEvaluation(self._mailbox, self._real, min(self._deadline, MOST_SECONDS), private)
         found, void = evaluation.run(facts, asked, raw, of_job, (self._wait_with, self._wait_for))
         self._mailbox.write_waits(None)
         if void:
@@ -196,12 +193,16 @@ class RemoteReplies:
             self._mailbox.close_round(order.serial)
             self._open = order
         self._mailbox.write_waits(None)
-        self._total, self.refused = total, []
+        self._mailbox.record_secure_round(total.void)
+        secure.total, self.refused = total, []
         return Round(total.sampled, sorted(total.dropped.items()), begun, time.time(), total.survivors)
 
     def summed(self, w_t: Tensor) -> tuple[RoundAggregate, SummedNumbers | None] | None:
         """Return the result of a secure round, and its sums unless it is void. None: the rounds are not secure."""
-        return None if self._total is None else (aggregate_of(self._total, w_t), self._total.numbers)
+        total = None if self._secure is None else self._secure.total
+        if total is None:
+            return None
+        return aggregate_of(total, self._engine.private_layers.cut(w_t)), total.numbers
 
     def base(self, version: int, w_t: Tensor) -> Tensor:
         """Return the parameters from which the clients of the round have started: `w_t`, those of the round."""
@@ -243,7 +244,7 @@ class RemoteReplies:
 
     def _since(self, position: int) -> int:
         """Return the earliest round to which the job may return: the round of the second newest checkpoint."""
-        boundary, found = self._engine.w.plan.boundary, 0
+        boundary, found = self._engine.w.plan.snapshots.boundary, 0
         for at in range(position, 0, -1):
             if at in boundary:
                 found += 1
@@ -342,6 +343,18 @@ def create_mailbox(folder: Path | None) -> str:
         raise _no_service()
     Mailbox(folder / FOLDER).prepare()
     return str(folder / FOLDER)
+
+
+def untrained(folder: str | None) -> TrainingError | None:
+    """Return the error of a job of which every secure round was void, as `folder`, its mailbox, says; else None."""
+    why = None if folder is None else Mailbox(Path(folder)).never_summed()
+    if why is None:
+        return None
+    return TrainingError(
+        f"every round was void, and the model was not trained; the last one because {why}:\n`rayps events` names the "
+        "clients that dropped out of each round. Let more clients join before a round starts (least in "
+        "clients=remote(least=...)), or raise deadline"
+    )
 
 
 def mailbox_of(folder: str | None) -> Mailbox:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from rayps_client.coded_vectors import VectorCoding
 from rayps_client.upload_coding import UpdateCode, download_of, update_coding
 
+from rayps.federated.remote.client_options import RealClients
 from rayps.federated.remote.signed_orders import OrderFacts
-from rayps.federated.strategy_interface import FederatedView
 
 
 class RoundCodings:
     """The codings of a job's rounds."""
 
-    def __init__(self, strategy: FederatedView) -> None:
-        self.download: VectorCoding | None = download_of(strategy.download)
-        self.update: VectorCoding | None = update_coding({"upload": strategy.upload, "download": strategy.download})
+    def __init__(self, real: RealClients) -> None:
+        self.download: VectorCoding | None = download_of(real.download)
+        self.update: VectorCoding | None = update_coding({"upload": real.upload, "download": real.download})
 
     def update_code(self, facts: OrderFacts, client: int) -> UpdateCode | None:
         """Return the coding of a client's update in the round of an order. None: the client sends its parameters."""

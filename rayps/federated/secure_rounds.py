@@ -31,7 +31,7 @@ from torch import Tensor
 from rayps.core.errors import ConfigError
 from rayps.federated.buffer_statistics import BufferStatistics
 from rayps.federated.combine_replies import RoundAggregate
-from rayps.federated.remote.mailbox import Mailbox, RoundOrder
+from rayps.federated.remote.mailbox import Mailbox, RoundOrder, SecureOutcome
 from rayps.federated.remote.secure_options import SecureOptions, secure_of
 from rayps.federated.remote.signed_orders import OrderFacts
 
@@ -63,12 +63,13 @@ class SecureRounds:
     def __init__(
         self, mailbox: Mailbox, options: SecureOptions, least: int, size: int, *, private: PrivateRounds | None = None
     ) -> None:
-        """`least`: the fewest clients with which a round counts. `size`: the number of the model's parameters.
+        """`least`: the fewest clients with which a round counts. `size`: the number of parameters that clients send.
 
         `private`: the noise, which makes the sensitivity of the sums count, or None. If the clients add the noise, the
         release of a sum is recorded before they are asked to unmask it.
         """
         self.options, self._private = options, private
+        self.total: SecureTotal | None = None  # the result of the newest round; None before the first
         self._mailbox, self._least, self._size = mailbox, least, size
 
     def facts(self, clients: int) -> SecureFacts:
@@ -101,6 +102,7 @@ class SecureRounds:
         found.dropped = {number: why for number, why in sorted(lost.items()) if number not in found.survivors}
         if found.numbers is not None:
             self._store(order.facts, found, total)
+        self._mailbox.write_outcome(order.serial, SecureOutcome(found.void, found.dropped))
         stages.delete()
         return found
 
@@ -178,22 +180,27 @@ def secure_rounds_of(engine: FederatedEngine, mailbox: Mailbox) -> SecureRounds 
     Raises:
         ConfigError: the model has buffers that clients would send.
     """
-    options, strategy = secure_of(engine.strategy.secure), engine.strategy
+    options, strategy = secure_of(engine.strategy.real.secure), engine.strategy
     if options is None:
         return None
-    if BufferStatistics(engine.trainer.buffers).size and not engine.side.keeps_buffers:
+    part = engine.private_layers
+    sent = {} if engine.side.keeps_buffers else part.without_private(engine.trainer.buffers)
+    if BufferStatistics(sent).size:
         raise ConfigError(
             "secure aggregation sums updates of bounded norm, but this model has buffers without a bound (BatchNorm's "
             "statistics):\ngive buffers=keep, by which each client keeps its own, or use GroupNorm or LayerNorm in the "
             "model",
             field="secure",
         )
-    least, size = strategy.aggregation.min_replies, engine.w.flat.layout.size
-    return SecureRounds(mailbox, options, least, size, private=engine.private)
+    least = strategy.aggregation.min_replies
+    return SecureRounds(mailbox, options, least, part.shared_size, private=engine.private)
 
 
 def aggregate_of(total: SecureTotal, w_t: Tensor) -> RoundAggregate:
-    """Return the result of a secure round as the strategy's `server` method takes it."""
+    """Return the result of a secure round as the strategy's `server` method takes it.
+
+    `w_t`: the parameters that clients share, from which they have started.
+    """
     found = RoundAggregate(None, None, {}, len(total.survivors), 0.0, skipped=total.void, void=total.void is not None)
     if total.numbers is not None:
         delta = torch.from_numpy(total.numbers.mean)

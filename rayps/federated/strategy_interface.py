@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rayps.core.strategy import StrategyView
 from rayps.core.strategy_families import has_remote_clients
-from rayps.core.values import Json
 from rayps.federated.aggregation_options import Aggregation
 from rayps.federated.local_training import LocalTraining
 from rayps.federated.population.attack_spec import AttackSpec
 from rayps.federated.population.options import PopulationSpec
+from rayps.federated.remote.client_options import RealClients
 from rayps.federated.remote.join_options import JoinOptions, joining_of, round_seconds
 from rayps.privacy.options import PrivacySpec
 
 if TYPE_CHECKING:
     from rayps.federated.client import ClientTurn
     from rayps.federated.engine import FederatedServer
+
+STATISTICS = "statistics"  # name of the strategy that computes statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,28 +88,8 @@ class FederatedView(StrategyView, Protocol):
         """The options of asynchronous rounds; None means that all clients of a round start together."""
 
     @property
-    def clients(self) -> Json:
-        """How the job waits for real clients (`rayps.federated.remote.join_options`); None means simulated clients."""
-
-    @property
-    def secure(self) -> Json:
-        """How real clients' updates are summed unseen (`rayps.federated.remote.secure_options`), or None."""
-
-    @property
-    def upload(self) -> str | None:
-        """How real clients code their updates (`rayps.federated.remote.coding_options`), or None."""
-
-    @property
-    def download(self) -> str | None:
-        """How the parameters are coded for real clients, or None."""
-
-    @property
-    def client_evaluation(self) -> bool:
-        """Whether real clients evaluate models on their own rows (`rayps.federated.client_evaluation`)."""
-
-    @property
-    def metric_bound(self) -> float:
-        """The largest absolute value of a client's metric under masks."""
+    def real(self) -> RealClients:
+        """The options for real clients."""
 
     @property
     def client_side(self) -> ClientSide:
@@ -143,7 +125,7 @@ def deadline_of(strategy: FederatedView) -> float:
 
 def joining_under(strategy: FederatedView) -> JoinOptions | None:
     """Return how a job waits for real clients, or None if its clients are simulated."""
-    return joining_of(strategy.clients)
+    return joining_of(strategy.real.clients)
 
 
 def state_owner(strategy: StrategyView) -> str | None:

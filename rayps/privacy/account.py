@@ -47,8 +47,8 @@ class PrivacyAccount:
         """Read the ledger. Raises ConfigError if its releases cannot be added to those of `mechanism`."""
         self.spec, self.mechanism, self.ledger, self.restart = spec, mechanism, ledger, restart
         self._coarse, self._bound = coarse, (0, 0.0)  # the newest bound: a number of releases, and its epsilon
-        self._spent = ledger.spent()
-        self._tree, self._leaf = ledger.new_tree(), 0  # a tree of an earlier process is never continued
+        self._spent, self._tree = ledger.read()
+        self._leaf = 0  # a tree of an earlier process is never continued
         self.epsilon = accountant.epsilon(self._spent, spec.delta)
         self._next = self._cost_of_next()
 

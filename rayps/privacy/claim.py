@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rayps.core.records import Event, Point
 from rayps.core.values import JsonObject, Keywords
 from rayps.privacy.accountant import NAMES
-from rayps.privacy.mechanism import NEIGHBOURS, Mechanism
+from rayps.privacy.mechanism import CLIENT, NEIGHBOURS, Mechanism
 from rayps.privacy.noise_shares import NoiseShares
 from rayps.privacy.options import ALL, DISTRIBUTED, FIXED, POISSON, TREE, PrivacySpec
 
@@ -21,6 +21,8 @@ _SAMPLING = {
     TREE: "A {unit} takes part at most once in the {restart} rounds of a tree: sampling adds nothing to the "
     "protection.",
 }
+_EVERYONE = "Every {unit} takes part in every round: sampling adds nothing to the protection."
+_SEEDED = "its noise was drawn from the job's seed (noise=seeded), so whoever knows the seed can remove it."
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class Setting:
     restart: int | None = None
     servers: bool = False  # whether workers push their parts of a sum to servers
     started_from: bool = False  # whether the first parameters come from a file
+    answers: bool = False  # whether the job computes statistics, and trains no model
 
 
 def claim(spec: PrivacySpec, mechanism: Mechanism, setting: Setting) -> JsonObject:
@@ -47,7 +50,8 @@ def claim(spec: PrivacySpec, mechanism: Mechanism, setting: Setting) -> JsonObje
         "mechanism": mechanism.to_wire(),
         "neighbours": NEIGHBOURS[mechanism.kind].format(unit=setting.unit),
         "accountant": NAMES[mechanism.kind],
-        "proves": spec.proves,
+        "proves": (why := _not_proven(spec, setting)) is None,
+        "not_proven": why,  # why the claim proves nothing; None if it proves what it says
         "holds_against": _holds_against(setting, mechanism.shares),
         "trusted": _trusted(setting, mechanism.shares),
         "assumes": _assumes(spec, mechanism, setting),
@@ -56,17 +60,16 @@ def claim(spec: PrivacySpec, mechanism: Mechanism, setting: Setting) -> JsonObje
 
 def with_releases(facts: Keywords, epsilon: float, releases: int) -> JsonObject:
     """Return a claim with the number of releases, epsilon, and the claim as a sentence."""
-    if facts["proves"]:
+    if not facts["proves"]:
+        sentence = f"This run proves nothing: {facts.get('not_proven') or _SEEDED}"
+    elif not releases:
+        sentence = "This run's ledger has no release: nothing was disclosed so far."
+    else:
         s = "" if releases == 1 else "s"
         sentence = (
-            f"The releases of this run ({releases} noised sum{s}), and all that is computed from them, are "
+            f"The releases in this run's ledger ({releases} noised sum{s}), and all that is computed from them, are "
             f"({epsilon:.4g}, {facts['delta']:g})-differentially private, where two data sets are neighbours if "
             f"{facts['neighbours']}."
-        )
-    else:
-        sentence = (
-            "This run proves nothing: its noise was drawn from the job's seed (noise=seeded), so whoever knows the "
-            "seed can remove it."
         )
     return {**facts, "claim": sentence, "epsilon": epsilon, "releases": releases}
 
@@ -90,9 +93,23 @@ def claim_of_run(events: Iterable[Event], points: Iterable[Point]) -> JsonObject
     return with_releases(facts, epsilon, max((int(point["releases"]) for point in rounds), default=0))
 
 
+def delta_too_large(delta: float, units: int, unit: str) -> str | None:
+    """Return why a claim with `delta` about so many units proves nothing; None if `delta` is small enough."""
+    if delta * units < 1:
+        return None
+    return (
+        f"delta={delta:g} is not below 1 / {units}, the number of {unit}s, so that the claim allows the disclosure of "
+        f"all data of a {unit}; give delta={0.1 / units:.1g} or less."
+    )
+
+
+def _not_proven(spec: PrivacySpec, setting: Setting) -> str | None:
+    return delta_too_large(spec.delta, setting.units, setting.unit) if spec.proves else _SEEDED
+
+
 def _holds_against(setting: Setting, shares: NoiseShares | None) -> list[str]:
     found = [
-        "whoever has the final model or a checkpoint",
+        f"whoever has the {'answers' if setting.answers else 'final model'} or a checkpoint",
         "whoever reads the job's metrics, events and pages, whose values come from the noised sums or from evaluation "
         "data that is assumed to be public",
     ]
@@ -101,7 +118,7 @@ def _holds_against(setting: Setting, shares: NoiseShares | None) -> list[str]:
         if shares.colluding:
             clients = "client" if shares.colluding == 1 else "clients"
             found.append(f"up to {shares.colluding} {clients} of a round, even if they work together with the service")
-    elif setting.unit == "client":
+    elif setting.unit == CLIENT:
         found.append("the other clients, even if they work together")
     return found
 
@@ -117,7 +134,7 @@ def _trusted(setting: Setting, shares: NoiseShares | None) -> str:
         )
     if setting.masked:
         return "The server sees only the sum of the clients' updates, and is trusted to add the noise to that sum."
-    if setting.unit == "client":
+    if setting.unit == CLIENT:
         return "The workers and the service see each client's update before the noise, and are trusted."
     if setting.servers:
         return "The workers read the rows, and the servers add the workers' parts of a sum; both are trusted."
@@ -125,7 +142,8 @@ def _trusted(setting: Setting, shares: NoiseShares | None) -> str:
 
 
 def _assumes(spec: PrivacySpec, mechanism: Mechanism, setting: Setting) -> list[str]:
-    sampling = _SAMPLING[mechanism.kind].format(
+    everyone = mechanism.kind == POISSON and mechanism.probability >= 1
+    sampling = (_EVERYONE if everyone else _SAMPLING[mechanism.kind]).format(
         unit=setting.unit,
         probability=mechanism.probability,
         drawn=mechanism.drawn,
@@ -140,15 +158,12 @@ def _assumes(spec: PrivacySpec, mechanism: Mechanism, setting: Setting) -> list[
         "The same data is used in no other job; epsilons of several jobs add up.",
         "Times are not protected: how long a round takes is visible.",
     ]
-    if setting.unit == "client":
+    if setting.unit == CLIENT:
         found.append("All of a person's rows belong to one client.")
     if setting.real_clients:
         found.append("Who has joined, and the number of samples that each client reported, is visible in the service.")
-    if spec.delta * setting.units >= 1:
-        found.append(
-            f"WARNING: delta={spec.delta:g} is not below 1 / {setting.units}: it allows the disclosure of a whole "
-            f"{setting.unit}."
-        )
+    if (warning := delta_too_large(spec.delta, setting.units, setting.unit)) is not None:
+        found.append(f"WARNING: {warning}")
     if setting.started_from:
         found.append("The job's first parameters were public, or are charged in the account of the job that made them.")
     return found

@@ -8,6 +8,7 @@ from rayps.core.values import JsonObject, Keywords
 from rayps.privacy.noise_shares import NoiseShares
 from rayps.privacy.options import ALL, DISTRIBUTED, FIXED, POISSON, TREE
 
+CLIENT, ROW = "client", "row"  # the unit that a release protects
 KINDS = (POISSON, FIXED, ALL, TREE, DISTRIBUTED)
 NEIGHBOURS = {  # what differs between two data sets that the claim cannot tell apart
     POISSON: "one {unit} is added or removed",
@@ -35,9 +36,9 @@ class Mechanism:
     shares: NoiseShares | None = None
 
     def to_wire(self) -> JsonObject:
-        """Return the mechanism as JSON-ready data."""
-        found = asdict(self)
-        return found if self.shares is not None else {name: value for name, value in found.items() if name != "shares"}
+        """Return the mechanism as JSON-ready data, without the numbers that its kind does not have."""
+        own = {POISSON: ("probability",), FIXED: ("units", "drawn"), DISTRIBUTED: ("shares",)}.get(self.kind, ())
+        return {name: value for name, value in asdict(self).items() if name in ("kind", "noise_multiplier", *own)}
 
     @staticmethod
     def from_wire(facts: Keywords) -> Mechanism:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
 from rayps.core import options
 from rayps.core.errors import ConfigError
@@ -207,7 +207,7 @@ def dp(**given: Json) -> PrivacySpec:
 
 
 def privacy_of(given: Json | PrivacySpec) -> PrivacySpec | None:
-    """Parse the option `privacy`: a PrivacySpec, its wire form, or the text `dp(...)`. None means no privacy.
+    """Parse the option `privacy`: a PrivacySpec, a mapping of its options, or the text `dp(...)`. None: no privacy.
 
     Raises:
         ConfigError: it has none of these forms, or an option is not allowed.
@@ -215,13 +215,22 @@ def privacy_of(given: Json | PrivacySpec) -> PrivacySpec | None:
     if given is None or isinstance(given, PrivacySpec):
         return given
     facts = form(given) if isinstance(given, str) else given
-    if not isinstance(facts, Mapping) or facts.get("name") != PrivacySpec.name:
+    if not isinstance(facts, Mapping) or facts.get("name", PrivacySpec.name) != PrivacySpec.name:
         raise ConfigError(
             f"privacy is {given!r}: give dp(noise_multiplier=1.1,clip=1.0,delta=1e-5), or leave it out", field="privacy"
         )
     return dp(**{key: value for key, value in facts.items() if key != "name"})
 
 
+@runtime_checkable
+class HasPrivacy(Protocol):
+    """A strategy with the option `privacy`."""
+
+    @property
+    def privacy_spec(self) -> PrivacySpec | None:
+        """The options of differential privacy; None if the job is not private."""
+
+
 def privacy_in(strategy: object) -> PrivacySpec | None:
-    """Return the options of a strategy's `privacy`; None if it has none, or no such option. Raises ConfigError."""
-    return privacy_of(getattr(strategy, "privacy", None))
+    """Return the options of a strategy's `privacy`; None if it has none, or no such option."""
+    return strategy.privacy_spec if isinstance(strategy, HasPrivacy) else None

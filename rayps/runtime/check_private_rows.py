@@ -16,6 +16,7 @@ from rayps.core.strategy_families import PRIVATE_GRADIENTS, PRIVATE_PUSHES, Resh
 from rayps.core.topology import is_private
 from rayps.data.base import Data
 from rayps.privacy.account import solve_noise
+from rayps.privacy.budget import must_allow_one
 from rayps.privacy.mechanism import Mechanism
 from rayps.privacy.options import POISSON, privacy_in
 from rayps.privacy.row_level import RowPrivacy
@@ -39,7 +40,8 @@ def private_rows(
     """Return the privacy of the rows under a strategy, with the noise that was found; None if they are not private.
 
     Raises:
-        ConfigError: the workload, its data or its model cannot be combined with privacy, or no noise suffices.
+        ConfigError: the workload, its data or its model cannot be combined with privacy, no noise suffices, or the
+            budget allows no step.
     """
     spec = privacy_in(strategy) if is_private(strategy) else None
     if spec is None:
@@ -54,7 +56,9 @@ def private_rows(
         )
     rows = data.rows()
     batch = min(rows, data.batch_size * grid.data)
-    return RowPrivacy(spec, solve_noise(spec, lambda noise: Mechanism(POISSON, noise, batch / rows)), rows, batch)
+    mechanism = solve_noise(spec, lambda noise: Mechanism(POISSON, noise, batch / rows))
+    must_allow_one(spec, mechanism)
+    return RowPrivacy(spec, mechanism, rows, batch)
 
 
 def _check_data(workload: Workload, data: Data) -> None:

@@ -43,8 +43,7 @@ from rayps.core.urls import Location
 from rayps.core.user_code import awaited
 from rayps.core.user_module import pack
 from rayps.core.warm_start import StartFrom
-from rayps.federated.remote_replies import create_mailbox
-from rayps.privacy.claim import claim_of_run
+from rayps.federated.remote_replies import create_mailbox, untrained
 from rayps.runtime import decide_recovery as states
 from rayps.runtime.bound_mover import BoundMover
 from rayps.runtime.callbacks import CallbackRunner, RunHandle, runner_of
@@ -75,7 +74,8 @@ from rayps.runtime.ledger_folder import LedgerFolder, ledger_folder
 from rayps.runtime.membership import Membership
 from rayps.runtime.phases import PhaseRun, RunPlan
 from rayps.runtime.preflight import PreflightFindings, Trial, TrialFacts, TrialRequest, preflight
-from rayps.runtime.private_run import PrivateRun, charged, private_run
+from rayps.runtime.private_client_run import PrivateClientRun
+from rayps.runtime.private_run import PrivateRun, private_run
 from rayps.runtime.recover import RecoveryExecutor
 from rayps.runtime.share_balancer import ShareBalancer
 from rayps.runtime.snapshots import Checkpointer
@@ -85,7 +85,7 @@ from rayps.runtime.worker_group import WorkerGroup, WorkerProcess
 from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec
 from rayps.tensors.learning_rate import ScheduleRecord, recipe_of
-from rayps.worker.plan import WorkerFacts
+from rayps.worker.plan import PrivatePlan, WorkerFacts
 from rayps.workload import parameters
 from rayps.workload.base import Workload
 from rayps.workload.callback import Callback
@@ -211,6 +211,7 @@ class Driver:
         if found is None:
             return False
         ledger = self._ledger()
+        private, private_clients = self._private_run(found, ledger), self._private_client_run(found, ledger)
         for warning in found.warnings:
             self.journal.event("warning", warning)
         if not self._again and (own := parameters.differing(self.workload, Workload)):
@@ -232,7 +233,8 @@ class Driver:
             elastic,
             leased,
             ledger,
-            self._private_run(found, ledger),
+            private,
+            private_clients,
         )
         self._record.set_calendar(calendar)
         if self._tries:
@@ -242,7 +244,9 @@ class Driver:
     def _ledger(self) -> LedgerFolder | None:
         """Return the folder of the ledger of private releases; None without privacy."""
         checkpoints = self._checkpoints
-        found = ledger_folder(self._phases, self.journal.folder, checkpoints.folder, checkpoints.resume)
+        found = ledger_folder(
+            self._phases, self.journal.folder, checkpoints.folder, checkpoints.resume, self.journal.shared_ledger
+        )
         if found is not None and found.unknown is not None:
             self.journal.event("warning", found.unknown)
         if found is not None and found.carried:
@@ -250,16 +254,31 @@ class Driver:
         return found
 
     def _private_run(self, found: PreflightFindings, ledger: LedgerFolder | None) -> PrivateRun | None:
-        """Return what a run with private rows spends; None if its rows are not private."""
+        """Return what a run with private rows spends; None if its rows are not private.
+
+        Raises ConfigError if the budget allows no step of a run that starts anew.
+        """
         if not found.private or ledger is None:
             return None
-        return private_run(
-            found.private,
-            self._phases,
-            ledger,
-            self.journal,
-            started_from=found.start is not None or ledger.unknown is not None,
-        )
+        started_from = found.start is not None or ledger.unknown is not None
+        with ledger.released_on_error():
+            run = private_run(found.private, self._phases, ledger, self.journal, started_from=started_from)
+            if self._checkpoints.resume is None:
+                run.must_allow_a_step()
+        return run
+
+    def _private_client_run(self, found: PreflightFindings, ledger: LedgerFolder | None) -> PrivateClientRun | None:
+        """Return what a run with private clients spends; None if its clients are not private.
+
+        Raises ConfigError if the budget allows no round of a run that starts anew.
+        """
+        if not found.private_clients or ledger is None:
+            return None
+        run = PrivateClientRun(found.private_clients, ledger, self.journal)
+        if self._checkpoints.resume is None:
+            with ledger.released_on_error():
+                run.must_allow_a_round()
+        return run
 
     def _calendar(self, found: PreflightFindings) -> tuple[Calendar, LeasedRun | None]:
         """Return the rounds of the phases, and what changes workers that are not in step, if they change."""
@@ -284,8 +303,10 @@ class Driver:
         return ElasticRun(elastic, least, membership, calendar, self.journal, self._allowance, timeout=timeout)
 
     def close(self) -> None:
-        """End the child process that the preflight may have started. `run` calls this method too."""
+        """End the child process that the preflight may have started, and let other runs use a shared ledger."""
         self.trial.close()
+        if self._known is not None and self._known.ledger is not None:
+            self._known.ledger.release()
 
     def run(self, cluster: Cluster) -> Outcome:
         """Run the job to its end and return the outcome, which also contains an error of the run. Nothing is raised."""
@@ -294,7 +315,7 @@ class Driver:
             while not state.terminal:
                 state = self._step(state, cluster)
         finally:
-            self.close()
+            self.trial.close()
             self._end_workers()
         return self._write_outcome(state)
 
@@ -465,18 +486,20 @@ class Driver:
         each = self.saves and self._callbacks.each_evaluation and leased is None
         known = self._record.evaluated
         orders = phase.orders(self.spec, self._generation, known, self._plan.mailbox, each=each)
-        ledger = None if self._plan.ledger is None else str(self._plan.ledger.path)
-        orders = replace(orders, evaluation_batches=self._evaluation_batches, ledger=ledger)
+        orders = replace(orders, evaluation=replace(orders.evaluation, batches=self._evaluation_batches))
+        if self._plan.ledger is not None:
+            orders = replace(orders, private=PrivatePlan(str(self._plan.ledger.path)))
         if self._plan.private is not None:
             orders = self._plan.private.limited(orders, state.phase, self._checkpoints.round)
         if (traces := self._record.traces) is not None:
             orders = replace(orders, profile=traces.ranks_to_trace(group.size))
         parts = self._checkpoints.parts_plan(phase.phase.strategy, group.hosts)
         recovers, reached = self._record.times.begin_generation(group.slots or group.size)
-        orders = replace(orders, parts=parts, recovers=recovers, reached=reached, leased=leased is not None)
+        snapshots = replace(orders.snapshots, parts=parts)
         if elastic is not None:
-            boundary = replace(orders.boundary, also=elastic.stop_round)
-            orders = replace(orders, elastic=elastic.plan(state.handover), boundary=boundary)
+            snapshots = replace(snapshots, boundary=replace(snapshots.boundary, also=elastic.stop_round))
+            orders = replace(orders, elastic=elastic.plan(state.handover))
+        orders = replace(orders, snapshots=snapshots, recovers=recovers, reached=reached, leased=leased is not None)
         if parts is None:
             self._checkpoints.load_newest()
         group.begin(orders, self._checkpoints.snapshot, state.rebuild)
@@ -783,7 +806,9 @@ class Driver:
         outcome.clients, self._checkpoints.clients = self._checkpoints.clients, None
         if self._known is not None and outcome.snapshot is not None:
             outcome.strategy = self._known.strategy_of(outcome.snapshot)
-        if state.status is Status.SUCCEEDED:
+        if state.status is Status.SUCCEEDED and (error := untrained(self._plan.mailbox)) is not None:
+            outcome.status, outcome.message, outcome.error = Status.FAILED, str(error), error
+        elif state.status is Status.SUCCEEDED:
             outcome.metrics, outcome.tables = self._record.metrics, self._checkpoints.tables
             if self._callbacks.early:
                 outcome.message = (
@@ -811,9 +836,8 @@ class Driver:
         """Write what a private job claims, as an event."""
         if self._known is not None and self._known.private is not None:
             self._known.private.report_end(self._checkpoints.round, self._known.calendar.spans)
-        elif (claim := claim_of_run(self.journal.events, self.journal.points)) is not None:
-            found = claim if self._plan.ledger is None else charged(claim, self._plan.ledger)
-            self.journal.event("privacy", str(found["claim"]), **found)
+        elif self._known is not None and self._known.private_clients is not None:
+            self._known.private_clients.report_end()
 
     def _end_callbacks(self, outcome: Outcome) -> None:
         """Call the callbacks' `on_end`. An error in it ends a run that has not failed with this error."""

@@ -285,7 +285,7 @@ class FixedServers:
         assert orders is not None, "begin() comes first"
         column, number = self.column(index)
         whole = None if orders.division is None else orders.division.layout
-        return ShardPlan(self._spaces[column], number, generation, orders.boundary, self._members, whole)
+        return ShardPlan(self._spaces[column], number, generation, orders.snapshots.boundary, self._members, whole)
 
 
 def _waiting(replies: Sequence[ActorReply]) -> Callable[[float], list[ShardPart | None]]:

@@ -45,6 +45,7 @@ class Journal:
         self.folder = folder
         # where `time.jsonl` is written once the folder exists; `train` has no other journal on disk
         self.time_folder, self.time_anew = folder, False
+        self.shared_ledger: Path | None = None  # the folder of a ledger of private releases that several runs share
         self.points: list[Point] = []
         self.events: list[Event] = []
         self.cost_report: CostReport | None = None  # collects the costs of the current phase

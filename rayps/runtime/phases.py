@@ -18,13 +18,14 @@ from rayps.runtime.job_size import JobSize
 from rayps.runtime.journal import Journal
 from rayps.runtime.leased_run import LeasedRun
 from rayps.runtime.ledger_folder import LedgerFolder
+from rayps.runtime.private_client_run import PrivateClientRun
 from rayps.runtime.private_run import PrivateRun
 from rayps.strategies.job import JobSpec
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import ScheduleRecord, Ticks
 from rayps.tensors.named_tensors import StartPoint
 from rayps.tensors.snapshot import Snapshot
-from rayps.worker.plan import Orders
+from rayps.worker.plan import EvaluationPlan, Orders, SnapshotPlan
 from rayps.workload.base import Workload
 
 OPEN_CHECKPOINT_EVERY = 100  # default rounds between two snapshots if the rounds of an epoch are not known
@@ -46,6 +47,7 @@ class RunPlan:
     leased: LeasedRun | None = None  # what changes workers that are not in step
     ledger: LedgerFolder | None = None  # the folder of the ledger of private releases; None without privacy
     private: PrivateRun | None = None  # what the run spends; None unless rows are private
+    private_clients: PrivateClientRun | None = None  # what the run spends; None unless clients are private
 
     @property
     def size(self) -> JobSize | None:
@@ -143,14 +145,11 @@ class PhaseRun:
             self.phase.strategy,
             spec.seed,
             self.end,
-            boundary,
-            evaluated,
+            SnapshotPlan(boundary, each_boundary, each_epoch),
+            EvaluationPlan(evaluated, spec.evaluate_every),
             spec.timeout,
             self.span.origin,
             self.division,
             mailbox,
             Ticks(self.span.origin, self.span.steps),
-            evaluate_every=spec.evaluate_every,
-            each_boundary=each_boundary,
-            each_epoch=each_epoch,
         )

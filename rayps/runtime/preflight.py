@@ -41,7 +41,7 @@ from rayps.core.warm_start import StartFrom
 from rayps.data.base import Batch, Data, Nested, map_tensors
 from rayps.data.dealt_rows import must_have_row_numbers
 from rayps.data.unsupported import is_ray_data, ray_data_way
-from rayps.federated.check import federated
+from rayps.federated.check import ClientPrivacy, federated
 from rayps.federated.strategy_interface import FederatedView
 from rayps.parallel.division.build import blank
 from rayps.parallel.division.divide import divide, sample_of
@@ -97,6 +97,7 @@ class PreflightFindings(NamedTuple):
     rows: tuple[int, int] | None = None
     blocks: int | None = None  # of an elastic job whose rows are leased: the blocks of an epoch
     private: tuple[RowPrivacy, ...] = ()  # one for each phase whose rows are private
+    private_clients: tuple[ClientPrivacy, ...] = ()  # one for each phase whose clients are private
 
 
 def preflight(
@@ -147,9 +148,9 @@ def preflight(
     divisions = [_division(workload, strategy, grid, model, data) for strategy, grid in both]
     federated_strategies = [strategy for strategy, _ in both if isinstance(strategy, FederatedView)]
     warnings = misspelt(workload)
-    warnings += [
-        warning for strategy in federated_strategies for warning in federated(strategy, workload, data, spec.seed)
-    ]
+    checked = [federated(strategy, workload, data, spec.seed) for strategy in federated_strategies]
+    warnings += [warning for found in checked for warning in found.warnings]
+    clients = tuple(found.private for found in checked if found.private is not None)
     slices = any(servers_of(strategy) or shard_of(strategy) in ("optimizer", "gradients") for strategy, _ in both)
     if slices or any(grid.tensor > 1 for grid in grids):
         optim.check_elementwise(recipe_of(workload), layout)
@@ -184,7 +185,7 @@ def preflight(
         for phase in phases:
             check_open_data(phase.name, phase.strategy, by_rounds=spec.steps is not None, tables=bool(tables))
     sizes, private = (bytes_of(model), bytes_of(data)), private_phases(both, workload, data, model)
-    return PreflightFindings(steps, warnings, tables, divisions, start, sizes, rows, blocks, private)
+    return PreflightFindings(steps, warnings, tables, divisions, start, sizes, rows, blocks, private, clients)
 
 
 def _rows_of_workers(data: Data, phases: list[Phase], workload: Workload, spec: JobSpec) -> tuple[int, int]:

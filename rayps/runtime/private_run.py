@@ -11,13 +11,13 @@ from rayps.core.strategy import Phase
 from rayps.core.topology import servers_of
 from rayps.core.values import JsonObject
 from rayps.privacy import accountant
-from rayps.privacy.claim import Setting, claim, with_releases
-from rayps.privacy.ledger import ReleaseLedger
-from rayps.privacy.mechanism import Mechanism, Spent
+from rayps.privacy.budget import must_allow_one
+from rayps.privacy.claim import Setting, claim, delta_too_large, with_releases
+from rayps.privacy.mechanism import ROW, Mechanism, Spent
 from rayps.privacy.row_level import RowPrivacy
 from rayps.runtime.journal import Journal
 from rayps.runtime.ledger_folder import LedgerFolder
-from rayps.worker.plan import Orders
+from rayps.worker.plan import Orders, PrivatePlan
 
 _MOST_STEPS = 10_000_000  # for which a budget is computed
 
@@ -30,7 +30,7 @@ class PrivateRun:
     ) -> None:
         """Prepare. `started_from`: whether the first parameters are given. `servers`: whether servers get the sums."""
         self._phases, self._ledger, self._journal = phases, ledger, journal
-        self._setting = Setting("row", phases[0].rows, divided=True, started_from=started_from, servers=servers)
+        self._setting = Setting(ROW, phases[0].rows, divided=True, started_from=started_from, servers=servers)
 
     def plan(self, number: int, start: int, end: int) -> RowPrivacy:
         """Return what the workers of a generation of phase `number` must know, which has the rounds `start` to `end`.
@@ -54,22 +54,28 @@ class PrivateRun:
         )
         return dataclasses.replace(found, releases=releases, end=start + left, reason=reason)
 
+    def must_allow_a_step(self) -> None:
+        """Raise ConfigError if the budget allows no step of the first phase beside what the ledger has."""
+        must_allow_one(self._phases[0].spec, self._phases[0].mechanism, spent=self._spent())
+
     def limited(self, orders: Orders, number: int, start: int) -> Orders:
         """Return the orders of a generation of phase `number`, which ends with the last step that the budget allows."""
         privacy = self.plan(number, start, orders.end)
-        orders = dataclasses.replace(orders, privacy=privacy)
+        orders = dataclasses.replace(orders, private=PrivatePlan(str(self._ledger.path), privacy))
         if privacy.end is None or privacy.end >= orders.end:
             return orders
-        boundary = dataclasses.replace(orders.boundary, end=privacy.end)
-        return dataclasses.replace(orders, end=privacy.end, boundary=boundary)
+        boundary = dataclasses.replace(orders.snapshots.boundary, end=privacy.end)
+        snapshots = dataclasses.replace(orders.snapshots, boundary=boundary)
+        return dataclasses.replace(orders, end=privacy.end, snapshots=snapshots)
 
     def report_start(self, number: int, span: PhaseSpan, at: int) -> None:
         """Report what the phase's steps will spend."""
         plan = self.plan(number, at, span.end)
         mechanism, spec = plan.mechanism, plan.spec
         facts: JsonObject = {}
+        drawn = f"drawn with probability {p:.4g} in" if (p := mechanism.probability) < 1 else "used in"
         text = (
-            f"each of {plan.rows} rows is drawn with probability {mechanism.probability:.4g} in each step; its "
+            f"each of {plan.rows} rows is {drawn} each step; its "
             f"gradient is clipped to {plan.clip:g}, and the noise has the standard deviation {plan.std:.4g} "
             f"(noise_multiplier {mechanism.noise_multiplier:.4g})"
         )
@@ -101,27 +107,7 @@ class PrivateRun:
         return claim(phase.spec, phase.mechanism, self._setting)
 
     def _spent(self) -> dict[Mechanism, Spent]:
-        ledger = ReleaseLedger(self._ledger.path)
-        try:
-            return ledger.spent()
-        finally:
-            ledger.close()
-
-
-def charged(facts: JsonObject, ledger: LedgerFolder) -> JsonObject:
-    """Return a claim with the releases and the epsilon of the ledger, if these are more than the claim has.
-
-    The rounds of a run do not show all: an evaluation on clients' rows is a release too, and so is a round that was
-    charged before its worker died.
-    """
-    opened = ReleaseLedger(ledger.path)
-    try:
-        spent = opened.spent()
-    finally:
-        opened.close()
-    releases = sum(each.releases for each in spent.values())
-    epsilon = accountant.epsilon(spent, float(str(facts["delta"])))
-    return with_releases(facts, max(epsilon, float(str(facts["epsilon"]))), max(releases, int(str(facts["releases"]))))
+        return self._ledger.spent(ROW)
 
 
 def private_run(
@@ -139,11 +125,8 @@ def private_run(
             field="privacy",
         )
     for each in found:
-        if each.spec.delta * each.rows >= 1:
-            journal.event(
-                "warning",
-                f"delta is {each.spec.delta:g}, and there are {each.rows} rows: give a delta below 1 / {each.rows}",
-            )
+        if (why := delta_too_large(each.spec.delta, each.rows, ROW)) is not None:
+            journal.event("warning", f"this run will prove nothing: {why}")
     servers = any(servers_of(phase.strategy) is not None for phase in phases)
     return PrivateRun(found, ledger, journal, started_from=started_from, servers=servers)
 

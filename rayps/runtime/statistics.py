@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rayps.core.errors import ConfigError
+from rayps.core.errors import CheckpointError, ConfigError
 from rayps.core.user_code import user_code
 from rayps.core.values import Json, JsonObject, Keywords
 from rayps.data.base import Batch, Data
@@ -71,6 +71,11 @@ class _StatisticsOfRows(StatisticsWorkload):
         """Return the rows of the source."""
         return self.source.data() if isinstance(self.source, Workload) else self.source
 
+    @property
+    def computes_columns(self) -> bool:
+        """Whether the source has a method `statistics`."""
+        return hasattr(self.source, "statistics")
+
     def values(self, batch: Batch) -> Mapping[str, Tensor]:
         """Return the values of the source's method `statistics`, if it has one; otherwise the columns of `Batch.x`."""
         own = getattr(self.source, "statistics", None)
@@ -96,17 +101,21 @@ def statistics(
 
     `source` is a data set whose rows are divided into clients, or a workload with such data. `queries` is a dict from a
     name to a query: `rayps.stats.mean`, `histogram` or `quantile`. A query is about the column with its name, or about
-    `column=`. The columns are the features of the data, whose names are `columns`; None: those of the queries, in
-    order. If the workload has a method `statistics(batch)`, the columns are those that it returns: a dict from a name
-    to values [n].
+    `column=`. The columns are the features of the data, whose names are `columns`; None: those that the data has
+    (`rayps.data.parquet`), or else those of the queries, in order. If the workload has a method `statistics(batch)`,
+    the columns are those that it returns: a dict from a name to values [n].
 
     `by` is "clients" (the mean over clients of the clients' statistics) or "rows" (each client counts by its rows, at
     most `rows_per_client`). `fraction` is the fraction of the clients that is asked. With `privacy=rayps.dp(...)` the
-    answers are noised, together as one release. `options` are those of `rayps.train`, such as `workers`, `seed` and
-    `checkpoint`.
+    answers are noised, together as one release. Give calls about the same rows the same `ledger`, a folder: each is
+    charged for the releases of all, and is refused if its budget does not allow another. `options` are those of
+    `rayps.train`, such as `workers`, `seed`, `ledger` and `checkpoint`: with `checkpoint=FOLDER` and `resume=True`, a
+    call that has ended returns its answers again, and releases nothing.
 
     Raises:
-        ConfigError: an option is not allowed, or the noise exceeds the number of clients, so that there is no answer.
+        ConfigError: an option is not allowed, the budget allows no release, or the noise exceeds the number of
+            clients, so that there is no answer.
+        CheckpointError: the folder for checkpoints has the answers of another call.
         WorkloadError, DataError: the workload or the data fails, or a column is missing.
 
     Example:
@@ -117,7 +126,15 @@ def statistics(
         found.values["age"], found.errors["age"]
     """
     given: Keywords = {"by": by, "rows_per_client": rows_per_client, "fraction": fraction, "privacy": privacy}
-    run = train(_StatisticsOfRows(source, queries, columns), strategy=Statistics(**given), epochs=1, **options)
+    if columns is None and isinstance(source, Data):
+        columns = source.feature_names
+    try:
+        run = train(_StatisticsOfRows(source, queries, columns), strategy=Statistics(**given), epochs=1, **options)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}\na folder for checkpoints has the answers of one call: give other queries another checkpoint=, "
+            "and calls that share a budget the same ledger="
+        ) from error
     model = run.model()
     assert isinstance(model, Accumulators), "made by StatisticsWorkload.model"
     answers = model.answers()

@@ -221,6 +221,7 @@ def train(
     global_batch: int | None = None,
     elastic: Mapping[str, Json] | None = None,
     balance: bool = False,
+    ledger: str | Path | None = None,
 ) -> Result:
     """Train a workload with `workers` Ray actors and return the result.
 
@@ -271,6 +272,10 @@ def train(
 
     The model is evaluated after each epoch, or after every `evaluate_every` rounds, and at the end. The newest
     `keep_checkpoints` checkpoints are kept.
+
+    `ledger` is a folder for the ledger of private releases that several runs share: each run with `privacy` is charged
+    for the releases of all, and a run is refused if its budget allows no other release. Without it, the ledger is in
+    the folder for checkpoints.
 
     `params` are values of the workload's parameters, the fields of its class (`rayps.workload.parameters`), for a
     workload that is given by its name: `rayps.train("digits.py:Digits", params={"lr": 0.3})`.
@@ -337,6 +342,7 @@ def train(
     journal = Journal(on_progress=on_progress, on_event=handlers[0], on_lines=handlers[1])
     if folder is not None and not dry_run and not is_url(folder):
         journal.time_folder, journal.time_anew = Path(folder), True
+    journal.shared_ledger = None if ledger is None else Path(ledger)
     for warning in passed:
         journal.event("warning", warning)
     own = cluster is None

@@ -41,7 +41,7 @@ from rayps.runtime.recover import PeerStates
 from rayps.runtime.snapshots import SnapshotSchedule, assemble, assemble_written, columns_of, in_columns
 from rayps.tensors.flat import Layout
 from rayps.tensors.snapshot import Snapshot
-from rayps.worker.plan import Orders, PartsPlan, PeerAddresses, WorkerFacts, WorkerPart, WorkerPlan
+from rayps.worker.plan import Orders, PartsPlan, PeerAddresses, TimesPlan, WorkerFacts, WorkerPart, WorkerPlan
 
 if TYPE_CHECKING:
     from rayps.ps.job_space import JobSpace
@@ -312,7 +312,7 @@ class WorkerGroup:
     @property
     def parts(self) -> PartsPlan | None:
         """Where the workers of this generation write their parts of checkpoints; None if the driver writes."""
-        return self._current_orders().parts
+        return self._current_orders().snapshots.parts
 
     @property
     def is_finished(self) -> bool:
@@ -341,15 +341,15 @@ class WorkerGroup:
         With `rebuild`, workers start from their own states and from backups. The snapshot then provides only the values
         that these states lack.
         """
-        self._orders = orders
-        self._schedule = SnapshotSchedule(orders.boundary, each=orders.each_boundary, in_order=orders.each_epoch)
+        self._orders, when = orders, orders.snapshots
+        self._schedule = SnapshotSchedule(when.boundary, each=when.each_boundary, in_order=when.each_epoch)
         self.grid = orders.strategy.grid(self.slots or self.size)
         self._collected = snapshot.round
         self.workers = [self._replacement(m.rank, m) if m.dead else m for m in self.workers]
         servers = servers_of(orders.strategy)
         new = self._fixed.prepare(0 if self._uses_space else _servers(orders), 0.0 if servers is None else servers.gpus)
         place([*(m for m in self.workers if m.place is None), *new], seconds=self._start_seconds())
-        self._received.begin(orders.evaluated)
+        self._received.begin(orders.evaluation.done)
         if any(member.dead for member in self.members):
             return  # the next poll reports the failure, and the driver decides
         if rebuild is None:
@@ -530,7 +530,8 @@ class WorkerGroup:
         for rank, position in zip(ranks, reached, strict=True):
             part = self.cluster.share(parts[self._column(rank)])
             self._has_frozen(self.workers[rank], parts[self._column(rank)])
-            plan = replace(self._worker_plan(rank, -1), recovers=True, reached=position)
+            plan = self._worker_plan(rank, -1)
+            plan = replace(plan, times=replace(plan.times, recovers=True, reached=position))
             replies.append(self.workers[rank].handle.call("begin", plan, part))
         settle(replies, [self.workers[rank] for rank in ranks])
 
@@ -580,7 +581,9 @@ class WorkerGroup:
             self._seat(rank),
             {axis: self._addresses(axis, rank) for axis, length in within.items() if length > 1},
             self._attempts,
+            orders.mailbox,
         )
+        reached = orders.reached[rank] if orders.reached else 0
         return WorkerPlan(
             orders.generation,
             rank,
@@ -590,25 +593,16 @@ class WorkerGroup:
             orders.seed,
             start,
             orders.end,
-            orders.boundary,
-            self._received.evaluated[rank],
+            orders.snapshots,
+            replace(orders.evaluation, done=self._received.evaluated[rank]),
             orders.timeout,
             orders.origin,
             orders.division,
             assignments[rank] if assignments else None,
-            orders.mailbox,
-            rank in orders.profile,
-            orders.evaluate_every,
-            orders.each_boundary,
-            orders.evaluation_batches,
-            orders.each_epoch,
-            orders.parts,
-            orders.recovers,
-            orders.reached[rank] if orders.reached else 0,
+            TimesPlan(rank in orders.profile, orders.recovers, reached),
             orders.elastic,
             orders.leased,
-            orders.ledger,
-            orders.privacy,
+            orders.private,
         )
 
     @property
@@ -734,7 +728,7 @@ class WorkerGroup:
     def _assemble(self, base: Snapshot, worker_parts: list[WorkerPart | None], held: list[ShardPart]) -> Snapshot:
         """Return the whole state from all members' parts."""
         division = self._current_orders().division
-        if self._current_orders().parts is not None:
+        if self._current_orders().snapshots.parts is not None:
             return assemble_written(base, [part for part in worker_parts if part is not None])
         if division is None:
             ranks = [worker.rank for worker in self.workers]

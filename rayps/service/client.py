@@ -12,12 +12,13 @@ repetition. A stream ends only when the service reports that the job has ended.
 from __future__ import annotations
 
 import json
+import logging
 import random
 import re
 import secrets
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from urllib.parse import quote
@@ -45,12 +46,20 @@ _RETRIES = 4
 _CODE_SECONDS = 600.0  # seconds to send or receive an archive of code
 _PATIENCE = 60.0  # seconds that a stream waits for a service that does not answer
 StreamEvent: TypeAlias = tuple[str, Any]  # the kind of an event of the stream, and its JSON data
+log = logging.getLogger(__name__)
+
+
+def log_left_out(packed: PackedCode) -> None:
+    """Log a warning that names the files that were left out of a job's code because they hold a secret."""
+    if packed.secrets:
+        log.warning("%s", packed.left_out())
 
 
 class Client:
     """A connection to a job service: the one that RAYPS_URL and RAYPS_TOKEN name, or that of this machine and user.
 
-    `timeout`: seconds to wait for each answer of the service.
+    `timeout`: seconds to wait for each answer of the service. `on_packed` is called with a job's packed code before it
+    is sent; by default it logs a warning that names the files that were left out because they hold a secret.
 
     Example:
         with rayps.Client() as client:
@@ -59,11 +68,18 @@ class Client:
             job.result["accuracy"]
     """
 
-    def __init__(self, url: str | None = None, token: str | None = None, *, timeout: float = 30.0) -> None:
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        timeout: float = 30.0,
+        on_packed: Callable[[PackedCode], None] = log_left_out,
+    ) -> None:
         settings = Settings.read(url=url)
         self.url = settings.url or _running_address(settings) or f"http://127.0.0.1:{settings.port}"
         self._token = token if token is not None else _token(settings)
-        self._state_dir, self._most_code = settings.state_dir, settings.code_bytes
+        self._state_dir, self._most_code, self._on_packed = settings.state_dir, settings.code_bytes, on_packed
         self._http = httpx2.Client(
             base_url=self.url,
             timeout=timeout,
@@ -96,11 +112,11 @@ class Client:
         `workload` is "file.py:Class". In place of it, `run="file.py:train_fn"` names a function with a loop of its own.
         `strategy` is as in `rayps.train`: a text with options, a dict, an object, or a list of phases. `working_dir` is
         the directory from which the workload, and a strategy class of your own, are imported. Its files are packed now
-        and sent to the service, unless it has them: see `rayps.service.code_files` for which. The job, also after a
-        restart, runs these files on every host. With `upload=False`, `working_dir` is a folder of the service's
-        machine, and the job runs what is there when it starts. `requirements` is a requirements file or a list of its
-        lines; pip installs them for the job's processes. `code`, the SHA-256 of an archive that the service has, takes
-        the place of `working_dir`.
+        and sent to the service, unless it has them: see `rayps.service.code_files` for which. Keys and tokens are left
+        out, and a warning names them. The job, also after a restart, runs these files on every host. With
+        `upload=False`, `working_dir` is a folder of the service's machine, and the job runs what is there when it
+        starts. `requirements` is a requirements file or a list of its lines; pip installs them for the job's processes.
+        `code`, the SHA-256 of an archive that the service has, takes the place of `working_dir`.
 
         Raises:
             ConfigError: the service refused the job, the class of a strategy object is not defined in a file, or the
@@ -135,6 +151,7 @@ class Client:
         if not upload:
             return body | {"working_dir": str(place)}, None
         found = prepare_upload(place, body, self._most_code)
+        self._on_packed(found.packed)
         self._send_code(found.packed)
         return found.fields | {"origin": json.loads(json.dumps(found.origin))}, found.packed
 

@@ -3,7 +3,8 @@
 Patterns are those of Git, by the library pathspec, and not `git ls-files`: a folder without a repository, or a machine
 without Git, then gives the same files. `.gitignore` files count in every folder, and above the working directory up to
 the root of the repository; `.raypsignore` has the same form and precedence over them, so that `!data/small.csv` adds
-an ignored file. A file that Git tracks although a pattern ignores it is left out.
+an ignored file. A file that Git tracks although a pattern ignores it is left out. So is a file with a secret
+(`rayps.service.code_secrets`), whatever the patterns say; `PackedCode` names those that the patterns would have sent.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ import fnmatch
 import os
 import re
 import stat
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pathspec import GitIgnoreSpec, RegexPattern
 
 from rayps.core.code_archive import MOST_FILES, ArchiveEntry, hash_of, leaves, write
 from rayps.core.errors import ConfigError
+from rayps.service.code_secrets import secret_content, secret_folder, secret_name
 
 # names that are never code, in any case of letters; no pattern can add them
-_SECRETS = (".env", ".env.*", "*.env", ".envrc", ".netrc", ".pypirc", ".git-credentials", ".ssh", ".aws", ".rayps")
 _NEVER = (
     *(".git", ".hg", ".svn", "__pycache__", "*.pyc", "*.pyo", ".venv", "venv", "node_modules", ".cache", ".DS_Store"),
     *(".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis", ".tox", ".nox", ".ipynb_checkpoints"),
@@ -31,18 +32,36 @@ _NEVER = (
 _ENVIRONMENT = ("pyvenv.cfg", "conda-meta", "rayps.db", "service.lock")
 _SLASH = "ps_d"  # in a pattern of pathspec: the slash after the folder that the pattern has matched
 _MOST_VISITED = 200_000  # files that are looked at
-_LISTED = 5  # largest files that an error names
+_LISTED = 5  # largest files that an error names, and files with a secret that a note names
 MEGABYTE = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class PackedCode:
-    """A packed working directory: the archive, its SHA-256, and the number and bytes of its files."""
+    """A packed working directory: the archive, its SHA-256, and the number and bytes of its files.
+
+    `secrets`: from the path of each file or folder that was left out because of a secret, to what it holds.
+    """
 
     hash: str
     archive: bytes
     paths: frozenset[str]
     size: int
+    secrets: dict[str, str] = field(default_factory=dict)
+
+    def summary(self) -> str:
+        """Return how much was packed, and how to leave out more."""
+        count = len(self.paths)
+        files = "1 file" if count == 1 else f"{count} files"
+        return f"{files} of {_amount(self.size)} packed; to leave out more, list it in .raypsignore"
+
+    def left_out(self) -> str:
+        """Return which files were left out because of a secret, and why; "" if there are none."""
+        named = [f"{path} ({what})" for path, what in sorted(self.secrets.items())]
+        more = [f"and {len(named) - _LISTED} more"] if len(named) > _LISTED else []
+        if not named:
+            return ""
+        return f"not sent, because secrets never travel with a job: {', '.join([*named[:_LISTED], *more])}"
 
 
 def pack_code(folder: Path, most_bytes: int = 100 * MEGABYTE) -> PackedCode:
@@ -68,20 +87,28 @@ def pack_code(folder: Path, most_bytes: int = 100 * MEGABYTE) -> PackedCode:
             "working_dir\n(None for an installed module), or send nothing with upload=False (--no-upload)",
             field="working_dir",
         )
-    found = list(code_files(folder))
+    secrets: dict[str, str] = {}
+    found = list(code_files(folder, secrets.__setitem__))
     sizes = {path: status.st_size for path, status in found if stat.S_ISREG(status.st_mode)}
     if sum(sizes.values()) > most_bytes or len(found) > MOST_FILES:
         raise _too_large(folder, sizes, len(found), most_bytes)
-    entries = [_entry(folder, path, status) for path, status in found]
+    read = [_entry(folder, path, status) for path, status in found]
+    holds = {entry.path: what for entry in read if (what := secret_content(entry.path, entry.content)) is not None}
+    entries = [entry for entry in read if entry.path not in holds]
     size = sum(len(entry.content) for entry in entries)
     if size > most_bytes:  # a file has grown since
         raise _too_large(folder, sizes, len(found), most_bytes)
     archive = write(entries)
-    return PackedCode(hash_of(archive), archive, frozenset(entry.path for entry in entries), size)
+    return PackedCode(hash_of(archive), archive, frozenset(entry.path for entry in entries), size, secrets | holds)
 
 
-def code_files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+def code_files(
+    folder: Path, secret: Callable[[str, str], None] = lambda path, what: None
+) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the path, relative to `folder`, and the `lstat` of each file and symbolic link of the code.
+
+    `secret` is called with the path of each file and folder that is left out because its name or its form is that of a
+    secret, and with what it holds. Contents of files are not read here.
 
     Raises:
         ConfigError: the folder has too many files, or cannot be read.
@@ -100,16 +127,24 @@ def code_files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
                 field="working_dir",
             )
         links = [name for name in folders if (Path(here) / name).is_symlink()]
-        folders[:] = sorted(
-            name
-            for name in folders
-            if name not in links and rules.keeps(f"{prefix}{name}", folder=True) and not _environment(Path(here) / name)
-        )
+        kept = []
+        for name in sorted(set(folders) - set(links)):
+            if rules.wants(f"{prefix}{name}", folder=True) and not _environment(Path(here) / name):
+                what = secret_name(name) or secret_folder(Path(here) / name)
+                if what is None:
+                    kept.append(name)
+                else:
+                    secret(f"{prefix}{name}/", what)
+        folders[:] = kept
         for name in sorted([*names, *links]):
             status = (Path(here) / name).lstat()
-            wanted = stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)
-            if wanted and rules.keeps(f"{prefix}{name}", folder=False):
-                yield f"{prefix}{name}", status
+            kind = stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)
+            if kind and rules.wants(f"{prefix}{name}", folder=False):
+                what = secret_name(name)
+                if what is None:
+                    yield f"{prefix}{name}", status
+                else:
+                    secret(f"{prefix}{name}", what)
 
 
 def is_ignored(folder: Path, path: str) -> bool:
@@ -122,11 +157,6 @@ def is_ignored(folder: Path, path: str) -> bool:
             return True
         rules.enter(f"{parent}/")
     return not rules.keeps(path, folder=False)
-
-
-def is_secret(path: str) -> bool:
-    """Return whether a path has a name that usually holds a secret, such as .env. Such files are never sent."""
-    return any(fnmatch.fnmatchcase(part, pattern) for part in path.lower().split("/") for pattern in _SECRETS)
 
 
 class _Patterns:
@@ -185,9 +215,13 @@ class _Rules:
                 found[prefix] = _Patterns(GitIgnoreSpec.from_lines(lines))
 
     def keeps(self, path: str, *, folder: bool) -> bool:
-        """Return whether a file, or the content of a folder, is code by the patterns that apply to its path."""
+        """Return whether a file, or the content of a folder, is code: it is wanted, and has no name of a secret."""
+        return secret_name(path.rpartition("/")[2]) is None and self.wants(path, folder=folder)
+
+    def wants(self, path: str, *, folder: bool) -> bool:
+        """Return whether a file, or the content of a folder, is wanted by the patterns that apply to its path."""
         name = path.rpartition("/")[2].lower()
-        if is_secret(name) or any(fnmatch.fnmatchcase(name, pattern.lower()) for pattern in _NEVER):
+        if any(fnmatch.fnmatchcase(name, pattern.lower()) for pattern in _NEVER):
             return False
         text = f"{path}/" if folder else path
         prefixes = ["", *(text[: at + 1] for at, letter in enumerate(path) if letter == "/")]

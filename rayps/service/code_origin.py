@@ -32,8 +32,8 @@ class CodeOrigin(TypedDict, total=False):
 def origin_of(folder: Path, paths: Collection[str], size: int) -> CodeOrigin:
     """Return the origin of the packed files `paths` of `folder`, with the difference to its Git commit.
 
-    The diff contains packed files and deleted ones only: no ignored file and no file such as .env. If Git is missing,
-    fails or does not answer within 10 s, the origin has no commit.
+    The diff contains packed files, and the names of deleted ones, only: no ignored file and no secret. If Git is
+    missing, fails or does not answer within 10 s, the origin has no commit.
     """
     found = CodeOrigin(files=len(paths), bytes=size, folder=str(folder))
     commit = _git(folder, "rev-parse", "--verify", "HEAD")
@@ -43,7 +43,8 @@ def origin_of(folder: Path, paths: Collection[str], size: int) -> CodeOrigin:
     untracked = _names(_git(folder, "ls-files", "--others", "--exclude-standard", "-z", "--", "."))
     new = [path for path in untracked if path in paths]
     shown = [path for path in changed if path in paths or _deleted(folder, path)][:_MOST_PATHS]
-    options = ("--no-color", "--no-ext-diff", "--no-textconv", "--relative", "--no-renames")
+    # --irreversible-delete: what a deleted file contained, which may be a key, is not in the diff
+    options = ("--no-color", "--no-ext-diff", "--no-textconv", "--relative", "--no-renames", "--irreversible-delete")
     diff = (_git(folder, "--literal-pathspecs", "diff", "HEAD", *options, "--", *shown) or "") if shown else ""
     at = CodeOrigin(
         commit=commit.strip(),

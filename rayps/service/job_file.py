@@ -181,6 +181,8 @@ def _in_full(change: str) -> str:
 
 
 def _no_field(key: object) -> str:
+    if key == "rounds":
+        return "a job has no field 'rounds': a federated job runs one round in each epoch; write epochs"
     fields = sorted(JobSpec.__dataclass_fields__)
     found = difflib.get_close_matches(str(key), fields, 1)
     hint = f"did you mean {found[0]!r}, or params.{key}?" if found else f"the fields are {', '.join(fields)}"

@@ -63,7 +63,7 @@ class Members:
     def load(cls, ca: Path, revoked: Path | None, service: str, clock: Callable[[], float] = time.time) -> Members:
         """Read the authorities' file and the list of revoked certificates. Raises ConfigError if one is invalid."""
         trusted = MembersCa.load(ca)
-        return cls(trusted, Revocations(revoked, trusted.authorities), service, SeenNonces(), clock, clock())
+        return cls(trusted, Revocations(revoked, trusted.authorities, clock), service, SeenNonces(), clock, clock())
 
     def begin(self, header: str) -> Proof:
         """Read the header of a request, and check what needs no body.

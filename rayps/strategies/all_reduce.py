@@ -72,11 +72,11 @@ class AllReduce(Strategy):
             slice_backup=copies,
             backup=self.backup or 0,
             late=options.late_workers(self),
-            private=self.private is not None,
+            private=self.privacy_spec is not None,
         )
 
     @property
-    def private(self) -> PrivacySpec | None:
+    def privacy_spec(self) -> PrivacySpec | None:
         """The options of row-level differential privacy; None if the job is not private."""
         return privacy_of(self.privacy)
 
@@ -91,7 +91,7 @@ class AllReduce(Strategy):
             )
         check_replica(self.replica, compression=self.compression, bucket_mb=mb)
         _ = self.topology  # checks how the options can be combined
-        check_row_level(self.private)
+        check_row_level(self.privacy_spec)
 
     def round(self, w: WorkerView) -> None:
         """Do one round: g <- mean of the workers' gradients; w <- w - step(g)."""

@@ -29,6 +29,7 @@ from rayps.core.user_module import Finder, broken
 from rayps.core.values import Json, JsonObject, Keywords, is_json
 from rayps.federated.population.attack_spec import attack_with
 from rayps.federated.robust_rules import rule_with
+from rayps.federated.strategy_interface import FederatedView
 from rayps.strategies.admm import ADMM
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Strategy
@@ -142,7 +143,8 @@ def parse(given: StrategySpec, folder: str | Path | None = None) -> list[Phase]:
                 "write [(2, ParameterServer()), AllReduce()]",
                 field="strategy",
             )
-    secure = {getattr(phase.strategy, "secure", None) is not None for phase in phases if phase.strategy.rows.remote}
+    options = (phase.strategy.real for phase in phases if isinstance(phase.strategy, FederatedView))
+    secure = {real.secure is not None for real in options if real.clients is not None}
     if len(secure) > 1:
         raise ConfigError(
             "some phases of this job are secure and others are not: the others would show each update. Give all "

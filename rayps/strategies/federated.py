@@ -47,6 +47,7 @@ not the training loss, nor who or how many took part.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -61,14 +62,14 @@ from rayps.core.values import Json
 from rayps.federated.aggregation_options import Aggregation
 from rayps.federated.local_training import LocalTraining
 from rayps.federated.population.options import PopulationSpec, check_fraction
-from rayps.federated.private_options import check_private
 from rayps.federated.remote.client_options import RealClients
 from rayps.federated.remote.coding_options import check_codings
 from rayps.federated.remote.join_options import joining_of
-from rayps.federated.remote.secure_options import SecureOptions, secure_of
+from rayps.federated.remote.secure_options import LEAST, SecureOptions, secure_of
 from rayps.federated.strategy_interface import Buffered, ClientSide
 from rayps.privacy.options import PrivacySpec, privacy_of
 from rayps.strategies.base import Strategy
+from rayps.strategies.private_options import check_private
 
 if TYPE_CHECKING:
     from rayps.federated.client import ClientTurn
@@ -112,29 +113,30 @@ class Federated(FlatOptions, Strategy):
                 "its own)",
                 field="buffers",
             )
-        if joining_of(self.clients) is not None:
+        if joining_of(self.real.clients) is not None:
             self._check_for_real_clients()
         self._check_client_evaluation()
         object.__setattr__(self, "privacy", privacy_of(self.privacy))
-        secure = secure_of(self.secure)
+        secure = secure_of(self.real.secure)
         if secure is not None:
             self._check_for_secure_sums(secure)
         check_private(self)
-        check_codings(self)
+        check_codings(self.real, None if self.buffered is None else self.name)
 
     def _check_client_evaluation(self) -> None:
-        if self.metric_bound != 1.0 and (not self.client_evaluation or (self.secure is None and self.privacy is None)):
+        real = self.real
+        if real.metric_bound != 1.0 and (not real.client_evaluation or (real.secure is None and self.privacy is None)):
             raise ConfigError(
-                f"metric_bound is {self.metric_bound:g}, but it limits the metrics of clients under masks or with "
+                f"metric_bound is {real.metric_bound:g}, but it limits the metrics of clients under masks or with "
                 "noise only: give client_evaluation=true and secure=secagg(...) or privacy=dp(...), or leave it out",
                 field="metric_bound",
             )
         ways = [
-            (self.clients is None, "the clients are simulated: evaluation_data() has their rows; leave it out"),
+            (real.clients is None, "the clients are simulated: evaluation_data() has their rows; leave it out"),
             (self.buffered is not None, f"{self.name} has no rounds between which all clients could evaluate"),
         ]
         for wrong, why in ways:
-            if self.client_evaluation and wrong:
+            if real.client_evaluation and wrong:
                 raise ConfigError(f"client_evaluation is true, but {why}", field="client_evaluation")
 
     def _check_for_real_clients(self) -> None:
@@ -151,19 +153,19 @@ class Federated(FlatOptions, Strategy):
 
     def _check_for_secure_sums(self, secure: SecureOptions) -> None:
         """Check that the server needs nothing but the weighted sum of the updates."""
+        real = self.real
         if self.buffered is not None:
             raise ConfigError(
-                f"secure is {self.secure!r}, but {self.name} is asynchronous: masks cancel only between clients that "
+                f"secure is {real.secure!r}, but {self.name} is asynchronous: masks cancel only between clients that "
                 "start together, and updates of different ages have different weights: use fedavg, fedprox or fedadam",
                 field="secure",
             )
         private, weight = self.privacy_spec, self.weight(7, 0)
         ways = [
-            (self.clients is None, "the clients are simulated here, where each update is seen: give clients=remote"),
+            (real.clients is None, "the clients are simulated here, where each update is seen: give clients=remote"),
             (self.aggregation.rule != "mean", "a robust rule compares the updates one by one: leave rule out"),
             (self.aggregation.clip is not None, "it clips updates itself: give clip in secagg(clip=...) only"),
             (bool(self.sums), f"{self.name} also sums vectors without a bound: use fedavg, fedprox or fedadam"),
-            (bool(self.client_side.private), "private layers are not masked yet: use ditto, or fedavg with finetune"),
             (weight not in (1, 7), f"{self.name} weights replies by other numbers than their samples: use fedavg"),
             (weight == 1 and secure.max_weight != 1, "all clients have equal weight: give secagg(max_weight=1)"),
             (self.report is not None, "a report looks at single updates: leave report out"),
@@ -173,9 +175,15 @@ class Federated(FlatOptions, Strategy):
                 (private.clip != secure.clip, f"privacy has clip={private.clip}: give both the same number"),
                 (secure.max_weight != 1, "under privacy all clients have equal weight: give secagg(max_weight=1)"),
             ]
+        joining = joining_of(real.clients)
+        if joining is not None:
+            needed = max(LEAST, math.ceil(round((LEAST - 0.5) / self.fraction, 6)))  # so that a round asks two clients
+            part = "" if self.fraction == 1 else f" and fraction={self.fraction:g}"
+            why = f"with least={joining.least}{part} a round may ask one client, and is void: the sum is its update"
+            ways.append((joining.least < needed, f"{why}; give clients=remote(least={needed}) or more"))
         for wrong, why in ways:
             if wrong:
-                raise ConfigError(f"secure is {self.secure!r}, but {why}", field="secure")
+                raise ConfigError(f"secure is {real.secure!r}, but {why}", field="secure")
 
     @property
     def privacy_spec(self) -> PrivacySpec | None:
@@ -190,7 +198,7 @@ class Federated(FlatOptions, Strategy):
     @property
     def remote(self) -> bool:
         """Whether clients are processes outside of the cluster, which hold the data."""
-        return self.clients is not None
+        return self.real.clients is not None
 
     @property
     def rows(self) -> Rows:

@@ -18,7 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from rayps.core.errors import ConfigError
+from rayps_client.private_patterns import private_patterns
+
 from rayps.core.values import Json
 from rayps.federated.strategy_interface import ClientSide
 from rayps.strategies.federated import Federated
@@ -41,12 +42,12 @@ class FedPer(Federated):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        private_names(self.private)
+        private_patterns(self.private)
 
     @property
     def client_side(self) -> ClientSide:
         """What a client stores: the private layers."""
-        return replace(super().client_side, private=private_names(self.private))
+        return replace(super().client_side, private=private_patterns(self.private))
 
     def client(self, c: ClientTurn) -> None:
         """Train W_B and W_P,j together."""
@@ -57,20 +58,3 @@ class FedPer(Federated):
         """Set W_B to the mean of the clients' W_B,j."""
         assert s.mean is not None, "a synchronous round has a mean"
         s.w.copy_(s.mean)
-
-
-def private_names(given: Json) -> tuple[str, ...]:
-    """Return the option `private` as a tuple of names and patterns; None means that nothing is private.
-
-    A whole number is the name of a layer, as torch.nn.Sequential numbers them. Raises ConfigError if the option is
-    neither a name nor a list of names.
-    """
-    names = [] if given is None else given if isinstance(given, (list, tuple)) else [given]
-    for name in names:
-        if isinstance(name, bool) or not isinstance(name, (str, int)) or name == "":
-            raise ConfigError(
-                f'private is {given!r}: give the name of a layer ("head"), or a list of names and glob patterns '
-                '(["head", "*.bias"]; in text\nprivate=(head,*.bias), and "2.0.*" for a name that would be a number)',
-                field="private",
-            )
-    return tuple(str(name) for name in names)

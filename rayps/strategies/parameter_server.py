@@ -81,7 +81,7 @@ class ParameterServer(Strategy):
 
     def __post_init__(self) -> None:
         _ = self.topology  # the topology checks the options
-        check_row_level(self.private)
+        check_row_level(self.privacy_spec)
 
     @property
     def topology(self) -> Servers:
@@ -99,11 +99,11 @@ class ParameterServer(Strategy):
             shard_resources=self.shard_resources,
             backup=self.backup,
             late=options.late_workers(self),
-            private=self.private is not None,
+            private=self.privacy_spec is not None,
         )
 
     @property
-    def private(self) -> PrivacySpec | None:
+    def privacy_spec(self) -> PrivacySpec | None:
         """The options of row-level differential privacy; None if the job is not private."""
         return privacy_of(self.privacy)
 

@@ -685,7 +685,7 @@ def evaluated(w: Worker, *, whole: bool = False) -> Totals:
 def evaluation_facts(w: Worker, data: Data, *, whole: bool) -> EvaluationFacts:
     """Return the facts that bound an evaluation of a worker on `data`, of its share or, if `whole`, of all of it."""
     passes = w.batches.pass_
-    limits = [most for most in (w.plan.evaluation_batches, w.workload.evaluation_batches) if most is not None]
+    limits = [most for most in (w.plan.evaluation.batches, w.workload.evaluation_batches) if most is not None]
     return EvaluationFacts(
         limit=min(limits, default=None),
         has_length=data.has_length,

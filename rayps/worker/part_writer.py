@@ -46,7 +46,8 @@ class PartWriter:
     @classmethod
     def of(cls, plan: WorkerPlan) -> PartWriter | None:
         """Return the writer of a worker's parts, or None if the plan has no place for them."""
-        return None if plan.parts is None else cls(plan.parts, plan.rank, plan.size, plan.timeout)
+        parts = plan.snapshots.parts
+        return None if parts is None else cls(parts, plan.rank, plan.size, plan.timeout)
 
     def start(self, round: int, pieces: StatePieces, frozen: dict[str, Tensor]) -> BackgroundPart:
         """Start to write the part after `round` rounds. The tensors must not change any more.

@@ -36,25 +36,46 @@ class Orders:
     strategy: StrategyView
     seed: int
     end: int  # the round after which the generation ends
-    boundary: Boundary  # the rounds after which a snapshot is taken
-    evaluated: int  # the last round whose evaluation is in the journal
+    snapshots: SnapshotPlan
+    evaluation: EvaluationPlan
     timeout: float  # seconds to wait for a peer
     origin: tuple[int, int] = (0, 0)  # the round and the epoch at the start of the phase
     division: Division | None = None  # how the model is divided; None if a replica is one worker
     mailbox: str | None = None  # the folder through which real clients send and receive; None if there are none
     ticks: Ticks = field(default_factory=Ticks)  # the epochs of the phase, for schedules on servers
     profile: frozenset[int] = frozenset()  # the ranks that trace some of their rounds
-    evaluate_every: int | None = None  # rounds between two evaluations; None: after each epoch
-    each_boundary: bool = False  # whether the driver takes a snapshot at every boundary, for which workers wait
-    evaluation_batches: int | None = None  # the most batches of a worker's evaluation; None: all
-    each_epoch: bool = False  # the same at the end of every evaluated epoch, whose round is not known before
-    parts: PartsPlan | None = None  # where workers write their parts of checkpoints; None if the driver writes
     recovers: bool = False  # whether the generation follows a failure
     reached: tuple[int, ...] = ()  # by rank: the rounds that were trained before, which are repeated; () if none
     elastic: ElasticPlan | None = None  # None if the number of workers is fixed
     leased: bool = False  # whether workers get their rows by leases: see `rayps.worker.leased_batches`
-    ledger: str | None = None  # the folder of the ledger of private releases; None without privacy
-    privacy: RowPrivacy | None = None  # None unless rows are private
+    private: PrivatePlan | None = None  # None without privacy
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotPlan:
+    """When the workers of a generation save their states, and where."""
+
+    boundary: Boundary  # the rounds after which a snapshot is taken
+    each_boundary: bool = False  # whether one is taken at every boundary, for which workers wait
+    each_epoch: bool = False  # the same at the end of every evaluated epoch, whose round is not known before
+    parts: PartsPlan | None = None  # where workers write their parts of checkpoints; None if the driver writes
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPlan:
+    """When the workers of a generation evaluate, and on how much data."""
+
+    done: int  # the last round whose evaluation the driver has
+    every: int | None = None  # rounds between two evaluations; None: after each epoch
+    batches: int | None = None  # the most batches of a worker's evaluation; None: all
+
+
+@dataclass(frozen=True, slots=True)
+class PrivatePlan:
+    """What the workers of a job with privacy must know."""
+
+    ledger: str  # the folder of the ledger of private releases
+    rows: RowPrivacy | None = None  # how rows are private; None if clients are
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +105,7 @@ class PartsPlan:
 
 @dataclass(frozen=True, slots=True)
 class PeerAddresses:
-    """The addresses of one worker's peers in a generation: workers of its column, workers of its replica, servers."""
+    """How one worker reaches others in a generation: workers of its column and replica, servers, and real clients."""
 
     secret: bytes = b""
     ring: list[str] = field(default_factory=list)  # addresses of the column's workers, in the order of data ranks
@@ -92,6 +113,16 @@ class PeerAddresses:
     # from an axis ("stage", "tensor") to the addresses of the replica's workers along this axis
     axes: dict[str, list[str]] = field(default_factory=dict)
     attempt: int = 0  # how often replicas have started again; connections of another attempt are refused
+    mailbox: str | None = None  # the folder through which real clients send and receive; None if there are none
+
+
+@dataclass(frozen=True, slots=True)
+class TimesPlan:
+    """What the records of one worker's time must know."""
+
+    traced: bool = False  # whether the worker traces some of its rounds
+    recovers: bool = False  # whether the generation, or the start of this worker, follows a failure
+    reached: int = 0  # rounds below this one were trained before, and are repeated
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,25 +140,16 @@ class WorkerPlan:
     seed: int
     start: int  # the position to start from; a replacement worker has -1, the position that the servers report
     end: int  # the position at which the generation ends
-    boundary: Boundary  # the positions at which a snapshot is taken
-    evaluated: int  # the last round whose evaluation by this rank the driver has
+    snapshots: SnapshotPlan
+    evaluation: EvaluationPlan
     timeout: float  # seconds to wait for a peer
     origin: tuple[int, int] = (0, 0)  # the round and the epoch at the start of the phase
     division: Division | None = None  # how the model is divided; None if a replica is one worker
     backup_assignment: BackupAssignment | None = None  # None if workers do not hold backups of each other's states
-    mailbox: str | None = None  # the folder through which real clients send and receive; None if there are none
-    profile: bool = False  # whether this worker traces some of its rounds
-    evaluate_every: int | None = None  # rounds between two evaluations; None: after each epoch
-    each_boundary: bool = False  # whether to wait at a boundary until the driver has the states of earlier ones
-    evaluation_batches: int | None = None  # the most batches of an evaluation; None: all
-    each_epoch: bool = False  # the same at the end of every evaluated epoch, whose round is not known before
-    parts: PartsPlan | None = None  # where this worker writes its part of a checkpoint; None if the driver writes
-    recovers: bool = False  # whether the generation, or the start of this worker, follows a failure
-    reached: int = 0  # rounds below this one were trained before, and are repeated
+    times: TimesPlan = TimesPlan()
     elastic: ElasticPlan | None = None  # None if the number of workers is fixed
     leased: bool = False  # whether this worker gets its rows by leases
-    ledger: str | None = None  # the folder of the ledger of private releases; None without privacy
-    privacy: RowPrivacy | None = None  # None unless rows are private
+    private: PrivatePlan | None = None  # None without privacy
 
     @property
     def last_epoch(self) -> int | None:

@@ -20,6 +20,7 @@ from rayps.core.user_code import user_code
 from rayps.data.base import Batch, Data
 from rayps.privacy.account import PrivacyAccount
 from rayps.privacy.ledger import open_ledger
+from rayps.privacy.mechanism import ROW
 from rayps.privacy.noise import KeyedNoise, NoiseSource, SecretNoise
 from rayps.privacy.row_level import RowPrivacy
 from rayps.worker.batches import BatchStream, step_of
@@ -85,9 +86,10 @@ class RowReleases:
     """
 
     def __init__(self, plan: WorkerPlan) -> None:
+        assert plan.private is not None, "the driver gives each private plan what it must know"
         self.privacy, self.stopped = privacy_under(plan), _never
         self._source = source_of(self.privacy, plan.seed)
-        self._rank, self._ledger = plan.rank, plan.ledger
+        self._rank, self._ledger = plan.rank, plan.private.ledger
         self._account: PrivacyAccount | None = None
 
     def begin(self, stopped: Callable[[], bool]) -> None:
@@ -100,7 +102,7 @@ class RowReleases:
         self.stopped = stopped
         if self._rank:
             return
-        ledger, privacy = open_ledger(self._ledger), self.privacy
+        ledger, privacy = open_ledger(self._ledger, ROW), self.privacy
         self._account = PrivacyAccount(privacy.spec, privacy.mechanism, ledger, coarse=COARSE)
         if self._account.releases != privacy.releases:
             self.close()
@@ -138,8 +140,9 @@ class RowReleases:
 
 def privacy_under(plan: WorkerPlan) -> RowPrivacy:
     """Return the row-level privacy of a plan, which must have it."""
-    assert plan.privacy is not None, "the driver gives each private plan what it must know"
-    return plan.privacy
+    rows = None if plan.private is None else plan.private.rows
+    assert rows is not None, "the driver gives each private plan what it must know"
+    return rows
 
 
 def source_of(privacy: RowPrivacy, seed: int) -> NoiseSource:

@@ -323,7 +323,7 @@ class GenerationRun:
         loop.join(companions)
         run = PlanRun(loop, self._report, self._retain, self._stop.is_set, self._gate)
         run.account, run.trains_here, run.round_over = self._account, self._times.trains_here, self._times.round_over
-        if plan.profile:
+        if plan.times.traced:
             run.deliver_trace = self._deliver_trace
         committer = None if self._backup is None else self._backup.begin_commits(plan)
         if committer is not None:
@@ -407,6 +407,7 @@ class PlanRun:
 
     def _run(self) -> None:
         loop, w, plan = self.loop, self.loop.w, self.loop.w.plan
+        when = plan.snapshots
         for choice in w.log.choices:
             self._report(choice)
         loop.begin(self._stopped)
@@ -427,7 +428,7 @@ class PlanRun:
             if not self._may_begin():
                 self.paused = not self._stopped()
                 break
-            self.account.enter("compute" if w.position >= plan.reached else "again")
+            self.account.enter("compute" if w.position >= plan.times.reached else "again")
             if (rows := self._gate.dealt(w.position)) is not None:
                 w.deal(rows)
             w.meter.begin()
@@ -447,11 +448,11 @@ class PlanRun:
             # without this check, a later generation could continue after this round although its point is lost
             if self._report(point):
                 self._commit()
-            at, due = w.position, plan.each_epoch and self._evaluation_is_due()
+            at, due = w.position, when.each_epoch and self._evaluation_is_due()
             if due:
                 self._await_epoch()
                 self._due = at
-            together = due or (at in plan.boundary and (loop.retains_unasked or plan.each_boundary))
+            together = due or (at in when.boundary and (loop.retains_unasked or when.each_boundary))
             if together or at in (self.wanted, self._gate.retained):
                 with self.account.span("checkpoint"):
                     loop.retain(at)
@@ -499,7 +500,7 @@ class PlanRun:
         Two parts are retained: the driver may take that of this boundary while the next rounds run.
         """
         plan, at = self.loop.w.plan, self.loop.w.position
-        if plan.each_boundary and at in plan.boundary and at < plan.end:
+        if plan.snapshots.each_boundary and at in plan.snapshots.boundary and at < plan.end:
             self._await_driver(lambda: self.wanted >= at)
 
     def _await_epoch(self) -> None:
@@ -527,12 +528,12 @@ class PlanRun:
     def _evaluation_is_due(self) -> bool:
         """Return whether an evaluation is due after this round.
 
-        It is due after each epoch (or after several, as the strategy says), or after every `evaluate_every` rounds. At
-        the end of the plan nothing is evaluated here, because the driver requests that evaluation.
+        It is due after each epoch (or after several, as the strategy says), or after every `evaluation.every` rounds.
+        At the end of the plan nothing is evaluated here, because the driver requests that evaluation.
         """
         w, plan = self.loop.w, self.loop.w.plan
         at, (epoch, index) = w.position, w.batches.epoch_of(w.position)
-        every = plan.evaluate_every
+        every = plan.evaluation.every
         due = at % every == 0 if every is not None else index == 0 and epoch % plan.strategy.evaluate_every == 0
         if w.done or not due or at >= plan.end or plan.leased:
             return False
@@ -542,7 +543,7 @@ class PlanRun:
         """Evaluate if an evaluation is due after this round and the driver does not have it yet."""
         w, plan = self.loop.w, self.loop.w.plan
         at = w.position
-        if at <= plan.evaluated or not self._evaluation_is_due():
+        if at <= plan.evaluation.done or not self._evaluation_is_due():
             return
         with self.account.span("evaluation"):
             held = self.loop.averaged_params()

@@ -44,10 +44,10 @@ class WorkerTimes:
             self._plan, self._connections, self._thread = plan, connections, None
             self._begin, self._raw = {}, {}
         turn = self.account.turn()
-        if plan.recovers:
+        if plan.times.recovers:
             self.account.rename("start", "recovery")  # of a process that was started because of the failure
         # a worker that has survived a failure, or a change of the workers, is in `recovery` already
-        turn.enter("recovery" if plan.recovers or self.account.part == "recovery" else "start")
+        turn.enter("recovery" if plan.times.recovers or self.account.part == "recovery" else "start")
         return turn
 
     def trains_here(self) -> None:

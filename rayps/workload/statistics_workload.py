@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from rayps.core.errors import ConfigError, WorkloadError
+from rayps.core.spelling import near
 from rayps.data.base import Batch, Data
 from rayps.data.memory import tensors
 from rayps.workload.base import Workload
@@ -80,7 +81,8 @@ class StatisticsWorkload(Workload):
     """Queries of the rows of `data()`, for the strategy `statistics`.
 
     `queries` is a dict from a name to a query of `rayps.stats`. `columns` names the columns of `Batch.x` [n, columns];
-    None: they are those of the queries, in order. A class of your own may define `values(batch)` instead.
+    None: they are those of the queries, in order, which must be the features of the data if these have names. A class
+    of your own may define `values(batch)` instead.
 
     Example:
         class Patients(rayps.StatisticsWorkload):
@@ -108,8 +110,7 @@ class StatisticsWorkload(Workload):
         """
         if isinstance(batch.x, Mapping):
             return batch.x
-        names = tuple(dict.fromkeys(self._column(name) for name in self.queries))
-        names = names if self.columns is None else tuple(self.columns)
+        names = self._names
         x = batch.x.reshape(batch.size, -1)
         if x.shape[1] != len(names):
             raise WorkloadError(
@@ -118,8 +119,47 @@ class StatisticsWorkload(Workload):
             )
         return dict(zip(names, x.unbind(dim=1), strict=True))
 
+    @property
+    def computes_columns(self) -> bool:
+        """Whether `values` is the class's own, so that the columns are functions of the rows."""
+        return type(self).values is not StatisticsWorkload.values
+
+    def check_columns(self, data: Data) -> None:
+        """Check, before a worker starts, that the queries' columns are those of `data`, as far as its names are known.
+
+        Raises:
+            WorkloadError: a column is missing, or the columns are in another order than the features.
+        """
+        features = data.feature_names
+        if self.computes_columns or (features is None and self.columns is None):
+            return
+        known = features if self.columns is None else self.columns
+        assert known is not None, "one of them is known"
+        for name in self.queries:
+            self._must_have(name, known)
+        if self.columns is None and self._names != features:
+            raise WorkloadError(
+                f"the data has the features {', '.join(known)}, and the queries name {', '.join(self._names)} in this "
+                f"order: set `columns` to {tuple(known)!r}"
+            )
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """The names of the columns of `Batch.x`."""
+        if self.columns is not None:
+            return tuple(self.columns)
+        return tuple(dict.fromkeys(self._column(name) for name in self.queries))
+
     def _column(self, name: str) -> str:
         return self.queries[name].column or name
+
+    def _must_have(self, name: str, columns: Iterable[str]) -> None:
+        column, known = self._column(name), list(columns)
+        if column not in known:
+            raise WorkloadError(
+                f"the query {name!r} needs the column {column!r}, and the rows have {', '.join(known)}"
+                f"{near(column, known)}: name one of them with column="
+            )
 
     def model(self) -> nn.Module:
         """Return vectors of zeros. Raises ConfigError if `queries` has no queries."""
@@ -131,21 +171,18 @@ class StatisticsWorkload(Workload):
             )
         return Accumulators(self.queries)
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return minus the linear function of the module's text. A row without values has none.
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, float]:
+        """Return minus the linear function of the module's text; with weight 0 for rows without values.
 
         Raises WorkloadError if a column is missing, or a value is not finite.
         """
         assert isinstance(model, Accumulators), "made by `model`"
         if batch.x is None or (isinstance(batch.x, Tensor) and not batch.x.numel()):
-            return model.get_parameter(_COUNT).sum() * 0.0
+            return model.get_parameter(_COUNT).sum() * 0.0, 0.0
         columns, found = self.values(batch), dict[str, Tensor]()
         for name in self.queries:
+            self._must_have(name, columns)
             column = self._column(name)
-            if column not in columns:
-                raise WorkloadError(
-                    f"the query {name!r} needs the column {column!r}, and the rows have {', '.join(columns)}"
-                )
             value = columns[column].reshape(-1).to(torch.float64).contiguous()
             if not torch.isfinite(value).all():
                 raise WorkloadError(f"the column {column!r} has values that are not finite: remove these rows")

@@ -220,7 +220,11 @@ def mean(low: float, high: float, *, column: str | None = None) -> MeanQuery:
 
 
 def histogram(edges: Sequence[float], *, column: str | None = None) -> HistogramQuery:
-    """Return a query for the fractions of values between these edges. Values outside count in the first or last bin."""
+    """Return a query for the fractions of values between these edges. Values outside count in the first or last bin.
+
+    Under noise the fractions are not normalised: one may be negative, and they need not add up to 1. Each is unbiased
+    to first order; clip them and divide by their sum where a distribution is needed, which discloses nothing more.
+    """
     return HistogramQuery(tuple(edges), column)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,24 @@ from rayps_client.members.revocations import Revocations
 from rayps_client.members.signed_requests import SignedRequests
 
 FINGERPRINT = "sha256:"  # before a fingerprint on the command line, which could begin with a - otherwise
+_FORM = re.compile(r"[A-Za-z0-9_-]{43}")  # a SHA-256 in base64
+_HEX = re.compile(r"[0-9A-Fa-f:]{64,95}")
+
+
+def service_fingerprint(given: str) -> str:
+    """Return the fingerprint in the option --service-key, without its prefix.
+
+    Raises ConfigError if it has another form than `rayps members service` shows.
+    """
+    text = given.strip().removeprefix(FINGERPRINT)
+    if _FORM.fullmatch(text):
+        return text
+    shape = "a hash in hex, as --pin takes it," if _HEX.fullmatch(text) else f"{len(text)} characters"
+    raise ConfigError(
+        f"--service-key is no fingerprint of a service's key: {shape} after {FINGERPRINT}, and it has 43 letters, "
+        "digits, - and _.\n`rayps members service` shows it where the service runs",
+        field="service_key",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +49,8 @@ class MembershipOptions:
 
     @property
     def service(self) -> str | None:
-        """The fingerprint of the service's key, without its prefix."""
-        return None if self.service_key is None else self.service_key.strip().removeprefix(FINGERPRINT)
+        """The fingerprint of the service's key, without its prefix. Raises ConfigError if it has another form."""
+        return None if self.service_key is None else service_fingerprint(self.service_key)
 
     def load(self, token: str | None) -> Membership:
         """Read the files. `token`: the text of the client's token, if it has one.

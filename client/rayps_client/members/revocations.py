@@ -2,14 +2,20 @@
 
 The file is a certificate revocation list of the authority (PEM, RFC 5280), or text with one serial number a line, in
 hex as `openssl x509 -serial` prints it; a line may be empty or a # comment.
+
+A list of the authority says until when it is current. After that date it still holds, and a warning is logged once:
+what the authority has revoked since then is unknown here.
 """
 
 from __future__ import annotations
 
+import datetime
 import logging
 import re
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
@@ -25,36 +31,59 @@ _SERIAL = re.compile(r"[0-9a-f]{1,40}")
 _Stamp = tuple[int, int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class RevokedList:
+    """What a file says: the serial numbers, and when the authority was to issue the next list (None: not said)."""
+
+    serials: frozenset[str] = frozenset()
+    due: datetime.datetime | None = None
+
+
 class Revocations:
     """The serial numbers of revoked certificates. If the file cannot be read any more, what was read last holds."""
 
-    def __init__(self, path: Path | None, authorities: Sequence[x509.Certificate]) -> None:
+    def __init__(
+        self, path: Path | None, authorities: Sequence[x509.Certificate], clock: Callable[[], float] = time.time
+    ) -> None:
         """Read the file. `path` None: nothing is revoked.
 
         Raises ConfigError if the file cannot be read, or is a list that no authority has signed.
         """
-        self._path, self._authorities = path, authorities
+        self._path, self._authorities, self._clock = path, authorities, clock
         self._lock, self._stamp = threading.Lock(), _stamp(path)
-        self._serials = frozenset[str]() if path is None else read_revoked(path, authorities)
+        self._list = RevokedList() if path is None else read_revoked(path, authorities)
+        self._warned: RevokedList | None = None
 
     def revoked(self) -> frozenset[str]:
         """Return the serial numbers of all revoked certificates, as the file says now."""
         path = self._path
         if path is None:
-            return self._serials
+            return self._list.serials
         with self._lock:
             stamp = _stamp(path)
             if stamp != self._stamp:
                 self._stamp = stamp
                 try:
-                    self._serials = read_revoked(path, self._authorities)
+                    self._list = read_revoked(path, self._authorities)
                 except ConfigError as error:
                     log.error("%s; the list that was read before still holds", error.message)
-            return self._serials
+            self._warn_if_late(path)
+            return self._list.serials
+
+    def _warn_if_late(self, path: Path) -> None:
+        found = self._list
+        if found.due is not None and found.due.timestamp() < self._clock() and self._warned is not found:
+            self._warned = found
+            log.warning(
+                "the list of revoked certificates %s was to be replaced by %s: certificates that were revoked after "
+                "it was issued are accepted; fetch the authority's newest list",
+                path,
+                found.due.isoformat(timespec="seconds"),
+            )
 
 
-def read_revoked(path: Path, authorities: Sequence[x509.Certificate]) -> frozenset[str]:
-    """Return the serial numbers in a file.
+def read_revoked(path: Path, authorities: Sequence[x509.Certificate]) -> RevokedList:
+    """Return what a file says.
 
     Raises:
         ConfigError: the file cannot be read, has a line that is no serial number, or no authority has signed the list.
@@ -80,10 +109,10 @@ def read_revoked(path: Path, authorities: Sequence[x509.Certificate]) -> frozens
                 field="members_revoked",
             )
         found.add(text.lstrip("0") or "0")
-    return frozenset(found)
+    return RevokedList(frozenset(found))
 
 
-def _of_list(path: Path, raw: bytes, authorities: Sequence[x509.Certificate]) -> frozenset[str]:
+def _of_list(path: Path, raw: bytes, authorities: Sequence[x509.Certificate]) -> RevokedList:
     try:
         found = x509.load_pem_x509_crl(raw)
     except ValueError as error:
@@ -96,7 +125,7 @@ def _of_list(path: Path, raw: bytes, authorities: Sequence[x509.Certificate]) ->
             "to --members-ca",
             field="members_revoked",
         )
-    return frozenset(serial_text(each.serial_number) for each in found)
+    return RevokedList(frozenset(serial_text(each.serial_number) for each in found), found.next_update_utc)
 
 
 def _signed(found: x509.CertificateRevocationList, authority: x509.Certificate) -> bool:

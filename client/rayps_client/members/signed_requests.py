@@ -84,8 +84,9 @@ class Proof:
         """Check the signature of a request. Raises Unauthorized if it is of another request or service."""
         if not self.member.verify(facts.text(service, self.at, self.nonce), self.signature):
             raise Unauthorized(
-                f"the signature does not belong to this request of {self.member.name}: its body, path or headers were "
-                "changed on the way, or it was made for another service; check the proxy in between",
+                f"the signature does not belong to this request of {self.member.name}: it was made for another "
+                "service, or its body, path or headers were changed on the way.\nCompare the client's --service-key "
+                "with what `rayps members service` shows where the service runs, and check any proxy in between",
                 status=401,
                 code="request_changed",
             )

@@ -209,7 +209,12 @@ class ServerSum:
 
     def _check_count(self, there: Collection[int], what: str) -> None:
         if len(there) < self._rules.least:
-            raise VoidRound(f"secure aggregation: {len(there)} clients have {what}, and {self._rules.least} are needed")
+            who = (
+                f"1 client has {what.replace('their', 'its')}"
+                if len(there) == 1
+                else f"{len(there)} clients have {what}"
+            )
+            raise VoidRound(f"secure aggregation: {who}, and {self._rules.least} are needed")
 
     def _check_neighbourhoods(self, about: Iterable[int], there: Collection[int], what: str) -> None:
         """Check that enough of `there` hold shares of each client in `about`."""

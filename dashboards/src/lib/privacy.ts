@@ -12,6 +12,7 @@ export interface Claim {
   noise: number;
   neighbours: string;
   proves: boolean;
+  notProven: string; // why it proves nothing; "" if it proves what it says
   holdsAgainst: string[];
   trusted: string;
   assumes: string[];
@@ -37,6 +38,7 @@ export function claimOf(events: readonly JobEvent[], series: Series): Claim | nu
     noise: number(event["noise_multiplier"]) ?? 0,
     neighbours: String(event["neighbours"] ?? ""),
     proves: event["proves"] === true,
+    notProven: event["proves"] === true ? "" : String(event["not_proven"] ?? "its noise was drawn from the job's seed."),
     holdsAgainst: texts(event["holds_against"]),
     trusted: String(event["trusted"] ?? ""),
     assumes: texts(event["assumes"]),

@@ -216,7 +216,7 @@ const APART: Record<string, string> = { localsgd: "Local SGD", parallelsgd: "Par
 const USUAL: Record<string, unknown[]> = {
   fraction: [1], local_epochs: [1], rule: ["mean"], dropout: [0], min_replies: [1], evaluate_every: [1], over_selection: [0],
   buffers: ["mean", "average"], clients: ["simulated"], momentum: ["keep"], merge: ["mean"], shuffle: [true], warmup: [0],
-  overlap: [0], buckets: [1], participation: [1], relaxation: [1],
+  overlap: [0], buckets: [1], participation: [1], relaxation: [1], client_evaluation: [false], metric_bound: [1],
 };
 
 function plain(name: string): string {

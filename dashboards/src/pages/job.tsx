@@ -58,7 +58,7 @@ export function JobPage({ id }: { id: string }) {
       <div class="grid">
         <LossCard feed={feed} />
         <div class="stack">
-          <RateCard feed={feed} height={stale ? 132 : 300} />
+          <RateCard feed={feed} height={stale ? 132 : 300} hidden={isPrivate(strategy)} />
           {stale && <StalenessCard feed={feed} />}
         </div>
         <MetricsCard feed={feed} />

@@ -77,7 +77,8 @@ export function LossCard({ feed }: { feed: Feed }) {
   );
 }
 
-export function RateCard({ feed, height }: { feed: Feed; height: number }) {
+/** `hidden`: the job reports no number of samples, because it would tell who took part in a round. */
+export function RateCard({ feed, height, hidden }: { feed: Feed; height: number; hidden: boolean }) {
   const version = feed.version.value;
   const index = useSignal<number | null>(null);
   const arrays = useMemo(() => rateData(feed.series), [version]);
@@ -86,7 +87,7 @@ export function RateCard({ feed, height }: { feed: Feed; height: number }) {
   const summary = `Throughput in samples per second by round; ${short(arrays.smooth[arrays.smooth.length - 1])} at the end.`;
   return (
     <Card title="Throughput" note="samples/s" id="throughput">
-      {arrays.x.length === 0 ? <Empty title="No measurements yet" /> : <>
+      {hidden ? <Empty title="Not reported under privacy" /> : arrays.x.length === 0 ? <Empty title="No measurements yet" /> : <>
         <Readout items={[
           { name: "round", value: count(arrays.x[at] ?? null) },
           { swatch: "smooth", name: "samples/s", value: short(arrays.smooth[at]) },

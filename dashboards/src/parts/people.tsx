@@ -53,7 +53,7 @@ function WorkerLine({ worker, verdict, snapshots, version, over, paced }: { work
       <td>{worker.part && <>{worker.part} · </>}<span class="host">{worker.host ?? "–"}</span>{worker.pid != null && <span class="faint"> · {worker.pid}</span>}</td>
       <td><span class={`state state-${tone(over && state === "running" ? "ended" : state)}`}>{over && state === "running" ? "ended" : state}</span></td>
       <td class="num">{count(worker.round)}</td>
-      <td class="num">{short(worker.samples_per_second)}</td>
+      <td class="num">{short(worker.samples_per_second || null)}</td>
       <td><SplitBar worker={worker} /></td>
       {paced && <><td><Heat rank={worker.rank} snapshots={snapshots} version={version} /></td>
       <td class="num">{verdict.ratio === null ? "–" : <span class={verdict.straggler ? "slow" : ""}>{verdict.straggler && <WarnIcon />}{verdict.ratio.toFixed(2)}×</span>}</td></>}

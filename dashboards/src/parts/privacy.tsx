@@ -18,7 +18,7 @@ export function PrivacyCard({ feed }: { feed: Feed }) {
           <span class="faint"> at δ = {shown(claim.delta)}, for each {claim.unit}; noise {shown(claim.noise)} × clip</span>
         </p>
         {share !== null && <Bar share={share} tone={share > 0.95 ? "warn" : "run"} label="Privacy budget spent" />}
-        {!claim.proves && <p class="tone-warn privacy-warning" role="status">This run proves nothing: its noise was drawn from the job's seed.</p>}
+        {!claim.proves && <p class="tone-warn privacy-warning" role="status">This run proves nothing: {claim.notProven}</p>}
       </div>
       <dl class="facts">
         <div><dt>Hides whether</dt><dd>{claim.neighbours}</dd></div>

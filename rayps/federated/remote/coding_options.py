@@ -9,42 +9,37 @@ have a reply as without coding.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rayps_client.coding_names import TOP_K, download_name, upload_name
 
 from rayps.core.errors import ConfigError
-from rayps.core.strategy_families import has_remote_clients
-
-if TYPE_CHECKING:
-    from rayps.federated.strategy_interface import FederatedView
+from rayps.federated.remote.client_options import RealClients
 
 
-def check_codings(strategy: FederatedView) -> None:
-    """Check the options `upload` and `download` of a federated strategy.
+def check_codings(real: RealClients, asynchronous: str | None) -> None:
+    """Check the options `upload` and `download`. `asynchronous`: the strategy's name if its rounds are; else None.
 
     Raises:
         ConfigError: an option cannot be read, the clients are simulated, updates are summed under masks, or rounds are
             asynchronous and updates are coded by top_k.
     """
-    upload = upload_name(strategy.upload)
-    download_name(strategy.download)
-    for name, value in (("upload", strategy.upload), ("download", strategy.download)):
-        if value is not None and not has_remote_clients(strategy):
+    upload = upload_name(real.upload)
+    download_name(real.download)
+    for name, value in (("upload", real.upload), ("download", real.download)):
+        if value is not None and real.clients is None:
             raise ConfigError(
                 f"{name} is {value!r}, but the clients are simulated, and nothing is sent to them: give "
                 f"clients=remote, or leave {name} out",
                 field=name,
             )
-    if upload is not None and upload[0] == TOP_K and strategy.buffered is not None:
+    if upload is not None and upload[0] == TOP_K and asynchronous is not None:
         raise ConfigError(
-            f"upload is {strategy.upload!r}, but under {strategy.name} a client may reply several times from the same "
+            f"upload is {real.upload!r}, but under {asynchronous} a client may reply several times from the same "
             "round, and what top_k leaves out is stored by round: give upload=int8 or upload=mask:SHARE",
             field="upload",
         )
-    if strategy.upload is not None and strategy.secure is not None:
+    if real.upload is not None and real.secure is not None:
         raise ConfigError(
-            f"upload is {strategy.upload!r}, but secure sums need whole numbers in the same places from every client: "
+            f"upload is {real.upload!r}, but secure sums need whole numbers in the same places from every client: "
             "which elements top_k sends would be seen, int8 has scales of each client, and each client has a mask of "
             "its own. Leave upload out, and give fewer bits in secagg(bits=...)",
             field="upload",

@@ -7,6 +7,8 @@
     away/NUMBER                  each client that has said that it takes part in no round now; by the service
     starts.json                  each start of the job: its first round and its first order; by the worker
     standing.json                the clients for which the job waits, as text; by the worker
+    summed                       exists when a secure round of training has a sum; by the worker
+    void.json                    why the last void round of training is void; by the worker
     rounds/SERIAL/order.json     the round's clients, facts and deadline; by the worker
     rounds/SERIAL/parameters.safetensors   the parameters with which the clients start; by the worker
     rounds/SERIAL/.NUMBER-HASH   the part of an update that has arrived, and the whole update's hash; by the service
@@ -16,6 +18,7 @@
     rounds/SERIAL/accepted/      NUMBER-HASH for each update whose client has signed the data-use statement
     acceptances/NUMBER.jsonl     what each client has signed (`rayps_client.members.acceptance_file`); by the service
     rounds/SERIAL/stages/        the messages of a secure round (`rayps.federated.remote.stage_folder`)
+    rounds/SERIAL/outcome.json   how a secure round has ended: why it is void, and who has dropped out; by the worker
     parameters-ID.safetensors    the newest parameters of asynchronous rounds, to which orders link; by the worker ID
     asked/NUMBER.json            the newest order of one client in asynchronous rounds; by the worker
 
@@ -83,6 +86,14 @@ class RoundOrder:
     deadline: float  # seconds after `begun`
     most_bytes: int  # largest size of an update, in bytes
     facts: OrderFacts
+
+
+@dataclass(frozen=True, slots=True)
+class SecureOutcome:
+    """How a secure round has ended: why it is void (None: it is not), and why clients have dropped out, by number."""
+
+    void: str | None
+    dropped: dict[int, str]
 
 
 class Mailbox:
@@ -280,6 +291,13 @@ class Mailbox:
         found = (read_json(self.round_folder(serial) / "verdicts.json") or {}).get(str(number))
         return None if found is None else str(found)
 
+    def outcome(self, serial: int) -> SecureOutcome | None:
+        """Return how a secure round has ended, or None if it has not, or was broken off."""
+        found = read_json(self.round_folder(serial) / "outcome.json")
+        if found is None:
+            return None
+        return SecureOutcome(found["void"], {int(number): str(why) for number, why in found["dropped"].items()})
+
     def withdraw(self, number: int) -> None:
         """Exclude a client whose token was revoked: do not ask it again, and delete its updates of open orders."""
         self.leave(number)
@@ -288,6 +306,16 @@ class Mailbox:
         order = self.newest()
         if order is not None:
             self.stages(order.serial).revoke(number)
+
+    def void(self, order: RoundOrder, number: int) -> Conflict | None:
+        """Return the refusal of a client's message of a secure round that is void; None if the round is not.
+
+        A client that has dropped out before is refused for that reason, which its stage knows.
+        """
+        outcome = self.outcome(order.serial)
+        if outcome is None or outcome.void is None or number in outcome.dropped:
+            return None
+        return Conflict(f"round {order.round} is void: {outcome.void}", status=409, code="late")
 
     def _too_late(self, serial: int) -> Exception:
         if self.round_folder(serial).is_dir():
@@ -305,6 +333,20 @@ class Mailbox:
         return str(found["waits"]) if found.get("waits") else None
 
     # ---- for the driver and the worker
+
+    def record_secure_round(self, void: str | None) -> None:
+        """Record that a secure round of training has a sum, or why it is void."""
+        if void is None:
+            _touch(self.folder / "summed")
+        else:
+            write_json(self.folder / "void.json", {"why": void})
+
+    def never_summed(self) -> str | None:
+        """Return why the last secure round of training is void, if all were; None if one has a sum, or if none ran."""
+        if (self.folder / "summed").exists():
+            return None
+        found = read_json(self.folder / "void.json")
+        return None if found is None else str(found["why"])
 
     def prepare(self) -> None:
         """Create the folder and its subfolders. The driver calls this before the worker starts."""
@@ -410,6 +452,10 @@ class Mailbox:
             path.write_bytes(b"")  # the empty file shows that the client's update was received
         for path in folder.glob(".*-*"):
             path.unlink(missing_ok=True)  # an incomplete update, of which no more will arrive
+
+    def write_outcome(self, serial: int, outcome: SecureOutcome) -> None:
+        """Write how a secure round has ended, before its messages are deleted."""
+        write_json(self.round_folder(serial) / "outcome.json", asdict(outcome))
 
     def _delete_old_rounds(self, serial: int) -> None:
         for old in self.serials():

@@ -92,7 +92,7 @@ def secure_of(given: Json) -> SecureOptions | None:
     if given is None:
         return None
     facts = form(given) if isinstance(given, str) else given
-    if not isinstance(facts, Mapping) or facts.get("name") != SECAGG:
+    if not isinstance(facts, Mapping) or facts.get("name", SECAGG) != SECAGG:
         raise ConfigError(
             f"secure is {given!r}: give secagg(clip=1.0), with the largest norm of an update, or leave secure out",
             field="secure",

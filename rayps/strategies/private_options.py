@@ -23,7 +23,7 @@ def check_private(strategy: FederatedView) -> None:
         return
     _refuse_algorithm(strategy)
     _refuse_options(strategy, spec)
-    if spec.by_clients and strategy.secure is None:
+    if spec.by_clients and strategy.real.secure is None:
         raise ConfigError(
             "privacy has noise_by=clients, but a client's share of the noise does not protect it: only the sum under "
             "masks has enough. Give secure=secagg(clip=...,max_weight=1) and clients=remote too, or leave noise_by out",
@@ -85,7 +85,7 @@ def _refuse_options(strategy: FederatedView, spec: PrivacySpec) -> None:
             f"privacy=dp(clip={aggregation.clip:g},...) and leave clip out",
             field="clip",
         )
-    if strategy.client_evaluation and spec.mechanism == TREE:
+    if strategy.real.client_evaluation and spec.mechanism == TREE:
         raise ConfigError(
             "client_evaluation=true asks clients in each evaluation, but tree noise assumes that each takes part once "
             "in a tree: leave it out, and evaluate where the rows are (rayps personal), or give sampling=all",
