@@ -16,7 +16,7 @@ from rayps.federated.population.cohort import cohort_size
 from rayps.federated.private_layers import PrivateLayers
 from rayps.federated.private_rounds import PrivateJob, private_job
 from rayps.federated.simulated_rounds import events_of
-from rayps.federated.strategy_interface import STATISTICS, ClientSide, FederatedView, is_buffered, joining_under
+from rayps.federated.strategy_interface import ClientSide, FederatedView, is_buffered, joining_under
 from rayps.privacy.budget import must_allow_one
 from rayps.privacy.claim import delta_too_large
 from rayps.privacy.mechanism import CLIENT, Mechanism
@@ -53,9 +53,9 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
         WorkloadError: a query needs a column that the data does not have.
     """
     name, side = strategy.name, strategy.client_side
-    if isinstance(workload, StatisticsWorkload) != (name == STATISTICS):
+    if isinstance(workload, StatisticsWorkload) != side.answers:
         raise ConfigError(
-            f"the strategy is {name}, and the workload is {'' if name != STATISTICS else 'not '}a StatisticsWorkload: "
+            f"the strategy is {name}, and the workload is {'not ' if side.answers else ''}a StatisticsWorkload: "
             "the strategy statistics and a rayps.StatisticsWorkload belong together",
             field="strategy",
         )

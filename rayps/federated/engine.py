@@ -33,7 +33,7 @@ from rayps.federated.population.cohort import home_ranks
 from rayps.federated.private_rounds import PrivateRounds, private_job
 from rayps.federated.remote_replies import RemoteReplies
 from rayps.federated.reply_source import Round, SimulatedReplies, TrainingTask
-from rayps.federated.strategy_interface import STATISTICS, FederatedView, attackers_of, is_buffered
+from rayps.federated.strategy_interface import FederatedView, attackers_of, is_buffered
 from rayps.tensors.finite import is_finite
 from rayps.tensors.learning_rate import Ticks
 
@@ -102,7 +102,7 @@ class FederatedEngine:
     @property
     def _has_losses(self) -> bool:
         """Whether the clients' losses are reported: not in a private job, and statistics have none."""
-        return self.private is None and self.strategy.name != STATISTICS
+        return self.private is None and not self.strategy.client_side.answers
 
     def at(self, position: int) -> int:
         """Return the number, within its phase, of the round at `position` of the run."""

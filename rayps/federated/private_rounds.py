@@ -37,7 +37,7 @@ from rayps.core.values import JsonObject
 from rayps.federated.combine_replies import BITS, Aggregate, RoundAggregate
 from rayps.federated.population.cohort import Ints, cohort_size, first
 from rayps.federated.remote.secure_options import LEAST, SecureOptions, secure_of
-from rayps.federated.strategy_interface import STATISTICS, FederatedView, joining_under
+from rayps.federated.strategy_interface import FederatedView, joining_under
 from rayps.privacy import accountant
 from rayps.privacy.account import PrivacyAccount, solve_noise
 from rayps.privacy.adaptive_clip import SHARE, next_clip, update_noise
@@ -142,7 +142,7 @@ def private_job(strategy: FederatedView, clients: int | None, size: int) -> Priv
     count = joining.least if joining is not None else clients
     assert count is not None, "simulated clients are counted"
     secure = secure_of(strategy.real.secure)
-    real, answers = joining is not None, strategy.name == STATISTICS
+    real, answers = joining is not None, strategy.client_side.answers
     return PrivateJob(spec, count, strategy.fraction, real, secure, size, answers)
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from rayps.federated.client import ClientTurn
     from rayps.federated.engine import FederatedServer
 
-STATISTICS = "statistics"  # name of the strategy that computes statistics
-
 
 @dataclass(frozen=True, slots=True)
 class Buffered:
@@ -43,6 +41,7 @@ class ClientSide:
     plain: bool = False  # whether the optimizer must be SGD without momentum and weight decay
     # names or patterns of parameters and buffers that never leave the client: see `rayps.federated.private_layers`
     private: tuple[str, ...] = ()
+    answers: bool = False  # whether it sends answers of queries, and no model is trained
 
     @property
     def stateful(self) -> bool:

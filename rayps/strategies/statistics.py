@@ -13,12 +13,13 @@ release, and the count N is noised as well, so that nothing depends on how many 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from rayps.core import options
 from rayps.core.errors import ConfigError
 from rayps.core.strategy import WorkerView
+from rayps.federated.strategy_interface import ClientSide
 from rayps.privacy.options import TREE
 from rayps.strategies.federated import Federated
 
@@ -71,6 +72,11 @@ class Statistics(Federated):
             )
         if self.privacy_spec is not None:
             self._check_privacy()
+
+    @property
+    def client_side(self) -> ClientSide:
+        """A client sends answers of queries."""
+        return replace(super().client_side, answers=True)
 
     def _check_privacy(self) -> None:
         spec = self.privacy_spec
