@@ -242,10 +242,17 @@ def test_a_revoked_certificate_is_refused_without_a_restart(
     with pytest.raises(Unauthorized, match=r"the certificate of one .* was revoked"):
         admitted(members, signed(one, clock))
     admitted(members, signed(two, clock))
+    path.write_bytes(b"\n")  # a copy that was cut off: nobody is admitted again
+    with pytest.raises(Unauthorized, match="was revoked"):
+        admitted(members, signed(one, clock))
+    assert "is empty" in caplog.text
     path.write_bytes(b"neither serials nor a list")
     with pytest.raises(Unauthorized, match="was revoked"):
         admitted(members, signed(one, clock))
     assert "the list that was read before still holds" in caplog.text
+    path.write_bytes(text())
+    admitted(members, signed(one, clock))
+    assert f"1 certificates that were revoked are accepted again: {one.member.serial}" in caplog.text
 
 
 def test_a_list_of_another_authority_is_refused(authority: TestAuthority, tmp_path: Path) -> None:
