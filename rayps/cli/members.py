@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,7 +19,7 @@ from rayps_client.members.membership_options import FINGERPRINT, service_fingerp
 
 from rayps.cli import show
 from rayps.cli.show import Output
-from rayps.core.errors import ConfigError
+from rayps.core.errors import ConfigError, Conflict
 from rayps.core.statement import read_statement
 from rayps.service.client import Client
 from rayps.service.settings import Settings
@@ -44,6 +45,7 @@ def ca(
     new_authority(folder, name, days)
     show.line(str(folder / "ca.pem"))
     show.note(f"give {folder / 'ca.pem'} to the service and to all members; {folder / 'ca.key'} stays here, secret")
+    _note_plain_key()
 
 
 @members_app.command()
@@ -62,6 +64,14 @@ def request(
     new_request(name, key, asked)
     show.line(str(asked))
     show.note(f"send {asked} to the federation's authority; {key} stays here, secret")
+    _note_plain_key()
+
+
+def _note_plain_key() -> None:
+    from rayps_client.members.member_key import PASSPHRASE
+
+    if not os.environ.get(PASSPHRASE):
+        show.note(f"the key is not encrypted: {PASSPHRASE} was not set")
 
 
 @members_app.command()
@@ -78,12 +88,24 @@ def issue(
     from cryptography.hazmat.primitives.serialization import Encoding
 
     from rayps.service.member_authority import issue as issued_to
+    from rayps.service.member_authority import others_of, requested_name, was_issued
 
+    path = to or asked.with_name(f"{requested_name(asked)}.pem")
+    if path.exists() and not was_issued(folder, path):
+        raise Conflict(
+            f"{path} exists, is no certificate of the authority in {folder}, and is not overwritten: give another --to",
+            code="exists",
+        )
     member = issued_to(folder, asked, days)
-    path = to or asked.with_name(f"{member.name}.pem")
     path.write_bytes(member.certificate.public_bytes(Encoding.PEM))
     show.line(str(path))
     show.note(f"{member.name} has the certificate {member.serial}; give {path} to it, which is no secret")
+    for other in others_of(folder, member):
+        until = f"{other.certificate.not_valid_after_utc:%Y-%m-%d}"
+        show.note(
+            f"it also has the certificate {other.serial}, valid until {until}: "
+            f"to end that one, `rayps members revoke {folder} {other.serial}`"
+        )
 
 
 @members_app.command()
