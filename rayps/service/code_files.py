@@ -59,7 +59,8 @@ class PackedCode:
         files = "1 file" if count == 1 else f"{count} files"
         largest = ", ".join(f"{path} ({_amount(size)})" for path, size in self.large)
         named = f"; the largest: {largest}" if largest else ""
-        return f"{files} of {_amount(self.size)} packed from {self.folder}{named}; to leave out more, list it in .raypsignore"
+        packed = f"{files} of {_amount(self.size)} packed from {self.folder}{named}"
+        return f"{packed}; to leave out more, list it in .raypsignore"
 
     def left_out(self) -> str:
         """Return which files were left out because of a secret, and why; "" if there are none."""
