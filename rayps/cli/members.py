@@ -208,7 +208,8 @@ def statements(
 ) -> None:
     """Show and verify what the members of a job have signed.
 
-    A member signs each of its updates under the job's data-use statement.
+    A member signs each of its updates under the job's data-use statement. The table has a line for each client and,
+    with --verify, one for each acceptance that is wrong; -o json has each acceptance.
     """
     found = _read(Path(source)) if Path(source).exists() else _of_service(source)
     text = found.statement if statement is None else read_statement(statement)
@@ -223,7 +224,10 @@ def statements(
     if output is Output.json:
         show.dump(rows)
     else:
-        show.table(list(_COLUMNS), [list(row.values()) for row in rows])
+        show.table(list(_SUMMARY), _by_client(rows, wrong if verify else []))
+        for row, why in zip(rows, wrong, strict=True):
+            if verify and why:
+                show.line(f"{row['client'] or 'unknown client'}, round {row['round']}: {why}")
     if not verify:
         return
     bad = sum(bool(why) for why in wrong)
@@ -247,6 +251,26 @@ def _row(checked: CheckedAcceptance, wrong: str | None) -> dict[str, Any]:
     signed = datetime.fromtimestamp(facts.time, UTC)
     values = (facts.name, facts.round, facts.serial, f"{signed:%Y-%m-%d %H:%M:%S}", facts.statement, facts.sent)
     return dict(zip(_COLUMNS, (*values, "" if wrong is None else wrong or "valid"), strict=True))
+
+
+_SUMMARY = ("client", "updates", "rounds", "first", "last", "statement", "check")
+_HASH = 12  # letters of a hash that the table shows; -o json has it whole
+
+
+def _by_client(rows: Sequence[Mapping[str, Any]], wrong: Sequence[str]) -> list[list[Any]]:
+    """Return a line for each client and statement: what it has signed, from when to when. `wrong`: of each row, why."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for at, row in enumerate(rows):
+        groups.setdefault((row["client"], row["statement"]), []).append(at)
+    found = []
+    for (client, statement), numbers in groups.items():
+        mine = [rows[at] for at in numbers]
+        rounds, signed = [row["round"] for row in mine], sorted(row["signed"] for row in mine)
+        bad = sum(bool(wrong[at]) for at in numbers) if wrong else 0
+        check = (f"{bad} wrong" if bad else "valid") if wrong else ""
+        span = "" if "" in rounds else f"{min(rounds)} to {max(rounds)}"
+        found.append([client, len(mine), span, signed[0], signed[-1], statement[:_HASH], check])
+    return found
 
 
 def _wrong(checked: CheckedAcceptance, receipts: Mapping[str, Receipt], service_key: str | None) -> str:
