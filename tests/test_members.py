@@ -388,6 +388,12 @@ def test_options_of_a_member(authority: TestAuthority, tmp_path: Path, monkeypat
 
     found = identity(member=path, service_key=SERVICE)
     assert (found.name, found.bearer, found.token.fingerprint) == ("hospital-a", "", SERVICE)
+    with pytest.raises(ConfigError, match="job is 'A0': give the whole id"):
+        identity_of_options(
+            dataclasses.replace(
+                plain, job="A0", token=None, membership=MembershipOptions(member=path, service_key=SERVICE)
+            )
+        )
     with pytest.raises(ConfigError, match="give --service-key FINGERPRINT"):
         identity(member=path)
     token = ClientToken("secret", "A" * 26, SERVICE, "hospital-b")
