@@ -584,3 +584,11 @@ def test_a_loop_has_the_limits_of_a_private_ray(capsys: pytest.CaptureFixture[st
     (tmp_path / "loop.py").write_text("def f():\n    pass\n")
     code, _, err = run(capsys, "run", f"{tmp_path / 'loop.py'}:f", "--workers", "1000")
     assert code == 2 and "a private Ray on this machine has at most" in err
+
+
+def test_the_options_of_one_strategy_are_listed_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["strategies", "fedper"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("fedper: ") and "private=none" in out and "fraction=1.0" in out and "fedavg:" not in out
+    assert cli.main(["strategies", "fedpr"]) == 2
+    assert "did you mean 'fedper'?" in capsys.readouterr().err

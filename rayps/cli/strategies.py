@@ -12,6 +12,7 @@ import typer
 from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.core.errors import ConfigError
+from rayps.core.spelling import near
 from rayps.core.text import nested
 from rayps.service.strategy_check import strategies_in
 from rayps.strategies.catalogue import StrategyDescription, catalogue
@@ -20,6 +21,9 @@ _MANY = 8  # a later strategy that has all options of a strategy with more than 
 
 
 def strategies(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Only these strategies, with all their options.")
+    ] = None,
     working_dir: Annotated[
         Path | None,
         typer.Option(
@@ -36,18 +40,26 @@ def strategies(
     own, broken = strategies_in(str(folder))
     for file in broken:
         show.note(f"{file['name']}: {file['message'].splitlines()[0]}")
-    found = [*catalogue(), *own]
+    found = _named([*catalogue(), *own], names or [])
     if output is Output.json:
         show.dump(found)
         return
     width = shutil.get_terminal_size((120, 24)).columns
     for at, each in enumerate(found):
         lines = textwrap.wrap(f"{each['name']}: {each['summary']}", width, break_long_words=False)
-        lines += textwrap.wrap(
-            _options(each, found[:at]), width, initial_indent="    ", subsequent_indent="    ", break_long_words=False
-        )
+        options = _options(each, [] if names else found[:at])
+        lines += textwrap.wrap(options, width, initial_indent="    ", subsequent_indent="    ", break_long_words=False)
         for text in lines:
             show.line(text)
+
+
+def _named(found: list[StrategyDescription], names: list[str]) -> list[StrategyDescription]:
+    """Return the strategies with these names, or all if there are none. Raises ConfigError if one is not known."""
+    known = {each["name"]: each for each in found}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"there is no strategy {name!r}{near(name, known)}", field="name")
+    return [known[name] for name in names] if names else found
 
 
 def _options(each: StrategyDescription, before: list[StrategyDescription]) -> str:
