@@ -314,6 +314,10 @@ def test_a_void_round_of_noised_updates_is_not_charged(clinic: Clinic) -> None:
         clinic.hospital(job, k, transport=Dies(Stage.MASK) if k else None).begin()
     assert "every round was void" in job.wait(60).data["reason"]
     assert (clinic.service.folder(job.id) / "privacy" / "ledger.jsonl").read_text() == ""
+    (event,) = (event for event in job.events() if event["kind"] == "warning" and "void" in event)
+    assert (event["round"], event["dropped"]) == (0, ["h1", "h2"])
+    why = "secure aggregation: 1 client has sent its masked update, and 2 are needed"
+    assert event["message"].startswith(f"round 0 is void, and the model is unchanged, because {why}; 2 of 3 clients")
 
 
 # ---- the routes

@@ -33,7 +33,7 @@ from rayps.federated.remote.mailbox import FOLDER, JoinedClient, Mailbox, RoundO
 from rayps.federated.remote.signed_orders import OrderFacts
 from rayps.federated.reply_source import Round, TrainingTask
 from rayps.federated.round_codings import RoundCodings
-from rayps.federated.secure_rounds import SecureRounds, aggregate_of, listed, secure_rounds_of
+from rayps.federated.secure_rounds import SecureRounds, SecureTotal, aggregate_of, listed, secure_rounds_of
 from rayps.federated.strategy_interface import deadline_of, joining_under
 
 if TYPE_CHECKING:
@@ -195,7 +195,24 @@ class RemoteReplies:
         self._mailbox.write_waits(None)
         self._mailbox.record_secure_round(total.void)
         secure.total, self.refused = total, []
+        if total.void is not None and self._engine.private is not None:  # other jobs have the event `cohort`
+            self._report_void(total)
         return Round(total.sampled, sorted(total.dropped.items()), begun, time.time(), total.survivors)
+
+    def _report_void(self, total: SecureTotal) -> None:
+        """Write the event that a round of a private job is void.
+
+        It has no reason that a client has given: that may depend on the client's rows (values that are not finite).
+        """
+        position, dropped = self._engine.w.position, self.names(total.dropped)
+        who = f"; {len(dropped)} of {len(total.sampled)} clients dropped out: {listed(dropped)}" if dropped else ""
+        self._engine.w.event(
+            "warning",
+            f"round {position} is void, and the model is unchanged, because {total.void}{who}",
+            round=position,
+            void=total.void,
+            dropped=dropped[:_LISTED],
+        )
 
     def summed(self, w_t: Tensor) -> tuple[RoundAggregate, SummedNumbers | None] | None:
         """Return the result of a secure round, and its sums unless it is void. None: the rounds are not secure."""
