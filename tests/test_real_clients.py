@@ -616,7 +616,9 @@ def test_a_revoked_token_is_refused_at_once_and_its_update_is_withdrawn(clinic: 
     assert isinstance(bad.error, Unauthorized) and bad.error.exit_code == 4 and "revoked" in str(bad.error)
     job.wait(30)
     (event,) = cohorts(job)
-    assert (event["trained"], event["dropped"]) == (["h1"], [["h0", "left"]])
+    assert (event["trained"], event["dropped"]) == (["h1"], [["h0", "revoked"]])
+    (told,) = (event["message"] for event in job.events() if event["kind"] == "revoked")
+    assert told.startswith(f"the token ({invited['id']}) of the client h0 was revoked: no round asks it")
     with pytest.raises(httpx2.HTTPStatusError, match="401"):
         Hand(clinic, job, "again", invited["token"])
     known = {token["id"]: token for token in clinic.user.call("GET", "/api/v1/client-tokens")["tokens"]}

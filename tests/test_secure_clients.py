@@ -388,8 +388,8 @@ def test_a_client_that_has_dropped_out_is_late_in_each_later_stage(tmp_path: Pat
     part = stages.new_part(Stage.SHARE, 0)
     part.write_bytes(b"")
     stages.deliver(Stage.SHARE, 0, part)
-    stages.revoke(0)
-    assert stages.arrived(Stage.SHARE) == set() and stages.withdrawn() == {0: "its token was revoked"}
+    stages.revoke(0, "token (T)")
+    assert stages.arrived(Stage.SHARE) == set() and stages.withdrawn() == {0: "its token (T) was revoked"}
     stages.delete()
     stages.withdraw(0, "too late")
     assert not (tmp_path / "job" / "clients" / "rounds" / "1" / "stages").exists()

@@ -180,7 +180,7 @@ class ClientOut(BaseModel):
 
     number: int
     name: str
-    state: Literal["here", "away", "left"]
+    state: Literal["here", "away", "left", "revoked"]
     samples: int
     joined_at: datetime
     seen_seconds: float | None

@@ -29,7 +29,7 @@ from rayps.federated.client_evaluation import MOST_SECONDS, ClientEvaluation
 from rayps.federated.combine_replies import RoundAggregate
 from rayps.federated.population.cohort import Ints, cohort_size, first
 from rayps.federated.remote.join_options import JoinOptions
-from rayps.federated.remote.mailbox import FOLDER, JoinedClient, Mailbox, RoundOrder
+from rayps.federated.remote.mailbox import FOLDER, GONE, WHY_SILENT, JoinedClient, Mailbox, RoundOrder
 from rayps.federated.remote.signed_orders import OrderFacts
 from rayps.federated.reply_source import Round, TrainingTask
 from rayps.federated.round_codings import RoundCodings
@@ -326,8 +326,8 @@ class RemoteReplies:
         self._pause()
 
     def _takes_no_part(self, number: int) -> bool:
-        """Return whether a client has left, or has said that it takes part in no round now."""
-        return self._mailbox.state(number) == "left" or self._mailbox.is_away(number)
+        """Return whether a client has left, was revoked, or has said that it takes part in no round now."""
+        return self._mailbox.state(number) in GONE or self._mailbox.is_away(number)
 
     def _pause(self) -> None:
         if self._engine.stopped():
@@ -335,8 +335,7 @@ class RemoteReplies:
         time.sleep(PAUSE)
 
     def _why_silent(self, number: int) -> str:
-        state = self._mailbox.state(number)
-        return {"left": "left", "away": "offline"}.get(state, "deadline")
+        return WHY_SILENT[self._mailbox.state(number)]
 
     def _report_clients(self) -> None:
         known = [(member.name, member.samples) for member in self._members]
