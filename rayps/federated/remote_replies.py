@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from rayps_client.signed_orders import EVALUATION, ROUND
 from torch import Tensor
 
 from rayps.core.errors import ConfigError, StaleGeneration, TrainingError
+from rayps.core.member_times import CLIENTS
 from rayps.core.metrics import Totals
 from rayps.data.clients import ClientSummary
 from rayps.federated import remote_codec
@@ -54,6 +56,8 @@ class RemoteReplies:
         Raises ConfigError if there is no service, or if this machine cannot use the mailbox's folder.
         """
         self._engine, w = engine, engine.w
+        # counts the time inside a block as a wait for the peer with this name
+        self.waits_for: Callable[[str], AbstractContextManager[object]] = nullcontext
         strategy = engine.strategy
         joining = joining_under(strategy)
         assert joining is not None, "its clients are remote"
@@ -108,7 +112,8 @@ class RemoteReplies:
         Raises:
             TrainingError: too few clients connected within `wait` seconds.
         """
-        there = self._wait_for_clients(t)
+        with self.waits_for(CLIENTS):
+            there = self._wait_for_clients(t)
         w, fraction, private = self._engine.w, self._engine.strategy.fraction, self._engine.private
         if private is None:
             chosen = first(w.plan.seed, t, there, cohort_size(len(there), fraction)).tolist()
@@ -123,7 +128,8 @@ class RemoteReplies:
         if self._secure is not None:
             return self._secure_round(self._secure, facts, asked, raw)
         order = self._mailbox.open_round(facts, asked, self._deadline, most, raw)
-        self._wait_for(order)
+        with self.waits_for(CLIENTS):
+            self._wait_for(order)
         self._files, self._open = self._mailbox.close_round(order.serial), order
         self._mailbox.write_waits(None)
         return self._check_updates(order)
@@ -332,7 +338,8 @@ class RemoteReplies:
     def _pause(self) -> None:
         if self._engine.stopped():
             raise StaleGeneration("the driver has replaced or ended this worker", peer="driver")
-        time.sleep(PAUSE)
+        with self.waits_for(CLIENTS):
+            time.sleep(PAUSE)
 
     def _why_silent(self, number: int) -> str:
         return WHY_SILENT[self._mailbox.state(number)]
