@@ -482,10 +482,14 @@ def test_where_a_job_learns_and_which_loss_is_shown() -> None:
 
 def test_the_text_of_a_strategy_leaves_out_the_defaults_of_its_parts() -> None:
     private = rayps.FedAvg(
-        clients="remote", privacy=rayps.dp(noise_multiplier=1.1), secure="secagg(clip=1.0,max_weight=1)"
+        clients="remote(least=2)", privacy=rayps.dp(noise_multiplier=1.1), secure="secagg(clip=1.0,max_weight=1)"
     )
+    heads = rayps.FedPer(private=["head_w", "head_b"])
+    assert show.strategy(heads.to_wire()) == "fedper:private=(head_w,head_b)"
     text = show.strategy(private.to_wire())
-    assert text == "fedavg:privacy=dp(noise_multiplier=1.1),clients=remote,secure=secagg(clip=1.0,max_weight=1)"
+    assert (
+        text == "fedavg:privacy=dp(noise_multiplier=1.1),clients=remote(least=2),secure=secagg(clip=1.0,max_weight=1)"
+    )
 
 
 def test_what_holds_a_job_back_is_in_the_list_and_events_are_in_order(

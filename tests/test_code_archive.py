@@ -208,6 +208,9 @@ def test_keys_and_tokens_are_never_packed_and_are_named(tmp_path: Path, monkeypa
         assert secret.encode() not in packed.archive
     assert "clients/JOB/a/ (the folder of a client of rayps)" in packed.left_out() and "and 7 more" in packed.left_out()
     assert packed.summary().startswith(f"{len(packed.paths)} files of ") and ".raypsignore" in packed.summary()
+    assert f"packed from {packed.folder}; to leave out" in packed.summary()
+    (packed.folder / "patients.csv").write_bytes(b"x" * 60_000)
+    assert "; the largest: patients.csv (60 kB); to leave" in pack_code(packed.folder).summary()
     assert pack_code(tmp_path / "other").left_out() == ""
 
 

@@ -174,7 +174,9 @@ def test_members_sign_the_statement_for_each_update(
     monkeypatch.setenv("RAYPS_URL", federation.url)
     monkeypatch.setenv("RAYPS_TOKEN", federation.token)
     assert main(["statements", job.id, "--verify", "--members-ca", ca, "--to", str(exported)]) == 0
-    assert "6 acceptances of 2 clients; wrong: 0" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "6 acceptances of 2 clients; wrong: 0" in err
+    assert [line.split()[:5] for line in out.splitlines()[1:]] == [[f"h{k}", "3", "0", "to", "2"] for k in (0, 1)]
     for hospital in hospitals:
         record = hospital.over().folder.folder / "statements.jsonl"
         lines, receipts = read_lines(record)
@@ -192,6 +194,8 @@ def test_members_sign_the_statement_for_each_update(
     changed = exported.read_text().replace('\\"round\\":1', '\\"round\\":9', 1)
     exported.write_text(changed)
     capsys.readouterr()
+    assert main(["statements", str(exported), "--verify"]) == 1
+    assert "the signature is not that of the certificate's key" in capsys.readouterr().out
     assert main(["statements", str(exported), "--verify", "-o", "json"]) == 1
     wrong = [row["check"] for row in json.loads(capsys.readouterr().out) if row["check"] != "valid"]
     assert wrong[0].startswith("the signature is not that of the certificate's key") and len(wrong) == 1 + 1

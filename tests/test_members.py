@@ -242,10 +242,17 @@ def test_a_revoked_certificate_is_refused_without_a_restart(
     with pytest.raises(Unauthorized, match=r"the certificate of one .* was revoked"):
         admitted(members, signed(one, clock))
     admitted(members, signed(two, clock))
+    path.write_bytes(b"\n")  # a copy that was cut off: nobody is admitted again
+    with pytest.raises(Unauthorized, match="was revoked"):
+        admitted(members, signed(one, clock))
+    assert "is empty" in caplog.text
     path.write_bytes(b"neither serials nor a list")
     with pytest.raises(Unauthorized, match="was revoked"):
         admitted(members, signed(one, clock))
     assert "the list that was read before still holds" in caplog.text
+    path.write_bytes(text())
+    admitted(members, signed(one, clock))
+    assert f"1 certificates that were revoked are accepted again: {one.member.serial}" in caplog.text
 
 
 def test_a_list_of_another_authority_is_refused(authority: TestAuthority, tmp_path: Path) -> None:
@@ -340,17 +347,29 @@ def test_the_authority_issues_and_revokes(tmp_path: Path, monkeypatch: pytest.Mo
         MemberKey.load(tmp_path / "a.pem")
 
 
-def test_the_commands_of_the_authority(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_of_the_authority(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = str(tmp_path / "ca")
     assert main(["members", "ca", folder]) == 0
     assert main(["members", "request", "hospital-a", "--to", str(tmp_path)]) == 0
     assert main(["members", "issue", folder, str(tmp_path / "hospital-a.csr")]) == 0
     assert MemberKey.load(tmp_path / "hospital-a.pem").name == "hospital-a"
     assert (tmp_path / "hospital-a.key").stat().st_mode & 0o777 == 0o600
+    capsys.readouterr()
+    assert main(["members", "issue", folder, str(tmp_path / "hospital-a.csr")]) == 0
+    assert "it also has the certificate" in capsys.readouterr().err
+    monkeypatch.setenv("RAYPS_MEMBER_PASSPHRASE", "")
+    assert main(["members", "ca", str(tmp_path / "rogue")]) == 0
+    assert "the key is not encrypted" in capsys.readouterr().err
+    kept = (tmp_path / "hospital-a.pem").read_bytes()
+    assert main(["members", "issue", str(tmp_path / "rogue"), str(tmp_path / "hospital-a.csr")]) == 5
+    assert "is no certificate of the authority" in capsys.readouterr().err
+    assert (tmp_path / "hospital-a.pem").read_bytes() == kept
     assert main(["members", "revoke", folder, "hospital-a"]) == 0
     capsys.readouterr()
     assert main(["members", "ls", folder]) == 0
-    assert capsys.readouterr().out.split()[-1] == "revoked"
+    assert capsys.readouterr().out.count("revoked") == 2
     assert main(["members", "revoke", folder, "hospital-b"]) == 3
     assert main(["members", "ca", folder]) == 5
 
@@ -369,6 +388,12 @@ def test_options_of_a_member(authority: TestAuthority, tmp_path: Path, monkeypat
 
     found = identity(member=path, service_key=SERVICE)
     assert (found.name, found.bearer, found.token.fingerprint) == ("hospital-a", "", SERVICE)
+    with pytest.raises(ConfigError, match="job is 'A0': give the whole id"):
+        identity_of_options(
+            dataclasses.replace(
+                plain, job="A0", token=None, membership=MembershipOptions(member=path, service_key=SERVICE)
+            )
+        )
     with pytest.raises(ConfigError, match="give --service-key FINGERPRINT"):
         identity(member=path)
     token = ClientToken("secret", "A" * 26, SERVICE, "hospital-b")

@@ -110,6 +110,9 @@ def test_the_budget_ends_the_job_before_the_round_that_would_exceed_it():
     assert 0 < len(spent) < 100 and spent[-1] <= 2.0
     met = next(event for event in result.events if event["kind"] == "met")
     assert "the privacy budget epsilon=2 is spent" in met["message"]
+    end = result.events[-1]
+    assert end["kind"] == "finished"
+    assert end["message"].startswith(f"ended early after round {len(spent)} of 100: the privacy budget")
 
 
 def test_the_noise_is_found_from_the_budget():

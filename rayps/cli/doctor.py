@@ -70,6 +70,13 @@ def _all() -> Iterator[Finding]:
     yield _shared_memory()
     yield _open_files()
     yield _jobs()
+    yield Finding(
+        "dp-accounting",
+        _package("dp_accounting"),
+        False,
+        "privacy=dp(...)",
+        "pip install 'rayps[privacy]', or -e '.[privacy]' in a clone",
+    )
     yield Finding("git", shutil.which("git"), False, "working on rayps itself", "apt install git")
     yield Finding("make", shutil.which("make"), False, "make demo, make test", "apt install make")
     yield _node()

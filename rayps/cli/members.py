@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,7 +19,7 @@ from rayps_client.members.membership_options import FINGERPRINT, service_fingerp
 
 from rayps.cli import show
 from rayps.cli.show import Output
-from rayps.core.errors import ConfigError
+from rayps.core.errors import ConfigError, Conflict
 from rayps.core.statement import read_statement
 from rayps.service.client import Client
 from rayps.service.settings import Settings
@@ -44,6 +45,7 @@ def ca(
     new_authority(folder, name, days)
     show.line(str(folder / "ca.pem"))
     show.note(f"give {folder / 'ca.pem'} to the service and to all members; {folder / 'ca.key'} stays here, secret")
+    _note_plain_key()
 
 
 @members_app.command()
@@ -62,6 +64,14 @@ def request(
     new_request(name, key, asked)
     show.line(str(asked))
     show.note(f"send {asked} to the federation's authority; {key} stays here, secret")
+    _note_plain_key()
+
+
+def _note_plain_key() -> None:
+    from rayps_client.members.member_key import PASSPHRASE
+
+    if not os.environ.get(PASSPHRASE):
+        show.note(f"the key is not encrypted: {PASSPHRASE} was not set")
 
 
 @members_app.command()
@@ -78,12 +88,24 @@ def issue(
     from cryptography.hazmat.primitives.serialization import Encoding
 
     from rayps.service.member_authority import issue as issued_to
+    from rayps.service.member_authority import others_of, requested_name, was_issued
 
+    path = to or asked.with_name(f"{requested_name(asked)}.pem")
+    if path.exists() and not was_issued(folder, path):
+        raise Conflict(
+            f"{path} exists, is no certificate of the authority in {folder}, and is not overwritten: give another --to",
+            code="exists",
+        )
     member = issued_to(folder, asked, days)
-    path = to or asked.with_name(f"{member.name}.pem")
     path.write_bytes(member.certificate.public_bytes(Encoding.PEM))
     show.line(str(path))
     show.note(f"{member.name} has the certificate {member.serial}; give {path} to it, which is no secret")
+    for other in others_of(folder, member):
+        until = f"{other.certificate.not_valid_after_utc:%Y-%m-%d}"
+        show.note(
+            f"it also has the certificate {other.serial}, valid until {until}: "
+            f"to end that one, `rayps members revoke {folder} {other.serial}`"
+        )
 
 
 @members_app.command()
@@ -186,7 +208,8 @@ def statements(
 ) -> None:
     """Show and verify what the members of a job have signed.
 
-    A member signs each of its updates under the job's data-use statement.
+    A member signs each of its updates under the job's data-use statement. The table has a line for each client and,
+    with --verify, one for each acceptance that is wrong; -o json has each acceptance.
     """
     found = _read(Path(source)) if Path(source).exists() else _of_service(source)
     text = found.statement if statement is None else read_statement(statement)
@@ -201,7 +224,10 @@ def statements(
     if output is Output.json:
         show.dump(rows)
     else:
-        show.table(list(_COLUMNS), [list(row.values()) for row in rows])
+        show.table(list(_SUMMARY), _by_client(rows, wrong if verify else []))
+        for row, why in zip(rows, wrong, strict=True):
+            if verify and why:
+                show.line(f"{row['client'] or 'unknown client'}, round {row['round']}: {why}")
     if not verify:
         return
     bad = sum(bool(why) for why in wrong)
@@ -225,6 +251,26 @@ def _row(checked: CheckedAcceptance, wrong: str | None) -> dict[str, Any]:
     signed = datetime.fromtimestamp(facts.time, UTC)
     values = (facts.name, facts.round, facts.serial, f"{signed:%Y-%m-%d %H:%M:%S}", facts.statement, facts.sent)
     return dict(zip(_COLUMNS, (*values, "" if wrong is None else wrong or "valid"), strict=True))
+
+
+_SUMMARY = ("client", "updates", "rounds", "first", "last", "statement", "check")
+_HASH = 12  # letters of a hash that the table shows; -o json has it whole
+
+
+def _by_client(rows: Sequence[Mapping[str, Any]], wrong: Sequence[str]) -> list[list[Any]]:
+    """Return a line for each client and statement: what it has signed, from when to when. `wrong`: of each row, why."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for at, row in enumerate(rows):
+        groups.setdefault((row["client"], row["statement"]), []).append(at)
+    found = []
+    for (client, statement), numbers in groups.items():
+        mine = [rows[at] for at in numbers]
+        rounds, signed = [row["round"] for row in mine], sorted(row["signed"] for row in mine)
+        bad = sum(bool(wrong[at]) for at in numbers) if wrong else 0
+        check = (f"{bad} wrong" if bad else "valid") if wrong else ""
+        span = "" if "" in rounds else f"{min(rounds)} to {max(rounds)}"
+        found.append([client, len(mine), span, signed[0], signed[-1], statement[:_HASH], check])
+    return found
 
 
 def _wrong(checked: CheckedAcceptance, receipts: Mapping[str, Receipt], service_key: str | None) -> str:

@@ -228,8 +228,11 @@ def _defaults() -> dict[str, JsonObject]:
 
 
 def _brief(spec: Json) -> Json:
-    if isinstance(spec, list):
-        return [{**phase, "strategy": _brief(phase["strategy"])} for phase in spec]
+    if isinstance(spec, list):  # phases, or the values of an option
+        return [
+            {**each, "strategy": _brief(each["strategy"])} if isinstance(each, dict) and "strategy" in each else each
+            for each in spec
+        ]
     if not isinstance(spec, dict):
         return spec
     name = str(spec.get("name"))

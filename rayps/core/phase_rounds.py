@@ -104,6 +104,7 @@ class Calendar:
             grid = phase.grid(workers)
             self.spans.append(PhaseSpan(begin, end, epoch, count, grid.data, grid.columns))
             begin, epoch = end, epoch + (phase.epochs or 0)
+        self.early: str | None = None  # why the run ended before its planned end, if a stop rule was met
         self._planned_rounds = rounds
         self._planned_epochs, self._by_rounds = self._epochs(), self.open and rounds is not None
 

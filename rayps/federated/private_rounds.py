@@ -236,7 +236,7 @@ class PrivateRounds:
             text += f", beside the {account.epsilon:.4g} that {account.releases} earlier releases have cost"
         if spec.epsilon is not None and whole > spec.epsilon:
             most = accountant.releases_within(account.mechanism, spec.epsilon, spec.delta, restart)
-            text += f"; the budget {spec.epsilon:g} allows {most}"
+            text += f"; the number that the budget {spec.epsilon:g} allows is {most}"
         why = self.claim()["not_proven"]
         return text if why is None else f"{text}. It proves nothing: {why}"
 

@@ -74,8 +74,8 @@ class PrivacyAccount:
         if budget is None or self._next <= budget * (1 + 1e-9):
             return None
         return (
-            f"the privacy budget epsilon={budget:g} is spent: {self.releases} releases cost {self.epsilon:.4g}, and "
-            f"one more would make it {self._next:.4g}"
+            f"the privacy budget epsilon={budget:g} is spent: the cost after release {self.releases} is "
+            f"{self.epsilon:.4g}, and one more would make it {self._next:.4g}"
         )
 
     def charge(self, round: int) -> tuple[int, int]:

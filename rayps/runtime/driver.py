@@ -810,6 +810,8 @@ class Driver:
             outcome.status, outcome.message, outcome.error = Status.FAILED, str(error), error
         elif state.status is Status.SUCCEEDED:
             outcome.metrics, outcome.tables = self._record.metrics, self._checkpoints.tables
+            if self._plan.calendar.early is not None:
+                outcome.message = self._plan.calendar.early
             if self._callbacks.early:
                 outcome.message = (
                     f"ended early after round {self._checkpoints.round}: {self._callbacks.run.stop_reason}"

@@ -103,6 +103,8 @@ class PhaseRun:
         """End the phase after round `at`, because the strategy's stop rule is met, and report this as an event."""
         planned = "" if self.end >= OPEN else f" of {self.end}"
         journal.event("met", f"{self.name} ends after round {at}{planned}: {reason}", round=at, end=self._known_end)
+        if planned and self.end == calendar.rounds:
+            calendar.early = f"ended early after round {at}{planned}: {reason}"
         calendar.cut(self.end, at)
 
     def report_start(self, journal: Journal, now: int) -> None:

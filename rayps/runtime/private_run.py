@@ -49,8 +49,8 @@ class PrivateRun:
         spends = accountant.epsilon(_after(spent, found, left), delta)
         more = accountant.epsilon(_after(spent, found, left + 1), delta)
         reason = (
-            f"the privacy budget epsilon={budget:g} is spent: {releases + left} releases cost {spends:.4g}, and one "
-            f"more would make it {more:.4g}"
+            f"the privacy budget epsilon={budget:g} is spent: the cost after release {releases + left} is "
+            f"{spends:.4g}, and one more would make it {more:.4g}"
         )
         return dataclasses.replace(found, releases=releases, end=start + left, reason=reason)
 
@@ -86,7 +86,7 @@ class PrivateRun:
             text += f"; {steps} steps spend epsilon {spends:.4g} at delta {spec.delta:g}"
         if plan.end is not None:
             facts |= {"allowed_steps": plan.end - at}
-            text += f"; the budget epsilon={spec.epsilon:g} allows {plan.end - at} steps"
+            text += f"; the budget epsilon={spec.epsilon:g} ends the run after step {plan.end}"
         self._journal.event("privacy", text, round=at, **facts, **self._claim(number))
 
     def report_end(self, at: int, spans: Sequence[PhaseSpan]) -> None:

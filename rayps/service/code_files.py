@@ -33,6 +33,7 @@ _ENVIRONMENT = ("pyvenv.cfg", "conda-meta", "rayps.db", "service.lock")
 _SLASH = "ps_d"  # in a pattern of pathspec: the slash after the folder that the pattern has matched
 _MOST_VISITED = 200_000  # files that are looked at
 _LISTED = 5  # largest files that an error names, and files with a secret that a note names
+_NAMED, _LARGE = 3, 50_000  # the most files that a summary names, and their least bytes: source files are smaller
 MEGABYTE = 1_000_000
 
 
@@ -40,7 +41,8 @@ MEGABYTE = 1_000_000
 class PackedCode:
     """A packed working directory: the archive, its SHA-256, and the number and bytes of its files.
 
-    `secrets`: from the path of each file or folder that was left out because of a secret, to what it holds.
+    `secrets`: from the path of each file or folder that was left out because of a secret, to what it holds. `folder`
+    is the directory, and `large` has the path and bytes of its largest files, if they are large enough to be data.
     """
 
     hash: str
@@ -48,12 +50,17 @@ class PackedCode:
     paths: frozenset[str]
     size: int
     secrets: dict[str, str] = field(default_factory=dict)
+    folder: Path = Path()
+    large: tuple[tuple[str, int], ...] = ()
 
     def summary(self) -> str:
-        """Return how much was packed, and how to leave out more."""
+        """Return what was packed from where, its largest files, and how to leave out more."""
         count = len(self.paths)
         files = "1 file" if count == 1 else f"{count} files"
-        return f"{files} of {_amount(self.size)} packed; to leave out more, list it in .raypsignore"
+        largest = ", ".join(f"{path} ({_amount(size)})" for path, size in self.large)
+        named = f"; the largest: {largest}" if largest else ""
+        packed = f"{files} of {_amount(self.size)} packed from {self.folder}{named}"
+        return f"{packed}; to leave out more, list it in .raypsignore"
 
     def left_out(self) -> str:
         """Return which files were left out because of a secret, and why; "" if there are none."""
@@ -99,7 +106,10 @@ def pack_code(folder: Path, most_bytes: int = 100 * MEGABYTE) -> PackedCode:
     if size > most_bytes:  # a file has grown since
         raise _too_large(folder, sizes, len(found), most_bytes)
     archive = write(entries)
-    return PackedCode(hash_of(archive), archive, frozenset(entry.path for entry in entries), size, secrets | holds)
+    paths = frozenset(entry.path for entry in entries)
+    by_size = sorted(((len(entry.content), entry.path) for entry in entries), reverse=True)
+    large = tuple((path, bytes_) for bytes_, path in by_size[:_NAMED] if bytes_ >= _LARGE)
+    return PackedCode(hash_of(archive), archive, paths, size, secrets | holds, folder, large)
 
 
 def code_files(

@@ -82,21 +82,10 @@ def issue(folder: Path, request: Path, days: float, starts: datetime.datetime | 
         ConfigError: the request or the authority's key cannot be read, or asks for something else.
         Conflict: a valid certificate of that name exists.
     """
-    try:
-        asked = x509.load_pem_x509_csr(request.read_bytes())
-        if not asked.is_signature_valid:
-            raise ValueError("its signature is wrong")
-    except (OSError, ValueError, InvalidSignature) as error:
-        raise ConfigError(
-            f"{request} is not a request for a certificate ({error}): give the file that `rayps members request` or "
-            "`openssl req` has made",
-            field="request",
-        ) from error
     ca, key = _authority(folder)
-    public = asked.public_key()
-    names = asked.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    public = _read_request(request).public_key()
     made = (
-        _builder(_named(str(names[0].value) if names else ""), ca.subject, days, starts)
+        _builder(_named(requested_name(request)), ca.subject, days, starts)
         .public_key(public)  # MemberCertificate checks its kind
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(authority=False), critical=True)
@@ -107,10 +96,8 @@ def issue(folder: Path, request: Path, days: float, starts: datetime.datetime | 
         member = MemberCertificate.of(made)
     except Unauthorized as error:
         raise ConfigError(f"{request}: {error.message}", field="request") from error
-    revoked, now = {serial for serial, _ in _revoked(folder)}, datetime.datetime.now(datetime.UTC)
-    for other in issued(folder):
-        ended = other.certificate.not_valid_after_utc < now or other.certificate.serial_number in revoked
-        if other.name == member.name and not ended and other.key != member.key:
+    for other in _valid(folder):
+        if other.name == member.name and other.key != member.key:
             raise Conflict(
                 f"{member.name} has a valid certificate with another key (serial number {other.serial}): revoke that "
                 f"one first, with `rayps members revoke {folder} {other.serial}`",
@@ -118,6 +105,49 @@ def issue(folder: Path, request: Path, days: float, starts: datetime.datetime | 
             )
     _write(folder / "issued" / f"{member.serial}.pem", made)
     return member
+
+
+def requested_name(request: Path) -> str:
+    """Return the name for which a request asks. Raises ConfigError if the request cannot be read."""
+    names = _read_request(request).subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(names[0].value) if names else ""
+
+
+def was_issued(folder: Path, path: Path) -> bool:
+    """Return whether a file has a certificate that this authority has issued."""
+    try:
+        found = x509.load_pem_x509_certificate(path.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return any(each.certificate == found for each in issued(folder))
+
+
+def others_of(folder: Path, member: MemberCertificate) -> list[MemberCertificate]:
+    """Return the other certificates of a member's name that are valid now."""
+    return [each for each in _valid(folder) if each.name == member.name and each.serial != member.serial]
+
+
+def _valid(folder: Path) -> list[MemberCertificate]:
+    revoked, now = {serial for serial, _ in _revoked(folder)}, datetime.datetime.now(datetime.UTC)
+    return [
+        each
+        for each in issued(folder)
+        if each.certificate.not_valid_after_utc >= now and each.certificate.serial_number not in revoked
+    ]
+
+
+def _read_request(request: Path) -> x509.CertificateSigningRequest:
+    try:
+        asked = x509.load_pem_x509_csr(request.read_bytes())
+        if not asked.is_signature_valid:
+            raise ValueError("its signature is wrong")
+    except (OSError, ValueError, InvalidSignature) as error:
+        raise ConfigError(
+            f"{request} is not a request for a certificate ({error}): give the file that `rayps members request` or "
+            "`openssl req` has made",
+            field="request",
+        ) from error
+    return asked
 
 
 def revoke(folder: Path, which: str) -> list[MemberCertificate]:

@@ -161,9 +161,12 @@ class MembersCa:
         at = datetime.datetime.fromtimestamp(now, datetime.UTC)
         issuer = next((each for each in self.authorities if _issued(member.certificate, each)), None)
         if issuer is None:
+            same = any(each.subject == member.certificate.issuer for each in self.authorities)
             raise _refused(
                 f"the certificate of {member.name} was issued by {member.certificate.issuer.rfc4514_string()!r:.200}, "
-                "which is not an authority of this federation: ask it for a certificate"
+                "which is not an authority of this federation"
+                + (" (the federation's has the same name and another key)" if same else "")
+                + ": ask it for a certificate"
             )
         for what, each in (("certificate", member.certificate), ("authority's certificate", issuer)):
             if at < each.not_valid_before_utc:

@@ -62,9 +62,9 @@ class MemberKey:
 
 def read_private(path: Path) -> PrivateKey:
     """Read a private key in PEM form. Raises ConfigError if it cannot be read or is of another kind."""
-    secret = os.environ.get(PASSPHRASE)
+    secret = os.environ.get(PASSPHRASE)  # an empty one is none
     try:
-        found = serialization.load_pem_private_key(path.read_bytes(), None if secret is None else secret.encode())
+        found = serialization.load_pem_private_key(path.read_bytes(), secret.encode() if secret else None)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{path} has no private key that can be read ({error}): give a PEM file with --member-key; the passphrase "

@@ -64,11 +64,23 @@ class Revocations:
             if stamp != self._stamp:
                 self._stamp = stamp
                 try:
-                    self._list = read_revoked(path, self._authorities)
+                    self._replace(read_revoked(path, self._authorities))
                 except ConfigError as error:
                     log.error("%s; the list that was read before still holds", error.message)
             self._warn_if_late(path)
             return self._list.serials
+
+    def _replace(self, found: RevokedList) -> None:
+        before, self._list = self._list, found
+        added, removed = found.serials - before.serials, before.serials - found.serials
+        log.info("%s: %d certificates are revoked, of which %d are new", self._path, len(found.serials), len(added))
+        if removed:
+            log.warning(
+                "%s: %d certificates that were revoked are accepted again: %s",
+                self._path,
+                len(removed),
+                ", ".join(sorted(removed)),
+            )
 
     def _warn_if_late(self, path: Path) -> None:
         found = self._list
@@ -95,6 +107,11 @@ def read_revoked(path: Path, authorities: Sequence[x509.Certificate]) -> Revoked
             f"the list of revoked certificates {path} cannot be read: {error.strerror or error}",
             field="members_revoked",
         ) from error
+    if not raw.strip():
+        raise ConfigError(
+            f"the list of revoked certificates {path} is empty: if none is revoked, write a line that begins with #",
+            field="members_revoked",
+        )
     if raw.lstrip().startswith(_CRL):
         return _of_list(path, raw, authorities)
     found = set[str]()
