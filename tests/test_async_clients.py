@@ -58,6 +58,7 @@ def test_a_round_takes_the_first_updates_and_starts_nobody_when_it_is_full() -> 
         (3, False, "silent", 9.0, None),  # a client that trains sends no request
         (3, False, "away", 9.0, "offline"),
         (3, False, "left", 9.0, "left"),
+        (3, False, "revoked", 0.0, "revoked"),
     ],
 )
 def test_why_an_update_does_not_count(version: int, arrived: bool, status: Any, ends: float, lost: str | None) -> None:
@@ -183,7 +184,7 @@ def test_what_a_client_has_sent_does_not_count_once_its_token_is_revoked(box: Ma
     orders, (a, b) = ClientOrders(box), opened(box, 0, 0, 1)
     assert deliver(box, a.serial, 0) and deliver(box, b.serial, 1)
     opened(box, 0, 0)
-    box.withdraw(0)
+    box.withdraw(0, "token")
     assert not orders.close(a) and orders.close(b)
 
 

@@ -141,13 +141,16 @@ def test_a_revoked_member_is_withdrawn_at_once(federation: Federation) -> None:
     revoked = federation.hospital(job, 1, federation.identity(job, leaving), member=leaving, pause=0.05).begin()
     federation.revoked.write_bytes(federation.authority.revocation_list(leaving))
     assert "was revoked" in str(revoked.over().error)
-    until(lambda: federation.joined(job)["h1"]["state"] == "left")
+    until(lambda: federation.joined(job)["h1"]["state"] == "revoked")
     assert federation.joined(job)["h0"]["state"] == "here" and staying.error is None
     token = federation.invite(job)["token"]  # it may have been given one too
     with federation.line(None, token) as line:
         named = {"Rayps-Client": f"{job.id}:1:{revoked.folder.key}"}
         refused = line.get("/api/v1/client/work", headers=named)
     assert "has joined with its certificate, and a token alone is not enough" in refused.json()["detail"]
+    serial = leaving.member.serial
+    (told,) = until(lambda: [event["message"] for event in job.events() if event["kind"] == "revoked"])
+    assert told.startswith(f"the certificate (serial number {serial}) of the client h1 was revoked: no round asks it")
     job.stop()
 
 

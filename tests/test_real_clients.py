@@ -154,6 +154,11 @@ def test_the_tap_would_see_a_row(clinic: Clinic) -> None:
 # ---- who waits for whom
 
 
+def causes(job: Any) -> list[str]:
+    """What costs most of a job's time, as its report says."""
+    return [each["cause"] for each in job.report()["verdict"]["findings"]]
+
+
 def test_the_job_says_whom_it_waits_for_and_gives_up_with_words(clinic: Clinic) -> None:
     job = clinic.job("fedavg:clients=remote(least=2,wait=5)", 1)
     until(lambda: "round 0 waits for 2 more of 2 clients; connected: none" in clinic.reason(job))
@@ -162,6 +167,7 @@ def test_the_job_says_whom_it_waits_for_and_gives_up_with_words(clinic: Clinic) 
     job.wait(30)
     assert job.data["status"] == "FAILED"
     assert "has waited 5 s" in job.data["reason"] and "rayps client" in job.data["reason"]
+    assert "clients" in causes(job)
 
 
 def test_who_is_late_does_not_count_and_is_told(clinic: Clinic) -> None:
@@ -172,7 +178,7 @@ def test_who_is_late_does_not_count_and_is_told(clinic: Clinic) -> None:
     gate.set()
     (event,) = cohorts(job)
     assert (event["trained"], event["dropped"]) == (["h0"], [["h1", "deadline"]])
-    assert event["seconds"] >= 3
+    assert event["seconds"] >= 3 and "clients" in causes(job)
     assert event["message"] == "round 0: 1 of 2 clients replied; 1 dropped: h1 (deadline)"
     said = " ".join(slow.over().said)
     assert re.search(
@@ -616,7 +622,9 @@ def test_a_revoked_token_is_refused_at_once_and_its_update_is_withdrawn(clinic: 
     assert isinstance(bad.error, Unauthorized) and bad.error.exit_code == 4 and "revoked" in str(bad.error)
     job.wait(30)
     (event,) = cohorts(job)
-    assert (event["trained"], event["dropped"]) == (["h1"], [["h0", "left"]])
+    assert (event["trained"], event["dropped"]) == (["h1"], [["h0", "revoked"]])
+    (told,) = (event["message"] for event in job.events() if event["kind"] == "revoked")
+    assert told.startswith(f"the token ({invited['id']}) of the client h0 was revoked: no round asks it")
     with pytest.raises(httpx2.HTTPStatusError, match="401"):
         Hand(clinic, job, "again", invited["token"])
     known = {token["id"]: token for token in clinic.user.call("GET", "/api/v1/client-tokens")["tokens"]}

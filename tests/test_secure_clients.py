@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from client_site import All, Clinic, Own, cohorts, until
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rayps_client.errors import ConfigError, Unauthorized
 from rayps_client.secure.noise import NoiseSource
 from rayps_client.secure.pinned_keys import PinnedKeys, pinned_keys, read_peers
@@ -313,6 +314,10 @@ def test_a_void_round_of_noised_updates_is_not_charged(clinic: Clinic) -> None:
         clinic.hospital(job, k, transport=Dies(Stage.MASK) if k else None).begin()
     assert "every round was void" in job.wait(60).data["reason"]
     assert (clinic.service.folder(job.id) / "privacy" / "ledger.jsonl").read_text() == ""
+    (event,) = (event for event in job.events() if event["kind"] == "warning" and "void" in event)
+    assert (event["round"], event["dropped"]) == (0, ["h1", "h2"])
+    why = "secure aggregation: 1 client has sent its masked update, and 2 are needed"
+    assert event["message"].startswith(f"round 0 is void, and the model is unchanged, because {why}; 2 of 3 clients")
 
 
 # ---- the routes
@@ -383,8 +388,8 @@ def test_a_client_that_has_dropped_out_is_late_in_each_later_stage(tmp_path: Pat
     part = stages.new_part(Stage.SHARE, 0)
     part.write_bytes(b"")
     stages.deliver(Stage.SHARE, 0, part)
-    stages.revoke(0)
-    assert stages.arrived(Stage.SHARE) == set() and stages.withdrawn() == {0: "its token was revoked"}
+    stages.revoke(0, "token (T)")
+    assert stages.arrived(Stage.SHARE) == set() and stages.withdrawn() == {0: "its token (T) was revoked"}
     stages.delete()
     stages.withdraw(0, "too late")
     assert not (tmp_path / "job" / "clients" / "rounds" / "1" / "stages").exists()
@@ -435,14 +440,42 @@ def test_clients_with_pinned_keys_check_each_other(clinic: Clinic, tmp_path: Pat
         job.stop().wait(30)
 
 
+def test_a_client_with_unknown_keys_makes_rounds_void_and_ends_no_other_client(clinic: Clinic) -> None:
+    private = [Ed25519PrivateKey.generate() for _ in range(4)]
+    known = {f"h{k}": key.public_key() for k, key in enumerate(private[:3])}
+    job = clinic.job(secure(3, ",verify=true"), rounds=2, seed=5)
+    without = clinic.hospital(job, 2).begin().over()
+    assert isinstance(without.error, ConfigError) and "Start it with --peers FILE, or with --members-ca FILE" in str(
+        without.error
+    )
+    without.end()
+    assert clinic.joined(job) == {}  # it has refused before it joined
+    keys = [PinnedKeys(private[k], known) for k in (0, 1, 3)]  # the third is not the key that the others know of h2
+    hospitals = [clinic.hospital(job, k, pinned=each).begin() for k, each in enumerate(keys)]
+    job.wait(60)
+    why = "the keys of the client 'h2' are not signed with its key"
+    for hospital in hospitals[:2]:
+        assert hospital.over().ended.rounds == 0 and hospital.error is None
+        for at in (0, 1):
+            assert any(f"round {at}: this client's update is not in the sum: {why}" in text for text in hospital.said)
+    for event in cohorts(job):
+        assert event["replied"] == 0 and [(name, why in said) for name, said in event["dropped"][:2]] == [
+            ("h0", True),
+            ("h1", True),
+        ]
+    assert len(cohorts(job)) == 2
+
+
 def test_a_client_of_a_secure_job_follows_no_plain_order(tmp_path: Path) -> None:
     replies = SecureReplies(None, tmp_path)  # type: ignore[arg-type]
     replies.read_key({"public_key": ""})
     assert not replies.required and not replies.expects({})
     replies.read_key({"secure": True})
-    assert replies.required and replies.expects({"secure": {}})
+    assert replies.required and replies.expects({"secure": {"verify": False}})
     with pytest.raises(Unauthorized, match="would show the client's update"):
         replies.expects({})
+    with pytest.raises(ConfigError, match="Start it with --peers FILE"):  # an older service names it in orders only
+        replies.expects({"secure": {"verify": True}})
 
 
 # ---- options

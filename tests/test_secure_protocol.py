@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from rayps_client.errors import ConfigError, Conflict, TrainingError, Unauthorized
+from rayps_client.errors import ConfigError, Conflict, TrainingError
 from rayps_client.secure import noise, noise_sizes, shamir
 from rayps_client.secure.graph import draw_graph, failures, neighbours_for, shares_needed
 from rayps_client.secure.masks import Keystream, add_mask
@@ -351,7 +351,7 @@ def test_shares_for_another_client_round_or_job_are_refused() -> None:
         if change == "round":
             other = RoundName(ROUND.job, 8)
             round.turns[1]._rules = dataclasses.replace(round.turns[1]._rules, round=other)
-        with pytest.raises(Unauthorized, match="were not sealed by it"):
+        with pytest.raises(VoidRound, match=r"the shares of the client 'c[12]' were not sealed by it"):
             round.run()
 
 
@@ -369,7 +369,7 @@ def test_pinned_keys_bear_crashes_and_find_a_lying_server(tmp_path: Path) -> Non
         assert np.array_equal(round.run(), round.expected())
     own_keys = Round(5, 0.5, verify=True, pinned=pinned)
     own_keys.turns[3] = SecureTurn(TurnRules(ROUND, 3, "c3", 0.5, 2), Memory())  # the server in the place of c3
-    with pytest.raises(Unauthorized, match="'c3' are not signed"):
+    with pytest.raises(VoidRound, match="'c3' are not signed"):
         own_keys.run()
     two_worlds = Round(5, 0.5, verify=True, pinned=pinned)
     real = two_worlds.server.masked
@@ -379,7 +379,7 @@ def test_pinned_keys_bear_crashes_and_find_a_lying_server(tmp_path: Path) -> Non
         return {k: {"survivors": [0, 1, 2, 3, 4] if k % 2 else [0, 1, 2, 4]} for k in found}
 
     two_worlds.server.masked = lies  # type: ignore[method-assign]
-    with pytest.raises(Unauthorized, match="have signed the survivors"):
+    with pytest.raises(VoidRound, match="have signed the survivors"):
         two_worlds.run()
     (tmp_path / "bad").write_text("c0\n")
     with pytest.raises(ConfigError, match="line 1"):

@@ -44,6 +44,8 @@ def test_a_job_survives_a_restart_with_its_events(tmp_path: Path) -> None:
         assert [e["kind"] for e in await store.events(job_id)] == ["queued", "starting"]
         seq = (await store.events(job_id))[0]["seq"]
         assert [e["kind"] for e in await store.events(job_id, after=seq)] == ["starting"]
+        assert [await store.add_event(job_id, "revoked", who) for who in "aab"] == [True, False, True]
+        assert [e["message"] for e in await store.events(job_id) if e["kind"] == "revoked"] == ["a", "b"]
 
     job_id = run(tmp_path, first)
     run(tmp_path, lambda s: second(s, job_id))

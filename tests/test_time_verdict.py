@@ -98,6 +98,17 @@ def test_what_all_workers_lose_is_named_without_a_worker(cause, workers):
     assert found.findings[0].advice
 
 
+def test_waits_for_real_clients_are_no_exchange():
+    found = verdict(job(member("worker-0", start=5.0, compute=20.0, waiting=80.0, waits={"clients": 80.0})))
+    assert [(each.cause, each.cost) for each in found.findings] == [("clients", pytest.approx(0.8))]
+    assert found.guilty == () and "waits for clients" in found.summary and "rayps joined" in found.findings[0].advice
+    both = member("worker-0", compute=40.0, waiting=50.0, communication=10.0, waits={"clients": 30.0, "worker-1": 20.0})
+    assert {each.cause: round(each.cost, 6) for each in verdict(job(both)).findings} == {
+        "clients": 0.3,
+        "exchange": 0.3,
+    }
+
+
 def test_a_host_with_too_few_cpus_is_named():
     members = [member(f"worker-{rank}", MachineWaits(cpu=60.0, cpu_wait=30.0), compute=100.0) for rank in range(2)]
     found = verdict(job(*members))

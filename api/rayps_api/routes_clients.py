@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect
 
 from rayps.core.errors import ConfigError, Conflict
 from rayps.federated.remote.mailbox import JoinedClient, Mailbox, RoundOrder
+from rayps.federated.remote.secure_options import SecureOptions, secure_of
 from rayps.federated.remote.signed_orders import OrderFacts, order_text
 from rayps.service.client_tokens import Grant
 from rayps.service.store import JobRecord
@@ -165,15 +166,19 @@ async def clients(job_id: str, running: RunningService) -> Any:
 
 @router.get("/client/key", response_model=KeyOut)
 async def key(grant: Granted, request: Request, job: Annotated[str | None, Query(pattern=JOB)] = None) -> Any:
-    """Show the public key of the orders' signatures, and whether `job` is secure.
+    """Show the public key of the orders' signatures, and whether `job` is secure, and lets clients check each other.
 
     A client checks the key before it joins. A client of a secure job joins without the number of its samples.
     """
     running: Service = request.app.state.service
     wanted = grant.job or job
     record = None if wanted is None else await running.store.get(wanted)
-    secure, stated = (False, None) if record is None else (is_secure(record), statement_of(record))
-    return {"public_key": running.client_tokens.key.public, "secure": secure, "statement": stated}
+    found: dict[str, Any] = {"secure": False, "verify": False, "statement": None}
+    if record is not None:
+        options = secure_options(record)
+        found = {"secure": bool(options), "verify": any(each.verify for each in options)}
+        found["statement"] = statement_of(record)
+    return {"public_key": running.client_tokens.key.public, **found}
 
 
 @router.post("/client/join", response_model=JoinOut)
@@ -200,7 +205,7 @@ async def join(body: JoinIn, grant: Granted, request: Request) -> Any:
             code="ended",
             ended={"status": job.status.value, "reason": job.reason or ""},
         )
-    samples = 0 if is_secure(job) else body.samples  # a secure round counts samples under its masks
+    samples = 0 if secure_options(job) else body.samples  # a secure round counts samples under its masks
     if samples is None:
         raise ConfigError("the client's number of samples is missing: give samples", field="samples")
     mailbox = running.mailbox(job.id)
@@ -494,10 +499,11 @@ def _check_remote(job: JobRecord) -> None:
         )
 
 
-def is_secure(job: JobRecord) -> bool:
-    """Return whether the updates of a job's real clients are summed under masks in all of its phases."""
+def secure_options(job: JobRecord) -> list[SecureOptions]:
+    """Return how the updates of a job's real clients are summed under masks, in each of its phases; [] if not."""
     phases = [] if own_names(job.spec.strategy) else parse(job.spec.strategy)
-    return any(getattr(phase.strategy, "secure", None) is not None for phase in phases)
+    found = [secure_of(getattr(phase.strategy, "secure", None)) for phase in phases]
+    return [each for each in found if each is not None]
 
 
 def _shown(mailbox: Mailbox) -> dict[str, Any]:

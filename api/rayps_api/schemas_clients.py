@@ -54,6 +54,7 @@ class KeyOut(BaseModel):
 
     public_key: str = Field(description="Ed25519; its fingerprint is in the token.")
     secure: bool = Field(description="Whether the job's rounds are secure: then clients join without `samples`.")
+    verify: bool = Field(description="Whether clients check each other's keys in secure rounds: each needs such keys.")
     statement: str | None = Field(None, description="The SHA-256 hash of the job's data-use statement.")
 
 
@@ -179,7 +180,7 @@ class ClientOut(BaseModel):
 
     number: int
     name: str
-    state: Literal["here", "away", "left"]
+    state: Literal["here", "away", "left", "revoked"]
     samples: int
     joined_at: datetime
     seen_seconds: float | None

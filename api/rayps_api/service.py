@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections import OrderedDict
 from collections.abc import Collection, Coroutine
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from rayps.federated.remote.mailbox import FOLDER, Mailbox
 from rayps.service.client_tokens import ClientTokens
 from rayps.service.code_store import CodeStore
 from rayps.service.groups import Groups
-from rayps.service.members import Members, members_of
+from rayps.service.members import Members, members_of, named_grant
 from rayps.service.scheduler import Scheduler
 from rayps.service.settings import Settings
 from rayps.service.store import JobRecord, Store
@@ -26,6 +27,8 @@ from rayps.service.user_tokens import UserTokens
 from rayps_api.rollup import Rollups
 from rayps_api.schemas import finite, job_out
 from rayps_api.update_parts import PartWriters
+
+log = logging.getLogger(__name__)
 
 MOST_STREAMS = 64
 
@@ -72,12 +75,23 @@ class Service:
         return Mailbox(self.folder(job_id) / FOLDER)
 
     async def withdraw(self, grants: Collection[str]) -> None:
-        """Exclude the clients with these grants (ids of tokens, or of certificates) from all jobs that run."""
+        """Exclude the clients with these grants (ids of tokens, or of certificates) from all jobs that run.
+
+        A job gets one event for each of its clients whose grant was revoked.
+        """
         for job in await self.store.unfinished():
             mailbox = self.mailbox(job.id)
             for member in await asyncio.to_thread(mailbox.members):
-                if member.token in grants:
-                    await asyncio.to_thread(mailbox.withdraw, member.number)
+                if member.token not in grants:
+                    continue
+                what = named_grant(member.token)
+                await asyncio.to_thread(mailbox.withdraw, member.number, what)
+                text = (
+                    f"the {what} of the client {member.name} was revoked: no round asks it, and its update of the open "
+                    "round does not count"
+                )
+                if await self.store.add_event(job.id, "revoked", text):
+                    log.warning("job %s: %s", job.id, text)
 
     async def record(self, job_id: str) -> JobRecord:
         """Return a job by its id or the beginning of its id.

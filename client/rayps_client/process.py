@@ -291,6 +291,7 @@ class ClientProcess:
         """Execute an order: receive the parameters, train, and send the update."""
         serial, round, asked = order["serial"], order["round"], time.monotonic()
         self._personal = order.get("personal", False)
+        secure = self._secure.expects(order)
         self._folder.start_order(serial)
         start = self._start_of(order)
         if start is None:
@@ -311,7 +312,6 @@ class ClientProcess:
             reply.buffers = {}
         seconds = time.monotonic() - began
         order |= {"trained": seconds, "ends": asked + float(order["seconds"]) - _TRANSIT_SECONDS}
-        secure = self._secure.expects(order)
         self._folder.start_sending(serial, at)
         if reply.state:  # stored before the update is sent, so that both count or neither does
             self._folder.save_state(at, serial, name, reply.state, order["since"])
@@ -323,7 +323,8 @@ class ClientProcess:
     def evaluate_model(self, order: OrderFacts) -> None:
         """Execute an order to evaluate: receive the parameters, evaluate, and send sums of metrics."""
         serial, at, name = order["serial"], order["phase"] + order["round"], str(order["strategy"]["name"])
-        self._personal = order.get("personal", False)
+        self._personal, why = order.get("personal", False), ""
+        secure = self._secure.expects(order)
         self._folder.start_order(serial)
         start = self._start_of(order)
         if start is None:
@@ -332,7 +333,6 @@ class ClientProcess:
         task = LocalTask(
             order["strategy"], order["seed"], order["round"], self._number, order.get("tick", at), start, state
         )
-        secure, why = self._secure.expects(order), ""
         try:
             found = self.trainer.evaluate(task, self.name or "")
             if secure:

@@ -7,7 +7,7 @@ The parts of a worker or a server:
 - `compute`: forward, backward, the optimizer's step, and all other code of a round. Communication in the background
   while the worker computes is compute. On a server: serving requests.
 - `communication`: copying, sending and receiving that nothing hides.
-- `waiting`: for a peer, by name.
+- `waiting`: for a peer, by name; for the real clients of a federation.
 - `evaluation`, `checkpoint`: evaluating; copying, writing and handing over states.
 - `recovery`: from a failure, or a change of the number of workers, until the first round after it.
 - `again`: a round that was trained before a failure and is repeated.

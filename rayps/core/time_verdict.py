@@ -15,6 +15,7 @@ itself. It is named last, and only if it is most of the time. The causes:
   this is the part of the account in which the excess is, else `blocked`: the thread waits for something else.
 - All workers wait for data (`data`, `disk`), for a CPU (`cpu`), for the network (`network`), for servers that are busy
   (`servers`), or exchange for another reason (`exchange`).
+- The job waits for the real clients of a federation (`clients`): to join, and for their replies.
 - The time is spent outside of rounds: `start`, `evaluation`, `checkpoint`, `recovery`, `idle`. `recovery` is the time
   after failures, and in an elastic job also that of each change of the workers.
 """
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from rayps.core.goodput import JobTime, MemberTotals
-from rayps.core.member_times import LineFacts
+from rayps.core.member_times import CLIENTS, LineFacts
 from rayps.core.time_together import CHANGED, together
 from rayps.core.values import JsonObject
 
@@ -253,12 +254,13 @@ def _cpu(time: JobTime, workers: Sequence[MemberTotals], explained: float) -> Ti
 def _exchange(time: JobTime, workers: Sequence[MemberTotals], explained: float) -> TimeFinding | None:
     """Return the finding that the exchange itself is slow: what one slow worker does not explain."""
     whole = sum(each.share("communication") + each.share("waiting") for each in workers) / len(workers)
+    whole -= sum(_for_clients(each) / each.after_start for each in workers) / len(workers)
     cost = whole - explained
     if cost < LEAST_COST:
         return None
-    seconds = sum(each.parts.get("communication", 0.0) + each.parts.get("waiting", 0.0) for each in workers) / len(
-        workers
-    )
+    seconds = sum(
+        each.parts.get("communication", 0.0) + each.parts.get("waiting", 0.0) - _for_clients(each) for each in workers
+    ) / len(workers)
     evidence = [f"of their time, workers communicate or wait for each other in {whole:.0%}"]
     lines = _lines_of(time)
     under_way = max((line.busy for line in lines.values()), default=0.0)
@@ -284,6 +286,17 @@ def _exchange(time: JobTime, workers: Sequence[MemberTotals], explained: float) 
     return TimeFinding(
         "exchange", cost, (), "the exchange between workers takes long", tuple(evidence), _advice("exchange", None)
     )
+
+
+def _clients(time: JobTime, workers: Sequence[MemberTotals], explained: float) -> TimeFinding | None:
+    cost = sum(map(_for_clients, workers)) / sum(each.after_start for each in workers)
+    evidence = f"in {cost:.0%} of the time after the start, the job waits for clients to join, or for their replies"
+    return TimeFinding("clients", cost, (), _WHY["clients"], (evidence,), _advice("clients", None))
+
+
+def _for_clients(worker: MemberTotals) -> float:
+    """Return the seconds for which a worker has waited for real clients."""
+    return worker.times.waits.get(CLIENTS, 0.0)
 
 
 def _outside(
@@ -323,6 +336,7 @@ _RULES = (
     _data,
     _cpu,
     _exchange,
+    _clients,
     _outside("evaluation"),
     _outside("checkpoint"),
     _outside("recovery", ("again",)),
@@ -405,6 +419,7 @@ _WHY = {
     "exchange": "it communicates longer, but no network line is measured to be the cause",
     "code": "it computes longer, on a CPU",
     "blocked": "its code neither uses a CPU nor waits for one (it sleeps, or waits for a lock, a device or a call)",
+    "clients": "the job waits for clients, which train elsewhere",
     "start": "the start takes a large part of the time",
     "evaluation": "evaluations take a large part of the time",
     "checkpoint": "copying and writing states takes a large part of the time",
@@ -433,6 +448,8 @@ _ADVICE = {
     "not wait for it: parameter_server:staleness=4 (or none)",
     "servers": "use more servers: shards=2 (or servers=, for a server group)",
     "exchange": "exchange less often: larger batches, accumulate=, or local_sgd",
+    "clients": "`rayps joined JOB` shows whom it waits for; lower `deadline` (a killed client holds a round until "
+    "then), `local_epochs`, or `least` of remote(...); or use fedbuff, which waits for no single client",
     "start": "train longer in one run; a service keeps processes ready with `rayps serve --warm N`",
     "evaluation": "evaluate less often (evaluate_every) or on fewer batches (evaluation_batches)",
     "checkpoint": "save less often (checkpoint_every), or to a faster place",

@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from rayps_client.signed_orders import EVALUATION, ROUND
 from torch import Tensor
 
 from rayps.core.errors import ConfigError, StaleGeneration, TrainingError
+from rayps.core.member_times import CLIENTS
 from rayps.core.metrics import Totals
 from rayps.data.clients import ClientSummary
 from rayps.federated import remote_codec
@@ -29,11 +31,11 @@ from rayps.federated.client_evaluation import MOST_SECONDS, ClientEvaluation
 from rayps.federated.combine_replies import RoundAggregate
 from rayps.federated.population.cohort import Ints, cohort_size, first
 from rayps.federated.remote.join_options import JoinOptions
-from rayps.federated.remote.mailbox import FOLDER, JoinedClient, Mailbox, RoundOrder
+from rayps.federated.remote.mailbox import FOLDER, GONE, WHY_SILENT, JoinedClient, Mailbox, RoundOrder
 from rayps.federated.remote.signed_orders import OrderFacts
 from rayps.federated.reply_source import Round, TrainingTask
 from rayps.federated.round_codings import RoundCodings
-from rayps.federated.secure_rounds import SecureRounds, aggregate_of, listed, secure_rounds_of
+from rayps.federated.secure_rounds import SecureRounds, SecureTotal, aggregate_of, listed, secure_rounds_of
 from rayps.federated.strategy_interface import deadline_of, joining_under
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ class RemoteReplies:
         Raises ConfigError if there is no service, or if this machine cannot use the mailbox's folder.
         """
         self._engine, w = engine, engine.w
+        # counts the time inside a block as a wait for the peer with this name
+        self.waits_for: Callable[[str], AbstractContextManager[object]] = nullcontext
         strategy = engine.strategy
         joining = joining_under(strategy)
         assert joining is not None, "its clients are remote"
@@ -108,7 +112,8 @@ class RemoteReplies:
         Raises:
             TrainingError: too few clients connected within `wait` seconds.
         """
-        there = self._wait_for_clients(t)
+        with self.waits_for(CLIENTS):
+            there = self._wait_for_clients(t)
         w, fraction, private = self._engine.w, self._engine.strategy.fraction, self._engine.private
         if private is None:
             chosen = first(w.plan.seed, t, there, cohort_size(len(there), fraction)).tolist()
@@ -123,7 +128,8 @@ class RemoteReplies:
         if self._secure is not None:
             return self._secure_round(self._secure, facts, asked, raw)
         order = self._mailbox.open_round(facts, asked, self._deadline, most, raw)
-        self._wait_for(order)
+        with self.waits_for(CLIENTS):
+            self._wait_for(order)
         self._files, self._open = self._mailbox.close_round(order.serial), order
         self._mailbox.write_waits(None)
         return self._check_updates(order)
@@ -195,7 +201,24 @@ class RemoteReplies:
         self._mailbox.write_waits(None)
         self._mailbox.record_secure_round(total.void)
         secure.total, self.refused = total, []
+        if total.void is not None and self._engine.private is not None:  # other jobs have the event `cohort`
+            self._report_void(total)
         return Round(total.sampled, sorted(total.dropped.items()), begun, time.time(), total.survivors)
+
+    def _report_void(self, total: SecureTotal) -> None:
+        """Write the event that a round of a private job is void.
+
+        It has no reason that a client has given: that may depend on the client's rows (values that are not finite).
+        """
+        position, dropped = self._engine.w.position, self.names(total.dropped)
+        who = f"; {len(dropped)} of {len(total.sampled)} clients dropped out: {listed(dropped)}" if dropped else ""
+        self._engine.w.event(
+            "warning",
+            f"round {position} is void, and the model is unchanged, because {total.void}{who}",
+            round=position,
+            void=total.void,
+            dropped=dropped[:_LISTED],
+        )
 
     def summed(self, w_t: Tensor) -> tuple[RoundAggregate, SummedNumbers | None] | None:
         """Return the result of a secure round, and its sums unless it is void. None: the rounds are not secure."""
@@ -309,17 +332,17 @@ class RemoteReplies:
         self._pause()
 
     def _takes_no_part(self, number: int) -> bool:
-        """Return whether a client has left, or has said that it takes part in no round now."""
-        return self._mailbox.state(number) == "left" or self._mailbox.is_away(number)
+        """Return whether a client has left, was revoked, or has said that it takes part in no round now."""
+        return self._mailbox.state(number) in GONE or self._mailbox.is_away(number)
 
     def _pause(self) -> None:
         if self._engine.stopped():
             raise StaleGeneration("the driver has replaced or ended this worker", peer="driver")
-        time.sleep(PAUSE)
+        with self.waits_for(CLIENTS):
+            time.sleep(PAUSE)
 
     def _why_silent(self, number: int) -> str:
-        state = self._mailbox.state(number)
-        return {"left": "left", "away": "offline"}.get(state, "deadline")
+        return WHY_SILENT[self._mailbox.state(number)]
 
     def _report_clients(self) -> None:
         known = [(member.name, member.samples) for member in self._members]

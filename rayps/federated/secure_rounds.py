@@ -31,7 +31,7 @@ from torch import Tensor
 from rayps.core.errors import ConfigError
 from rayps.federated.buffer_statistics import BufferStatistics
 from rayps.federated.combine_replies import RoundAggregate
-from rayps.federated.remote.mailbox import Mailbox, RoundOrder, SecureOutcome
+from rayps.federated.remote.mailbox import GONE, WHY_SILENT, Mailbox, RoundOrder, SecureOutcome
 from rayps.federated.remote.secure_options import SecureOptions, secure_of
 from rayps.federated.remote.signed_orders import OrderFacts
 
@@ -255,11 +255,10 @@ class _StageRun:
         self._stages.publish(stage, answers)
 
     def _takes_no_part(self, number: int) -> bool:
-        return self._mailbox.state(number) == "left" or self._mailbox.is_away(number)
+        return self._mailbox.state(number) in GONE or self._mailbox.is_away(number)
 
     def _why_silent(self, number: int, stage: Stage) -> str:
-        why = {"left": "left", "away": "offline"}.get(self._mailbox.state(number), "deadline")
-        return f"{why} at {stage}"
+        return f"{WHY_SILENT[self._mailbox.state(number)]} at {stage}"
 
 
 def listed(names: list[str]) -> str:

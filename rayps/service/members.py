@@ -128,6 +128,12 @@ class Members:
             await asyncio.sleep(_LOOK_SECONDS)
 
 
+def named_grant(grant: str) -> str:
+    """Return in words what gives a client its rights: "certificate (serial number S)" or "token (ID)"."""
+    serial = grant.removeprefix(GRANT)
+    return f"token ({grant})" if serial == grant else f"certificate (serial number {serial})"
+
+
 def members_of(settings: Settings, key: Key) -> Members | None:
     """Return the members of the federation in the settings; None if these name no authority. `key`: the service's.
 

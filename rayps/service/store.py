@@ -520,6 +520,19 @@ class Store:
                 await _add_event(tx, job_id, "allowed", message, found.attempt, now)
             return await _get(tx, job_id)
 
+    async def add_event(self, job_id: str, kind: str, message: str) -> bool:
+        """Write an event of a job, unless the job has the same event. Return whether it was written.
+
+        Raises NotFound if there is no such job.
+        """
+        async with self.writing(job_id) as tx:
+            found = await _get(tx, job_id)
+            same = (_events.c.job_id == job_id) & (_events.c.kind == kind) & (_events.c.message == message)
+            if (await tx.execute(sa.select(_events.c.id).where(same))).first() is not None:
+                return False
+            await _add_event(tx, job_id, kind, message, found.attempt, time.time())
+            return True
+
     async def delete(self, job_id: str) -> None:
         """Remove an ended job with its events and its clients' tokens.
 

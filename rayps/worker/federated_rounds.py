@@ -10,6 +10,7 @@ from torch import Tensor
 from rayps.core.metrics import Totals
 from rayps.federated.client_states import WORKER_STATES
 from rayps.federated.engine import FederatedEngine
+from rayps.federated.remote_replies import RemoteReplies
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import Worker
 from rayps.worker.loop import Companions, Loop
@@ -42,6 +43,8 @@ class FederatedRounds(Loop):
     def begin(self, stopped: Callable[[], bool]) -> None:
         """Prepare the first round. A wait for real clients ends as soon as `stopped()` is true. See `Loop`."""
         self.w.clients.stopped = stopped
+        if isinstance(self.w.clients.source, RemoteReplies):
+            self.w.clients.source.waits_for = self.waits_for
         super().begin(stopped)
 
     def evaluate(self, vector: Tensor | None = None) -> Totals:

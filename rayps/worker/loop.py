@@ -7,6 +7,7 @@ of `Loop`, or of a family's loop, which `Strategy.loop = "module:Class"` names.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -37,6 +38,8 @@ class Loop:
     # whether a worker retains its part at each boundary, before the driver asks for one: see `rayps.runtime.snapshots`
     retains_unasked: ClassVar[bool] = True
     w: Worker
+    # counts the time inside a block as a wait for the peer with this name; set by the run that has the time account
+    waits_for: Callable[[str], AbstractContextManager[object]] = nullcontext
     push_rest_at: int | None = None  # the step as which a leaver pushes the rest of its compressed gradients
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -410,6 +411,7 @@ class PlanRun:
         when = plan.snapshots
         for choice in w.log.choices:
             self._report(choice)
+        loop.waits_for = partial(self.account.span, "waiting")
         loop.begin(self._stopped)
         keeps = plan.elastic is not None and plan.elastic.hands_over
         if keeps:

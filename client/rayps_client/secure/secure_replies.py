@@ -13,7 +13,7 @@ from rayps_client.secure.pinned_keys import PeerKeys
 from rayps_client.secure.quantise import ClientNumbers
 from rayps_client.secure.release_record import ReleaseRecord
 from rayps_client.secure.service_stages import Connection, ServiceStages
-from rayps_client.secure.take_part import SecureClient, take_part
+from rayps_client.secure.take_part import SecureClient, check_verify, take_part
 
 Sending = Callable[[Mapping[str, Any], bytes], None]
 
@@ -48,7 +48,7 @@ class SecureReplies:
         """Learn whether the job is secure from `key`, the service's answer with its public key.
 
         Raises:
-            ConfigError: this client has pinned keys, but the job is not secure.
+            ConfigError: this client has pinned keys, but the job is not secure or does not use them, or the reverse.
         """
         self.required = bool(key.get("secure"))
         if self._pinned is not None and not self.required:
@@ -57,12 +57,15 @@ class SecureReplies:
                 "service: submit the job with\nsecure=secagg(clip=...,verify=true), or leave the option out",
                 field="peers",
             )
+        if self.required and "verify" in key:  # an older service does not say it
+            check_verify(self._pinned, bool(key["verify"]))
 
     def expects(self, order: Mapping[str, Any]) -> bool:
         """Return whether an order is for a secure round.
 
         Raises:
             Unauthorized: the order is for a plain round, in a job that was secure when this client joined.
+            ConfigError: clients check each other's keys in the round and this client has none, or the reverse.
         """
         found = "secure" in order
         if self.required and not found:
@@ -71,6 +74,8 @@ class SecureReplies:
                 "secure when the client joined",
                 code="refused",
             )
+        if found:
+            check_verify(self._pinned, bool(order["secure"]["verify"]))
         return found
 
     def withdraw(self, order: Mapping[str, Any], joined: JoinedAs, reason: str) -> None:
@@ -90,7 +95,7 @@ class SecureReplies:
         `verify` checks the service's signature of a text, and returns the facts in the text.
 
         Raises:
-            Unauthorized: a message was forged.
+            Unauthorized: the service has not signed an answer.
             ConfigError: the order does not fit this client's options.
         """
         serial = int(order["serial"])

@@ -2,6 +2,10 @@
 
 The methods are called once each, in the order of the stages. All secrets are made here, live in this object, and end
 with it. Nothing is released that `ReleaseRecord` has not written before.
+
+A check of another client's message that fails makes the round void for this client: it sends nothing more in it. It
+does not end, because one client with wrong keys would otherwise end all others; a service that lies gains nothing by
+another round, in which all keys are new.
 """
 
 from __future__ import annotations
@@ -14,7 +18,6 @@ from dataclasses import dataclass
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from rayps_client.errors import Unauthorized
 from rayps_client.secure import shamir
 from rayps_client.secure.graph import shares_needed
 from rayps_client.secure.masks import add_mask, agree, new_private, public_of
@@ -84,8 +87,8 @@ class SecureTurn:
         """Return the message of `share_keys`, from the keys of the neighbours.
 
         Raises:
-            Unauthorized: a neighbour's keys are not signed with its pinned key.
-            VoidRound: there are too few neighbours, or two of them have one key.
+            VoidRound: there are too few neighbours, two of them have one key, or a neighbour's keys are not signed with
+                its pinned key.
         """
         self._enter(Stage.ADVERTISE, Stage.SHARE)
         rules, given = self._rules, answer["neighbours"]
@@ -103,10 +106,9 @@ class SecureTurn:
             if rules.pinned is not None and not rules.pinned.verify(
                 each.name, each.signed_text(rules.round, number), each.signature
             ):
-                raise Unauthorized(
-                    f"the keys of the client {each.name!r} are not signed with its key in the file of --peers, or that "
-                    "of a certificate of --members-ca: this client sends nothing",
-                    code="forged",
+                raise VoidRound(
+                    f"the keys of the client {each.name!r:.80} are not signed with its key in the file of --peers, or "
+                    "that of a certificate of --members-ca: this client sends nothing more in this round"
                 )
         points = {number: number + 1 for number in (*self._neighbours, rules.number)}
         parts = [shamir.split(secret, self._threshold, points.values()) for secret in (self._mask, self._seed)]
@@ -123,8 +125,8 @@ class SecureTurn:
         `update` names what was trained from what (`ReleaseRecord.send_update`).
 
         Raises:
-            Unauthorized: a share was not sealed by its neighbour for this client and round.
-            VoidRound: too few neighbours have sent shares.
+            VoidRound: too few neighbours have sent shares, or a share was not sealed by its neighbour for this client
+                and round.
             Conflict: a vector of this update was sent before.
         """
         self._enter(Stage.SHARE, Stage.MASK)
@@ -154,8 +156,8 @@ class SecureTurn:
         `confirmed` is None if the round has no consistency check.
 
         Raises:
-            VoidRound: too few clients have survived.
-            Unauthorized: with pinned keys: too few neighbours have signed the same survivors.
+            VoidRound: too few clients have survived, or, with pinned keys, too few neighbours have signed the same
+                survivors.
             Conflict: shares were released in this round before.
         """
         self._enter(Stage.MASK if confirmed is None else Stage.CONFIRM, Stage.UNMASK)
@@ -180,10 +182,9 @@ class SecureTurn:
             for number, signature in signed.items()
         )
         if valid + 1 < self._threshold:
-            raise Unauthorized(
+            raise VoidRound(
                 f"{valid} neighbours have signed the survivors that the service names, and {self._threshold - 1} are "
-                "needed: this client releases no share",
-                code="refused",
+                "needed: this client releases no share"
             )
 
     def _sealed(self, to: int, shares: bytes) -> bytes:
@@ -195,11 +196,15 @@ class SecureTurn:
         try:
             found = AESGCM(self._shared_key(sender)).decrypt(sealed[:_NONCE], sealed[_NONCE:], purpose)
         except (InvalidTag, ValueError) as error:
-            raise Unauthorized(
-                f"the shares of client {sender} were not sealed by it for this client and round", code="forged"
+            raise VoidRound(
+                f"the shares of the client {self._neighbours[sender].name!r:.80} were not sealed by it for this client "
+                "and round: this client sends nothing more in this round"
             ) from error
         if len(found) != _TWO_SHARES:
-            raise Unauthorized(f"the shares of client {sender} have {len(found)} bytes", code="forged")
+            raise VoidRound(
+                f"the shares of the client {self._neighbours[sender].name!r:.80} have {len(found)} bytes, and "
+                f"{_TWO_SHARES} were expected: this client sends nothing more in this round"
+            )
         return found[: shamir.SHARE_BYTES], found[shamir.SHARE_BYTES :]
 
     def _shared_key(self, other: int) -> bytes:

@@ -42,16 +42,32 @@ class SecureClient:
         """Return this client's rules for a round.
 
         Raises:
-            ConfigError: this client has pinned keys, but the round has no consistency check.
+            ConfigError: this client has pinned keys, but the round has no consistency check, or the reverse.
         """
-        if self.pinned is not None and not facts["verify"]:
-            raise ConfigError(
-                "this client was started with --peers or --members-ca, but the job does not let clients check each "
-                "other: give\nverify=true in the job's secure=secagg(...), or leave the option out",
-                field="peers",
-            )
+        check_verify(self.pinned, facts["verify"])
         name = RoundName(self.job, serial)
         return TurnRules(name, self.number, self.name, facts["threshold"], max(2, facts["least"]), self.pinned)
+
+
+def check_verify(pinned: PeerKeys | None, verify: bool) -> None:
+    """Check that a client has keys exactly if its secure rounds let clients check each other (`verify`).
+
+    Raises:
+        ConfigError: it has pinned keys, but the rounds have no check, or it has none, and the others would refuse it.
+    """
+    if pinned is not None and not verify:
+        raise ConfigError(
+            "this client was started with --peers or --members-ca, but the job does not let clients check each other: "
+            "give\nverify=true in the job's secure=secagg(...), or leave the option out",
+            field="peers",
+        )
+    if pinned is None and verify:
+        raise ConfigError(
+            "in this job clients check each other's keys (verify=true), and this client was started without such keys: "
+            "the others would refuse what it sends,\nand each round with it would be void. Start it with --peers FILE, "
+            "or with --members-ca FILE and its certificate (--member FILE)",
+            field="peers",
+        )
 
 
 def quantiser_of(facts: SecureFacts) -> Quantiser:
@@ -77,9 +93,9 @@ def take_part(
 
     Raises:
         Conflict: the client is too late, or has begun this round or sent this update before.
-        VoidRound: too few clients are left.
+        VoidRound: too few clients are left, or a check of another client's message has failed.
         TrainingError: the numbers are not finite.
-        Unauthorized: a message was forged.
+        Unauthorized: the service has not signed an answer.
         ConfigError: `facts` do not fit this client.
     """
     quantiser, (numbers, update) = quantiser_of(facts), trained

@@ -26,8 +26,15 @@ import numpy as np
 from rayps.federated.population.async_events import STALE
 from rayps.federated.population.cohort import cohort_size, hashes
 
-ClientStatus = Literal["here", "silent", "away", "left"]  # connected; sends no request; says that it is away; has left
-_WHY: Mapping[ClientStatus, str] = {"here": "deadline", "silent": "offline", "away": "offline", "left": "left"}
+# connected; sends no request; says that it is away; has left; its token or certificate was revoked
+ClientStatus = Literal["here", "silent", "away", "left", "revoked"]
+_WHY: Mapping[ClientStatus, str] = {
+    "here": "deadline",
+    "silent": "offline",
+    "away": "offline",
+    "left": "left",
+    "revoked": "revoked",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +96,7 @@ def decide(look: Look, rules: AsyncRules) -> AsyncStep:
                 counted.append((order.client, order.version))
             else:
                 running.append(order)
-        elif status in ("left", "away") or look.now >= order.ends:
+        elif status in ("left", "revoked", "away") or look.now >= order.ends:
             step.lost.append((order.serial, _WHY[status]))
         else:
             running.append(order)

@@ -4,6 +4,7 @@
     members/NUMBER.json          each client that has joined; written by the service
     seen/NUMBER                  the time of a client's last request; by the service
     left/NUMBER                  each client that has left; by the service
+    revoked/NUMBER               each client whose token or certificate was revoked; by the service
     away/NUMBER                  each client that has said that it takes part in no round now; by the service
     starts.json                  each start of the job: its first round and its first order; by the worker
     standing.json                the clients for which the job waits, as text; by the worker
@@ -47,7 +48,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from rayps_client.secure.protocol import Stage
 
@@ -60,6 +61,10 @@ from rayps.federated.remote.stage_folder import StageFolder
 FOLDER = "clients"  # name of the mailbox folder, in the job's folder
 AWAY_SECONDS = 20.0  # a client that has sent no request for this many seconds is not asked
 PARAMETERS = "parameters.safetensors"
+ClientState: TypeAlias = Literal["here", "away", "left", "revoked"]
+GONE: frozenset[ClientState] = frozenset({"left", "revoked"})  # no round waits for these clients
+# why an asked client has sent nothing
+WHY_SILENT: Mapping[ClientState, str] = {"here": "deadline", "away": "offline", "left": "left", "revoked": "revoked"}
 _KEPT_ROUNDS = 20  # the folders of older closed rounds are deleted
 
 
@@ -125,7 +130,7 @@ class Mailbox:
                         )
                     back = JoinedClient(**(asdict(member) | {"token": token, "samples": samples}))
                     write_json(self._member(member.number), asdict(back))
-                    for name in ("left", "away"):
+                    for name in ("left", "away", "revoked"):
                         (self.folder / name / str(member.number)).unlink(missing_ok=True)
                     self.record_request(member.number)
                     return back
@@ -177,11 +182,13 @@ class Mailbox:
         except OSError:
             return float("inf")
 
-    def state(self, number: int) -> Literal["here", "away", "left"]:
-        """Return whether a client is connected ("here"), is silent or says so ("away"), or has left ("left").
+    def state(self, number: int) -> ClientState:
+        """Return whether a client is connected ("here"), is silent or says so ("away"), has left, or was revoked.
 
         Only clients that are connected are asked.
         """
+        if (self.folder / "revoked" / str(number)).exists():
+            return "revoked"
         if (self.folder / "left" / str(number)).exists():
             return "left"
         return "here" if self.last_seen(number) < AWAY_SECONDS and not self.is_away(number) else "away"
@@ -298,14 +305,17 @@ class Mailbox:
             return None
         return SecureOutcome(found["void"], {int(number): str(why) for number, why in found["dropped"].items()})
 
-    def withdraw(self, number: int) -> None:
-        """Exclude a client whose token was revoked: do not ask it again, and delete its updates of open orders."""
-        self.leave(number)
+    def withdraw(self, number: int, what: str) -> None:
+        """Exclude a client: do not ask it again, and delete its updates of open orders.
+
+        `what` was revoked: its token, or its certificate.
+        """
+        _touch(self.folder / "revoked" / str(number))
         for serial in self.serials():
             (self.round_folder(serial) / "inbox" / str(number)).unlink(missing_ok=True)
         order = self.newest()
         if order is not None:
-            self.stages(order.serial).revoke(number)
+            self.stages(order.serial).revoke(number, what)
 
     def void(self, order: RoundOrder, number: int) -> Conflict | None:
         """Return the refusal of a client's message of a secure round that is void; None if the round is not.

@@ -90,9 +90,9 @@ class StageFolder:
         if self._folder.is_dir():
             _write(self._folder / "withdrawn" / str(number), reason.encode())
 
-    def revoke(self, number: int) -> None:
-        """Let a client take no further part, because its token was revoked, and delete its message of an open stage."""
-        self.withdraw(number, "its token was revoked")
+    def revoke(self, number: int, what: str) -> None:
+        """Let a client take no further part, because `what` was revoked, and delete its message of an open stage."""
+        self.withdraw(number, f"its {what} was revoked")
         for stage in Stage:
             (self._folder / stage / "inbox" / str(number)).unlink(missing_ok=True)
 
