@@ -276,7 +276,7 @@ def test_the_sum_has_the_clients_updates_and_their_noise_and_is_charged_before_i
     learnt = clinic.trained(job)
     step, plain = 5 / 2047, sum(sent) - sum(np.pad(noise, (0, 3)) for _, noise in drawn)
     assert {sigma for sigma, _ in drawn} == {1024} and len(drawn) == len(sent) == 3  # 0.5 x 2047 of one client
-    assert torch.allclose(learnt, started[0] + torch.from_numpy(sum(sent)[:-3]) * step / 3, atol=1e-9)
+    assert torch.allclose(learnt, started[0] + torch.from_numpy(sum(sent)[:-3]).double() * step / 3, rtol=0, atol=1e-12)
     assert np.linalg.norm(plain[:-3]) <= 3 * 2047 and plain[-3] == 3
     assert dict(recorded)[Stage.MASK] == 0 and dict(recorded)[Stage.UNMASK] == 1 == lines()
     claims = [event for event in job.events() if event["kind"] == "privacy"]
