@@ -18,6 +18,7 @@ from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request, R
 from fastapi import Path as InPath
 from fastapi.responses import JSONResponse, StreamingResponse
 from rayps_client.secure.protocol import Stage
+from rayps_client.signed_orders import JOB_ID
 from starlette.requests import ClientDisconnect
 
 from rayps.core.errors import ConfigError, Conflict
@@ -90,7 +91,7 @@ async def _joined(
     rayps_client: Annotated[
         str,
         Header(
-            pattern=r"^[0-9A-Z]{26}:\d{1,8}:[A-Za-z0-9_-]{16,200}$",
+            pattern=rf"^{JOB_ID.pattern}:\d{{1,8}}:[A-Za-z0-9_-]{{16,200}}$",
             description="JOB:NUMBER:KEY, as the client got them when it joined.",
         ),
     ],

@@ -6,10 +6,11 @@ from datetime import datetime
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from rayps_client.signed_orders import JOB_ID
 
 from rayps_api.schemas import NAME
 
-JOB = r"^[0-9A-Z]{26}$"
+JOB = f"^{JOB_ID.pattern}$"
 Key = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{16,200}$")]
 MOST_DAYS = 3650
 

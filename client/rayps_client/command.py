@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,10 +23,8 @@ from rayps_client.participation import Participation
 from rayps_client.process import ClientProcess, Ended
 from rayps_client.schedule import hours_of
 from rayps_client.secure.pinned_keys import PeerKeys, pinned_keys
-from rayps_client.signed_orders import NAME, ClientToken
+from rayps_client.signed_orders import JOB_ID, NAME, ClientToken
 from rayps_client.values import Json
-
-_JOB = re.compile("[0-9A-Z]{26}")
 
 
 def run_client(
@@ -194,7 +191,7 @@ def _job(token: ClientToken, given: str | None) -> str:
         raise ConfigError("this token is valid for any job: give the job with --job ID", field="job")
     if given not in (None, which):
         raise ConfigError(f"this token is for job {which}, not for {given}: omit --job", field="job")
-    if not _JOB.fullmatch(which):
+    if not JOB_ID.fullmatch(which):
         raise ConfigError(
             f"job is {which!r}: give the whole id of 26 letters (A-Z) and digits, as `rayps submit` prints it",
             field="job",

@@ -79,9 +79,11 @@ class NumpyEngine:
 
     def _only(self, of: Collection[str] | None, gradient: Array) -> Array:
         """Set the elements of the parameters that are not named in `of` to zero; None names all."""
+        if of is None:
+            return gradient
         at = 0
         for name, value in self._views.items():
-            if of is not None and name not in of:
+            if name not in of:
                 gradient[at : at + value.size] = 0
             at += value.size
         return gradient

@@ -30,6 +30,7 @@ ANY_JOB = "any"
 ROUND, EVALUATION = "round", "evaluation"  # kinds of orders
 DEADLINE = 600.0  # the deadline of a round of real clients, in seconds, if the strategy has no option `deadline`
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9 _.-]{0,62}[A-Za-z0-9])?")  # the form of a client's name
+JOB_ID = re.compile(r"[0-9A-Z]{26}")  # the form of a job's id
 
 
 class Key:

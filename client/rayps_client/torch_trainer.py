@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from rayps_client.errors import ConfigError, WorkloadError
 from rayps_client.light_trainer import LightTrainer, checked_rows, own_totals
 from rayps_client.local_trainer import LayoutRow, RawTensors
 from rayps_client.own_metrics import OwnTotals
+from rayps_client.partial_gradient import gradients_of
 from rayps_client.raw_tensors import RawTensor
 from rayps_client.rows import Batch, Rows
 from rayps_client.torch_schedule import RateSchedule
@@ -118,17 +119,9 @@ class TorchEngine:
         if self.device.type == "cuda":
             torch.cuda.manual_seed_all(seed)
 
-    @contextlib.contextmanager
-    def _only(self, of: Collection[str] | None) -> Iterator[None]:
+    def _only(self, of: Collection[str] | None) -> contextlib.AbstractContextManager[None]:
         """Compute gradients of the parameters with these names only; None means of all."""
-        others = [] if of is None else [p for name, p in self._named if name not in of]
-        try:
-            for p in others:
-                p.requires_grad_(False)
-            yield
-        finally:
-            for p in others:
-                p.requires_grad_(True)
+        return contextlib.nullcontext() if of is None else gradients_of(of, self._named)
 
     def gradient(self, micro_batches: Sequence[Batch], of: Collection[str] | None = None) -> tuple[Tensor, StepLoss]:
         """Return the gradient of a step's mean loss, and the loss. Parameters that are not named in `of` have zeros.

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
+from rayps_client.partial_gradient import gradients_of
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
@@ -282,17 +283,9 @@ class Trainer:
             self._private[patterns] = PrivateLayers.of(patterns, self.flat.layout, self.buffers)
         return self._private[patterns]
 
-    @contextmanager
-    def only(self, names: Collection[str] | None) -> Iterator[None]:
+    def only(self, names: Collection[str] | None) -> AbstractContextManager[None]:
         """Compute gradients of the parameters with these names only; None means of all."""
-        others = [] if names is None else [p for name, p in self.parameters.pairs() if name not in names]
-        try:
-            for p in others:
-                p.requires_grad_(False)
-            yield
-        finally:
-            for p in others:
-                p.requires_grad_(True)
+        return nullcontext() if names is None else gradients_of(names, self.parameters.pairs())
 
     @property
     def scheduled(self) -> bool:

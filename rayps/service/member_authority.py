@@ -83,9 +83,10 @@ def issue(folder: Path, request: Path, days: float, starts: datetime.datetime | 
         Conflict: a valid certificate of that name exists.
     """
     ca, key = _authority(folder)
-    public = _read_request(request).public_key()
+    asked = _read_request(request)
+    public = asked.public_key()
     made = (
-        _builder(_named(requested_name(request)), ca.subject, days, starts)
+        _builder(_named(_name_in(asked)), ca.subject, days, starts)
         .public_key(public)  # MemberCertificate checks its kind
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(authority=False), critical=True)
@@ -109,8 +110,7 @@ def issue(folder: Path, request: Path, days: float, starts: datetime.datetime | 
 
 def requested_name(request: Path) -> str:
     """Return the name for which a request asks. Raises ConfigError if the request cannot be read."""
-    names = _read_request(request).subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    return str(names[0].value) if names else ""
+    return _name_in(_read_request(request))
 
 
 def was_issued(folder: Path, path: Path) -> bool:
@@ -134,6 +134,11 @@ def _valid(folder: Path) -> list[MemberCertificate]:
         for each in issued(folder)
         if each.certificate.not_valid_after_utc >= now and each.certificate.serial_number not in revoked
     ]
+
+
+def _name_in(asked: x509.CertificateSigningRequest) -> str:
+    names = asked.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(names[0].value) if names else ""
 
 
 def _read_request(request: Path) -> x509.CertificateSigningRequest:

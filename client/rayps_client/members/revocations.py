@@ -1,7 +1,8 @@
 """Which certificates were revoked: a file that is read again when it changes, without a restart.
 
 The file is a certificate revocation list of the authority (PEM, RFC 5280), or text with one serial number a line, in
-hex as `openssl x509 -serial` prints it; a line may be empty or a # comment.
+hex as `openssl x509 -serial` prints it; a line may be empty or a # comment. A file without any text is refused: it
+may be a copy that was cut off.
 
 A list of the authority says until when it is current. After that date it still holds, and a warning is logged once:
 what the authority has revoked since then is unknown here.
