@@ -30,8 +30,9 @@ from rayps.federated.client import ClientReply
 from rayps.federated.client_evaluation import MOST_SECONDS, ClientEvaluation
 from rayps.federated.combine_replies import RoundAggregate
 from rayps.federated.population.cohort import Ints, cohort_size, first
+from rayps.federated.remote.client_state import WHY_SILENT
 from rayps.federated.remote.join_options import JoinOptions
-from rayps.federated.remote.mailbox import FOLDER, GONE, WHY_SILENT, JoinedClient, Mailbox, RoundOrder
+from rayps.federated.remote.mailbox import FOLDER, JoinedClient, Mailbox, RoundOrder
 from rayps.federated.remote.signed_orders import OrderFacts
 from rayps.federated.reply_source import Round, TrainingTask
 from rayps.federated.round_codings import RoundCodings
@@ -316,7 +317,7 @@ class RemoteReplies:
         """Wait until all asked clients have replied, have left or are away, or the deadline has passed."""
         while True:
             arrived = self._mailbox.arrived(order.serial)
-            missing = [n for n in order.sampled if n not in arrived and not self._takes_no_part(n)]
+            missing = [n for n in order.sampled if n not in arrived and not self._mailbox.takes_no_part(n)]
             left = order.begun + order.deadline - time.time()
             if not missing or left <= 0:
                 return
@@ -330,10 +331,6 @@ class RemoteReplies:
     def _wait_with(self, waits: str) -> None:
         self._mailbox.write_waits(waits)
         self._pause()
-
-    def _takes_no_part(self, number: int) -> bool:
-        """Return whether a client has left, was revoked, or has said that it takes part in no round now."""
-        return self._mailbox.state(number) in GONE or self._mailbox.is_away(number)
 
     def _pause(self) -> None:
         if self._engine.stopped():

@@ -31,7 +31,8 @@ from torch import Tensor
 from rayps.core.errors import ConfigError
 from rayps.federated.buffer_statistics import BufferStatistics
 from rayps.federated.combine_replies import RoundAggregate
-from rayps.federated.remote.mailbox import GONE, WHY_SILENT, Mailbox, RoundOrder, SecureOutcome
+from rayps.federated.remote.client_state import WHY_SILENT
+from rayps.federated.remote.mailbox import Mailbox, RoundOrder, SecureOutcome
 from rayps.federated.remote.secure_options import SecureOptions, secure_of
 from rayps.federated.remote.signed_orders import OrderFacts
 
@@ -233,7 +234,7 @@ class _StageRun:
         while not self._stages.is_closed(stage):
             arrived = self._stages.arrived(stage)
             silent = arrived | self._stages.withdrawn().keys()
-            missing = [n for n in self._asked if n not in silent and not self._takes_no_part(n)]
+            missing = [n for n in self._asked if n not in silent and not self._mailbox.takes_no_part(n)]
             enough = stage is Stage.UNMASK and self.server.suffices(arrived)
             if not missing or enough or time.time() >= ends:
                 break
@@ -253,9 +254,6 @@ class _StageRun:
             self._before_unmasking(self._order)
         self._stages.open(following)
         self._stages.publish(stage, answers)
-
-    def _takes_no_part(self, number: int) -> bool:
-        return self._mailbox.state(number) in GONE or self._mailbox.is_away(number)
 
     def _why_silent(self, number: int, stage: Stage) -> str:
         return f"{WHY_SILENT[self._mailbox.state(number)]} at {stage}"

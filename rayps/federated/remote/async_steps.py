@@ -25,16 +25,10 @@ import numpy as np
 
 from rayps.federated.population.async_events import STALE
 from rayps.federated.population.cohort import cohort_size, hashes
+from rayps.federated.remote.client_state import WHY_SILENT
 
 # connected; sends no request; says that it is away; has left; its token or certificate was revoked
 ClientStatus = Literal["here", "silent", "away", "left", "revoked"]
-_WHY: Mapping[ClientStatus, str] = {
-    "here": "deadline",
-    "silent": "offline",
-    "away": "offline",
-    "left": "left",
-    "revoked": "revoked",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +91,7 @@ def decide(look: Look, rules: AsyncRules) -> AsyncStep:
             else:
                 running.append(order)
         elif status in ("left", "revoked", "away") or look.now >= order.ends:
-            step.lost.append((order.serial, _WHY[status]))
+            step.lost.append((order.serial, WHY_SILENT["away" if status == "silent" else status]))
         else:
             running.append(order)
     if len(counted) >= rules.size:

@@ -48,23 +48,19 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
 
 from rayps_client.secure.protocol import Stage
 
 from rayps.core.errors import Conflict, NotFound, Unauthorized
 from rayps.core.records import read_json
 from rayps.core.values import Keywords
+from rayps.federated.remote.client_state import GONE, ClientState
 from rayps.federated.remote.signed_orders import OrderFacts
 from rayps.federated.remote.stage_folder import StageFolder
 
 FOLDER = "clients"  # name of the mailbox folder, in the job's folder
 AWAY_SECONDS = 20.0  # a client that has sent no request for this many seconds is not asked
 PARAMETERS = "parameters.safetensors"
-ClientState: TypeAlias = Literal["here", "away", "left", "revoked"]
-GONE: frozenset[ClientState] = frozenset({"left", "revoked"})  # no round waits for these clients
-# why an asked client has sent nothing
-WHY_SILENT: Mapping[ClientState, str] = {"here": "deadline", "away": "offline", "left": "left", "revoked": "revoked"}
 _KEPT_ROUNDS = 20  # the folders of older closed rounds are deleted
 
 
@@ -174,6 +170,10 @@ class Mailbox:
     def is_away(self, number: int) -> bool:
         """Return whether a client has said that it takes part in no round now."""
         return (self.folder / "away" / str(number)).exists()
+
+    def takes_no_part(self, number: int) -> bool:
+        """Return whether a client has left, was revoked, or has said that it takes part in no round now."""
+        return self.state(number) in GONE or self.is_away(number)
 
     def last_seen(self, number: int) -> float:
         """Return the seconds since the client's last request, or infinity if there was none."""
