@@ -561,6 +561,30 @@ def test_the_service_compares_jobs_and_sweeps(
     clear(client)
 
 
+def test_a_job_without_a_sweep_is_shown_alone(
+    site: Site, client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAYPS_URL", site.url)
+    monkeypatch.setenv("RAYPS_TOKEN", site.token)
+    job = site.add()
+    swept = client.sweep({"workload": "digits:Digits", "working_dir": None}, name="other", lr=[0.1])
+    assert cli.main(["compare", job[:-1].lower()]) == 0
+    found = capsys.readouterr()
+    assert job in found.out and f"this is job {job} alone" in found.err and "the ids of other jobs" in found.err
+    assert cli.main(["compare", swept.jobs[0].id]) == 0
+    assert "or the name of its sweep, other" in capsys.readouterr().err
+    assert cli.main(["compare", "nothing"]) == 3
+    assert "there is no sweep and no job 'nothing': `rayps ls` lists the jobs" in capsys.readouterr().err
+    clear(client)
+
+
+def test_a_metric_that_no_job_has_is_not_compared() -> None:
+    private = series([None, None], {2: {"accuracy": 0.5}})
+    assert compared([job("a", {})], {"a": private}, 0.0)["metrics"] == ["accuracy"]
+    both = {"a": private, "b": series([1.0, None], {})}
+    assert compared([job("a", {}), job("b", {})], both, 0.0)["metrics"] == ["accuracy", BATCH_LOSS]
+
+
 def test_a_comparison_says_why_a_job_failed(
     client: Client, site: Site, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -568,7 +592,7 @@ def test_a_comparison_says_why_a_job_failed(
     monkeypatch.setenv("RAYPS_TOKEN", site.token)
     job = client.submit("w.py:W", working_dir=home, steps=1)
     site.store("change_status", job.id, Status.FAILED, message=None, reason="no module 'x'\nin w.py:1")
-    assert cli.main(["compare", job.id, job.id]) == 0  # one name is that of a sweep
+    assert cli.main(["compare", job.id, job.id]) == 0
     assert f"{job.id} failed: no module 'x'\n" in capsys.readouterr().out
     clear(client)
 
