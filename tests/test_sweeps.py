@@ -639,6 +639,33 @@ async def _records(path: Path) -> Any:
         await store.close()
 
 
+def test_a_home_directory_is_packed_only_if_it_is_named(
+    site: Site, client: Client, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAYPS_URL", site.url)
+    monkeypatch.setenv("RAYPS_TOKEN", site.token)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home)
+    (home / "job.yaml").write_text("workload: w.py:W\n")
+    for words in (["submit", "job.yaml"], ["sweep", "job.yaml", "--over", "seed=1"]):
+        assert cli.main(words) == 2
+        error = capsys.readouterr().err
+        assert f"the current folder is {home}, the home directory" in error and "--working-dir ." in error
+        assert client.jobs() == []
+        assert cli.main([*words, "--working-dir", "."]) == 0
+        assert cli.main([*words, "--set", "working_dir=."]) == 0
+        assert f"packed from {home}" in capsys.readouterr().err
+        clear(client)
+    (home / "project").mkdir()
+    (home / "project" / "w.py").write_text((home / "w.py").read_text())
+    assert cli.main(["submit", "job.yaml", "--working-dir", "project"]) == 0
+    found = capsys.readouterr()
+    assert f"packed from {home / 'project'}" in found.err
+    assert cli.main(["submit", "--clone", found.out.strip(), "--working-dir", "."]) == 2
+    assert "leave out --working-dir" in capsys.readouterr().err
+    clear(client)
+
+
 def test_a_store_from_before_sweeps_is_read(tmp_path: Path) -> None:
     import asyncio
 

@@ -21,7 +21,7 @@ from rayps.core.records import Event, GroupFacts, ProgressRecord
 from rayps.core.requirements import read_requirements
 from rayps.core.values import Json, JsonObject, Keywords
 from rayps.core.warm_start import StartFrom
-from rayps.service.client import Client, Job
+from rayps.service.client import CURRENT, Client, Job
 from rayps.service.code_files import PackedCode
 from rayps.service.job_file import changed, of_function, read
 from rayps.service.rest_answers import CodeAnswer, JobAnswer, RoundsAnswer
@@ -34,6 +34,14 @@ Function = Annotated[
 ]
 Upload = Annotated[
     bool, typer.Option(help="Pack the working directory and send it; --no-upload: a folder of the service's machine.")
+]
+WorkingDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--working-dir",
+        metavar="DIR",
+        help="The folder to pack (default: the job file's working_dir, or else the current folder).",
+    ),
 ]
 FAILED = 1
 DETACHED = 130
@@ -87,12 +95,17 @@ def submit(
         Path | None,
         typer.Option(metavar="FILE", help="A requirements file, which pip installs for the job's processes."),
     ] = None,
+    working_dir: WorkingDir = None,
     upload: Upload = True,
     output: Format = Output.table,
 ) -> None:
     """Submit a job to the service."""
     if sum(each is not None for each in (file, run, clone)) != 1:
         raise ConfigError("give one of a job file, --run FILE:FUNCTION, and --clone JOB", field="run")
+    if clone is not None and working_dir is not None:
+        raise ConfigError(
+            "--clone runs the code of that job: leave out --working-dir, or give a job file", field="clone"
+        )
     count = None if workers is None else workers_of_text(workers)
     given: Keywords = {"server_group": server_group, "branch": branch, "resume": resume, "workers": count}
     given = {key: value for key, value in given.items() if value is not None}
@@ -103,14 +116,20 @@ def submit(
             job = client.submit_again(clone, **cloned_fields(client.job(clone), changes or []) | given)
         else:
             spec = read(file, changes or []) if file is not None else of_function(str(run), changes or [])
-            spec |= given
-            place = spec.pop("working_dir", ".")
+            spec = with_folder(spec | given, working_dir)
+            place = spec.pop("working_dir", CURRENT)
             job = client.submit(spec.pop("workload", None), working_dir=place, upload=upload, **spec)
         if not follow:
             _submitted(job, output)
             return
         show.note(f"job {job.id} was submitted")
         raise typer.Exit(_follow(job, output))
+
+
+def with_folder(spec: Keywords, given: Path | None) -> Keywords:
+    """Return the fields of a job with the working directory `given`, or that they name, as an absolute path."""
+    named = spec.get("working_dir") if given is None else str(given)
+    return spec if named is None else {**spec, "working_dir": str(Path(named).expanduser().absolute())}
 
 
 def note_packed(packed: PackedCode) -> None:

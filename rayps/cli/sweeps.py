@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rayps.cli import show
-from rayps.cli.jobs import Format, Function, Upload, note_packed
+from rayps.cli.jobs import Format, Function, Upload, WorkingDir, note_packed, with_folder
 from rayps.cli.show import Output
 from rayps.cli.sparkline import sparkline
 from rayps.core.errors import ConfigError, NotFound
@@ -52,6 +52,7 @@ def sweep(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the file, e.g. --set params.lr=0.3."),
     ] = None,
+    working_dir: WorkingDir = None,
     upload: Upload = True,
     output: Format = Output.table,
 ) -> None:
@@ -60,7 +61,7 @@ def sweep(
         raise ConfigError("give a job file, or --run FILE:FUNCTION", field="run")
     spec = read(file, changes or []) if file is not None else of_function(str(run), changes or [])
     with Client(on_packed=note_packed) as client:
-        found = client.sweep(spec, name=name, over=values_of(over), upload=upload)
+        found = client.sweep(with_folder(spec, working_dir), name=name, over=values_of(over), upload=upload)
     if output is Output.json:
         show.dump({"name": found.name, "jobs": [job.data for job in found.jobs]})
         return
