@@ -280,7 +280,7 @@ class Trainer:
         """
         patterns = strategy.client_side.private
         if patterns not in self._private:
-            self._private[patterns] = PrivateLayers.of(patterns, self.flat.layout, self.buffers)
+            self._private[patterns] = PrivateLayers.of_layout(patterns, self.flat.layout, self.buffers)
         return self._private[patterns]
 
     def only(self, names: Collection[str] | None) -> AbstractContextManager[None]:
