@@ -14,7 +14,7 @@ import typer
 from rayps_client.members.acceptance import Acceptance, CheckedAcceptance, check_record
 from rayps_client.members.acceptance_file import Receipt, read_lines
 from rayps_client.members.consent import TEXT
-from rayps_client.members.member_certificates import MemberCertificate, MembersCa
+from rayps_client.members.member_certificates import MembersCa
 from rayps_client.members.membership_options import FINGERPRINT, service_fingerprint
 
 from rayps.cli import show
@@ -127,28 +127,21 @@ def revoke(
 @members_app.command("ls")
 def list_members(folder: Authority, output: Format = Output.table) -> None:
     """List the certificates that an authority has issued."""
-    from rayps.service.member_authority import issued, revoked_serials
+    from rayps.service.member_authority import with_ends
 
-    revoked, now = revoked_serials(folder), datetime.now(UTC)
     rows = [
         {
             "name": each.name,
             "serial": each.serial,
             "until": f"{each.certificate.not_valid_after_utc:%Y-%m-%d}",
-            "state": _state(each, revoked, now),
+            "state": ended or "",
         }
-        for each in issued(folder)
+        for each, ended in with_ends(folder)
     ]
     if output is Output.json:
         show.dump(rows)
     else:
         show.table(["name", "serial", "until", ""], [list(row.values()) for row in rows])
-
-
-def _state(member: MemberCertificate, revoked: set[str], now: datetime) -> str:
-    if member.serial in revoked:
-        return "revoked"
-    return "expired" if member.certificate.not_valid_after_utc < now else ""
 
 
 @members_app.command()
