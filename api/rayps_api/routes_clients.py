@@ -23,12 +23,11 @@ from starlette.requests import ClientDisconnect
 
 from rayps.core.errors import ConfigError, Conflict
 from rayps.federated.remote.mailbox import JoinedClient, Mailbox, RoundOrder
-from rayps.federated.remote.secure_options import SecureOptions, secure_of
 from rayps.federated.remote.signed_orders import OrderFacts, order_text
 from rayps.service.client_tokens import Grant
 from rayps.service.store import JobRecord
-from rayps.strategies.catalogue import own_names, parse
 from rayps_api.client_model import model_facts, model_file
+from rayps_api.client_terms import terms_of
 from rayps_api.membership import refuse_token_of_member, refuse_without_certificate, statement_of, still_valid
 from rayps_api.schemas import BINARY_BODY, problems, timestamp
 from rayps_api.schemas_clients import (
@@ -176,8 +175,8 @@ async def key(grant: Granted, request: Request, job: Annotated[str | None, Query
     record = None if wanted is None else await running.store.get(wanted)
     found: dict[str, Any] = {"secure": False, "verify": False, "statement": None}
     if record is not None:
-        options = secure_options(record)
-        found = {"secure": bool(options), "verify": any(each.verify for each in options)}
+        terms = terms_of(record.spec)
+        found = {"secure": bool(terms.secure), "verify": terms.verify}
         found["statement"] = statement_of(record)
     return {"public_key": running.client_tokens.key.public, **found}
 
@@ -206,7 +205,7 @@ async def join(body: JoinIn, grant: Granted, request: Request) -> Any:
             code="ended",
             ended={"status": job.status.value, "reason": job.reason or ""},
         )
-    samples = 0 if secure_options(job) else body.samples  # a secure round counts samples under its masks
+    samples = 0 if terms_of(job.spec).secure else body.samples  # a secure round counts samples under its masks
     if samples is None:
         raise ConfigError("the client's number of samples is missing: give samples", field="samples")
     mailbox = running.mailbox(job.id)
@@ -490,21 +489,13 @@ def _blocks(file: Any) -> Iterator[bytes]:
 
 
 def _check_remote(job: JobRecord) -> None:
-    own = own_names(job.spec.strategy)  # a user's own strategy cannot have real clients
-    if own or not any(phase.strategy.rows.remote for phase in parse(job.spec.strategy)):
+    if not terms_of(job.spec).remote:
         raise ConfigError(
             f"job {job.id} ({job.name}) has no real clients: submit it with a federated strategy and clients=remote, "
             "e.g. fedavg:clients=remote",
             field="job",
             code="not_remote",
         )
-
-
-def secure_options(job: JobRecord) -> list[SecureOptions]:
-    """Return how the updates of a job's real clients are summed under masks, in each of its phases; [] if not."""
-    phases = [] if own_names(job.spec.strategy) else parse(job.spec.strategy)
-    found = [secure_of(getattr(phase.strategy, "secure", None)) for phase in phases]
-    return [each for each in found if each is not None]
 
 
 def _shown(mailbox: Mailbox) -> dict[str, Any]:
