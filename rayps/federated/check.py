@@ -113,7 +113,8 @@ def _check_privacy(strategy: FederatedView, workload: Workload, job: PrivateJob 
     warnings = []
     if (why := delta_too_large(spec.delta, job.clients, CLIENT)) is not None:
         warnings.append(f"this run will prove nothing: {why}")
-    size = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    layers = PrivateLayers.of_model(strategy.client_side.private, model)
+    size = layers.shared_size
     share = mechanism.noise_multiplier * math.sqrt(size) / job.divisor  # norm of the noise in the mean / clip
     if share > _HIDES and isinstance(workload, StatisticsWorkload):
         queries = f"{(count := len(workload.queries))} quer{'y' if count == 1 else 'ies'} ({size} numbers)"
@@ -125,8 +126,8 @@ def _check_privacy(strategy: FederatedView, workload: Workload, job: PrivateJob 
     elif share > _HIDES:
         warnings.append(
             f"the noise of each round is about {share:.2g} times as large as the largest mean update, so the model "
-            f"will hardly learn: with {size} parameters, {job.expected:.0f} clients a round are few. Ask more clients, "
-            "train fewer parameters, or add less noise"
+            f"will hardly learn: with {size}{' shared' if layers else ''} parameters, {job.expected:.0f} clients a "
+            "round are few. Ask more clients, train fewer parameters, or add less noise"
         )
     return FederatedFindings(warnings, ClientPrivacy(job, mechanism))
 
