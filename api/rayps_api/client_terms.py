@@ -6,8 +6,7 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 
-from rayps.federated.remote.join_options import joining_of
-from rayps.federated.remote.secure_options import SecureOptions, secure_of
+from rayps.federated.remote.secure_options import SecureOptions
 from rayps.federated.strategy_interface import FederatedView
 from rayps.strategies.catalogue import own_names, parse
 from rayps.strategies.job import JobSpec
@@ -43,7 +42,7 @@ def _terms_of(strategy: str) -> ClientTerms:
     given = json.loads(strategy)
     if own_names(given):
         return ClientTerms()  # a user's own strategy cannot have real clients
-    found = [phase.strategy.real for phase in parse(given) if isinstance(phase.strategy, FederatedView)]
-    joining = [each for each in map(joining_of, (real.clients for real in found)) if each is not None]
-    secure = tuple(each for each in map(secure_of, (real.secure for real in found)) if each is not None)
+    found = [phase.strategy.federation for phase in parse(given) if isinstance(phase.strategy, FederatedView)]
+    joining = [each.joining for each in found if each.joining is not None]
+    secure = tuple(each.secure for each in found if each.secure is not None)
     return ClientTerms(bool(joining), any(each.members for each in joining), secure)
