@@ -31,6 +31,7 @@ def privacy(
     clip: Annotated[float, typer.Option(help="The largest norm of a row's gradient.")] = 1.0,
     rate: Annotated[float, typer.Option(help="Learning rate of SGD.")] = 0.5,
     seed: Annotated[int, typer.Option(help="Seed of the parameters.")] = 0,
+    threads: Annotated[int | None, typer.Option(help="Threads of torch; by default one for each processor.")] = None,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
@@ -57,6 +58,7 @@ def privacy(
         clip=clip,
         rate=rate,
         seed=seed,
+        threads=threads,
         report=report,
     )
     show_rows(

@@ -11,6 +11,7 @@ Opacus: Yousefpour et al., "Opacus: User-friendly differential privacy library i
 from __future__ import annotations
 
 import importlib
+import os
 import statistics
 import time
 import warnings
@@ -51,6 +52,7 @@ class Setup:
     planned: int
     steps: int
     seed: int
+    threads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +128,12 @@ def bench_privacy(
     clip: float = 1.0,
     rate: float = 0.5,
     seed: int = 0,
+    threads: int | None = None,
     report: Callable[[PrivacyRow], None] = lambda row: None,
 ) -> list[PrivacyRow]:
     """Measure each contender at each epsilon. The noise is for `epochs`; `steps` runs only so many of their steps.
+
+    Both use `threads` threads of torch, by default one for each processor.
 
     Raises:
         ConfigError: there are no images in `folder`, a contender is unknown, or its library is not installed.
@@ -141,7 +146,8 @@ def bench_privacy(
     probability = lot / len(images.x)
     for epsilon in epsilons:
         noise = accountant.find_noise(lambda z: Mechanism("poisson", z, probability), epsilon, DELTA, planned)
-        setup = Setup(noise, lot, physical, clip, rate, planned, min(planned, steps or planned), seed)
+        cores = threads or os.cpu_count() or 1
+        setup = Setup(noise, lot, physical, clip, rate, planned, min(planned, steps or planned), seed, cores)
         for name in contenders:
             row = (_by_rayps if name == "rayps" else _by_opacus)(images, epsilon, setup)
             rows.append(row)
@@ -159,6 +165,7 @@ def _by_rayps(images: Images, epsilon: float, setup: Setup) -> PrivacyRow:
             steps=setup.steps,
             evaluate_every=setup.steps,
             seed=setup.seed,
+            resources={"cpu": setup.threads},
             cluster=cluster,
             progress=False,
         )
@@ -181,6 +188,7 @@ def _by_opacus(images: Images, epsilon: float, setup: Setup) -> PrivacyRow:
     warnings.filterwarnings("ignore", module="opacus")
     warnings.filterwarnings("ignore", module="torch")
     torch.manual_seed(setup.seed)
+    torch.set_num_threads(setup.threads)
     model = network()
     rows = torch.utils.data.TensorDataset(images.x, images.y)
     engine = opacus.PrivacyEngine()
