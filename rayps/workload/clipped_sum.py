@@ -168,7 +168,8 @@ def mean_loss(workload: Workload, model: nn.Module, batch: Batch) -> Tensor:
 def _norms(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
     """Return the norm of each row's whole gradient [rows], float64. The squares are added in `dtype`."""
     norms = torch.stack([torch.linalg.vector_norm(_flat(g), dim=1, dtype=dtype) for g in gradients])
-    return torch.linalg.vector_norm(norms, dim=0, dtype=torch.float64)
+    found: Tensor = torch.linalg.vector_norm(norms, dim=0, dtype=torch.float64)
+    return found
 
 
 def _most_rows(part: ModelPart) -> int | None:
