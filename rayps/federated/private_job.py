@@ -14,8 +14,8 @@ from rayps_client.secure.secure_facts import levels_of
 
 from rayps.core.strategy import StrategyView
 from rayps.federated.population.cohort import cohort_size
-from rayps.federated.remote.secure_options import LEAST, SecureOptions, secure_of
-from rayps.federated.strategy_interface import FederatedView, joining_under
+from rayps.federated.remote.secure_options import LEAST, SecureOptions
+from rayps.federated.strategy_interface import FederatedView, Federation
 from rayps.privacy.account import solve_noise
 from rayps.privacy.adaptive_clip import SHARE, update_noise
 from rayps.privacy.budget import must_allow_one
@@ -103,20 +103,18 @@ class PrivateJob:
         return Setting(CLIENT, self.clients, self.real, masked, restart=restart, answers=self.answers)
 
 
-def private_job(strategy: FederatedView, clients: int | None, size: int) -> PrivateJob | None:
-    """Return the public facts of a strategy's job with so many simulated clients, or None if it is not private.
+def private_job(given: Federation, clients: int | None, size: int) -> PrivateJob | None:
+    """Return the public facts of a job with so many simulated clients, or None if it is not private.
 
     `clients` is None for real clients. `size` is the number of elements of an update.
     """
-    spec = strategy.privacy_spec
+    spec, joining = given.privacy, given.joining
     if spec is None:
         return None
-    joining = joining_under(strategy)
     count = joining.least if joining is not None else clients
     assert count is not None, "simulated clients are counted"
-    secure = secure_of(strategy.real.secure)
-    real, answers = joining is not None, strategy.client_side.answers
-    return PrivateJob(spec, count, strategy.fraction, real, secure, size, answers)
+    real, answers = joining is not None, given.client_side.answers
+    return PrivateJob(spec, count, given.fraction, real, given.secure, size, answers)
 
 
 def must_allow_a_round(strategy: StrategyView) -> None:
@@ -130,8 +128,8 @@ def must_allow_a_round(strategy: StrategyView) -> None:
     """
     if not isinstance(strategy, FederatedView):
         return
-    joining = joining_under(strategy)
-    job = private_job(strategy, None if joining is not None else 1, 0)
+    joining = strategy.federation.joining
+    job = private_job(strategy.federation, None if joining is not None else 1, 0)
     if job is None or job.spec.epsilon is None or job.kind in (FIXED, DISTRIBUTED):
         return
     found, tree = job.spec.noise_multiplier is None, job.kind == TREE
