@@ -16,13 +16,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rayps_client.errors import ConfigError, Conflict, TrainingError
 from rayps_client.secure import noise, noise_sizes, shamir
 from rayps_client.secure.graph import draw_graph, failures, neighbours_for, shares_needed
-from rayps_client.secure.masks import Keystream, add_mask
+from rayps_client.secure.masks import Keystream, add_mask, new_private, public_of
 from rayps_client.secure.pinned_keys import PinnedKeys, public_text, read_peers
-from rayps_client.secure.protocol import RoundName, Stage, VoidRound, bytes_of, decode, encode
+from rayps_client.secure.protocol import AdvertisedKeys, RoundName, Stage, VoidRound, bytes_of, decode, encode
 from rayps_client.secure.quantise import EXTRAS, ClientNumbers, Quantiser, Words
 from rayps_client.secure.release_record import ReleaseRecord
 from rayps_client.secure.secure_turn import SecureTurn, TurnRules
-from rayps_client.secure.server_sum import ServerRules, ServerSum
+from rayps_client.secure.server_sum import NO_KEYS, ServerRules, ServerSum
 
 ROUND = RoundName("0" * 26, 7)
 SIZE = 9
@@ -180,6 +180,24 @@ def test_wrong_shares_make_the_round_void_and_unreadable_messages_drop_their_sen
         with pytest.raises(VoidRound, match="2 clients have sent their shares"):
             round.server.total({**shares, 0: bad}, masked)
         assert 0 in round.server.unusable
+
+
+@pytest.mark.parametrize("which", ["seal", "mask"])
+def test_a_point_of_low_order_is_no_key(which: str) -> None:
+    """X25519 with such a point gives zeros whatever the other key is, so that the library refuses it."""
+    zero, twice = bytes(32), public_of(new_private())
+    keys = {k: AdvertisedKeys(f"c{k}", public_of(new_private()), public_of(new_private())) for k in range(4)}
+    keys[3] = dataclasses.replace(keys[3], **{which: zero})
+    keys[4] = AdvertisedKeys("c4", twice, twice)  # the others would refuse both keys
+    server = ServerSum(ServerRules(ROUND, 0.5, 2))
+    answers = server.advertised({k: encode(each.facts()) for k, each in keys.items()})
+    assert answers.keys() == {0, 1, 2} and server.unusable == {3: NO_KEYS, 4: NO_KEYS}  # the round goes on without it
+    turn = SecureTurn(TurnRules(ROUND, 0, "c0", 0.5, 2), Memory())
+    turn.advertise()
+    neighbours = {str(k): keys[k].facts() for k in (1, 2, 3)}  # a server that does not check
+    with pytest.raises(VoidRound, match="the client 'c3' has sent a point that is not a key") as refused:
+        turn.share({"neighbours": neighbours})
+    assert refused.value.data["refused"] == [3]
 
 
 # ---- what the server can see

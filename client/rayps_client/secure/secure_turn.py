@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from rayps_client.secure import shamir
 from rayps_client.secure.graph import shares_needed
-from rayps_client.secure.masks import add_mask, agree, new_private, public_of
+from rayps_client.secure.masks import add_mask, agree, is_key, new_private, public_of
 from rayps_client.secure.pinned_keys import PeerKeys
 from rayps_client.secure.protocol import (
     AdvertisedKeys,
@@ -87,8 +87,8 @@ class SecureTurn:
         """Return the message of `share_keys`, from the keys of the neighbours.
 
         Raises:
-            VoidRound: there are too few neighbours, two of them have one key, or a neighbour's keys are not signed with
-                its pinned key.
+            VoidRound: there are too few neighbours, two of them have one key, one is no key, or a neighbour's keys are
+                not signed with its pinned key.
         """
         self._enter(Stage.ADVERTISE, Stage.SHARE)
         rules, given = self._rules, answer["neighbours"]
@@ -97,6 +97,13 @@ class SecureTurn:
             assert isinstance(facts, Mapping)
             self._neighbours[int(other)] = AdvertisedKeys.read(facts)
         keys = [key for each in self._neighbours.values() for key in (each.seal, each.mask)]
+        for number, each in self._neighbours.items():
+            if not is_key(each.seal) or not is_key(each.mask):
+                raise VoidRound(
+                    f"the client {each.name!r:.80} has sent a point that is not a key: this client sends nothing more "
+                    "in this round",
+                    refused=[number],
+                )
         if len(set(keys)) < len(keys) or rules.number in self._neighbours or not self._neighbours:
             raise VoidRound("the neighbours' keys are not different keys of other clients")
         names = [rules.name, *(each.name for each in self._neighbours.values())]
