@@ -466,6 +466,77 @@ def test_a_client_with_unknown_keys_makes_rounds_void_and_ends_no_other_client(c
     assert len(cohorts(job)) == 2
 
 
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_client_that_makes_every_round_void_is_asked_no_more(clinic: Clinic, refuses: bool) -> None:
+    """Either the others do not know its key, or it does not know theirs: it is in conflict with the majority."""
+    private = [Ed25519PrivateKey.generate() for _ in range(4)]
+    known = {f"h{k}": key.public_key() for k, key in enumerate(private[:3])}
+    stranger = PinnedKeys(private[2], {"h2": private[2].public_key()}) if refuses else PinnedKeys(private[3], known)
+    job = clinic.job(secure(2, ",verify=true,threshold=0.7"), rounds=6, seed=5)
+    keys = [PinnedKeys(private[0], known), PinnedKeys(private[1], known), stranger]
+    hospitals = [clinic.hospital(job, k, pinned=each) for k, each in enumerate(keys)]
+    for hospital in (hospitals[2], hospitals[0], hospitals[1]):
+        hospital.begin()
+    clinic.trained(job)
+    rounds = [(event["replied"], event["sampled"]) for event in cohorts(job)]
+    alone = rounds.count((0, 2))  # a round that has begun before the third had joined: its void is undecided
+    assert alone <= 1 and rounds[alone:] == [(0, 3)] * 3 + [(2, 2)] * (3 - alone)
+    done = "it refused h0, h1 (share_keys)" if refuses else "h0, h1 refused its message (share_keys)"
+    why = f"is asked no more: 3 rounds were void because of it; in the last one {done}"
+    (event,) = (event for event in job.events() if "excluded" in event)
+    assert (event["kind"], event["excluded"], event["round"]) == ("warning", "h2", 2 + alone)
+    assert event["message"] == f"h2 {why}. It is asked again when it joins with another token or certificate"
+    shown = clinic.joined(job)
+    assert [(shown[name]["state"], shown[name]["doing"]) for name in ("h0", "h2")] == [
+        ("here", "has sent round 5"),
+        ("excluded", why),
+    ]
+
+
+def test_an_excluded_client_is_told_why_at_once(clinic: Clinic) -> None:
+    job = clinic.job(secure(2), rounds=1)
+    hand, box = ByHand(clinic, job, "hand"), clinic.service.mailbox(job.id)
+    box.exclude(0, "its rounds were void")
+    for params in ({"wait": 30}, {"wait": 0, "away": True}):
+        found = hand.http.get("/api/v1/client/work", params=params).json()
+        assert (found["kind"], found["reason"]) == ("wait", "this client is asked no more: its rounds were void")
+    withdraw = "/api/v1/client/rounds/1/withdraw"
+    for refused, status in ((["h1"], 422), ([1, 2], 204)):
+        assert hand.http.post(withdraw, params={"refuses": refused}, json={"reason": "x"}).status_code == status
+
+
+def test_two_clients_that_refuse_each_other_are_both_asked_again(clinic: Clinic) -> None:
+    private = [Ed25519PrivateKey.generate() for _ in range(3)]
+    known = {f"h{k}": key.public_key() for k, key in enumerate(private[:2])}
+    job = clinic.job(secure(2, ",verify=true"), rounds=4, seed=5)
+    for k, key in enumerate((private[0], private[2])):
+        clinic.hospital(job, k, pinned=PinnedKeys(key, known)).begin()
+    assert job.wait(60).data["status"] == "FAILED"
+    assert len(cohorts(job)) == 4
+    (event,) = (event for event in job.events() if "excluded" in event)
+    assert event["excluded"] is None and event["round"] == 2
+    assert (
+        "it is undecided which of them is wrong, so that none is excluded: h0 refused h1 (share_keys)"
+        in (event["message"])
+    )
+
+
+def test_an_excluded_client_is_asked_again_with_another_token_alone(tmp_path: Path) -> None:
+    box = Mailbox(tmp_path / "job" / "clients")
+    box.prepare()
+    number = box.join("h", "key" * 9, "first", 1).number
+    box.exclude(number, "its rounds were void")
+    assert box.state(number) == "excluded" and box.takes_no_part(number)
+    box.join("h", "key" * 9, "first", 1)
+    assert box.exclusion(number) == "its rounds were void"
+    box.join("h", "key" * 9, "second", 1)
+    assert box.state(number) == "here" and box.exclusion(number) is None
+    box.exclude(number, "again")
+    for token, why in (("first", "again"), ("second", "again"), ("third", None)):
+        box.join("h", "key" * 9, token, 1)
+        assert box.exclusion(number) == why
+
+
 def test_a_client_of_a_secure_job_follows_no_plain_order(tmp_path: Path) -> None:
     replies = SecureReplies(None, tmp_path)  # type: ignore[arg-type]
     replies.read_key({"public_key": ""})

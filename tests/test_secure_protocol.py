@@ -369,8 +369,9 @@ def test_shares_for_another_client_round_or_job_are_refused() -> None:
         if change == "round":
             other = RoundName(ROUND.job, 8)
             round.turns[1]._rules = dataclasses.replace(round.turns[1]._rules, round=other)
-        with pytest.raises(VoidRound, match=r"the shares of the client 'c[12]' were not sealed by it"):
+        with pytest.raises(VoidRound, match=r"the shares of the client 'c[12]'.* were not sealed by it") as void:
             round.run()
+        assert void.value.data["refused"] == {"swap": [1, 2], "round": [1], "flip": [1]}[change]
 
 
 def pins(n: int, tmp_path: Path) -> dict[int, PinnedKeys]:
@@ -378,6 +379,32 @@ def pins(n: int, tmp_path: Path) -> dict[int, PinnedKeys]:
     file = tmp_path / "peers.txt"
     file.write_text("# our clinics\n\n" + "".join(f"c{k} {public_text(key)}\n" for k, key in private.items()))
     return {k: PinnedKeys(key, read_peers(file)) for k, key in private.items()}
+
+
+def test_all_clients_whose_messages_fail_a_check_are_named(tmp_path: Path) -> None:
+    pinned = pins(5, tmp_path)
+    round = Round(5, 0.5, verify=True, pinned=pinned)
+    messages = {k: turn.advertise() for k, turn in round.turns.items()}
+    answers = round.server.advertised(messages)[0]
+
+    def refused(**changes: Any) -> Any:
+        turn = SecureTurn(TurnRules(ROUND, 0, "c0", 0.5, 2, pinned[0]), Memory())
+        turn._stage = Stage.ADVERTISE
+        with pytest.raises(VoidRound) as void:
+            turn.share({"neighbours": {**answers["neighbours"], **changes}})
+        return void.value.data["refused"], str(void.value)
+
+    own = answers["neighbours"]
+    unsigned = {**own["3"], "signature": ""}
+    assert refused(**{"3": unsigned})[0] == [3]
+    numbers, text = refused(**{"3": unsigned, "4": {**own["4"], "name": "c1"}})  # under the name of another
+    assert numbers == [3, 4] and "the keys of the client 'c3' (and 1 more) are not signed with its key" in text
+    assert refused(**{"3": own["4"]})[0] == [3]  # a copy of another's message: the signature names its number
+    one = pinned[4]
+    twin = AdvertisedKeys("c4", public_of(new_private()), public_of(new_private()))
+    signed = dataclasses.replace(twin, signature=one.sign(twin.signed_text(ROUND, 3)))
+    numbers, text = refused(**{"3": signed.facts()})  # one key's owner under two numbers
+    assert numbers == [3, 4] and "a name that another client has too" in text
 
 
 def test_pinned_keys_bear_crashes_and_find_a_lying_server(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ from rayps_api.update_parts import PartWriter, Span, begin_of_range, part_size, 
 
 LONGEST_WAIT = 30.0  # seconds that a request for work may wait
 _PAUSE = 0.1  # seconds between two checks for an order
+_EXCLUDED_SECONDS = 2.0  # longest wait for work of a client that is asked no more, and is told so
 _SEEN_SECONDS = 2.0  # seconds between two records that a client was seen
 _BLOCK = 1 << 20  # bytes
 MOST_UPDATES = 64  # updates that are received at one time, on slow lines for minutes; more are answered with 429
@@ -230,7 +231,8 @@ async def work(
     away: Annotated[bool, Query(description="The client takes part in no round now: none waits for it.")] = False,
 ) -> Any:
     """Return the first order after order `after`, or the job's end. Wait up to `wait` seconds for one of them."""
-    running, ends = caller.service, time.monotonic() + wait
+    running, begun = caller.service, time.monotonic()
+    ends = begun + wait
     await asyncio.to_thread(caller.mailbox.set_away, caller.member.number, away)
     seen, version, record = time.monotonic(), -1, None
 
@@ -253,8 +255,11 @@ async def work(
             text = _signed_text(caller, order, statement_of(record))
             signature = running.client_tokens.key.sign(text)
             return await answer(kind="round", order=text, signature=signature)
-        if time.monotonic() >= ends or running.closing.is_set() or await request.is_disconnected():
-            reason = await asyncio.to_thread(caller.mailbox.standing)
+        excluded = await asyncio.to_thread(caller.mailbox.exclusion, caller.member.number)
+        over = time.monotonic() >= (ends if excluded is None else min(ends, begun + _EXCLUDED_SECONDS))
+        if over or running.closing.is_set() or await request.is_disconnected():
+            why = f"this client is asked no more: {excluded}"
+            reason = await asyncio.to_thread(caller.mailbox.standing) if excluded is None else why
             return await answer(kind="wait", status=record.status.value, reason=reason or record.reason)
         if time.monotonic() - seen > _SEEN_SECONDS:
             seen = time.monotonic()
@@ -513,6 +518,8 @@ def _shown(mailbox: Mailbox) -> dict[str, Any]:
 
 def _client(mailbox: Mailbox, member: JoinedClient) -> dict[str, Any]:
     seen, order = mailbox.last_seen(member.number), mailbox.newest_for(member.number)
+    excluded = mailbox.exclusion(member.number)
+    doing = "" if order is None else _doing(mailbox, order, member.number)
     return {
         "number": member.number,
         "name": member.name,
@@ -520,7 +527,7 @@ def _client(mailbox: Mailbox, member: JoinedClient) -> dict[str, Any]:
         "samples": member.samples,
         "joined_at": timestamp(member.joined_at),
         "seen_seconds": seen if seen < float("inf") else None,
-        "doing": "" if order is None else _doing(mailbox, order, member.number),
+        "doing": doing if excluded is None else f"is asked no more: {excluded}",
     }
 
 

@@ -16,8 +16,9 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
 from fastapi.responses import JSONResponse
+from pydantic import Field
 from rayps_client.secure.protocol import Stage
-from rayps_client.secure.service_stages import answer_text
+from rayps_client.secure.service_stages import MOST_REFUSED, answer_text
 from starlette.requests import ClientDisconnect
 
 from rayps.core.errors import Conflict
@@ -27,6 +28,11 @@ from rayps_api.schemas import BINARY_BODY, problems
 from rayps_api.schemas_clients import StageOut, UpdateOut, WithdrawIn
 
 _PAUSE = 0.05  # seconds between two looks for an answer
+
+Refuses = Annotated[
+    tuple[Annotated[int, Field(ge=0, lt=2**31)], ...],
+    Query(max_length=MOST_REFUSED, description="The numbers of the clients of which a message failed a check."),
+]
 
 router = APIRouter(prefix="/api/v1", tags=["clients"], responses=problems(400, 401, 403, 404, 409, 413, 422))
 
@@ -92,9 +98,9 @@ async def answer(
 
 
 @router.post("/client/rounds/{serial}/withdraw", status_code=204)
-async def withdraw(serial: Serial, body: WithdrawIn, caller: Joined) -> Response:
+async def withdraw(serial: Serial, body: WithdrawIn, caller: Joined, refuses: Refuses = ()) -> Response:
     """Record that a client takes no further part in a secure round, so that no stage waits for it."""
-    await asyncio.to_thread(caller.mailbox.stages(serial).withdraw, caller.member.number, body.reason)
+    await asyncio.to_thread(caller.mailbox.stages(serial).withdraw, caller.member.number, body.reason, refuses)
     return Response(status_code=204)
 
 

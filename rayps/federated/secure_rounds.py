@@ -31,6 +31,7 @@ from torch import Tensor
 from rayps.core.errors import ConfigError
 from rayps.federated.buffer_statistics import BufferStatistics
 from rayps.federated.combine_replies import RoundAggregate
+from rayps.federated.remote.blamed_clients import Refusal, Refusals
 from rayps.federated.remote.client_state import WHY_SILENT
 from rayps.federated.remote.mailbox import Mailbox, RoundOrder, SecureOutcome
 from rayps.federated.remote.secure_options import SecureOptions, secure_of
@@ -56,6 +57,7 @@ class SecureTotal:
     numbers: SummedNumbers | None = None  # None: the round is void
     void: str | None = None  # why the round is void
     dropped: dict[int, str] = field(default_factory=dict)  # the other asked clients, and why
+    refusals: Refusals = field(default_factory=Refusals)  # which clients have refused others' messages
 
 
 class SecureRounds:
@@ -99,6 +101,8 @@ class SecureRounds:
             found.numbers, found.survivors = quantiser.read_sum(total), sorted(masked)
         except VoidRound as void:
             found.void = void.message
+        near = {number: frozenset(others) for number, others in server.graph.items()}
+        found.refusals = Refusals(near, run.refused)
         lost = {**run.lost, **stages.withdrawn(), **server.unusable}
         found.dropped = {number: why for number, why in sorted(lost.items()) if number not in found.survivors}
         if found.numbers is not None:
@@ -226,6 +230,7 @@ class _StageRun:
         self._stages = mailbox.stages(order.serial)
         self._asked = sorted(order.sampled)  # who may send the message of the current stage
         self.lost: dict[int, str] = {}  # why clients have dropped out
+        self.refused: dict[int, Refusal] = {}  # from client to the clients whose messages it has refused
 
     def collect(self, stage: Stage) -> dict[int, Path]:
         """Wait for the messages of a stage, then close it. Return a dict from client to the file of its message."""
@@ -244,6 +249,8 @@ class _StageRun:
                 f"{deadline:g} s of the round's deadline of {self._order.deadline:g} s"
             )
         found = self._stages.close(stage)
+        refused = self._stages.refused()
+        self.refused |= {n: Refusal(stage, refused[n]) for n in self._asked if n in refused and n not in found}
         self.lost |= {n: self._why_silent(n, stage) for n in self._asked if n not in found and n not in self.lost}
         return {number: path for number, path in found.items() if number in self._asked}
 

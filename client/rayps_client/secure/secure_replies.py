@@ -107,7 +107,7 @@ class SecureReplies:
             take_part(client, serial, order["secure"], (numbers, _name(order)), stages)
         except (Conflict, NotFound, TrainingError) as error:
             if isinstance(error, TrainingError) or error.data.get("code") in _OWN_REASONS:
-                stages.withdraw(error.message)
+                stages.withdraw(error.message, error.data.get("refused", ()))
             elif error.data.get("code") not in ("late", "no_order", "not_asked"):
                 raise
             return error.message

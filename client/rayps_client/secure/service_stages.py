@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rayps_client.errors import Conflict, Unauthorized
 from rayps_client.secure.protocol import Answer, Stage
 from rayps_client.values import Json, JsonObject
 
+MOST_REFUSED = 500  # clients that one client can refuse in a round
 _LONG_POLL_SECONDS = 20.0  # how long the service may wait for an answer
 
 
@@ -88,10 +89,14 @@ class ServiceStages:
         answer: Answer = facts["answer"]
         return answer
 
-    def withdraw(self, reason: str) -> None:
-        """Tell the service that this client takes no further part, so that no stage waits for it."""
+    def withdraw(self, reason: str, refused: Sequence[int] = ()) -> None:
+        """Tell the service that this client takes no further part, so that no stage waits for it.
+
+        `refused`: the clients of which a message failed a check. They are in the query, which an older service ignores.
+        """
         path = f"/api/v1/client/rounds/{self._about[2]}/withdraw"
-        self._connection.call("POST", path, json={"reason": reason[:300]}, headers=self._headers)
+        query = {"refuses": list(refused[:MOST_REFUSED])}
+        self._connection.call("POST", path, params=query, json={"reason": reason[:300]}, headers=self._headers)
 
     def _path(self, stage: Stage) -> str:
         return f"/api/v1/client/rounds/{self._about[2]}/stages/{stage}"

@@ -4,6 +4,7 @@
     stages/STAGE/taken/NUMBER     the messages after the worker has closed the stage and renamed `inbox` to `taken`
     stages/STAGE/answers/NUMBER   the worker's answer to each client that takes part in the next stage
     stages/withdrawn/NUMBER       why a client takes no further part; by the service
+    stages/refused/NUMBER         the clients of which a message failed a check of this client; by the service
 
 A stage is closed by the rename of its inbox, as a round is: a message is either in time or late, never both. Who has
 sent nothing by then has dropped out: it gets no answer, and its later messages are refused before they are read. The
@@ -16,7 +17,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rayps_client.secure.protocol import Answer, Stage
@@ -85,9 +86,11 @@ class StageFolder:
             return None
         return found
 
-    def withdraw(self, number: int, reason: str) -> None:
-        """Record why a client takes no further part, so that no stage waits for it."""
+    def withdraw(self, number: int, reason: str, refused: Sequence[int] = ()) -> None:
+        """Record why a client takes no further part, so that no stage waits for it, and which clients it refuses."""
         if self._folder.is_dir():
+            if refused:  # first: a stage may be closed as soon as the client has withdrawn
+                _write(self._folder / "refused" / str(number), json.dumps(sorted(refused)).encode())
             _write(self._folder / "withdrawn" / str(number), reason.encode())
 
     def revoke(self, number: int, what: str) -> None:
@@ -159,6 +162,14 @@ class StageFolder:
             return {int(path.name): path.read_text() for path in (self._folder / "withdrawn").iterdir() if _is(path)}
         except FileNotFoundError:
             return {}
+
+    def refused(self) -> dict[int, frozenset[int]]:
+        """Return, for clients that take no further part, which clients they refuse."""
+        try:
+            paths = [path for path in (self._folder / "refused").iterdir() if _is(path)]
+        except FileNotFoundError:
+            return {}
+        return {int(path.name): frozenset(json.loads(path.read_bytes())) for path in paths}
 
     def delete(self) -> None:
         """Delete all messages and answers."""
