@@ -467,6 +467,18 @@ def test_an_upload_whose_answer_was_lost_sends_nothing_again(no_pauses: None) ->
     assert service.requests[-1][2] == f"bytes */{len(service.whole)}"
 
 
+def test_a_request_of_another_thread_is_counted_with_the_next_call(no_pauses: None) -> None:
+    """A limit of the rate lets whoever counts wait: a renewal of a lease must not wait behind an update."""
+    service, meter = Cutting(10**6), Counting()
+    connection = ServiceConnection("http://x", "t", 60.0, lambda _: None, service, line=Line(meter=meter))
+    connection.try_once("GET", "/lease", 1.0, headers={"Range": f"bytes={len(service.whole) - 50}-"})
+    assert meter.down == 0
+    connection.download("/parameters", {})
+    whole = meter.down
+    connection.download("/parameters", {})
+    assert 50 < whole - (meter.down - whole) < 500
+
+
 def test_a_service_that_is_silent_for_too_long(no_pauses: None) -> None:
     connection = ServiceConnection("http://x", "t", 0.0, lambda _: None, Cutting(0))
     with pytest.raises(Unreachable, match="cut"):

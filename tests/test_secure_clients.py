@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,19 @@ import torch
 from client_site import All, Clinic, Own, cohorts, until
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rayps_client.errors import ConfigError, Unauthorized
+from rayps_client.secure import lease
 from rayps_client.secure.noise import NoiseSource
 from rayps_client.secure.pinned_keys import PinnedKeys, pinned_keys, read_peers
 from rayps_client.secure.protocol import Stage
 from rayps_client.secure.quantise import EXTRAS, Quantiser
 from rayps_client.secure.secure_replies import SecureReplies
+from rayps_client.secure.secure_turn import SecureTurn
 from small_work import train
 
 from rayps.clients.workload_trainer import WorkloadTrainer
-from rayps.federated import remote_replies
+from rayps.federated import remote_replies, secure_rounds
 from rayps.federated.population.cohort import cohort_size
+from rayps.federated.remote import stage_folder
 from rayps.federated.remote.mailbox import Mailbox
 from rayps.federated.remote.secure_options import secure_of
 from rayps.federated.remote.stage_folder import StageFolder
@@ -142,6 +146,43 @@ def test_a_client_that_ends_in_a_stage_leaves_the_sum_exact(clinic: Clinic, stag
     done = "has sent round 0" if stage is Stage.UNMASK else f"dropped out of round 0: left at {stage}"
     assert [each["doing"] for each in clinic.joined(job).values()] == ["has sent round 0"] * 3 + [done]
     assert (learnt - simulated(counted, 1, seed=5)).abs().max() <= STEP / 2 * 4 / 75 * 1.001
+
+
+class Killed(Dies):
+    """A client's network, which ends the client without a word, its threads too."""
+
+    dead = False
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        self.dead = self.dead or (request.method == "PUT" and request.url.path.endswith(self._stage))
+        if self.dead:
+            raise RuntimeError(f"killed at {self._stage}")
+        return self._through.handle_request(request)
+
+
+def test_a_stage_does_not_wait_for_a_killed_client_until_its_deadline(
+    clinic: Clinic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (lease, stage_folder):
+        monkeypatch.setattr(module, "RENEW_SECONDS", 0.5)
+    monkeypatch.setattr(secure_rounds, "_LOOK_SECONDS", 0.05)
+    masked, slow = SecureTurn.mask, list[int]()
+
+    def mask(self: SecureTurn, *given: Any) -> Any:
+        if self._rules.number == 1:  # it computes for long, and is there
+            slow.append(1)
+            time.sleep(4)
+        return masked(self, *given)
+
+    monkeypatch.setattr(SecureTurn, "mask", mask)
+    job = clinic.job(secure(4).replace("deadline=500", "deadline=5000"), rounds=1, seed=5)
+    for k in range(4):  # the last one trains for long
+        clinic.hospital(job, k, transport=Killed(Stage.MASK) if k == 3 else None, pause=0.5 if k == 2 else 0.0).begin()
+    learnt = clinic.trained(job)
+    (event,) = cohorts(job)
+    assert slow == [1]
+    assert event["dropped"] == [["h3", "silent at masked_input"]] and event["replied"] == 3
+    assert (learnt - simulated(3, 1, seed=5)).abs().max() <= STEP / 2 * 4 / 75 * 1.001
 
 
 def test_too_few_survivors_make_the_round_void(clinic: Clinic) -> None:

@@ -10,13 +10,15 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field
+from rayps_client.secure.lease import RENEW_SECONDS
 from rayps_client.secure.protocol import Stage
 from rayps_client.secure.service_stages import MOST_REFUSED, answer_text
 from starlette.requests import ClientDisconnect
@@ -65,7 +67,7 @@ async def message(
         with _void_said(caller, order):
             part = await asyncio.to_thread(stages.new_part, stage, number)
             try:
-                await _receive(request, part, order.most_bytes, rayps_sha256)
+                await _receive(request, part, order.most_bytes, rayps_sha256, partial(stages.renew, number))
                 new = await asyncio.to_thread(stages.deliver, stage, number, part)
             finally:
                 part.unlink(missing_ok=True)
@@ -97,6 +99,13 @@ async def answer(
             await asyncio.wait_for(caller.service.closing.wait(), _PAUSE)
 
 
+@router.post("/client/rounds/{serial}/lease", status_code=204)
+async def renew(serial: Serial, caller: Joined) -> Response:
+    """Record that a client is in the stages of a secure round now: no stage waits long for one that is silent."""
+    await asyncio.to_thread(caller.mailbox.stages(serial).renew, caller.member.number)
+    return Response(status_code=204)
+
+
 @router.post("/client/rounds/{serial}/withdraw", status_code=204)
 async def withdraw(serial: Serial, body: WithdrawIn, caller: Joined, refuses: Refuses = ()) -> Response:
     """Record that a client takes no further part in a secure round, so that no stage waits for it."""
@@ -104,14 +113,14 @@ async def withdraw(serial: Serial, body: WithdrawIn, caller: Joined, refuses: Re
     return Response(status_code=204)
 
 
-async def _receive(request: Request, part: Path, most: int, digest: str) -> None:
-    """Write the request's body into the file `part`, block by block.
+async def _receive(request: Request, part: Path, most: int, digest: str, renew: Callable[[], None]) -> None:
+    """Write the request's body into the file `part`, block by block. `renew` renews the client's lease.
 
     Raises:
         HTTPException: the body is too long or incomplete, or its hash is wrong.
         Conflict: the stage was closed.
     """
-    found, size = hashlib.sha256(), 0
+    found, size, renewed = hashlib.sha256(), 0, time.monotonic()
     try:
         with part.open("xb") as file:
             async for block in request.stream():
@@ -120,6 +129,9 @@ async def _receive(request: Request, part: Path, most: int, digest: str) -> None
                     raise HTTPException(413, f"a message of this round has {most} bytes at most")
                 found.update(block)
                 await asyncio.to_thread(file.write, block)
+                if time.monotonic() - renewed > RENEW_SECONDS:
+                    renewed = time.monotonic()
+                    await asyncio.to_thread(renew)
     except FileNotFoundError:
         raise Conflict("the round is closed: the message is too late", status=409, code="late") from None
     except ClientDisconnect:

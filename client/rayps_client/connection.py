@@ -7,6 +7,7 @@ import hashlib
 import random
 import ssl
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -71,6 +72,7 @@ class ServiceConnection:
         self.url, self.patience, self._report = url, patience, report
         found = line or Line()
         self._meter = found.meter
+        self._beside: deque[int] = deque()  # the bytes of requests of other threads
         self._http = httpx2.Client(
             base_url=url,
             timeout=httpx2.Timeout(_CALL_SECONDS, connect=10.0),
@@ -147,9 +149,10 @@ class ServiceConnection:
         self._until_answered(once)
 
     def try_once(self, method: str, path: str, seconds: float, **options: Any) -> None:
-        """Send a request once and ignore a failure."""
+        """Send a request once and ignore a failure. Another thread may call this: the meter counts it later."""
         with contextlib.suppress(Exception):
-            self._http.request(method, path, timeout=seconds, **options)
+            answer = self._http.request(method, path, timeout=seconds, **options)
+            self._beside.append(_size(answer.request.headers) + _size(answer.headers) + answer.num_bytes_downloaded)
 
     def close(self) -> None:
         """Close the connection."""
@@ -194,7 +197,12 @@ class ServiceConnection:
             self._meter.sent(len(block))
 
     def _count(self, answer: httpx2.Response) -> None:
-        """Count the headers of a request and its answer, and the request's body if it is in memory."""
+        """Count the headers of a request and its answer, and the request's body if it is in memory.
+
+        Count also the requests of `try_once` since the last call.
+        """
+        while self._beside:
+            self._meter.received(self._beside.popleft())
         body = answer.request.headers.get("Content-Length", "0")
         self._meter.sent(_size(answer.request.headers) + int(body))
         self._meter.received(_size(answer.headers))

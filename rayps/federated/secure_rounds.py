@@ -36,6 +36,7 @@ from rayps.federated.remote.client_state import WHY_SILENT
 from rayps.federated.remote.mailbox import Mailbox, RoundOrder, SecureOutcome
 from rayps.federated.remote.secure_options import SecureOptions, secure_of
 from rayps.federated.remote.signed_orders import OrderFacts
+from rayps.federated.remote.stage_leases import StageLeases
 
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 SHARES_OF_DEADLINE = {Stage.ADVERTISE: 0.6, Stage.SHARE: 0.1, Stage.MASK: 0.15, Stage.CONFIRM: 0.05, Stage.UNMASK: 0.1}
 _MESSAGE_BYTES = 1 << 16  # largest message of a stage, except for what grows with the clients and the vector
 _BYTES_PER_CLIENT = 512
+_LOOK_SECONDS = 0.5  # between two looks at the clients' leases
 _SHOWN = 5  # the largest number of names in a message
 
 
@@ -229,16 +231,23 @@ class _StageRun:
         self._before_unmasking = before_unmasking
         self._stages = mailbox.stages(order.serial)
         self._asked = sorted(order.sampled)  # who may send the message of the current stage
+        self._leases, self._gone, self._looked = StageLeases(), set[int](), 0.0
         self.lost: dict[int, str] = {}  # why clients have dropped out
         self.refused: dict[int, Refusal] = {}  # from client to the clients whose messages it has refused
 
     def collect(self, stage: Stage) -> dict[int, Path]:
-        """Wait for the messages of a stage, then close it. Return a dict from client to the file of its message."""
+        """Wait for the messages of a stage, then close it. Return a dict from client to the file of its message.
+
+        It is closed when the clients have sent theirs of which this can be expected: who has withdrawn, takes no part
+        any more or is silent is not waited for. A later message of theirs is late, as after the deadline.
+        """
         deadline = SHARES_OF_DEADLINE[stage] * self._order.deadline
         ends = (self._order.begun if stage is Stage.ADVERTISE else time.time()) + deadline
         while not self._stages.is_closed(stage):
             arrived = self._stages.arrived(stage)
             silent = arrived | self._stages.withdrawn().keys()
+            if stage is not Stage.ADVERTISE:  # before it clients train, and renew no lease
+                silent = silent | self._silent()
             missing = [n for n in self._asked if n not in silent and not self._mailbox.takes_no_part(n)]
             enough = stage is Stage.UNMASK and self.server.suffices(arrived)
             if not missing or enough or time.time() >= ends:
@@ -262,7 +271,17 @@ class _StageRun:
         self._stages.open(following)
         self._stages.publish(stage, answers)
 
+    def _silent(self) -> set[int]:
+        """Return the clients that do not renew their leases; looks at most every `_LOOK_SECONDS`."""
+        if time.monotonic() - self._looked >= _LOOK_SECONDS:
+            self._looked = time.monotonic()
+            renewals = self._stages.renewals()
+            self._gone = self._leases.silent({n: renewals[n] for n in self._order.sampled if n in renewals})
+        return self._gone
+
     def _why_silent(self, number: int, stage: Stage) -> str:
+        if number in self._gone:
+            return f"silent at {stage}"
         return f"{WHY_SILENT[self._mailbox.state(number)]} at {stage}"
 
 

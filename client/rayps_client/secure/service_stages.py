@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rayps_client.errors import Conflict, Unauthorized
+from rayps_client.secure.lease import RENEW_SECONDS
 from rayps_client.secure.protocol import Answer, Stage
 from rayps_client.values import Json, JsonObject
 
@@ -27,6 +28,9 @@ class Connection(Protocol):
 
     def call(self, method: str, path: str, **options: Any) -> HttpAnswer:
         """Send a request and return the answer."""
+
+    def try_once(self, method: str, path: str, seconds: float, **options: Any) -> None:
+        """Send a request once, with this time-out, and ignore a failure."""
 
 
 class ServiceStages:
@@ -97,6 +101,11 @@ class ServiceStages:
         path = f"/api/v1/client/rounds/{self._about[2]}/withdraw"
         query = {"refuses": list(refused[:MOST_REFUSED])}
         self._connection.call("POST", path, params=query, json={"reason": reason[:300]}, headers=self._headers)
+
+    def renew(self) -> None:
+        """Tell the service, once, that this client is in the stages of the round. A failure is ignored."""
+        path = f"/api/v1/client/rounds/{self._about[2]}/lease"
+        self._connection.try_once("POST", path, RENEW_SECONDS, headers=self._headers)
 
     def _path(self, stage: Stage) -> str:
         return f"/api/v1/client/rounds/{self._about[2]}/stages/{stage}"

@@ -6,6 +6,8 @@
     stages/withdrawn/NUMBER       why a client takes no further part; by the service
     stages/refused/NUMBER         the clients of which a message failed a check of this client; by the service
 
+    stages/leases/NUMBER          a byte for each time that a client has renewed its lease; by the service
+
 A stage is closed by the rename of its inbox, as a round is: a message is either in time or late, never both. Who has
 sent nothing by then has dropped out: it gets no answer, and its later messages are refused before they are read. The
 answers of a stage appear at once, by the rename of their folder.
@@ -13,18 +15,22 @@ answers of a stage appear at once, by the rename of their folder.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rayps_client.secure.lease import RENEW_SECONDS
 from rayps_client.secure.protocol import Answer, Stage
 
 from rayps.core.errors import Conflict
 
 _ORDER = tuple(Stage)
+_SOONEST = 0.75  # the part of `RENEW_SECONDS` after which a client may renew its lease again
 
 
 class StageFolder:
@@ -93,6 +99,17 @@ class StageFolder:
                 _write(self._folder / "refused" / str(number), json.dumps(sorted(refused)).encode())
             _write(self._folder / "withdrawn" / str(number), reason.encode())
 
+    def renew(self, number: int) -> None:
+        """Record that a client is in the stages of the round now. A renewal soon after another one does not count."""
+        path = self._folder / "leases" / str(number)
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime < RENEW_SECONDS * _SOONEST:
+                return
+        with contextlib.suppress(FileNotFoundError):  # the round has ended
+            path.parent.mkdir(exist_ok=True, mode=0o700)
+            with path.open("ab") as file:
+                file.write(b".")
+
     def revoke(self, number: int, what: str) -> None:
         """Let a client take no further part, because `what` was revoked, and delete its message of an open stage."""
         self.withdraw(number, f"its {what} was revoked")
@@ -160,6 +177,13 @@ class StageFolder:
         """Return why clients take no further part."""
         try:
             return {int(path.name): path.read_text() for path in (self._folder / "withdrawn").iterdir() if _is(path)}
+        except FileNotFoundError:
+            return {}
+
+    def renewals(self) -> dict[int, int]:
+        """Return how often clients have renewed their leases."""
+        try:
+            return {int(path.name): path.stat().st_size for path in (self._folder / "leases").iterdir()}
         except FileNotFoundError:
             return {}
 
