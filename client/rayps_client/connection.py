@@ -122,13 +122,14 @@ class ServiceConnection:
         self._until_answered(once)
         return bytes(found)
 
-    def upload(self, path: str, raw: bytes, headers: Mapping[str, str]) -> None:
+    def upload(self, path: str, raw: bytes, headers: Mapping[str, str], *, begun: bool = False) -> None:
         """Send bytes to `path`. After a cut the service is asked what it has, and the rest alone is sent.
 
-        The header Rayps-Sha256 names the bytes. Raises the errors of `call`.
+        The header Rayps-Sha256 names the bytes. `begun`: the service may have a part of them already. Raises the errors
+        of `call`.
         """
         named = {**headers, "Rayps-Sha256": hashlib.sha256(raw).hexdigest(), "Content-Type": "application/octet-stream"}
-        cut = False
+        cut = begun
 
         def once() -> httpx2.Response:
             nonlocal cut
