@@ -391,6 +391,8 @@ def test_what_does_not_belong_into_a_stage_is_refused_unread(clinic: Clinic) -> 
     assert hand.put("1/stages/advertise_keys", b"{}", "0" * 64).status_code == 422
     assert hand.put("1/stages/advertise_keys", b"0" * (1 << 20)).status_code == 413
     assert hand.put("2/stages/advertise_keys", b"{}").status_code == 409
+    large = hand.put("2/stages/masked_input", bytes(1_500_000))  # 375,000 parameters, more than a body of other routes
+    assert (large.status_code, large.json()["code"]) == (409, "late")
     assert hand.put("1/stages/advertise_keys", b"{}").status_code == 201
     again = hand.put("1/stages/advertise_keys", b"[]")
     assert again.status_code == 200 and again.json()["again"]
