@@ -467,6 +467,23 @@ def test_an_upload_whose_answer_was_lost_sends_nothing_again(no_pauses: None) ->
     assert service.requests[-1][2] == f"bytes */{len(service.whole)}"
 
 
+def test_an_older_service_gets_the_whole_of_a_masked_update_after_a_cut(no_pauses: None) -> None:
+    service, spans = Cutting(10**6), list[str]()
+
+    def older(request: httpx2.Request) -> httpx2.Response:
+        if request.method == "GET":
+            assert request.url.path == "/stage/received"
+            return httpx2.Response(404, json={"detail": "there is no such route"})
+        spans.append(request.headers["content-range"])
+        if len(spans) == 1:
+            raise httpx2.WriteError("cut")
+        return service.handle_request(request)
+
+    connection = ServiceConnection("http://x", "t", 60.0, lambda _: None, httpx2.MockTransport(older))
+    connection.upload("/stage", service.whole, {}, ask="/stage/received")
+    assert spans == [f"bytes 0-{len(service.whole) - 1}/{len(service.whole)}"] * 2
+
+
 def test_a_request_of_another_thread_is_counted_with_the_next_call(no_pauses: None) -> None:
     """A limit of the rate lets whoever counts wait: a renewal of a lease must not wait behind an update."""
     service, meter = Cutting(10**6), Counting()

@@ -16,7 +16,8 @@ import pytest
 import torch
 from client_site import All, Clinic, Own, cohorts, until
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from rayps_client.errors import ConfigError, Unauthorized
+from rayps_api.update_parts import PartWriter
+from rayps_client.errors import ConfigError, Conflict, Unauthorized
 from rayps_client.secure import lease
 from rayps_client.secure.noise import NoiseSource
 from rayps_client.secure.pinned_keys import PinnedKeys, pinned_keys, read_peers
@@ -404,16 +405,87 @@ def test_what_does_not_belong_into_a_stage_is_refused_unread(clinic: Clinic) -> 
     assert hand.http.post("/api/v1/client/rounds/1/withdraw", json={"reason": "too late"}).status_code == 204
 
 
+class CutOnce(httpx2.BaseTransport):
+    """A client's network, which is cut once, when the first 100 bytes of its masked update have arrived."""
+
+    def __init__(self, clinic: Clinic, job: Any, number: int) -> None:
+        self._through, self._clinic, self._job, self._number = httpx2.HTTPTransport(), clinic, job, number
+        self.sent: list[tuple[str, bytes, str]] = []  # the range, the body and the hash of each request
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        if request.method == "PUT" and request.url.path.endswith(Stage.MASK):
+            body, digest = request.read(), request.headers["rayps-sha256"]
+            self.sent.append((request.headers["content-range"], body, digest))
+            if len(self.sent) == 1:
+                stages = self._clinic.service.mailbox(self._job.id).stages(1)
+                stages.part(Stage.MASK, self._number, digest).write_bytes(body[:100])
+                raise httpx2.WriteError("cut")
+        return self._through.handle_request(request)
+
+
+def test_a_masked_update_continues_after_a_cut_with_the_same_mask(clinic: Clinic) -> None:
+    job = clinic.job(secure(3), rounds=1, seed=5)
+    line = CutOnce(clinic, job, 2)
+    for k in range(3):
+        clinic.hospital(job, k, transport=line if k == 2 else None).begin()
+    assert (clinic.trained(job) - simulated(3, 1, seed=5)).abs().max() <= STEP
+    (_, whole, digest), (span, rest, again) = line.sent
+    assert rest == whole[100:] and again == digest == hashlib.sha256(whole).hexdigest()
+    assert span == f"bytes 100-{len(whole) - 1}/{len(whole)}" and len(whole) == 4 * 53
+
+
+def test_what_has_arrived_of_a_message_is_retained_until_the_stage_is_closed(clinic: Clinic) -> None:
+    job = clinic.job(secure(2), rounds=1, seed=5)
+    hand, gate = ByHand(clinic, job, "hand"), threading.Event()
+    clinic.hospital(job, 0, gate=gate).begin()  # the stage waits for its training
+    until(lambda: hand.http.get("/api/v1/client/work", params={"wait": 5}).json()["kind"] == "round")
+    raw, path = b"x" * 300, "/api/v1/client/rounds/1/stages/advertise_keys"
+    named = {"Rayps-Sha256": hashlib.sha256(raw).hexdigest()}
+
+    def put(begin: int, body: bytes) -> int:
+        span = {"Content-Range": f"bytes {begin}-{len(raw) - 1}/{len(raw)}"}
+        return hand.http.put(path, content=body, headers={**named, **span}).status_code
+
+    def received(digest: str = named["Rayps-Sha256"]) -> int:
+        return int(hand.http.get(f"{path}/received", headers={"Rayps-Sha256": digest}).json()["received"])
+
+    assert put(0, raw[:200]) == 400 and received() == 200
+    assert received("0" * 64) == 0 and received() == 0  # one message of a client at a time
+    assert put(0, raw[:200]) == 400 and put(200, raw[200:]) == 201 and received() == 300
+    gate.set()
+    job.stop().wait(30)
+
+
+def test_a_closed_stage_has_no_parts_and_takes_none(tmp_path: Path) -> None:
+    stages = StageFolder(tmp_path)
+    stages.open(Stage.ADVERTISE)
+    writer = PartWriter(stages.part(Stage.ADVERTISE, 0, "a" * 64))
+    writer.write(0, b"a part of a message")
+    other = stages.part(Stage.ADVERTISE, 1, "b" * 64)
+    other.write_bytes(b"whole")
+    stages.revoke(0, "token (T)")
+    assert not writer.path.exists() and other.exists()
+    writer.write(0, b"a part of a message")
+    stages.close(Stage.ADVERTISE)
+    assert not list((tmp_path / "stages" / Stage.ADVERTISE).glob("parts"))
+    with pytest.raises(FileNotFoundError):
+        writer.write(10, b"more")
+    with pytest.raises(Conflict, match="goes on without"):
+        stages.deliver(Stage.ADVERTISE, 1, other)
+    with pytest.raises(Conflict, match="goes on without"):
+        stages.part(Stage.ADVERTISE, 0, "a" * 64)
+
+
 def test_a_client_that_has_dropped_out_is_late_in_each_later_stage(tmp_path: Path) -> None:
     box = Mailbox(tmp_path / "job" / "clients")
     box.prepare()
     stages = box.stages(1)
     with pytest.raises(Exception, match="goes on without"):
-        stages.new_part(Stage.ADVERTISE, 0)
+        stages.part(Stage.ADVERTISE, 0, "0" * 64)
     stages.open(Stage.ADVERTISE)
-    part = stages.new_part(Stage.ADVERTISE, 0)
+    part = stages.part(Stage.ADVERTISE, 0, "0" * 64)
     part.write_bytes(b"keys")
-    late = stages.new_part(Stage.ADVERTISE, 1)
+    late = stages.part(Stage.ADVERTISE, 1, "0" * 64)
     late.write_bytes(b"late keys")
     assert stages.deliver(Stage.ADVERTISE, 0, part) and stages.answer(Stage.ADVERTISE, 0) is None
     assert {number: path.read_bytes() for number, path in stages.close(Stage.ADVERTISE).items()} == {0: b"keys"}
@@ -425,10 +497,10 @@ def test_a_client_that_has_dropped_out_is_late_in_each_later_stage(tmp_path: Pat
     stages.publish(Stage.ADVERTISE, {0: {"x": 1}})
     stages.publish(Stage.ADVERTISE, {0: {"x": 2}, 1: {}})  # a second worker's answers do not replace the first's
     assert stages.answer(Stage.ADVERTISE, 0) == {"x": 1}
-    for refused in (lambda: stages.answer(Stage.ADVERTISE, 1), lambda: stages.new_part(Stage.SHARE, 1)):
+    for refused in (lambda: stages.answer(Stage.ADVERTISE, 1), lambda: stages.part(Stage.SHARE, 1, "0" * 64)):
         with pytest.raises(Exception, match="goes on without"):
             refused()
-    part = stages.new_part(Stage.SHARE, 0)
+    part = stages.part(Stage.SHARE, 0, "0" * 64)
     part.write_bytes(b"")
     stages.deliver(Stage.SHARE, 0, part)
     stages.revoke(0, "token (T)")

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request, Response
@@ -19,7 +20,6 @@ from fastapi import Path as InPath
 from fastapi.responses import JSONResponse, StreamingResponse
 from rayps_client.secure.protocol import Stage
 from rayps_client.signed_orders import JOB_ID
-from starlette.requests import ClientDisconnect
 
 from rayps.core.errors import ConfigError, Conflict
 from rayps.federated.remote.mailbox import JoinedClient, Mailbox, RoundOrder
@@ -30,6 +30,7 @@ from rayps.service.store import JobRecord
 from rayps.strategies.catalogue import own_names, parse
 from rayps_api.client_model import model_facts, model_file
 from rayps_api.membership import refuse_token_of_member, refuse_without_certificate, statement_of, still_valid
+from rayps_api.receive_parts import receive, seal
 from rayps_api.schemas import BINARY_BODY, problems, timestamp
 from rayps_api.schemas_clients import (
     JOB,
@@ -47,7 +48,7 @@ from rayps_api.schemas_clients import (
     WorkOut,
 )
 from rayps_api.service import RunningService, Service
-from rayps_api.update_parts import PartWriter, Span, begin_of_range, part_size, span_of
+from rayps_api.update_parts import begin_of_range, part_size, span_of
 
 LONGEST_WAIT = 30.0  # seconds that a request for work may wait
 _PAUSE = 0.1  # seconds between two checks for an order
@@ -338,8 +339,9 @@ async def update(
         path = await asyncio.to_thread(caller.mailbox.part, serial, caller.member.number, rayps_sha256)
         writer = caller.service.parts.begin(path)
         try:
-            await _receive(request, caller, writer, span, order.most_bytes)
-            await _seal(writer, span, rayps_sha256)
+            alive = partial(caller.mailbox.record_request, caller.member.number)
+            await receive(request, writer, span, order.most_bytes, alive)
+            await seal(writer, span, rayps_sha256)
             still_valid(request, caller.service.members)
             new = await asyncio.to_thread(caller.mailbox.deliver, serial, caller.member.number, path)
         finally:
@@ -381,54 +383,6 @@ async def leave(caller: Joined) -> Response:
     """Record that the client leaves the job. The client may join again."""
     await asyncio.to_thread(caller.mailbox.leave, caller.member.number)
     return Response(status_code=204)
-
-
-async def _receive(request: Request, caller: Caller, writer: PartWriter, span: Span, most: int) -> None:
-    """Write the request's body into the part of an update, block by block.
-
-    Raises:
-        HTTPException: the body is too long or incomplete, or does not begin where the part ends.
-        Conflict: the round is closed, or a newer request sends the update.
-    """
-    limit = most if span.whole is None else span.whole
-    if limit > most:
-        raise HTTPException(413, f"an update of this round has {most} bytes at most")
-    if span.begin == 0:
-        await asyncio.to_thread(writer.drop)
-    elif span.begin > writer.size:
-        raise HTTPException(422, f"{writer.size} bytes of this update have arrived: send the rest from there on")
-    at, seen = span.begin, time.monotonic()
-    try:
-        async for block in request.stream():
-            if at + len(block) > limit:
-                await asyncio.to_thread(writer.drop)
-                raise HTTPException(413, f"this update has more than {limit} bytes")
-            await asyncio.to_thread(writer.write, at, block)
-            at += len(block)
-            if time.monotonic() - seen > _SEEN_SECONDS:
-                seen = time.monotonic()
-                caller.mailbox.record_request(caller.member.number)
-    except FileNotFoundError:
-        raise Conflict("the round is closed: the update is too late", status=409, code="late") from None
-    except ClientDisconnect:
-        if span.whole is None:
-            await asyncio.to_thread(writer.drop)
-        raise HTTPException(400, "the update is incomplete: the connection was closed") from None
-
-
-async def _seal(writer: PartWriter, span: Span, digest: str) -> None:
-    """Check that the update is complete and has this hash. Raises HTTPException if not, or Conflict if it is late."""
-    if span.whole is not None and writer.size < span.whole:
-        raise HTTPException(400, f"the update is incomplete: {writer.size} of {span.whole} bytes have arrived")
-    try:
-        whole = await asyncio.to_thread(writer.seal, digest)
-    except FileNotFoundError:
-        raise Conflict("the round is closed: the update is too late", status=409, code="late") from None
-    if not whole:
-        writer.path.unlink(missing_ok=True)
-        raise HTTPException(
-            422, "the update's hash is not the one in Rayps-Sha256: it was cut off or changed on the way; send it again"
-        )
 
 
 def open_order(caller: Caller, serial: int, delivering: bool = False) -> Any:

@@ -122,11 +122,12 @@ class ServiceConnection:
         self._until_answered(once)
         return bytes(found)
 
-    def upload(self, path: str, raw: bytes, headers: Mapping[str, str], *, begun: bool = False) -> None:
+    def upload(self, path: str, raw: bytes, headers: Mapping[str, str], *, begun: bool = False, ask: str = "") -> None:
         """Send bytes to `path`. After a cut the service is asked what it has, and the rest alone is sent.
 
-        The header Rayps-Sha256 names the bytes. `begun`: the service may have a part of them already. Raises the errors
-        of `call`.
+        The header Rayps-Sha256 names the bytes. `begun`: the service may have a part of them already. `ask`: the path
+        at which it says what it has, if not `path`; an older service has no such path, and gets the whole. Raises the
+        errors of `call`.
         """
         named = {**headers, "Rayps-Sha256": hashlib.sha256(raw).hexdigest(), "Content-Type": "application/octet-stream"}
         cut = begun
@@ -135,11 +136,12 @@ class ServiceConnection:
             nonlocal cut
             at = 0
             if cut:
-                answer = self._http.get(path, headers=named)
+                answer = self._http.get(ask or path, headers=named)
                 self._count(answer)
-                if not answer.is_success:
+                unknown = bool(ask) and answer.status_code in (404, 405)
+                if not answer.is_success and not unknown:
                     return answer
-                at = min(int(answer.json()["received"]), len(raw))
+                at = 0 if unknown else min(int(answer.json()["received"]), len(raw))
             cut = True
             span = f"bytes {at}-{len(raw) - 1}/{len(raw)}" if at < len(raw) else f"bytes */{len(raw)}"
             ranged = {**named, "Content-Range": span, "Content-Length": str(len(raw) - at)}

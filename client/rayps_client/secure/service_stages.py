@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -28,6 +27,9 @@ class Connection(Protocol):
 
     def call(self, method: str, path: str, **options: Any) -> HttpAnswer:
         """Send a request and return the answer."""
+
+    def upload(self, path: str, raw: bytes, headers: Mapping[str, str], *, begun: bool = False, ask: str = "") -> None:
+        """Send bytes, and the rest alone after a cut; `ask`: where the service says what has arrived."""
 
     def try_once(self, method: str, path: str, seconds: float, **options: Any) -> None:
         """Send a request once, with this time-out, and ignore a failure."""
@@ -55,16 +57,15 @@ class ServiceStages:
         self.sent, self.received = 0, 0  # bytes of messages and answers
 
     def put(self, stage: Stage, message: bytes) -> None:
-        """Send this client's message of a stage. Raises Conflict if the client has dropped out."""
+        """Send this client's message of a stage. Raises Conflict if the client has dropped out.
+
+        After a cut the rest of the same bytes is sent: they are made once, so that an update has one mask.
+        """
         if stage is Stage.MASK and self._sending is not None:
             self._sending(message)
-        headers = {
-            **self._headers,
-            "Rayps-Sha256": hashlib.sha256(message).hexdigest(),
-            "Content-Type": "application/octet-stream",
-        }
+        path = self._path(stage)
         try:
-            self._connection.call("PUT", self._path(stage), content=message, headers=headers)
+            self._connection.upload(path, message, self._headers, ask=f"{path}/received")
         except Conflict:
             if stage is not Stage.UNMASK:
                 raise  # the others' shares have sufficed for the sum, which has this client's update
