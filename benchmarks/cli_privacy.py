@@ -26,11 +26,12 @@ def privacy(
     contenders: Annotated[str, typer.Option(help="rayps, opacus.")] = "rayps,opacus",
     epochs: Annotated[float, typer.Option(help="Epochs, for which the noise is found.")] = 10.0,
     steps: Annotated[int | None, typer.Option(help="Run only so many of their steps, to measure the time.")] = None,
-    lot: Annotated[int, typer.Option(help="Rows that are drawn in a step on average.")] = 600,
-    physical: Annotated[int, typer.Option(help="Rows whose gradients are in memory at once.")] = 600,
-    clip: Annotated[float, typer.Option(help="The largest norm of a row's gradient.")] = 1.0,
-    rate: Annotated[float, typer.Option(help="Learning rate of SGD.")] = 0.5,
+    lot: Annotated[int, typer.Option(help="Rows that are drawn in a step on average.")] = 1200,
+    physical: Annotated[int, typer.Option(help="Rows whose gradients are in memory at once.")] = 1200,
+    clip: Annotated[float, typer.Option(help="The largest norm of a row's gradient.")] = 0.5,
+    rate: Annotated[float, typer.Option(help="Learning rate of SGD.")] = 8.0,
     seed: Annotated[int, typer.Option(help="Seed of the parameters.")] = 0,
+    threads: Annotated[int | None, typer.Option(help="Threads of torch; by default one for each processor.")] = None,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
@@ -57,6 +58,7 @@ def privacy(
         clip=clip,
         rate=rate,
         seed=seed,
+        threads=threads,
         report=report,
     )
     show_rows(

@@ -184,10 +184,10 @@ def test_a_hundred_thousand_clients():
 )
 def test_events_of_a_strategy(options, work):
     """Clients of 10 and 30 samples, batches of 20: a training is as long as its samples."""
-    events = events_of(FedAvg(speed=1.0, **options), [10, 30], 0, 20)
+    events = events_of(FedAvg(speed=1.0, **options).federation, [10, 30], 0, 20)
     plan, clock = events.round(0, clock_at(5))
     assert [each.end for each in plan.trainings] == [5 + samples for samples in work]
     assert (clock.tolist()[0][0], clock.shape) == ((5 + max(work)) * 1_000_000, (1, 7))
     strategy = FedBuff(speed=1.0, buffer=1, concurrency=2, **options)
-    plan, clock = events_of(strategy, [10, 30], 0, 20).round(0, clock_at(5))
+    plan, clock = events_of(strategy.federation, [10, 30], 0, 20).round(0, clock_at(5))
     assert [each.end for each in plan.trainings] == [5 + min(work)] and clock.shape == (2, 7)

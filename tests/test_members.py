@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from test_secure_protocol import Memory
 from rayps.cli.main import main
 from rayps.core.errors import ConfigError, ServiceError, Unauthorized
 from rayps.federated.remote.join_options import joining_of
-from rayps.service.member_authority import issue, issued, new_authority, new_request, revoke, revoked_serials
+from rayps.service.member_authority import issue, issued, new_authority, new_request, others_of, revoke, with_ends
 from rayps.service.members import Members, SeenNonces
 
 JOIN = "/api/v1/client/join?job=A"
@@ -331,15 +332,17 @@ def test_the_authority_issues_and_revokes(tmp_path: Path, monkeypatch: pytest.Mo
     new_request("hospital-a", tmp_path / "b.key", tmp_path / "b.csr")
     with pytest.raises(ServiceError, match="has a valid certificate with another key"):
         issue(folder, tmp_path / "b.csr", 10)
-    assert (
-        {each.serial for each in revoke(folder, "hospital-a")}
-        == {member.serial, again.serial}
-        == revoked_serials(folder)
-    )
+    old = issue(folder, tmp_path / "a.csr", 1, datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=2))
+    ends = {each.serial: ended for each, ended in with_ends(folder)}
+    assert ends == {old.serial: "expired", member.serial: None, again.serial: None}
+    assert [each.serial for each in others_of(folder, again)] == [member.serial]
+    revoked = {each.serial for each in revoke(folder, "hospital-a")}
+    assert revoked == {old.serial, member.serial, again.serial} and others_of(folder, again) == []
+    assert {ended for _, ended in with_ends(folder)} == {"revoked"}
     other = issue(folder, tmp_path / "b.csr", 10)
     assert other.serial in {each.serial for each in issued(folder)} and revoke(folder, member.serial) == []
     authorities = MembersCa.load(folder / "ca.pem").authorities
-    assert Revocations(folder / "revoked.pem", authorities).revoked() == {member.serial, again.serial}
+    assert Revocations(folder / "revoked.pem", authorities).revoked() == revoked
     with pytest.raises(ConfigError, match="not that of the certificate"):
         MemberKey.load(tmp_path / "a.pem", tmp_path / "b.key")
     monkeypatch.delenv("RAYPS_MEMBER_PASSPHRASE")

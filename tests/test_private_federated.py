@@ -13,8 +13,9 @@ import torch
 from federated_work import Fed, Normed, drawn, trained
 from small_work import distance, train, vector
 
-from rayps import Ditto, FedAdam, FedAvg, FedAvgM, FedProx, Scaffold, dp
+from rayps import Ditto, FedAdam, FedAvg, FedAvgM, FedPer, FedProx, Scaffold, dp
 from rayps.core.errors import ConfigError
+from rayps.federated.check import federated
 from rayps.privacy import accountant
 from rayps.privacy.ledger import ReleaseLedger
 from rayps.privacy.noise import KeyedNoise
@@ -243,3 +244,15 @@ def test_the_option_travels_as_text_and_as_json():
 
 def test_scaffold_without_privacy_is_untouched():
     assert Scaffold().privacy_spec is None and FedAvg().privacy_spec is None
+
+
+def test_the_warning_about_noise_counts_what_clients_send():
+    def warned(strategy):
+        return federated(strategy, Fed(), Fed().data(), 0).warnings
+
+    (note,) = warned(FedAvg(privacy=seeded(noise_multiplier=8.0, sampling="all")))  # 8 * sqrt(50) / 9 clips
+    assert "about 6.3 times" in note and "with 50 parameters, 9 clients a round are few" in note
+    few, many = (FedPer(private="0", privacy=seeded(noise_multiplier=z, sampling="all")) for z in (8.0, 20.0))
+    assert not [each for each in warned(few) if "noise" in each]  # 8 * sqrt(8) / 9: the layer 0 is not sent
+    (note,) = [each for each in warned(many) if "noise" in each]
+    assert "about 6.3 times" in note and "with 8 shared parameters, 9 clients" in note

@@ -176,6 +176,27 @@ def test_rows_together_equal_rows_one_by_one(precision):
     assert torch.allclose(together, each, atol=1e-6 if precision is None else 2e-2)
 
 
+def test_rows_of_a_large_model_are_computed_in_parts_with_the_same_sum(monkeypatch):
+    class Large(Words):
+        def model(self):
+            torch.manual_seed(3)
+            head = nn.Sequential(nn.Linear(1200, 1000), nn.Tanh(), nn.Linear(1000, 3))
+            return nn.Sequential(nn.Embedding(9, 400), nn.Flatten(), *head)
+
+    parts, batch = [], words(11)
+    together = ClippedSum._add_together
+
+    def counted(self, rows, total):
+        parts.append(rows.size)
+        together(self, rows, total)
+
+    monkeypatch.setattr(ClippedSum, "_add_together", counted)
+    whole, sums = sum_of(Large(), Large().model(), batch, 0.5)
+    each, _ = sum_of(Large(), Large().model(), batch, 0.5, slow=True)
+    assert sums.slow is None and parts == [3, 4, 4]
+    assert torch.allclose(whole, each, atol=1e-6)
+
+
 def test_dropout_is_drawn_for_each_row():
     work, model = Words(), Words().model()
     same = Batch(words().x[:1].expand(6, -1), words().y[:1].expand(6), 6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 from fastapi import HTTPException, Request
 from rayps_client.members.acceptance import statement_hash
@@ -12,13 +11,12 @@ from rayps_client.members.signed_requests import COVERED, HEADER, RequestFacts, 
 from starlette.types import Message, Receive
 
 from rayps.core.errors import ConfigError, ServiceError, Unauthorized
-from rayps.federated.remote.join_options import joining_of
 from rayps.federated.remote.mailbox import JoinedClient
 from rayps.service.client_tokens import Grant
 from rayps.service.members import GRANT, Members
 from rayps.service.store import JobRecord
-from rayps.strategies.catalogue import own_names, parse
 from rayps.strategies.job import JobSpec
+from rayps_api.client_terms import terms_of
 
 _RECEIVE = "rayps_receive"
 _MEMBER = "rayps_member"
@@ -121,11 +119,7 @@ def refuse_without_authority(spec: JobSpec, members: Members | None) -> None:
 
 def needs_certificate(spec: JobSpec) -> bool:
     """Return whether the clients of a job need a certificate: `clients=remote(members=true)`, or a statement."""
-    if spec.statement is not None:
-        return True
-    phases: list[Any] = [] if own_names(spec.strategy) else list(parse(spec.strategy))
-    found = [joining_of(getattr(phase.strategy, "clients", None)) for phase in phases]
-    return any(each is not None and each.members for each in found)
+    return spec.statement is not None or terms_of(spec).members
 
 
 def statement_of(job: JobRecord) -> str | None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request, Response
 from fastapi import Path as InPath
@@ -22,13 +22,13 @@ from rayps_client.secure.protocol import Stage
 from rayps_client.signed_orders import JOB_ID
 
 from rayps.core.errors import ConfigError, Conflict
+from rayps.core.values import JsonObject
 from rayps.federated.remote.mailbox import JoinedClient, Mailbox, RoundOrder
-from rayps.federated.remote.secure_options import SecureOptions, secure_of
 from rayps.federated.remote.signed_orders import OrderFacts, order_text
 from rayps.service.client_tokens import Grant
 from rayps.service.store import JobRecord
-from rayps.strategies.catalogue import own_names, parse
 from rayps_api.client_model import model_facts, model_file
+from rayps_api.client_terms import terms_of
 from rayps_api.membership import refuse_token_of_member, refuse_without_certificate, statement_of, still_valid
 from rayps_api.receive_parts import receive, seal
 from rayps_api.schemas import BINARY_BODY, problems, timestamp
@@ -176,10 +176,10 @@ async def key(grant: Granted, request: Request, job: Annotated[str | None, Query
     running: Service = request.app.state.service
     wanted = grant.job or job
     record = None if wanted is None else await running.store.get(wanted)
-    found: dict[str, Any] = {"secure": False, "verify": False, "statement": None}
+    found: JsonObject = {"secure": False, "verify": False, "statement": None}
     if record is not None:
-        options = secure_options(record)
-        found = {"secure": bool(options), "verify": any(each.verify for each in options)}
+        terms = terms_of(record.spec)
+        found = {"secure": bool(terms.secure), "verify": terms.verify}
         found["statement"] = statement_of(record)
     return {"public_key": running.client_tokens.key.public, **found}
 
@@ -208,7 +208,7 @@ async def join(body: JoinIn, grant: Granted, request: Request) -> Any:
             code="ended",
             ended={"status": job.status.value, "reason": job.reason or ""},
         )
-    samples = 0 if secure_options(job) else body.samples  # a secure round counts samples under its masks
+    samples = 0 if terms_of(job.spec).secure else body.samples  # a secure round counts samples under its masks
     if samples is None:
         raise ConfigError("the client's number of samples is missing: give samples", field="samples")
     mailbox = running.mailbox(job.id)
@@ -295,7 +295,7 @@ async def parameters(
 async def received(serial: Serial, caller: Joined, rayps_sha256: Digest) -> Any:
     """Return how many bytes of the client's update with this hash have arrived: an upload continues from there."""
     mailbox, number = caller.mailbox, caller.member.number
-    if await asyncio.to_thread(open_order, caller, serial, True) is None:
+    if await asyncio.to_thread(order_without_update, caller, serial) is None:
         found = await asyncio.to_thread(mailbox.update_bytes, serial, number)
     else:
         found = await asyncio.to_thread(lambda: part_size(mailbox.part(serial, number, rayps_sha256)))
@@ -326,7 +326,7 @@ async def update(
         raise HTTPException(429, f"{MOST_UPDATES} updates are being received: retry", {"Retry-After": "2"})
     caller.service.receiving += 1
     try:
-        order = await asyncio.to_thread(open_order, caller, serial, True)
+        order = await asyncio.to_thread(order_without_update, caller, serial)
         if order is not None and "secure" in order.facts:
             raise Conflict(
                 f"order {serial} is a secure round: its updates are sent masked, in stages; use a newer rayps client",
@@ -385,15 +385,24 @@ async def leave(caller: Joined) -> Response:
     return Response(status_code=204)
 
 
-def open_order(caller: Caller, serial: int, delivering: bool = False) -> Any:
-    """Return this client's open order. With `delivering`, return None if the client's update was already received.
+def order_without_update(caller: Caller, serial: int) -> RoundOrder | None:
+    """Return this client's open order, or None if the client's update was already received.
+
+    Raises:
+        Conflict: the round is closed, or the order is not for this client.
+    """
+    if caller.mailbox.has_update(serial, caller.member.number):
+        return None
+    return open_order(caller, serial)
+
+
+def open_order(caller: Caller, serial: int) -> RoundOrder:
+    """Return this client's open order.
 
     Raises:
         Conflict: the round is closed, or the order is not for this client.
     """
     mailbox, number = caller.mailbox, caller.member.number
-    if delivering and mailbox.has_update(serial, number):
-        return None
     mailbox.parameters(serial)
     order = mailbox.order(serial)
     if order is None or number not in order.sampled:
@@ -435,22 +444,21 @@ def _signed_text(caller: Caller, order: RoundOrder, statement: str | None) -> st
     return order_text(facts if statement is None else {**facts, "statement": statement})
 
 
-def _open(mailbox: Mailbox, serial: int) -> Any:
+def _open(mailbox: Mailbox, serial: int) -> BinaryIO:
     try:
         return mailbox.parameters(serial).open("rb")
     except FileNotFoundError:
         raise Conflict("the round is closed: its parameters were deleted", status=409, code="late") from None
 
 
-def _blocks(file: Any) -> Iterator[bytes]:
+def _blocks(file: BinaryIO) -> Iterator[bytes]:
     with file:
         while block := file.read(_BLOCK):
             yield block
 
 
 def _check_remote(job: JobRecord) -> None:
-    own = own_names(job.spec.strategy)  # a user's own strategy cannot have real clients
-    if own or not any(phase.strategy.rows.remote for phase in parse(job.spec.strategy)):
+    if not terms_of(job.spec).remote:
         raise ConfigError(
             f"job {job.id} ({job.name}) has no real clients: submit it with a federated strategy and clients=remote, "
             "e.g. fedavg:clients=remote",
@@ -459,18 +467,11 @@ def _check_remote(job: JobRecord) -> None:
         )
 
 
-def secure_options(job: JobRecord) -> list[SecureOptions]:
-    """Return how the updates of a job's real clients are summed under masks, in each of its phases; [] if not."""
-    phases = [] if own_names(job.spec.strategy) else parse(job.spec.strategy)
-    found = [secure_of(getattr(phase.strategy, "secure", None)) for phase in phases]
-    return [each for each in found if each is not None]
-
-
-def _shown(mailbox: Mailbox) -> dict[str, Any]:
+def _shown(mailbox: Mailbox) -> JsonObject:
     return {"clients": [_client(mailbox, member) for member in mailbox.members()], "waits": mailbox.standing()}
 
 
-def _client(mailbox: Mailbox, member: JoinedClient) -> dict[str, Any]:
+def _client(mailbox: Mailbox, member: JoinedClient) -> JsonObject:
     seen, order = mailbox.last_seen(member.number), mailbox.newest_for(member.number)
     excluded = mailbox.exclusion(member.number)
     doing = "" if order is None else _doing(mailbox, order, member.number)
@@ -506,7 +507,7 @@ def _doing(mailbox: Mailbox, order: RoundOrder, number: int) -> str:
     return f"has sent {at}" if outcome.void is None else f"took part in {at}, which is void"
 
 
-def _token(grant: Grant) -> dict[str, Any]:
+def _token(grant: Grant) -> JsonObject:
     return {
         "id": grant.id,
         "job": grant.job,

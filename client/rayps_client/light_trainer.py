@@ -14,7 +14,7 @@ from rayps_client.client_turn import ClientSteps, Engine, mean_of
 from rayps_client.errors import WorkloadError
 from rayps_client.local_trainer import LayoutRow, LocalReply, LocalTask, RawTensors, RoundStart
 from rayps_client.own_metrics import OwnMetrics, OwnTotal, OwnTotals
-from rayps_client.private_layers import PRIVATE, PrivateParts
+from rayps_client.private_layers import PRIVATE, PrivateBytes
 from rayps_client.private_patterns import private_patterns
 from rayps_client.random_numbers import number
 from rayps_client.raw_tensors import RawTensor
@@ -89,7 +89,7 @@ class LightTrainer(Generic[V]):
         rows.check()
         self.engine, self._rows, self._accumulate = engine, rows, accumulate
         self._evaluation: Rows | None = None  # the evaluation rows, once they have been loaded
-        self._parts: dict[tuple[str, ...], PrivateParts] = {}  # by the patterns of private layers
+        self._parts: dict[tuple[str, ...], PrivateBytes] = {}  # by the patterns of private layers
 
     @property
     def samples(self) -> int:
@@ -173,11 +173,12 @@ class LightTrainer(Generic[V]):
                 found[name] = OwnTotal(before.value + value, before.weight + weight, how)
         return found
 
-    def _private(self, options: JsonObject) -> PrivateParts:
+    def _private(self, options: JsonObject) -> PrivateBytes:
         """Return what stays with the client. Raises ConfigError if the patterns do not fit the model."""
         patterns = private_patterns(options.get("private"))
         if patterns not in self._parts:
-            self._parts[patterns] = PrivateParts.of(patterns, self.engine.layout(), self.engine.buffers())
+            shapes = ((name, shape) for name, shape, _ in self.engine.layout())
+            self._parts[patterns] = PrivateBytes.of(patterns, shapes, self.engine.buffers())
         return self._parts[patterns]
 
     def _train(self, task: LocalTask, rows: Rows) -> LocalReply:

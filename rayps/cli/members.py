@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rayps_client.members.acceptance import Acceptance, CheckedAcceptance, check_record
 from rayps_client.members.acceptance_file import Receipt, read_lines
 from rayps_client.members.consent import TEXT
-from rayps_client.members.member_certificates import MemberCertificate, MembersCa
+from rayps_client.members.member_certificates import MembersCa
 from rayps_client.members.membership_options import FINGERPRINT, service_fingerprint
 
 from rayps.cli import show
@@ -127,28 +127,21 @@ def revoke(
 @members_app.command("ls")
 def list_members(folder: Authority, output: Format = Output.table) -> None:
     """List the certificates that an authority has issued."""
-    from rayps.service.member_authority import issued, revoked_serials
+    from rayps.service.member_authority import with_ends
 
-    revoked, now = revoked_serials(folder), datetime.now(UTC)
     rows = [
         {
             "name": each.name,
             "serial": each.serial,
             "until": f"{each.certificate.not_valid_after_utc:%Y-%m-%d}",
-            "state": _state(each, revoked, now),
+            "state": ended or "",
         }
-        for each in issued(folder)
+        for each, ended in with_ends(folder)
     ]
     if output is Output.json:
         show.dump(rows)
     else:
         show.table(["name", "serial", "until", ""], [list(row.values()) for row in rows])
-
-
-def _state(member: MemberCertificate, revoked: set[str], now: datetime) -> str:
-    if member.serial in revoked:
-        return "revoked"
-    return "expired" if member.certificate.not_valid_after_utc < now else ""
 
 
 @members_app.command()
@@ -222,12 +215,12 @@ def statements(
     wrong = [_wrong(each, found.receipts, known) for each in checked]
     rows = [_row(each, why if verify else None) for each, why in zip(checked, wrong, strict=True)]
     if output is Output.json:
-        show.dump(rows)
+        show.dump([row._asdict() for row in rows])
     else:
         show.table(list(_SUMMARY), _by_client(rows, wrong if verify else []))
         for row, why in zip(rows, wrong, strict=True):
             if verify and why:
-                show.line(f"{row['client'] or 'unknown client'}, round {row['round']}: {why}")
+                show.line(f"{row.client or 'unknown client'}, round {row.round}: {why}")
     if not verify:
         return
     bad = sum(bool(why) for why in wrong)
@@ -240,35 +233,44 @@ def statements(
         raise typer.Exit(1)
 
 
-_COLUMNS = ("client", "round", "order", "signed", "statement", "update", "check")
+class _Row(NamedTuple):
+    """One acceptance. Only `check` is known of one that cannot be read; the rest is then empty."""
+
+    client: str = ""
+    round: int | str = ""
+    order: int | str = ""
+    signed: str = ""
+    statement: str = ""
+    update: str = ""
+    check: str = ""
 
 
-def _row(checked: CheckedAcceptance, wrong: str | None) -> dict[str, Any]:
+def _row(checked: CheckedAcceptance, wrong: str | None) -> _Row:
     try:
         facts = checked.acceptance.facts()
     except ValueError:
-        return dict.fromkeys(_COLUMNS, "") | {"check": checked.wrong}
-    signed = datetime.fromtimestamp(facts.time, UTC)
-    values = (facts.name, facts.round, facts.serial, f"{signed:%Y-%m-%d %H:%M:%S}", facts.statement, facts.sent)
-    return dict(zip(_COLUMNS, (*values, "" if wrong is None else wrong or "valid"), strict=True))
+        return _Row(check=checked.wrong)
+    signed = f"{datetime.fromtimestamp(facts.time, UTC):%Y-%m-%d %H:%M:%S}"
+    check = "" if wrong is None else wrong or "valid"
+    return _Row(facts.name, facts.round, facts.serial, signed, facts.statement, facts.sent, check)
 
 
 _SUMMARY = ("client", "updates", "rounds", "first", "last", "statement", "check")
 _HASH = 12  # letters of a hash that the table shows; -o json has it whole
 
 
-def _by_client(rows: Sequence[Mapping[str, Any]], wrong: Sequence[str]) -> list[list[Any]]:
+def _by_client(rows: Sequence[_Row], wrong: Sequence[str]) -> list[list[int | str]]:
     """Return a line for each client and statement: what it has signed, from when to when. `wrong`: of each row, why."""
     groups: dict[tuple[str, str], list[int]] = {}
     for at, row in enumerate(rows):
-        groups.setdefault((row["client"], row["statement"]), []).append(at)
-    found = []
+        groups.setdefault((row.client, row.statement), []).append(at)
+    found: list[list[int | str]] = []
     for (client, statement), numbers in groups.items():
         mine = [rows[at] for at in numbers]
-        rounds, signed = [row["round"] for row in mine], sorted(row["signed"] for row in mine)
+        rounds, signed = [row.round for row in mine if isinstance(row.round, int)], sorted(row.signed for row in mine)
         bad = sum(bool(wrong[at]) for at in numbers) if wrong else 0
         check = (f"{bad} wrong" if bad else "valid") if wrong else ""
-        span = "" if "" in rounds else f"{min(rounds)} to {max(rounds)}"
+        span = "" if len(rounds) < len(mine) else f"{min(rounds)} to {max(rounds)}"
         found.append([client, len(mine), span, signed[0], signed[-1], statement[:_HASH], check])
     return found
 

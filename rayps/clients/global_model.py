@@ -65,4 +65,4 @@ class GlobalModel:
         facts, origin = self.facts, self.facts["origin"]
         tick = Ticks((origin[0], origin[1]), facts["steps_per_epoch"]).of(workload.schedule_every, facts["round"])
         begun = facts["round"] - origin[0]
-        return GlobalState(self.strategy, facts["seed"], begun, tick, w, below("buffer/", self.tensors), {})
+        return GlobalState(self.strategy.federation, facts["seed"], begun, tick, w, below("buffer/", self.tensors), {})

@@ -49,13 +49,13 @@ class PersonalClient:
             ConfigError: the strategy has no personal models, or this client has none yet.
             WorkloadError, DataError: the user's code or data failed.
         """
-        job, strategy = self.job, self.given.strategy
-        side = strategy.client_side
+        job = self.job
+        side = job.federation.client_side
         if not has_personal(side, bool(self.state)):
             why = "no update of this client has counted" if side.measured else "its clients have no models of their own"
             raise ConfigError(
-                f"there is no personal model, because {why}: the job's strategy is {strategy.name}; personal models "
-                'made by ditto, fedper and\nfedrep, and with finetune=1 or buffers="keep"',
+                f"there is no personal model, because {why}: the job's strategy is {self.given.strategy.name}; "
+                'personal models are made by ditto, fedper and\nfedrep, and with finetune=1 or buffers="keep"',
                 field="strategy",
             )
         return personal_model(self.workload, job, self.given.facts["client"], self.state, self._rows)

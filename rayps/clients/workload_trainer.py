@@ -71,7 +71,7 @@ class WorkloadTrainer:
     def train(self, task: LocalTask) -> LocalReply:
         """Train the client. Raises WorkloadError or DataError if the user's code or data failed."""
         strategy, given = _strategy_of(task.strategy), self._task(task)
-        part = self.trainer.private_layers(strategy)
+        part = self.trainer.private_layers(strategy.federation.client_side)
         reply = self.trainer.train(strategy, given, self._rows)
         return LocalReply(
             raw_of(reply.w),
@@ -89,12 +89,13 @@ class WorkloadTrainer:
         """Evaluate the model of a round's start and this client's personal model: `LocalTrainer.evaluate`."""
         if self._evaluation is None:
             self._evaluation = own_evaluation_rows(self.workload, name)
-        trainer, rows, strategy, given = self.trainer, self._evaluation, _strategy_of(task.strategy), self._task(task)
+        trainer, rows, given = self.trainer, self._evaluation, self._task(task)
+        federation = _strategy_of(task.strategy).federation
         with apart():
             trainer.load(given.w_t, given.buffers)
             shared, personal = self._totals(rows), Totals()
-            if strategy.client_side.measured:
-                load_personal(trainer, strategy, with_own_buffers(given), lambda: self._rows)
+            if federation.client_side.measured:
+                load_personal(trainer, federation, with_own_buffers(given), lambda: self._rows)
                 personal = self._totals(rows)
         return OwnMetrics(len(rows.numbers), _own_totals(shared), _own_totals(personal))
 

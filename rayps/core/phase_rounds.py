@@ -74,6 +74,18 @@ class PhaseSpan:
         return self.epoch + (done - self.begin) // self.steps
 
 
+@dataclass(frozen=True, slots=True)
+class EarlyEnd:
+    """Why a run ends before its planned end: a stop rule was met, or a callback has stopped it."""
+
+    reason: str
+    planned: int | None  # the round with which the run would have ended; None if that was not known
+
+    def message(self, at: int) -> str:
+        """Return what is reported of a run that ends after round `at`."""
+        return f"ended early after round {at}{'' if self.planned is None else f' of {self.planned}'}: {self.reason}"
+
+
 class Calendar:
     """The rounds and epochs of all phases of one run, in order."""
 
@@ -104,7 +116,7 @@ class Calendar:
             grid = phase.grid(workers)
             self.spans.append(PhaseSpan(begin, end, epoch, count, grid.data, grid.columns))
             begin, epoch = end, epoch + (phase.epochs or 0)
-        self.early: str | None = None  # why the run ended before its planned end, if a stop rule was met
+        self.early: EarlyEnd | None = None
         self._planned_rounds = rounds
         self._planned_epochs, self._by_rounds = self._epochs(), self.open and rounds is not None
 
@@ -179,6 +191,15 @@ class Calendar:
             if self._planned_rounds is not None and i == len(self.spans) - 1:
                 end = span.end
             self.spans[i] = replace(span, begin=begin, end=end, epoch=epoch, steps=steps, replicas=replicas)
+
+    def ends_early(self, reason: str) -> EarlyEnd:
+        """Record why the run ends before its planned end, and return it. A reason that was recorded before holds.
+
+        Call this before the planned end moves (`cut`, `end_at`).
+        """
+        if self.early is None:
+            self.early = EarlyEnd(reason, self.known_rounds)
+        return self.early
 
     def end_at(self, at: int) -> None:
         """End the run after round `at`: later rounds are dropped from all phases."""

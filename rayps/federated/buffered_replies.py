@@ -77,13 +77,13 @@ class BufferedReplies(RemoteReplies):
     def __init__(self, engine: FederatedEngine) -> None:
         """Open the mailbox. Raises ConfigError as `RemoteReplies` does."""
         super().__init__(engine)
-        self._orders, options = ClientOrders(self._mailbox), engine.strategy.buffered
+        self._orders, options = ClientOrders(self._mailbox), self._given.buffered
         assert options is not None, "the rounds are asynchronous"
         self._rules = AsyncRules(
             options.size,
             options.concurrency,
             options.max_staleness,
-            engine.strategy.fraction,
+            self._given.fraction,
             self._joining.least,
             engine.w.plan.seed,
         )
@@ -233,7 +233,7 @@ class BufferedReplies(RemoteReplies):
     def _start(self, now: _AsyncRound, client: int, again: int) -> None:
         """Give a client an order. `again`: how often it has replied from the same parameters."""
         facts: OrderFacts = {**now.facts, "seed": now.facts["seed"] + AGAIN * again}
-        order = self._orders.open(facts, (client, self._members[client].name), self._deadline, now.most_bytes)
+        order = self._orders.open(facts, (client, self._members[client].name), self._given.deadline, now.most_bytes)
         now.running[order.serial] = order
         now.started.add(client)
 
@@ -285,7 +285,7 @@ class BufferedReplies(RemoteReplies):
         names = listed(self.names(sorted({client_of(order) for order in now.running.values()})))
         self._wait_with(
             f"round {now.number} waits for updates: {len(now.counted)} of {self._rules.size} have arrived; training: "
-            f"{names or 'none'}; each has {self._deadline:g} s from its order"
+            f"{names or 'none'}; each has {self._given.deadline:g} s from its order"
         )
 
 

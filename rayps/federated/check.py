@@ -16,7 +16,7 @@ from rayps.federated.population.cohort import cohort_size
 from rayps.federated.private_layers import PrivateLayers
 from rayps.federated.private_rounds import PrivateJob, private_job
 from rayps.federated.simulated_rounds import events_of
-from rayps.federated.strategy_interface import ClientSide, FederatedView, is_buffered, joining_under
+from rayps.federated.strategy_interface import ClientSide, FederatedView, Federation
 from rayps.privacy.budget import must_allow_one
 from rayps.privacy.claim import delta_too_large
 from rayps.privacy.mechanism import CLIENT, Mechanism
@@ -52,7 +52,8 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
         ConfigError, DataError: the data has no clients, or the strategy's options do not fit them.
         WorkloadError: a query needs a column that the data does not have.
     """
-    name, side = strategy.name, strategy.client_side
+    name, given = strategy.name, strategy.federation
+    side = given.client_side
     if isinstance(workload, StatisticsWorkload) != side.answers:
         raise ConfigError(
             f"the strategy is {name}, and the workload is {'not ' if side.answers else ''}a StatisticsWorkload: "
@@ -63,24 +64,23 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
         _check_plain_sgd(name, workload)
     if side.private:
         _check_private(name, side, workload)
-    aggregation, population, fraction = strategy.aggregation, strategy.population, strategy.fraction
-    joining = joining_under(strategy)
+    aggregation, population, fraction, joining = given.aggregation, given.population, given.fraction, given.joining
     if joining is not None:
         _check_smallest_round(aggregation, joining.least, cohort_size(joining.least, fraction))
-        return _check_privacy(strategy, workload, private_job(strategy, None, _size(strategy, workload)))
+        return _check_privacy(side, workload, private_job(given, None, _size(given, workload)))
     if isinstance(workload, StatisticsWorkload):
         workload.check_columns(data)
     clients = data.clients  # without clients, this raises an error that says how to define them
-    events_of(strategy, clients.sizes, seed, data.batch_size, workload.accumulate)
+    events_of(given, clients.sizes, seed, data.batch_size, workload.accumulate)
     rule, attack = aggregation.chosen_rule, population.attackers
     cohort = cohort_size(clients.count, fraction)
-    if not is_buffered(strategy):
+    if given.buffered is None:
         aggregation.check_min_replies(aggregation.count_asked(cohort, clients.count), clients.count)
         rule.check(cohort, attack)
     if attack is not None:
         attack.check(clients.count)
         attack.with_classes(clients.label_names)
-    found = _check_privacy(strategy, workload, private_job(strategy, clients.count, 0))
+    found = _check_privacy(side, workload, private_job(given, clients.count, 0))
     warnings = [
         rule.warn_of_few_replies(cohort, cohort * (1 - population.dropout)),
         rule.warning(_skew(clients)),
@@ -91,7 +91,7 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
     return found._replace(warnings=[warning for warning in warnings if warning])
 
 
-def _check_privacy(strategy: FederatedView, workload: Workload, job: PrivateJob | None) -> FederatedFindings:
+def _check_privacy(side: ClientSide, workload: Workload, job: PrivateJob | None) -> FederatedFindings:
     """Check the noise, the budget and the model of a private job.
 
     Raises ConfigError if the budget allows no round, or if the model has buffers whose change is not clipped.
@@ -102,7 +102,7 @@ def _check_privacy(strategy: FederatedView, workload: Workload, job: PrivateJob 
     must_allow_one(spec, mechanism, tree=job.restart is not None)
     with apart():
         model = model_of(workload)
-    if not strategy.client_side.keeps_buffers:
+    if not side.keeps_buffers:
         names = [name for name, value in model.named_buffers() if value.is_floating_point()]
         if names:
             raise ConfigError(
@@ -113,7 +113,8 @@ def _check_privacy(strategy: FederatedView, workload: Workload, job: PrivateJob 
     warnings = []
     if (why := delta_too_large(spec.delta, job.clients, CLIENT)) is not None:
         warnings.append(f"this run will prove nothing: {why}")
-    size = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    layers = PrivateLayers.of_model(side.private, model)
+    size = layers.shared_size
     share = mechanism.noise_multiplier * math.sqrt(size) / job.divisor  # norm of the noise in the mean / clip
     if share > _HIDES and isinstance(workload, StatisticsWorkload):
         queries = f"{(count := len(workload.queries))} quer{'y' if count == 1 else 'ies'} ({size} numbers)"
@@ -125,19 +126,19 @@ def _check_privacy(strategy: FederatedView, workload: Workload, job: PrivateJob 
     elif share > _HIDES:
         warnings.append(
             f"the noise of each round is about {share:.2g} times as large as the largest mean update, so the model "
-            f"will hardly learn: with {size} parameters, {job.expected:.0f} clients a round are few. Ask more clients, "
-            "train fewer parameters, or add less noise"
+            f"will hardly learn: with {size}{' shared' if layers else ''} parameters, {job.expected:.0f} clients a "
+            "round are few. Ask more clients, train fewer parameters, or add less noise"
         )
     return FederatedFindings(warnings, ClientPrivacy(job, mechanism))
 
 
-def _size(strategy: FederatedView, workload: Workload) -> int:
+def _size(given: Federation, workload: Workload) -> int:
     """Return the number of elements of an update if the clients' noise depends on it, and 0 otherwise."""
-    spec = strategy.privacy_spec
+    spec = given.privacy
     if spec is None or not spec.by_clients:
         return 0
     with apart():
-        return PrivateLayers.of_model(strategy.client_side.private, model_of(workload)).shared_size
+        return PrivateLayers.of_model(given.client_side.private, model_of(workload)).shared_size
 
 
 def _check_plain_sgd(name: str, workload: Workload) -> None:

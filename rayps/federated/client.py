@@ -26,7 +26,7 @@ from rayps.data.base import Batch, Nested, map_tensors
 from rayps.federated.population.cohort import number
 from rayps.federated.private_layers import PrivateLayers
 from rayps.federated.row_order import Ints, parts
-from rayps.federated.strategy_interface import FederatedView
+from rayps.federated.strategy_interface import ClientSide, FederatedView, Federation
 from rayps.tensors import optim
 from rayps.tensors.clip import NormClip
 from rayps.tensors.flat import FlatModel, dense
@@ -129,26 +129,26 @@ class Grad:
 class ClientTurn:
     """The argument of a strategy's `client` method: the client to train, with its rows, model and optimizer."""
 
-    def __init__(self, trainer: Trainer, strategy: FederatedView, task: Task, rows: ClientRows) -> None:
+    def __init__(self, trainer: Trainer, given: Federation, task: Task, rows: ClientRows) -> None:
         self.w, self.w_t = trainer.flat.vector, task.w_t
         self.n = len(rows.numbers)
         self.state, self.shared = dict(task.state), task.shared
         self.reply: Tensors = {}
         self.steps = 0  # steps since the last call of `batches`
         self.losses: list[tuple[float, float, int]] = []  # mean, weight, rows
-        self._trainer, self._strategy, self._task, self._rows = trainer, strategy, task, rows
+        self._trainer, self._given, self._task, self._rows = trainer, given, task, rows
         self._all_rows: Batch | None = None
         self._last: Grad | None = None
 
     @property
     def private(self) -> frozenset[str]:
         """The names of the parameters that stay with the client."""
-        return self._trainer.private_layers(self._strategy).parameters
+        return self._trainer.private_layers(self._given.client_side).parameters
 
     @property
     def shared_names(self) -> frozenset[str]:
         """The names of the parameters that the client sends."""
-        return self._trainer.private_layers(self._strategy).shared
+        return self._trainer.private_layers(self._given.client_side).shared
 
     @property
     def lr(self) -> float:
@@ -168,7 +168,7 @@ class ClientTurn:
         """
         self._trainer.reset_optimizer()
         self.steps = 0
-        task, rows, local = self._task, self._rows, self._strategy.local
+        task, rows, local = self._task, self._rows, self._given.local
         size = local.rows(self.n, rows.batch_size)
         step = size * self._trainer.workload.accumulate
         stream = parts(
@@ -273,14 +273,14 @@ class Trainer:
         self._optimizer = optim.made(recipe_of(self.workload), self.parameters)
         self._record_options()
 
-    def private_layers(self, strategy: FederatedView) -> PrivateLayers:
-        """Return the part of the model that stays with each client under a strategy.
+    def private_layers(self, side: ClientSide) -> PrivateLayers:
+        """Return the part of the model that stays with each client.
 
-        Raises ConfigError if the strategy's patterns do not fit the model.
+        Raises ConfigError if the patterns of `side` do not fit the model.
         """
-        patterns = strategy.client_side.private
+        patterns = side.private
         if patterns not in self._private:
-            self._private[patterns] = PrivateLayers.of(patterns, self.flat.layout, self.buffers)
+            self._private[patterns] = PrivateLayers.of_layout(patterns, self.flat.layout, self.buffers)
         return self._private[patterns]
 
     def only(self, names: Collection[str] | None) -> AbstractContextManager[None]:
@@ -381,18 +381,19 @@ class Trainer:
         Raises:
             WorkloadError, DataError: the user's code or data failed.
         """
-        private = self.private_layers(strategy)
+        given = strategy.federation
+        private = self.private_layers(given.client_side)
         task = self._loaded(task, private)
         self.set_tick(task.tick)
         seed_torch(number(task.seed, "model", task.round, task.client) >> 1)  # for dropout, for example
-        turn = ClientTurn(self, strategy, task, rows)
+        turn = ClientTurn(self, given, task, rows)
         strategy.client(turn)
         steps, losses = turn.steps, turn.losses
         w, buffers = self.flat.vector, self.buffers
         if private:
             turn.state |= private.state_of(w, buffers)
             w, buffers = private.cut(w), private.without_private(buffers)
-        if strategy.client_side.model is not None:
+        if given.client_side.model is not None:
             w, buffers = w.clone(), self.copy_buffers()
             turn.losses = []
             self.load(w, task.buffers | personal_buffers(task.state))  # the buffers from before the training of w_k
@@ -415,19 +416,19 @@ class Trainer:
         private.load(task.state, self.flat.vector, self.buffers)
         return replace(task, w_t=self.flat.vector.clone())
 
-    def load_start(self, strategy: FederatedView, task: Task) -> None:
+    def load_start(self, side: ClientSide, task: Task) -> None:
         """Set the model to what the client of `task` starts from: w_t with its own private part and buffers."""
-        self._loaded(task, self.private_layers(strategy))
+        self._loaded(task, self.private_layers(side))
 
-    def finetune(self, strategy: FederatedView, task: Task, rows: ClientRows, epochs: int) -> None:
+    def finetune(self, given: Federation, task: Task, rows: ClientRows, epochs: int) -> None:
         """Set the model to what the client starts from, then train it for `epochs` epochs on the client's rows alone.
 
         The same task and rows give the same bits on every worker.
         """
-        task = self._loaded(task, self.private_layers(strategy))
+        task = self._loaded(task, self.private_layers(given.client_side))
         self.set_tick(task.tick)
         seed_torch(number(task.seed, "finetune", task.round, task.client) >> 1)
-        turn = ClientTurn(self, strategy, task, rows)
+        turn = ClientTurn(self, given, task, rows)
         for batch in turn.batches(epochs):
             turn.step(turn.grad(batch))
 

@@ -39,11 +39,11 @@ from rayps_client.secure.take_part import quantiser_of
 from rayps.core.errors import DataError
 from rayps.core.metrics import Total, Totals, add_totals
 from rayps.federated.private_rounds import PrivateRounds
-from rayps.federated.remote.client_options import RealClients
 from rayps.federated.remote.mailbox import Mailbox, RoundOrder
-from rayps.federated.remote.secure_options import LEAST, SecureOptions, secure_of
+from rayps.federated.remote.secure_options import LEAST, SecureOptions
 from rayps.federated.remote.signed_orders import OrderFacts
 from rayps.federated.secure_rounds import SecureRounds, SecureTotal
+from rayps.federated.strategy_interface import Federation
 
 MOST_SECONDS = 300.0  # the longest deadline: the driver waits 600 s for the evaluation at the end of a phase
 REPLIES = "client_replies"
@@ -56,11 +56,11 @@ class ClientEvaluation:
     """One evaluation by the clients of a job."""
 
     def __init__(
-        self, mailbox: Mailbox, real: RealClients, deadline: float, private: PrivateRounds | None = None
+        self, mailbox: Mailbox, given: Federation, deadline: float, private: PrivateRounds | None = None
     ) -> None:
         """`deadline`: seconds for which the evaluation waits for the clients. `private`: the noise, or None."""
-        self._mailbox, self._deadline, self._bound = mailbox, deadline, real.metric_bound
-        self._secure, self._private = secure_of(real.secure), private
+        self._mailbox, self._deadline, self._bound = mailbox, deadline, given.real.metric_bound
+        self._secure, self._private = given.secure, private
 
     def run(
         self, facts: OrderFacts, asked: dict[int, str], parameters: bytes, of_job: Totals, waiting: Waiting

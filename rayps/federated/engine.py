@@ -19,8 +19,6 @@ from torch import Tensor
 
 from rayps.core.errors import ConfigError
 from rayps.core.metrics import Totals
-from rayps.core.strategy_families import has_remote_clients
-from rayps.data.base import Data
 from rayps.data.clients import Clients
 from rayps.federated.buffer_statistics import BufferStatistics
 from rayps.federated.buffered_replies import BufferedReplies
@@ -28,20 +26,17 @@ from rayps.federated.client import ClientReply, Tensors, Trainer
 from rayps.federated.client_report import UpdateReports
 from rayps.federated.client_states import ClientStates
 from rayps.federated.combine_replies import BITS, Aggregate, RoundAggregate
-from rayps.federated.personal_metrics import personal
 from rayps.federated.population.cohort import home_ranks
 from rayps.federated.private_rounds import PrivateRounds, private_job
 from rayps.federated.remote_replies import RemoteReplies
-from rayps.federated.reply_source import Round, SimulatedReplies, TrainingTask
-from rayps.federated.strategy_interface import FederatedView, attackers_of, is_buffered
+from rayps.federated.reply_source import SimulatedReplies, TrainingTask
+from rayps.federated.round_events import RoundEvents
+from rayps.federated.strategy_interface import FederatedView
 from rayps.tensors.finite import is_finite
 from rayps.tensors.learning_rate import Ticks
 
 if TYPE_CHECKING:
     from rayps.worker.federated_rounds import FederatedWorker
-
-NAMES_IN_DATA = 50  # the largest number of client names in an event's data
-NAMES_IN_MESSAGE = 3  # the largest number of client names in an event's message
 
 
 class FederatedEngine:
@@ -59,41 +54,39 @@ class FederatedEngine:
                 "strategy: derive it from rayps.FedAvg",
                 field="strategy",
             )
-        self.w, self.strategy, self.side = w, strategy, strategy.client_side
-        remote = has_remote_clients(strategy)
+        self.w, self.strategy, self.federation = w, strategy, strategy.federation
+        side, aggregation = self.federation.client_side, self.federation.aggregation
+        remote = self.federation.joining is not None
         self.clients: Clients | None = None if remote else w.batches.data.clients
         self.trainer = Trainer(w.flat, w.workload, w.device)
-        self.private_layers = self.trainer.private_layers(strategy)
+        self.private_layers = self.trainer.private_layers(side)
         self.private = _private_rounds(self)
         self._w_t = torch.empty_like(w.flat.vector)
-        stateful = self.side.stateful and not remote
+        stateful = side.stateful and not remote
         self.home_ranks = home_ranks(w.batches.data.clients.sizes, w.size) if stateful else None
         self.states = ClientStates() if stateful else None
         self._losses: list[tuple[int, float, int]] = []  # for each usable reply on this worker: client, loss, samples
-        self._reported: set[int] = set()  # clients whose dropped states were reported
-        self._begun, self._counted = 0, False  # number of rounds so far, and whether any of them changed the model
         self.stopped: Callable[[], bool] = lambda: False  # whether the driver has ended this worker's plan
-        self.evaluation_data: Data | None = None  # the evaluation data, once it has been loaded
-        self.source: RemoteReplies | SimulatedReplies = _source_of(self, remote)
+        self.source: RemoteReplies | SimulatedReplies = _source_of(self)
+        self._events = RoundEvents(w, self.source.names, self.clients, self.private)
         size, dtype = self.private_layers.shared_size, w.flat.layout.dtype
-        extras = dict.fromkeys(self.side.sums, (size, dtype))
+        extras = dict.fromkeys(side.sums, (size, dtype))
         if self.private is not None and self.private.job.spec.adaptive:
             extras[BITS] = (1, torch.float64)
         statistics = BufferStatistics(self.private_layers.without_private(self.trainer.buffers))
-        self._statistics = statistics if statistics.size and not self.side.keeps_buffers else None
-        aggregation = strategy.aggregation
-        self._reports = UpdateReports(size, dtype, w.plan.seed) if strategy.report is not None else None
+        self._statistics = statistics if statistics.size and not side.keeps_buffers else None
+        self._reports = UpdateReports(size, dtype, w.plan.seed) if self.federation.report is not None else None
         self._aggregate = Aggregate(
             aggregation.chosen_rule,
             aggregation.clip,
-            attackers_of(strategy),
+            self.federation.population.attackers,
             size,
             dtype,
             seed=w.plan.seed,
             clients=self.source.count,
             extras=extras,
             least=aggregation.min_replies,
-            asynchronous=is_buffered(strategy),
+            asynchronous=self.federation.buffered is not None,
             statistics=self._statistics,
             divisor=None if self.private is None else self.private.job.divisor,
             reports=self._reports,
@@ -102,7 +95,7 @@ class FederatedEngine:
     @property
     def _has_losses(self) -> bool:
         """Whether the clients' losses are reported: not in a private job, and statistics have none."""
-        return self.private is None and not self.strategy.client_side.answers
+        return self.private is None and not self.federation.client_side.answers
 
     def at(self, position: int) -> int:
         """Return the number, within its phase, of the round at `position` of the run."""
@@ -120,8 +113,8 @@ class FederatedEngine:
     def round(self) -> None:
         """Run one round of the strategy, on this worker."""
         w, t = self.w, self.at(self.w.position)
-        if t == 0 or (self.private is not None and not self._begun):
-            self._write_clients_event()
+        if t == 0 or (self.private is not None and not self._events.begun):
+            self._events.write_clients()
         if self.private is not None and self._ends(self.private):
             return
         w_t, buffers = self._w_t.copy_(w.flat.vector), self.trainer.copy_buffers()
@@ -153,15 +146,13 @@ class FederatedEngine:
         rejected = [*self.source.refused, *outcome.rejected]
         self.source.report_rejected(rejected)
         if self.private is None:
-            self._write_cohort_event(known, outcome, rejected, cohort, why)
+            self._events.write_cohort(known, outcome, rejected, cohort, why)
             if self._reports is not None:
                 self._reports.write(w.ring, w.position, self.source.names, None if w.rank else w.event)
         else:
             self._follow(self.private, outcome, clip)
         w.position += 1
-        self._begun, self._counted = self._begun + 1, self._counted or not why
-        if w.position >= w.plan.end and not self._counted and w.rank == 0:
-            self._warn(why, rejected)
+        self._events.end_round(why, rejected)
 
     def _combine(self, summed: tuple[RoundAggregate, SummedNumbers | None] | None, clip: float) -> RoundAggregate:
         """Combine the replies of a round, or take the sum `summed` of a secure round; add the noise of a private job.
@@ -213,26 +204,12 @@ class FederatedEngine:
             self._reports.accept(task.client, reply.loss)
         if self.states is not None:
             state = dict(reply.state)
-            if self.side.keeps_buffers:
+            if self.federation.client_side.keeps_buffers:
                 state |= {f"buffers/{name}": value.detach().clone() for name, value in reply.buffers.items()}
             if all(map(is_finite, state.values())):
                 self.states.put(task.client, state, w.position + 1)
             else:
-                self._report_dropped_state(task.client)
-
-    def _report_dropped_state(self, client: int) -> None:
-        """Report that a client's new state is not finite and was dropped, for at most `NAMES_IN_MESSAGE` clients."""
-        if self.private is not None or client in self._reported or len(self._reported) >= NAMES_IN_MESSAGE:
-            return
-        self._reported.add(client)
-        who = self.source.names([client])[0]
-        self.w.event(
-            "warning",
-            f"round {self.w.position}: the new state of client {who!r} contains values that are not finite, and was "
-            "dropped; the client keeps its earlier state. Lower the learning rate, or a penalty's weight (ditto: lam)",
-            round=self.w.position,
-            client=who,
-        )
+                self._events.report_dropped_state(task.client)
 
     def _run_server(self, t: int, outcome: RoundAggregate) -> str:
         """Run the strategy's `server` method, with the same result on every worker.
@@ -254,77 +231,13 @@ class FederatedEngine:
     def _pack_buffers(self, buffers: Tensors) -> Tensor | None:
         return None if self._statistics is None else self._statistics.pack(buffers)
 
-    def _write_clients_event(self) -> None:
-        """Write the event `clients`: the number of clients, and the number of samples that they have.
-
-        In a private job, write the event `privacy` instead: what is claimed.
-        """
-        if self.private is not None:
-            if self.w.rank == 0:
-                claim = self.private.claim()
-                self.w.event("privacy", self.private.summary(self.w.plan.end - self.w.position), **claim)
-        elif self.clients is not None and self.w.rank == 0:
-            summary = self.clients.summary()
-            self.w.event(
-                "clients", f"{summary['clients']} clients with {summary['rows']} samples ({summary['rule']})", **summary
-            )
-
-    def _write_cohort_event(
-        self, known: Round, outcome: RoundAggregate, rejected: list[tuple[int, str]], cohort: list[int], why: str
-    ) -> None:
-        """Write metrics and the event `cohort`: how many clients replied, and which were dropped or rejected."""
-        w, names, asked = self.w, self.source.names, len(known.sampled)
-        w.say(sampled=asked, replied=outcome.count, dropped=len(known.dropped), rejected=len(rejected))
-        if w.rank:
-            return
-        message = f"round {w.position}: {outcome.count} of {asked} clients replied"
-        if known.staleness is not None:  # most updates are of clients that started in earlier rounds
-            message = f"round {w.position}: {outcome.count} updates arrived, {asked} clients started"
-        ages = {} if known.staleness is None else {"staleness": {str(age): n for age, n in known.staleness.items()}}
-        away = {
-            key: [
-                [name, why] for name, (_, why) in zip(names([k for k, _ in some[:NAMES_IN_DATA]]), some, strict=False)
-            ]
-            for key, some in (("dropped", known.dropped), ("rejected", rejected))
-        }
-        counts = {"dropped": len(known.dropped), "rejected": len(rejected)}
-        message += "".join(f"; {n} {key}: {name_clients(away[key], n)}" for key, n in counts.items() if n)
-        w.event(
-            "cohort",
-            f"{message}: the model is unchanged, because {why}" if why else message,
-            round=w.position,
-            sampled=asked,
-            replied=outcome.count,
-            trained=names(cohort[:NAMES_IN_DATA]),
-            seconds=known.end - known.begin,
-            skipped=bool(why),
-            **away,
-            **ages,
-        )
-
-    def _warn(self, why: str, rejected: list[tuple[int, str]]) -> None:
-        """Write a warning at the end of a run in which no round changed the model; `why` is the last round's reason."""
-        only = self._begun == 1
-        rounds = (
-            "the only round did not count"
-            if only
-            else f"none of {self._begun} rounds counted; the last round did not count"
-        )
-        if rejected:
-            client, reason = rejected[0]
-            who = self.source.names([client])[0]
-            why += f" (client {who!r}: {reason}); lower the learning rate, or look for bad values"
-        self.w.event("warning", f"the model was not trained: {rounds}, because {why}")
-
     def evaluate(self, of_job: Totals) -> Totals:
         """Return a dict from `personal_*` and `client_*` metric to its total. The model does not change.
 
         `of_job` has the metrics of the model on the job's own evaluation data, whose names real clients use. Simulated
         clients of a private job have none, because they would be computed from clients' rows without noise.
         """
-        if isinstance(self.source, RemoteReplies):
-            return self.source.evaluate(of_job)
-        return personal(self) if self.private is None else {}
+        return self.source.evaluate(of_job)
 
     def state_of(self, client: int) -> tuple[Tensors, Tensors]:
         """Return a client's stored state, and the buffers in this state, on the model's device."""
@@ -346,30 +259,21 @@ class FederatedEngine:
             self.states = states
 
 
-def _source_of(engine: FederatedEngine, remote: bool) -> RemoteReplies | SimulatedReplies:
+def _source_of(engine: FederatedEngine) -> RemoteReplies | SimulatedReplies:
     """Return what gets the replies. Raises ConfigError if the options do not fit the clients."""
-    if not remote:
+    if engine.federation.joining is None:
         return SimulatedReplies(engine)
-    return BufferedReplies(engine) if is_buffered(engine.strategy) else RemoteReplies(engine)
+    return RemoteReplies(engine) if engine.federation.buffered is None else BufferedReplies(engine)
 
 
 def _private_rounds(engine: FederatedEngine) -> PrivateRounds | None:
     """Return the private part of the rounds, or None. Raises ConfigError if the options do not fit the clients."""
-    w, strategy = engine.w, engine.strategy
-    size = engine.private_layers.shared_size
-    job = private_job(strategy, None if engine.clients is None else engine.clients.count, size)
+    w, size = engine.w, engine.private_layers.shared_size
+    job = private_job(engine.federation, None if engine.clients is None else engine.clients.count, size)
     if job is None:
         return None
     assert w.plan.private is not None, "the driver gives private jobs a ledger"
     return PrivateRounds(job, w.ring, Path(w.plan.private.ledger), w.plan.seed)
-
-
-def name_clients(away: list[list[str]], count: int) -> str:
-    """Return up to three of `count` clients as text with their reasons, such as "a (deadline), b (left) and 4 more"."""
-    more = count - NAMES_IN_MESSAGE
-    return ", ".join(f"{name} ({why})" for name, why in away[:NAMES_IN_MESSAGE]) + (
-        f" and {more} more" if more > 0 else ""
-    )
 
 
 class FederatedServer:

@@ -14,43 +14,36 @@ import torch
 
 from rayps.core.metrics import Totals, add_totals
 from rayps.core.user_code import user_code
+from rayps.data.base import Data
 from rayps.data.clients import Clients
 from rayps.data.partition_rules import Ints
 from rayps.federated.client import Task
 from rayps.federated.personal_model import ROWS, load_personal
-from rayps.federated.reply_source import SimulatedReplies
+from rayps.federated.simulated_rows import SimulatedRows
 
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
 
 
-def personal(engine: FederatedEngine) -> Totals:
-    """Return a dict from metric to its total over the rows of this worker's clients.
+def personal(engine: FederatedEngine, trained: Clients, data: Data, rows: SimulatedRows) -> Totals:
+    """Return a dict from metric to its total over the rows of this worker's clients in the evaluation data `data`.
 
-    The dict is empty if clients have no personal models, or if the evaluation data is not divided into clients.
+    `trained` are the clients of the training data, and `rows` their rows. The dict is empty if `data` is not divided
+    into clients.
     """
-    w, strategy = engine.w, engine.strategy
-    side = engine.side
-    sums: Totals = {}
-    if engine.clients is None or not side.measured:
-        return sums
-    if engine.evaluation_data is None:
-        with user_code("evaluation_data"):
-            engine.evaluation_data = w.workload.evaluation_data()
-    data = engine.evaluation_data
+    w, sums = engine.w, Totals()
     if not getattr(data, "divided", False):
         return sums
     clients, trainer = data.clients, engine.trainer
     vector, buffers, rng = w.flat.vector.clone(), trainer.copy_buffers(), torch.get_rng_state()
     for other, name in enumerate(clients.names):
-        k = engine.clients.find(name)
+        k = trained.find(name)
         if k is None or (engine.home_ranks[k] if engine.home_ranks is not None else k % w.size) != w.rank:
             continue
         state, own_buffers = engine.state_of(k)
         t = engine.at(w.position)
         task = Task(w.plan.seed, t, k, vector, w.shared, state, buffers | own_buffers, engine.tick(t))
-        assert isinstance(engine.source, SimulatedReplies), "only simulated clients are evaluated here"
-        load_personal(trainer, strategy, task, partial(engine.source.rows.of, k))
+        load_personal(trainer, engine.federation, task, partial(rows.of, k))
         _evaluate(engine, clients, clients.rows(other), sums)
     trainer.load(vector, buffers)
     torch.set_rng_state(rng)

@@ -14,7 +14,7 @@ from rayps.core.user_code import user_code
 from rayps.data.base import Batch
 from rayps.data.partition_rules import Ints
 from rayps.federated.client import ClientRows, Task, Tensors, Trainer, personal_buffers
-from rayps.federated.strategy_interface import ClientSide, FederatedView
+from rayps.federated.strategy_interface import ClientSide, Federation
 from rayps.tensors.flat import FlatModel
 from rayps.workload.base import Workload
 from rayps.workload.model import apart, model_of
@@ -28,7 +28,7 @@ _BUFFERS = "buffers/"  # prefix, in a client's state, of its own buffers
 class GlobalState:
     """The state of a job after some rounds, from which the personal models of its clients are made."""
 
-    strategy: FederatedView
+    federation: Federation  # what the job's strategy declares
     seed: int
     round: int  # the number of rounds in the strategy's phase: that of the next round
     tick: int  # step of the workload's schedule in that round
@@ -59,7 +59,7 @@ def with_own_buffers(task: Task) -> Task:
     return replace(task, buffers={**task.buffers, **own})
 
 
-def load_personal(trainer: Trainer, strategy: FederatedView, task: Task, rows: Callable[[], ClientRows]) -> None:
+def load_personal(trainer: Trainer, given: Federation, task: Task, rows: Callable[[], ClientRows]) -> None:
     """Set the trainer's model to a client's personal model at the start of the round of `task`.
 
     With `finetune` this is w_t after training on the client's rows; otherwise the model in the client's state, or w_t
@@ -68,13 +68,13 @@ def load_personal(trainer: Trainer, strategy: FederatedView, task: Task, rows: C
     Raises:
         WorkloadError, DataError: the user's code or data failed.
     """
-    side = strategy.client_side
+    side = given.client_side
     if side.finetune:
-        trainer.finetune(strategy, task, rows(), side.finetune)
+        trainer.finetune(given, task, rows(), side.finetune)
     elif side.model is not None and side.model in task.state:
         trainer.load(task.state[side.model], task.buffers | personal_buffers(task.state))
     else:
-        trainer.load_start(strategy, task)
+        trainer.load_start(side, task)
 
 
 def has_personal(side: ClientSide, stored: bool) -> bool:
@@ -98,7 +98,7 @@ def personal_model(
         model.train()
         trainer = Trainer(FlatModel(model), workload)
         here = {name: given.buffers[name] for name in trainer.buffers if name in given.buffers}
-        load_personal(trainer, given.strategy, given.task(client, state, here), rows)
+        load_personal(trainer, given.federation, given.task(client, state, here), rows)
         found = model_of(workload)
         tensors = {e.name: trainer.flat.vector[e.lo : e.hi].view(e.shape) for e in trainer.flat.layout.entries}
         found.load_state_dict({**given.buffers, **tensors, **trainer.copy_buffers()}, strict=False)

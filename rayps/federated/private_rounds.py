@@ -36,8 +36,8 @@ from rayps.core.failpoint import passing
 from rayps.core.values import JsonObject
 from rayps.federated.combine_replies import BITS, Aggregate, RoundAggregate
 from rayps.federated.population.cohort import Ints, cohort_size, first
-from rayps.federated.remote.secure_options import LEAST, SecureOptions, secure_of
-from rayps.federated.strategy_interface import FederatedView, joining_under
+from rayps.federated.remote.secure_options import LEAST, SecureOptions
+from rayps.federated.strategy_interface import Federation
 from rayps.privacy import accountant
 from rayps.privacy.account import PrivacyAccount, solve_noise
 from rayps.privacy.adaptive_clip import SHARE, next_clip, update_noise
@@ -130,20 +130,18 @@ class PrivateJob:
         return Setting(CLIENT, self.clients, self.real, masked, restart=restart, answers=self.answers)
 
 
-def private_job(strategy: FederatedView, clients: int | None, size: int) -> PrivateJob | None:
-    """Return the public facts of a strategy's job with so many simulated clients, or None if it is not private.
+def private_job(given: Federation, clients: int | None, size: int) -> PrivateJob | None:
+    """Return the public facts of a job with so many simulated clients, or None if it is not private.
 
     `clients` is None for real clients. `size` is the number of elements of an update.
     """
-    spec = strategy.privacy_spec
+    spec, joining = given.privacy, given.joining
     if spec is None:
         return None
-    joining = joining_under(strategy)
     count = joining.least if joining is not None else clients
     assert count is not None, "simulated clients are counted"
-    secure = secure_of(strategy.real.secure)
-    real, answers = joining is not None, strategy.client_side.answers
-    return PrivateJob(spec, count, strategy.fraction, real, secure, size, answers)
+    real, answers = joining is not None, given.client_side.answers
+    return PrivateJob(spec, count, given.fraction, real, given.secure, size, answers)
 
 
 class _Releases:

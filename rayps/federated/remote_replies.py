@@ -38,7 +38,6 @@ from rayps.federated.remote.signed_orders import OrderFacts
 from rayps.federated.reply_source import Round, TrainingTask
 from rayps.federated.round_codings import RoundCodings
 from rayps.federated.secure_rounds import SecureRounds, SecureTotal, aggregate_of, listed, secure_rounds_of
-from rayps.federated.strategy_interface import deadline_of, joining_under
 
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
@@ -60,14 +59,10 @@ class RemoteReplies:
         self._engine, w = engine, engine.w
         # counts the time inside a block as a wait for the peer with this name
         self.waits_for: Callable[[str], AbstractContextManager[object]] = nullcontext
-        strategy = engine.strategy
-        joining = joining_under(strategy)
-        assert joining is not None, "its clients are remote"
-        self._joining: JoinOptions = joining
-        self._deadline: float = deadline_of(strategy)
+        self._given = engine.federation
         self._mailbox = mailbox_of(w.plan.peers.mailbox)
         self._members: list[JoinedClient] = self._mailbox.members()
-        self._real, self._first = strategy.real, True
+        self._first = True
         self._reported: list[tuple[str, int]] = []  # names and samples of the clients in the last event `clients`
         self.refused: list[tuple[int, str]] = []  # clients whose updates of this round cannot be used, and why
         self._open: RoundOrder | None = None
@@ -75,10 +70,16 @@ class RemoteReplies:
         self._usable: list[int] = []  # clients whose updates have the right form
         # w_t and buffers of the open round, which have the expected form of an update
         self._like: tuple[Tensor, Mapping[str, Tensor]] = engine.w.flat.vector, {}
-        self._codings = RoundCodings(self._real)
+        self._codings = RoundCodings(self._given.real)
         self._secure = secure_rounds_of(engine, self._mailbox)  # None: the service sees each update
 
     # ---- clients
+
+    @property
+    def _joining(self) -> JoinOptions:
+        """How the job waits for clients."""
+        assert self._given.joining is not None, "its clients are remote"
+        return self._given.joining
 
     @property
     def count(self) -> int:
@@ -116,7 +117,7 @@ class RemoteReplies:
         """
         with self.waits_for(CLIENTS):
             there = self._wait_for_clients(t)
-        w, fraction, private = self._engine.w, self._engine.strategy.fraction, self._engine.private
+        w, fraction, private = self._engine.w, self._given.fraction, self._engine.private
         if private is None:
             chosen = first(w.plan.seed, t, there, cohort_size(len(there), fraction)).tolist()
         else:  # the number that is asked is fixed, as the divisor is
@@ -129,7 +130,7 @@ class RemoteReplies:
         asked = dict(zip(chosen, self.names(chosen), strict=True))
         if self._secure is not None:
             return self._secure_round(self._secure, facts, asked, raw)
-        order = self._mailbox.open_round(facts, asked, self._deadline, most, raw)
+        order = self._mailbox.open_round(facts, asked, self._given.deadline, most, raw)
         with self.waits_for(CLIENTS):
             self._wait_for(order)
         self._files, self._open = self._mailbox.close_round(order.serial), order
@@ -138,7 +139,7 @@ class RemoteReplies:
 
     def _prepare(self, w_t: Tensor, shared: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> tuple[bytes, int]:
         """Return the parameters that clients receive, encoded, and the largest size of an update in bytes."""
-        side, part = self._engine.side, self._engine.private_layers
+        side, part = self._given.client_side, self._engine.private_layers
         given = {name: value for name, value in shared.items() if name in side.sums}
         layout, codings = self._engine.w.flat.layout, self._codings
         raw = remote_codec.encode_parameters(w_t, layout, given, buffers, coding=codings.download)
@@ -156,7 +157,7 @@ class RemoteReplies:
             "strategy": self._engine.strategy.to_wire(),
             "since": self._since(w.position),
             "starts": starts,
-            "personal": self._engine.side.measured,
+            "personal": self._given.client_side.measured,
         }
         if self._engine.trainer.scheduled:
             facts["tick"] = self._engine.tick(t)
@@ -168,7 +169,7 @@ class RemoteReplies:
         Return a dict from `client_*` and `personal_*` metric to its total.
         """
         engine, private = self._engine, self._engine.private
-        if not self._real.client_evaluation:
+        if not self._given.real.client_evaluation:
             return {}
         self._members = self._mailbox.members()
         asked = {each.number: each.name for each in self._members if self._mailbox.state(each.number) == "here"}
@@ -184,7 +185,7 @@ class RemoteReplies:
         raw = remote_codec.encode_parameters(
             engine.w.flat.vector, engine.w.flat.layout, {}, engine.trainer.copy_buffers()
         )
-        evaluation = ClientEvaluation(self._mailbox, self._real, min(self._deadline, MOST_SECONDS), private)
+        evaluation = ClientEvaluation(self._mailbox, self._given, min(self._given.deadline, MOST_SECONDS), private)
         found, void = evaluation.run(facts, asked, raw, of_job, (self._wait_with, self._wait_for))
         self._mailbox.write_waits(None)
         if void:
@@ -196,7 +197,9 @@ class RemoteReplies:
         facts = {**facts, "secure": secure.facts(len(asked))}
         total, begun = secure.stored(facts, hashlib.sha256(raw).hexdigest()), time.time()
         if total is None:
-            order = self._mailbox.open_round(facts, asked, self._deadline, secure.most_bytes(facts["secure"]), raw)
+            order = self._mailbox.open_round(
+                facts, asked, self._given.deadline, secure.most_bytes(facts["secure"]), raw
+            )
             total, begun = secure.run(order, self._wait_with), order.begun
             self._mailbox.close_round(order.serial)
             for notice in exclude_blamed(self._mailbox, order, total.refusals, frozenset(total.survivors)):
@@ -265,7 +268,7 @@ class RemoteReplies:
 
     def _decode(self, order: RoundOrder, number: int, raw: bytes, w_t: Tensor) -> ClientReply | str:
         """Decode a client's update for an order, which started from `w_t`. Return the reason if it cannot be used."""
-        buffers, most, sums = self._like[1], self._members[number].samples, self._engine.side.sums
+        buffers, most, sums = self._like[1], self._members[number].samples, self._given.client_side.sums
         code = self._codings.update_code(order.facts, number)
         return remote_codec.decode_update(raw, w_t, sums, buffers, most, code=code)
 

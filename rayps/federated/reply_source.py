@@ -10,13 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rayps.core.metrics import Totals
+from rayps.core.user_code import user_code
+from rayps.data.base import Data
 from rayps.federated.client import ClientReply, Task, Tensors
+from rayps.federated.personal_metrics import personal
 from rayps.federated.population.cohort import Ints, pack
 from rayps.federated.population.events import clock_at
 from rayps.federated.population.population import Training
 from rayps.federated.simulated_rounds import events_of
 from rayps.federated.simulated_rows import SimulatedRows
-from rayps.federated.strategy_interface import is_buffered
 
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
@@ -59,13 +62,14 @@ class SimulatedReplies:
         self._clients = engine.clients
         self.count = self._clients.count
         self._events = events_of(
-            engine.strategy, self._clients.sizes, w.plan.seed, w.batches.data.batch_size, w.workload.accumulate
+            engine.federation, self._clients.sizes, w.plan.seed, w.batches.data.batch_size, w.workload.accumulate
         )
         self._costs = self._clients.sizes
         self._mine: list[Training] = []  # this worker's trainings
         self._w_t: Tensor | None = None
         self._buffers: Tensors = {}
-        self.rows = SimulatedRows(engine.strategy, w.batches.data, self._clients, w.plan.seed)
+        self._evaluation_data: Data | None = None  # once it has been loaded
+        self.rows = SimulatedRows(engine.federation, w.batches.data, self._clients, w.plan.seed)
 
     def names(self, numbers: Iterable[int]) -> list[str]:
         """Return the names of the clients with these numbers."""
@@ -103,8 +107,21 @@ class SimulatedReplies:
             plan.begin,
             plan.end,
             [each.client for each in trainings],
-            plan.staleness if is_buffered(self._engine.strategy) else None,
+            None if self._engine.federation.buffered is None else plan.staleness,
         )
+
+    def evaluate(self, of_job: Totals) -> Totals:
+        """Return a dict from `personal_*` metric to its total on this worker's clients.
+
+        A private job has none, because they would be computed from clients' rows without noise.
+        """
+        engine = self._engine
+        if engine.private is not None or not engine.federation.client_side.measured:
+            return {}
+        if self._evaluation_data is None:
+            with user_code("evaluation_data"):
+                self._evaluation_data = engine.w.workload.evaluation_data()
+        return personal(engine, self._clients, self._evaluation_data, self.rows)
 
     def _divide_trainings(self, who: Ints) -> list[Ints]:
         """Return the positions in `who` of each worker's trainings.

@@ -34,7 +34,7 @@ from rayps.federated.combine_replies import RoundAggregate
 from rayps.federated.remote.blamed_clients import Refusal, Refusals
 from rayps.federated.remote.client_state import WHY_SILENT
 from rayps.federated.remote.mailbox import Mailbox, RoundOrder, SecureOutcome
-from rayps.federated.remote.secure_options import SecureOptions, secure_of
+from rayps.federated.remote.secure_options import SecureOptions
 from rayps.federated.remote.signed_orders import OrderFacts
 from rayps.federated.remote.stage_leases import StageLeases
 
@@ -187,11 +187,11 @@ def secure_rounds_of(engine: FederatedEngine, mailbox: Mailbox) -> SecureRounds 
     Raises:
         ConfigError: the model has buffers that clients would send.
     """
-    options, strategy = secure_of(engine.strategy.real.secure), engine.strategy
+    options = engine.federation.secure
     if options is None:
         return None
     part = engine.private_layers
-    sent = {} if engine.side.keeps_buffers else part.without_private(engine.trainer.buffers)
+    sent = {} if engine.federation.client_side.keeps_buffers else part.without_private(engine.trainer.buffers)
     if BufferStatistics(sent).size:
         raise ConfigError(
             "secure aggregation sums updates of bounded norm, but this model has buffers without a bound (BatchNorm's "
@@ -199,7 +199,7 @@ def secure_rounds_of(engine: FederatedEngine, mailbox: Mailbox) -> SecureRounds 
             "model",
             field="secure",
         )
-    least = strategy.aggregation.min_replies
+    least = engine.federation.aggregation.min_replies
     return SecureRounds(mailbox, options, least, part.shared_size, private=engine.private)
 
 

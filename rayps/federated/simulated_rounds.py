@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from rayps.federated.population.async_events import AsyncBuffer
 from rayps.federated.population.events import Events, InStep
 from rayps.federated.population.population import Population
-from rayps.federated.strategy_interface import FederatedView
+from rayps.federated.strategy_interface import Federation
 
 
-def events_of(strategy: FederatedView, sizes: Iterable[int], seed: int, batch_size: int, accumulate: int = 1) -> Events:
+def events_of(given: Federation, sizes: Iterable[int], seed: int, batch_size: int, accumulate: int = 1) -> Events:
     """Return the simulation that plans the rounds of a federated strategy.
 
     `sizes` are the clients' numbers of samples, `batch_size` is the data's batch size, and a step takes
@@ -19,11 +19,11 @@ def events_of(strategy: FederatedView, sizes: Iterable[int], seed: int, batch_si
     Raises:
         ConfigError: the strategy's options do not fit this many clients, or a trace cannot be read.
     """
-    population, aggregation, local = strategy.population, strategy.aggregation, strategy.local
+    population, aggregation, local = given.population, given.aggregation, given.local
     simulated = Population(
         seed,
         [local.work(int(own), batch_size, accumulate) for own in sizes],
-        fraction=strategy.fraction,
+        fraction=given.fraction,
         speed=population.speed,
         available=population.available,
         dropout=population.dropout,
@@ -31,7 +31,7 @@ def events_of(strategy: FederatedView, sizes: Iterable[int], seed: int, batch_si
         enough=aggregation.enough,
         over_selection=aggregation.over_selection,
     )
-    buffered = strategy.buffered
+    buffered = given.buffered
     if buffered is None:
         return InStep(simulated)
     return AsyncBuffer(simulated, buffered.size, buffered.concurrency, buffered.max_staleness)

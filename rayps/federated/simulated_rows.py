@@ -5,16 +5,16 @@ from __future__ import annotations
 from rayps.data.base import Data
 from rayps.data.clients import Clients
 from rayps.federated.client import ClientRows
-from rayps.federated.strategy_interface import FederatedView, attackers_of
+from rayps.federated.strategy_interface import Federation
 
 
 class SimulatedRows:
     """The rows of each client of a data set, as a client of this job trains on them."""
 
-    def __init__(self, strategy: FederatedView, data: Data, clients: Clients, seed: int) -> None:
-        """Draw the attackers of `strategy`, if it simulates some. `clients` are those of `data`."""
+    def __init__(self, given: Federation, data: Data, clients: Clients, seed: int) -> None:
+        """Draw the attackers, if the job simulates some. `clients` are those of `data`."""
         self._data, self._clients = data, clients
-        attack = attackers_of(strategy)
+        attack = given.population.attackers
         self._attack = attack if attack is None else attack.with_classes(clients.label_names)
         flips = attack is not None and attack.flips_labels
         self._flippers = attack.attackers(seed, clients.count) if attack is not None and flips else frozenset[int]()

@@ -9,10 +9,10 @@ from rayps.core.strategy import StrategyView
 from rayps.core.strategy_families import has_remote_clients
 from rayps.federated.aggregation_options import Aggregation
 from rayps.federated.local_training import LocalTraining
-from rayps.federated.population.attack_spec import AttackSpec
 from rayps.federated.population.options import PopulationSpec
 from rayps.federated.remote.client_options import RealClients
-from rayps.federated.remote.join_options import JoinOptions, joining_of, round_seconds
+from rayps.federated.remote.join_options import JoinOptions, round_seconds
+from rayps.federated.remote.secure_options import SecureOptions
 from rayps.privacy.options import PrivacySpec
 
 if TYPE_CHECKING:
@@ -54,45 +54,35 @@ class ClientSide:
         return bool(self.finetune or self.model or self.private or self.keeps_buffers)
 
 
+@dataclass(frozen=True, slots=True)
+class Federation:
+    """What a federated strategy declares to those that run its rounds: plain values."""
+
+    fraction: float  # of the clients that a round asks
+    local: LocalTraining  # how long a client trains in a round
+    aggregation: Aggregation  # how the replies of a round are combined into one update
+    population: PopulationSpec  # the simulated clients
+    client_side: ClientSide
+    real: RealClients  # the options for real clients, of which `joining` and `secure` are parsed
+    joining: JoinOptions | None = None  # how the job waits for real clients; None: its clients are simulated
+    secure: SecureOptions | None = None  # how updates are summed under masks; None: the service sees each update
+    privacy: PrivacySpec | None = None  # client-level differential privacy; None: the job is not private
+    report: str | None = None  # "clients" if each round reports how single clients' updates differ
+    buffered: Buffered | None = None  # asynchronous rounds; None: all clients of a round start together
+
+    @property
+    def deadline(self) -> float:
+        """The deadline of a round of real clients, in seconds."""
+        return round_seconds(self.population)
+
+
 @runtime_checkable
 class FederatedView(StrategyView, Protocol):
-    """A federated strategy: its options, and the paper's algorithm in the methods `client` and `server`."""
+    """A federated strategy: what it declares, and the paper's algorithm in the methods `client` and `server`."""
 
     @property
-    def fraction(self) -> float:
-        """The fraction of the clients that a round asks."""
-
-    @property
-    def local(self) -> LocalTraining:
-        """How long a client trains in a round."""
-
-    @property
-    def aggregation(self) -> Aggregation:
-        """The options by which the replies of a round are combined into one update."""
-
-    @property
-    def population(self) -> PopulationSpec:
-        """The options of the simulated clients."""
-
-    @property
-    def privacy_spec(self) -> PrivacySpec | None:
-        """The options of client-level differential privacy; None if the job is not private."""
-
-    @property
-    def report(self) -> str | None:
-        """ "clients" if each round reports how single clients' updates differ; None if it does not."""
-
-    @property
-    def buffered(self) -> Buffered | None:
-        """The options of asynchronous rounds; None means that all clients of a round start together."""
-
-    @property
-    def real(self) -> RealClients:
-        """The options for real clients."""
-
-    @property
-    def client_side(self) -> ClientSide:
-        """What a client stores, and what it sends in addition to its update."""
+    def federation(self) -> Federation:
+        """What the strategy declares."""
 
     def client(self, c: ClientTurn) -> None:
         """Train a client on `c.w`, which is w_t at the start."""
@@ -107,29 +97,8 @@ class FederatedView(StrategyView, Protocol):
         """Change the server's parameters `s.w` from w_t to w_(t+1), using the combined replies."""
 
 
-def attackers_of(strategy: FederatedView) -> AttackSpec | None:
-    """Return the attack that a strategy simulates, or None if it simulates no attack."""
-    return strategy.population.attackers
-
-
-def is_buffered(strategy: FederatedView) -> bool:
-    """Return whether the strategy is asynchronous, so that replies may have started from older parameters."""
-    return strategy.buffered is not None
-
-
-def deadline_of(strategy: FederatedView) -> float:
-    """Return the deadline of a round of real clients, in seconds."""
-    return round_seconds(strategy.population)
-
-
-def joining_under(strategy: FederatedView) -> JoinOptions | None:
-    """Return how a job waits for real clients, or None if its clients are simulated."""
-    return joining_of(strategy.real.clients)
-
-
 def state_owner(strategy: StrategyView) -> str | None:
     """Return the strategy's name if the workers store a state of each client, or None if they do not."""
     if not isinstance(strategy, FederatedView) or has_remote_clients(strategy):
         return None  # real clients store their states themselves
-    side = strategy.client_side
-    return strategy.name if side.stateful else None
+    return strategy.name if strategy.federation.client_side.stateful else None

@@ -131,7 +131,7 @@ class CallbackRunner:
         """Prepare. `timeout` is the time limit of a call in seconds (`rayps.core.user_code.awaited`)."""
         self.run = run
         self.evaluated = 0  # the last evaluation that was reported
-        self.ended = self.early = False  # whether the driver has ended the run after a stop, and before its last round
+        self.ended = False  # whether the driver has ended the run after a stop
         self._named = _named(callbacks)
         self._timeout = timeout
         self._seen = SeenRounds()
@@ -215,9 +215,9 @@ class CallbackRunner:
         """
         self.deliver([point for point in points if point["kind"] == "evaluation" or point["round"] < before])
 
-    def end_at(self, end: int, rounds: int) -> None:
-        """After a stop, end the run after round `end` of `rounds`. Report what was held back and is not later."""
-        self.ended, self.early = True, end < rounds
+    def end_at(self, end: int) -> None:
+        """After a stop, end the run after round `end`. Report what was held back and is not later."""
+        self.ended = True
         held, self._held = self._held, []
         self.deliver(until(held, end))
 

@@ -426,8 +426,8 @@ class Driver:
         end = min(snapshot.round + (bool(snapshot.own) and not agreed), rounds)
         run = self._callbacks.run
         if end < rounds:
-            message = f"the run ends after round {end} of {rounds}: {run.stop_reason}"
-            self.journal.event("ended_early", message, round=end, rounds=rounds)
+            early = calendar.ends_early(str(run.stop_reason))
+            self.journal.event("ended_early", early.message(end), round=end, rounds=rounds)
         elif run.stop_round < snapshot.round:
             self.journal.event(
                 "warning",
@@ -438,7 +438,7 @@ class Driver:
         calendar.end_at(end)
         self._record.end_generation()
         self._record.flush()
-        self._callbacks.end_at(end, rounds)
+        self._callbacks.end_at(end)
 
     def _enter_phase(self, number: int) -> Findings:
         plan, count = self._plan, len(self._phases)
@@ -810,12 +810,8 @@ class Driver:
             outcome.status, outcome.message, outcome.error = Status.FAILED, str(error), error
         elif state.status is Status.SUCCEEDED:
             outcome.metrics, outcome.tables = self._record.metrics, self._checkpoints.tables
-            if self._plan.calendar.early is not None:
-                outcome.message = self._plan.calendar.early
-            if self._callbacks.early:
-                outcome.message = (
-                    f"ended early after round {self._checkpoints.round}: {self._callbacks.run.stop_reason}"
-                )
+            if (early := self._plan.calendar.early) is not None:
+                outcome.message = early.message(self._checkpoints.round)
         elif state.status is Status.STOPPED and self._move.reason is not None:
             outcome.message = self._leave()
             return outcome

@@ -17,7 +17,6 @@ from rayps.cluster.reservation import torch_threads
 from rayps.core.errors import CheckpointError, ConfigError
 from rayps.core.spelling import near
 from rayps.core.strategy import Phase, StrategyView
-from rayps.core.strategy_families import has_remote_clients
 from rayps.core.urls import Location
 from rayps.core.user_code import user_code
 from rayps.core.values import JsonObject
@@ -65,7 +64,8 @@ class JobClients:
 
         `threads` is the number of torch's threads in each of the job's workers.
         """
-        self.workload, self.strategy, self.snapshot, self.states = workload, strategy, snapshot, states
+        self.workload, self.snapshot, self.states = workload, snapshot, states
+        self.strategy_name, self.federation = strategy.name, strategy.federation
         self.seed, self.threads = seed, threads
 
     @classmethod
@@ -103,7 +103,7 @@ class JobClients:
         ticks, round = Ticks(snapshot.origin, snapshot.steps_per_epoch), snapshot.round
         tick = ticks.of(self.workload.schedule_every, round)
         begun = round - snapshot.origin[0]
-        return GlobalState(self.strategy, self.seed, begun, tick, snapshot.params, snapshot.buffers, snapshot.shared)
+        return GlobalState(self.federation, self.seed, begun, tick, snapshot.params, snapshot.buffers, snapshot.shared)
 
     @cached_property
     def data(self) -> Data:
@@ -134,8 +134,8 @@ class JobClients:
         Raises:
             ConfigError: there is no client of this name, it has no personal model, or it is a real client.
         """
-        side, name = self.strategy.client_side, str(name)
-        if has_remote_clients(self.strategy):
+        side, name = self.federation.client_side, str(name)
+        if self.federation.joining is not None:
             raise ConfigError(
                 "the clients of this job are real, and their personal models stay with them: run `rayps personal "
                 "WORKLOAD --job ID --name NAME`\non the client's machine",
@@ -143,7 +143,7 @@ class JobClients:
             )
         if not side.measured:
             raise ConfigError(
-                f"{self.strategy.name} keeps no model of each client: use ditto, fedper or fedrep, or give "
+                f"{self.strategy_name} keeps no model of each client: use ditto, fedper or fedrep, or give "
                 'finetune=1 or buffers="keep". `model()` is the model of all clients',
                 field="client",
             )
@@ -219,4 +219,4 @@ class ClientResult:
 
     def _rows(self) -> ClientRows:
         job = self._job
-        return SimulatedRows(job.strategy, job.data, job.clients, job.seed).of(self.number)
+        return SimulatedRows(job.federation, job.data, job.clients, job.seed).of(self.number)

@@ -104,7 +104,7 @@ class PhaseRun:
         planned = "" if self.end >= OPEN else f" of {self.end}"
         journal.event("met", f"{self.name} ends after round {at}{planned}: {reason}", round=at, end=self._known_end)
         if planned and self.end == calendar.rounds:
-            calendar.early = f"ended early after round {at}{planned}: {reason}"
+            calendar.ends_early(reason)
         calendar.cut(self.end, at)
 
     def report_start(self, journal: Journal, now: int) -> None:

@@ -19,7 +19,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-from rayps_client.members.member_certificates import MemberCertificate, PrivateKey, serial_text
+from rayps_client.members.member_certificates import MemberCertificate, PrivateKey
 from rayps_client.members.member_key import PASSPHRASE, read_private
 from rayps_client.private_file import private_write
 from rayps_client.signed_orders import NAME
@@ -128,12 +128,23 @@ def others_of(folder: Path, member: MemberCertificate) -> list[MemberCertificate
 
 
 def _valid(folder: Path) -> list[MemberCertificate]:
+    """Return the certificates that an authority has issued and that are valid now, the oldest first."""
+    return [each for each, ended in with_ends(folder) if ended is None]
+
+
+def with_ends(folder: Path) -> list[tuple[MemberCertificate, str | None]]:
+    """Return all certificates that an authority has issued, the oldest first, and why each is not valid any more.
+
+    The reason is "revoked" or "expired", or None if the certificate is valid.
+    """
     revoked, now = {serial for serial, _ in _revoked(folder)}, datetime.datetime.now(datetime.UTC)
-    return [
-        each
-        for each in issued(folder)
-        if each.certificate.not_valid_after_utc >= now and each.certificate.serial_number not in revoked
-    ]
+    return [(each, _end(each.certificate, revoked, now)) for each in issued(folder)]
+
+
+def _end(certificate: x509.Certificate, revoked: set[int], now: datetime.datetime) -> str | None:
+    if certificate.serial_number in revoked:
+        return "revoked"
+    return "expired" if certificate.not_valid_after_utc < now else None
 
 
 def _name_in(asked: x509.CertificateSigningRequest) -> str:
@@ -178,11 +189,6 @@ def issued(folder: Path) -> list[MemberCertificate]:
     paths = (folder / "issued").glob("*.pem")
     found = [MemberCertificate.of(x509.load_pem_x509_certificate(path.read_bytes())) for path in paths]
     return sorted(found, key=lambda each: (each.certificate.not_valid_before_utc, each.serial))
-
-
-def revoked_serials(folder: Path) -> set[str]:
-    """Return the serial numbers of all certificates that an authority has revoked."""
-    return {serial_text(serial) for serial, _ in _revoked(folder)}
 
 
 def _authority(folder: Path) -> tuple[x509.Certificate, PrivateKey]:

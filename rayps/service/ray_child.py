@@ -49,7 +49,7 @@ class Child:
                 return
             threading.Thread(target=self._answer, args=request, daemon=True).start()
 
-    def answer(self, number: int, value: Any, error: Exception | None) -> None:
+    def answer(self, number: int, value: object, error: Exception | None) -> None:
         """Send the answer of request `number`."""
         try:
             data = pickle.dumps((number, value, error))
@@ -58,7 +58,7 @@ class Child:
         with self._sending:
             self._pipe.send_bytes(data)
 
-    def _answer(self, number: int, operation: str, args: tuple[Any, ...], named: Keywords) -> None:
+    def _answer(self, number: int, operation: str, args: tuple[object, ...], named: Keywords) -> None:
         try:
             value, error = getattr(self, f"do_{operation}")(*args, **named), None
         except Exception as raised:  # sent to the service

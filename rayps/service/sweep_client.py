@@ -19,11 +19,11 @@ class SweepMember(Protocol):
         """The job's id."""
         ...
 
-    def wait(self, timeout: float | None = None, pause: float = 0.5) -> Any:
+    def wait(self, timeout: float | None = None, pause: float = 0.5) -> object:
         """Wait until the job has ended."""
         ...
 
-    def refresh(self) -> Any:
+    def refresh(self) -> Self:
         """Read the service's newest answer about the job."""
         ...
 
@@ -101,7 +101,7 @@ class Sweep(Generic[JobT]):
                 "the jobs (sweep.wait()), or see why they ended (sweep.table())",
                 status=404,
             )
-        return next(job for job in self.jobs if job.id == row["id"]).refresh()  # type: ignore[no-any-return]
+        return next(job for job in self.jobs if job.id == row["id"]).refresh()
 
 
 def table_of(found: Comparison) -> list[JsonObject]:

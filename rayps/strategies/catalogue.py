@@ -143,8 +143,8 @@ def parse(given: StrategySpec, folder: str | Path | None = None) -> list[Phase]:
                 "write [(2, ParameterServer()), AllReduce()]",
                 field="strategy",
             )
-    options = (phase.strategy.real for phase in phases if isinstance(phase.strategy, FederatedView))
-    secure = {real.secure is not None for real in options if real.clients is not None}
+    declared = (phase.strategy.federation for phase in phases if isinstance(phase.strategy, FederatedView))
+    secure = {each.secure is not None for each in declared if each.joining is not None}
     if len(secure) > 1:
         raise ConfigError(
             "some phases of this job are secure and others are not: the others would show each update. Give all "

@@ -66,7 +66,7 @@ from rayps.federated.remote.client_options import RealClients
 from rayps.federated.remote.coding_options import check_codings
 from rayps.federated.remote.join_options import joining_of
 from rayps.federated.remote.secure_options import LEAST, SecureOptions, secure_of
-from rayps.federated.strategy_interface import Buffered, ClientSide
+from rayps.federated.strategy_interface import Buffered, ClientSide, Federation
 from rayps.privacy.options import PrivacySpec, privacy_of
 from rayps.strategies.base import Strategy
 from rayps.strategies.private_options import check_private
@@ -120,7 +120,8 @@ class Federated(FlatOptions, Strategy):
         secure = secure_of(self.real.secure)
         if secure is not None:
             self._check_for_secure_sums(secure)
-        check_private(self)
+        if self.privacy_spec is not None:
+            check_private(self.name, self.federation, self.privacy_spec)
         check_codings(self.real, None if self.buffered is None else self.name)
 
     def _check_client_evaluation(self) -> None:
@@ -226,6 +227,23 @@ class Federated(FlatOptions, Strategy):
             what = f"replies gathered by {grid.data} workers"
             return [TrafficCost(what, "V of each reply to each other worker", None, None)]
         return [traffic.summed_replies(grid, sizes, len(self.sums))]
+
+    @property
+    def federation(self) -> Federation:
+        """What the strategy declares to those that run its rounds."""
+        return Federation(
+            self.fraction,
+            self.local,
+            self.aggregation,
+            self.population,
+            self.client_side,
+            self.real,
+            joining=joining_of(self.real.clients),
+            secure=secure_of(self.real.secure),
+            privacy=self.privacy_spec,
+            report=self.report,
+            buffered=self.buffered,
+        )
 
     @property
     def client_side(self) -> ClientSide:

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rayps.core.errors import ConfigError
-from rayps.core.strategy_families import has_remote_clients
+from rayps.federated.strategy_interface import Federation
 from rayps.privacy.options import ALL, FIXED, POISSON, TREE, PrivacySpec
 
-if TYPE_CHECKING:
-    from rayps.federated.strategy_interface import FederatedView
 
-
-def check_private(strategy: FederatedView) -> None:
-    """Check the options of a federated strategy with those of its `privacy`.
+def check_private(name: str, given: Federation, spec: PrivacySpec) -> None:
+    """Check the options of the federated strategy of this name with those of its `privacy`, `spec`.
 
     Raises:
         ConfigError: an option would void the claim; the text says why, and what to do instead.
     """
-    spec = strategy.privacy_spec
-    if spec is None:
-        return
-    _refuse_algorithm(strategy)
-    _refuse_options(strategy, spec)
-    if spec.by_clients and strategy.real.secure is None:
+    _refuse_algorithm(name, given)
+    _refuse_options(name, given, spec)
+    if spec.by_clients and given.secure is None:
         raise ConfigError(
             "privacy has noise_by=clients, but a client's share of the noise does not protect it: only the sum under "
             "masks has enough. Give secure=secagg(clip=...,max_weight=1) and clients=remote too, or leave noise_by out",
             field="privacy",
         )
-    if has_remote_clients(strategy):
+    if given.joining is not None:
         if spec.sampling in (POISSON, FIXED):
             raise ConfigError(
                 f"privacy has sampling={spec.sampling}, but real clients come and go as they like, so no round is a "
@@ -40,18 +32,18 @@ def check_private(strategy: FederatedView) -> None:
         return
     kind = TREE if spec.mechanism == TREE else spec.sampling or POISSON
     if kind != ALL:
-        for name, value in (("available", strategy.population.available), ("deadline", strategy.population.deadline)):
+        for option, value in (("available", given.population.available), ("deadline", given.population.deadline)):
             if value is not None:
                 raise ConfigError(
-                    f"{name} is {value!r}: clients that come and go, or are late, are no random sample, which "
-                    f"privacy with {kind} assumes; leave {name} out, or give privacy sampling=all",
-                    field=name,
+                    f"{option} is {value!r}: clients that come and go, or are late, are no random sample, which "
+                    f"privacy with {kind} assumes; leave {option} out, or give privacy sampling=all",
+                    field=option,
                 )
 
 
-def _refuse_algorithm(strategy: FederatedView) -> None:
-    name, side = strategy.name, strategy.client_side
-    if strategy.buffered is not None:
+def _refuse_algorithm(name: str, given: Federation) -> None:
+    side = given.client_side
+    if given.buffered is not None:
         raise ConfigError(
             f"privacy cannot be proven under {name}: how old updates are, and how often a client takes part, depends "
             "on the clients' speeds; use fedavg, fedprox, ditto or a server optimizer (fedavgm, fedadam, ...)",
@@ -71,8 +63,8 @@ def _refuse_algorithm(strategy: FederatedView) -> None:
         )
 
 
-def _refuse_options(strategy: FederatedView, spec: PrivacySpec) -> None:
-    aggregation = strategy.aggregation
+def _refuse_options(name: str, given: Federation, spec: PrivacySpec) -> None:
+    aggregation = given.aggregation
     if aggregation.rule != "mean":
         raise ConfigError(
             f"rule is {aggregation.rule!r}, but privacy adds noise to a sum, and a robust rule is none: how much one "
@@ -85,28 +77,28 @@ def _refuse_options(strategy: FederatedView, spec: PrivacySpec) -> None:
             f"privacy=dp(clip={aggregation.clip:g},...) and leave clip out",
             field="clip",
         )
-    if strategy.real.client_evaluation and spec.mechanism == TREE:
+    if given.real.client_evaluation and spec.mechanism == TREE:
         raise ConfigError(
             "client_evaluation=true asks clients in each evaluation, but tree noise assumes that each takes part once "
             "in a tree: leave it out, and evaluate where the rows are (rayps personal), or give sampling=all",
             field="client_evaluation",
         )
-    for name, value, unset in (
+    for option, value, unset in (
         ("min_replies", aggregation.min_replies, 1),
         ("enough", aggregation.enough, None),
         ("over_selection", aggregation.over_selection, 0.0),
-        ("attack", strategy.population.attack, None),
-        ("report", strategy.report, None),
+        ("attack", given.population.attack, None),
+        ("report", given.report, None),
     ):
         if value != unset:
             raise ConfigError(
-                f"{name} is {value!r}: what a private round does or says must not depend on how many clients reply, or "
-                f"on what single clients send; leave {name} out",
-                field=name,
+                f"{option} is {value!r}: what a private round does or says must not depend on how many clients reply, "
+                f"or on what single clients send; leave {option} out",
+                field=option,
             )
     if spec.physical_batch is not None:
         raise ConfigError(
             f"privacy has physical_batch={spec.physical_batch}, which is for the privacy of rows (all_reduce, "
-            f"parameter_server); {strategy.name} protects clients: leave it out",
+            f"parameter_server); {name} protects clients: leave it out",
             field="privacy",
         )
