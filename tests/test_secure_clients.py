@@ -581,14 +581,26 @@ def test_a_client_with_unknown_keys_makes_rounds_void_and_ends_no_other_client(c
     assert len(cohorts(job)) == 2
 
 
-@pytest.mark.parametrize("refuses", [False, True])
-def test_a_client_that_makes_every_round_void_is_asked_no_more(clinic: Clinic, refuses: bool) -> None:
-    """Either the others do not know its key, or it does not know theirs: it is in conflict with the majority."""
+@pytest.mark.parametrize("how", ["key", "peers", "shares"])
+def test_a_client_that_makes_every_round_void_is_asked_no_more(
+    clinic: Clinic, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The others do not know its key, or cannot open its shares, or it knows no other: it is against the majority."""
     private = [Ed25519PrivateKey.generate() for _ in range(4)]
     known = {f"h{k}": key.public_key() for k, key in enumerate(private[:3])}
-    stranger = PinnedKeys(private[2], {"h2": private[2].public_key()}) if refuses else PinnedKeys(private[3], known)
-    job = clinic.job(secure(2, ",verify=true,threshold=0.7"), rounds=6, seed=5)
-    keys = [PinnedKeys(private[0], known), PinnedKeys(private[1], known), stranger]
+    stranger = PinnedKeys(private[3], known)
+    if how == "peers":
+        stranger = PinnedKeys(private[2], {"h2": private[2].public_key()})
+    keys: list[PinnedKeys | None] = [PinnedKeys(private[0], known), PinnedKeys(private[1], known), stranger]
+    if how == "shares":
+        sealed, keys = SecureTurn._sealed, [None] * 3
+
+        def seal(self: SecureTurn, to: int, shares: bytes) -> bytes:
+            return bytes(100) if self._rules.name == "h2" else sealed(self, to, shares)
+
+        monkeypatch.setattr(SecureTurn, "_sealed", seal)
+    verify = "" if how == "shares" else ",verify=true"
+    job = clinic.job(secure(2, f"{verify},threshold=0.7"), rounds=6, seed=5)
     hospitals = [clinic.hospital(job, k, pinned=each) for k, each in enumerate(keys)]
     for hospital in (hospitals[2], hospitals[0], hospitals[1]):
         hospital.begin()
@@ -596,7 +608,11 @@ def test_a_client_that_makes_every_round_void_is_asked_no_more(clinic: Clinic, r
     rounds = [(event["replied"], event["sampled"]) for event in cohorts(job)]
     alone = rounds.count((0, 2))  # a round that has begun before the third had joined: its void is undecided
     assert alone <= 1 and rounds[alone:] == [(0, 3)] * 3 + [(2, 2)] * (3 - alone)
-    done = "it refused h0, h1 (share_keys)" if refuses else "h0, h1 refused its message (share_keys)"
+    done = {
+        "key": "h0, h1 refused its message (share_keys)",
+        "peers": "it refused h0, h1 (share_keys)",
+        "shares": "h0, h1 refused its message (masked_input)",
+    }[how]
     why = f"is asked no more: 3 rounds were void because of it; in the last one {done}"
     (event,) = (event for event in job.events() if "excluded" in event)
     assert (event["kind"], event["excluded"], event["round"]) == ("warning", "h2", 2 + alone)
