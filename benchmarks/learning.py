@@ -47,11 +47,14 @@ _STRATEGIES: dict[str, list[tuple[str, int]]] = {  # for each scene: strategies 
     "writers": [
         ("fedavgm:fraction=0.1,local_epochs=2,batch_size=10,beta=0.9,server_lr=0.3", 80),
         ("ditto:fraction=0.1,local_epochs=1,batch_size=10,lam=0.5", 60),
+        ("fedper:private=2,fraction=0.1,local_epochs=2,batch_size=10", 80),
+        ("fedrep:private=2,fraction=0.1,local_epochs=1,head_epochs=5,batch_size=10", 80),
     ],
 }
 _ALONE = "fedavg:local_epochs=5,batch_size=10"  # with one client, this is plain SGD, bit for bit
 _WHOLE = "fedavg:local_epochs=1,batch_size=10"  # for one client that has all rows: plain SGD, evaluated every epoch
 _LONE = 20  # number of clients that train alone
+_PERSONAL = ("ditto", "fedper", "fedrep")  # have personal models of their own
 _TUNED = 5  # epochs for which a writer trains the final model further, to make its personal model
 
 
@@ -226,7 +229,7 @@ class _Scene:
             yield self._measure_strategy("in one place", _WHOLE, 10 if self.scene == "writers" else 5, iid(1))
         for text, rounds in strategies:
             if self.scene == "writers":
-                tuned = "" if text.startswith("ditto") else f",finetune={_TUNED}"
+                tuned = "" if text.startswith(_PERSONAL) else f",finetune={_TUNED}"
                 text += f",evaluate_every={rounds}{tuned}"
             yield self._measure_strategy(text, text, rounds)
 

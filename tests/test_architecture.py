@@ -53,6 +53,8 @@ LAZY = {  # (module, what it imports within a function): why
     ("federated.robust_rules", "rayps.federated.rule_arithmetic"): "the job service reads rules without numpy",
     ("service.strategy_child", "rayps.workload.base"): "only the check of parameters needs torch",
     ("cli.doctor", "resource"): "not on every system",
+    ("service.strategy_child", "rayps.federated.private_job"): "only private jobs with a budget need the accountant",
+    ("service.strategy_child", "rayps.privacy.accountant"): "the same",
     ("privacy.accountant", "dp_accounting"): "only private jobs need the library",
     ("privacy.accountant", "dp_accounting.pld"): "only private jobs need the library",
 }

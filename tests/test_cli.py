@@ -371,13 +371,38 @@ def test_ids_are_never_cut_and_the_last_column_wraps(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("sys.stdout", out := Terminal())
     long = "parameter_server:staleness=none,shards=4 > all_reduce"
     show.table(
-        ["id", "strategy", "result"], [["0123456789ABCDEFGHJKMNPQRS", long, "one two three " * 6]], cut=("strategy",)
+        ["id", "strategy", "result"], [["0123456789ABCDEFGHJKMNPQRS", long, "one two three " * 6]], cut={"strategy": 10}
     )
     text = out.getvalue()
     assert "0123456789ABCDEFGHJKMNPQRS" in text
     assert long not in text and long[:8] in text
     assert text.split().count("three") == 6
     assert max(map(len, text.splitlines()[1:])) <= 70  # below the heading, which is bold
+
+
+def test_metrics_leave_out_columns_that_no_round_has(at: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    private = at.add(strategy="fedavg:privacy=dp(noise_multiplier=1.1)")
+    points: list[dict[str, Any]] = [
+        {"kind": "round", "round": i, "loss": None, "samples": 0, "seconds": 0.5, "epsilon": 1.0 + i, "releases": i + 1}
+        for i in range(8)
+    ]
+    (at.start(private) / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
+    assert cli.main(["metrics", private, "--points", "4"]) == 0
+    out, err = capsys.readouterr()
+    heads, *rows = [line.split() for line in out.splitlines()]
+    assert heads == ["round", "epsilon", "releases"]
+    assert rows == [["0-1", "2", "2"], ["2-3", "4", "4"], ["4-5", "6", "6"], ["6-7", "8", "8"]]  # after the last round
+    assert "not reported under privacy" in err
+    plain = at.add()
+    (at.start(plain) / "metrics.jsonl").write_text(
+        json.dumps({"kind": "round", "round": 0, "loss": 0.5, "samples": 5, "seconds": 0.5}) + "\n"
+    )
+    assert cli.main(["metrics", plain]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0].split() == ["round", "loss", "min", "max", "samples/s"] and err == ""
+    assert cli.main(["metrics", at.add()]) == 0
+    out, err = capsys.readouterr()
+    assert out == "" and "has no rounds" in err
 
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\x1b]52;c;ZXZpbA==\x07\x9b31m\rover\x08\x00\x7f\u202eevil"

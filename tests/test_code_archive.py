@@ -19,7 +19,7 @@ from rayps_client.signed_orders import ClientToken, Key
 from rayps.core.code_archive import ArchiveEntry, hash_of, leaves, read, unpack, write
 from rayps.core.errors import ConfigError, ServiceError
 from rayps.core.requirements import read_requirements, refused_requirement
-from rayps.service.code_files import code_files, pack_code
+from rayps.service.code_files import code_files, must_be_project, pack_code
 from rayps.service.code_origin import MOST_DIFF, origin_of
 from rayps.service.code_upload import prepare_upload, write_code
 from rayps.service.member_authority import issue, new_authority, new_request
@@ -263,11 +263,21 @@ def test_the_error_of_a_large_folder_names_the_five_largest_files(tmp_path: Path
     assert "500000.bin" in pack_code(tmp_path, 3_000_000).paths
 
 
-def test_home_and_root_are_no_projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for folder in (tmp_path, Path("/")):
-        with pytest.raises(ConfigError, match="not one project"):
-            pack_code(folder)
+def test_home_root_and_temporary_folders_are_no_projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = plant(tmp_path / "home", {"project/w.py": "1"})
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+    for folder, what in (
+        (home, "the home directory"),
+        (Path("/"), "the root of the file system"),
+        (Path("/tmp"), "temporary files"),
+        (tmp_path / "scratch", "temporary files"),
+    ):
+        with pytest.raises(ConfigError, match=what) as error:
+            must_be_project(folder)
+        assert "--working-dir DIR" in str(error.value) and error.value.data["field"] == "working_dir"
+    must_be_project(home / "project")
+    assert pack_code(home).paths == {"project/w.py"}  # whoever names the folder gets it
     with pytest.raises(ConfigError, match="does not exist"):
         pack_code(tmp_path / "none")
 

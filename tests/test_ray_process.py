@@ -58,6 +58,17 @@ def hurt(tmp_path: Path, mode: str) -> None:
     (tmp_path / "mode").write_text(mode)
 
 
+def test_sigterm_to_the_whole_service_does_not_end_the_child_before_it(
+    join: Callable[..., ClusterProcess], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As systemd sends it: the service ends the child itself, and no stack of Ray is in its log."""
+    first = join()
+    os.kill(first.pid, signal.SIGTERM)
+    assert first.free() == {"cpu": 4.0, "gpu": 0.0} and first.alive
+    first.close()
+    assert processes.start_time(first.pid) is None and "ended with code" not in caplog.text
+
+
 def test_actors_are_known_by_name(join: Callable[..., ClusterProcess], tmp_path: Path) -> None:
     first = join()
     handle = first.spawn("module:Class", 1, {"two": 2}, name="a", detached=True, here=True, more=[3])

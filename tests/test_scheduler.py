@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import subprocess
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -641,6 +643,45 @@ def test_an_orderly_end_is_no_failure(tmp_path: Path) -> None:
         assert (found.status, found.attempt, found.failures, found.interrupted) == (S.RECOVERING, 2, 0, False)
 
     serve(tmp_path, body)
+
+
+class StartingPlace(FakePlace):
+    """A Ray that starts until the service disconnects."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.stopping = threading.Event()
+
+    def cluster(self) -> Any:
+        assert self.stopping.wait(60)
+        raise ClusterError("the service is stopping\nsee the log")
+
+    def disconnect(self, *, end: bool) -> None:
+        self.stopping.set()
+
+
+def test_a_view_that_the_end_of_the_service_breaks_off_is_one_line_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SIGTERM while Ray starts: the view of Ray fails after its tick was cancelled, and nobody awaits it."""
+
+    async def body(store: Store, _: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
+        await add(store)
+        scheduler = Scheduler(store, StartingPlace(), tmp_path / "jobs")
+        tick = asyncio.create_task(scheduler.tick())
+        await asyncio.sleep(0.1)
+        tick.cancel()
+        await asyncio.gather(tick, return_exceptions=True)
+        await scheduler.close(end=True)
+        del tick, scheduler
+        gc.collect()
+
+    caplog.set_level("INFO")
+    serve(tmp_path, body)
+    assert "never retrieved" not in caplog.text and "Traceback" not in caplog.text
+    assert [r.getMessage() for r in caplog.records if "stopping" in r.getMessage()] == [
+        "the service stopped while it looked at Ray: the service is stopping"
+    ]
 
 
 @pytest.mark.parametrize("trouble", [ClusterError("no route"), OSError("gone"), "slow"])

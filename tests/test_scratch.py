@@ -1,16 +1,20 @@
 """A process's private folder, and what is swept after a process that was killed."""
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from rayps.cluster.code_folder import JobCode, enter_code
 from rayps.cluster.local import until
 from rayps.cluster.scratch import Scratch, sweep
 from rayps.service import processes
+from rayps.service.code_files import pack_code
 
 CHILD = """
 import sys, time
@@ -58,6 +62,24 @@ def test_only_the_folders_of_the_dead_are_swept(tmp_path):
     assert not Path(path).exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["other", "rayps-of-a-daemon", mine.path.name])
     mine.close()
+
+
+def test_code_that_a_killed_process_has_unpacked_in_part_is_unpacked_again(tmp_path, monkeypatch):
+    """Another process of the job waits for the folder meanwhile, so that it is not swept."""
+    (tmp_path / "w.py").write_text("whole = True\n")
+    packed = pack_code(tmp_path)
+    held = Path("/tmp" if len(tempfile.gettempdir()) > 20 else tempfile.gettempdir())
+    held /= f"rayps-code-part-{os.getpid()}-{packed.hash[:16]}"
+    (held / "code").mkdir(parents=True)
+    (held / "code" / "w.py").write_text("who")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    with (held / "owner.lock").open("a+") as waits:
+        fcntl.flock(waits, fcntl.LOCK_SH)
+        opened = enter_code(JobCode(f"part-{os.getpid()}", packed.archive))
+        assert (Path(opened.folder) / "w.py").read_text() == "whole = True\n"
+        opened.close()
+    assert held in sweep(held.parent) and not held.exists()
 
 
 @pytest.mark.ray

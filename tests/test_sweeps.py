@@ -561,6 +561,30 @@ def test_the_service_compares_jobs_and_sweeps(
     clear(client)
 
 
+def test_a_job_without_a_sweep_is_shown_alone(
+    site: Site, client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAYPS_URL", site.url)
+    monkeypatch.setenv("RAYPS_TOKEN", site.token)
+    job = site.add()
+    swept = client.sweep({"workload": "digits:Digits", "working_dir": None}, name="other", lr=[0.1])
+    assert cli.main(["compare", job[:-1].lower()]) == 0
+    found = capsys.readouterr()
+    assert job in found.out and f"this is job {job} alone" in found.err and "the ids of other jobs" in found.err
+    assert cli.main(["compare", swept.jobs[0].id]) == 0
+    assert "or the name of its sweep, other" in capsys.readouterr().err
+    assert cli.main(["compare", "nothing"]) == 3
+    assert "there is no sweep and no job 'nothing': `rayps ls` lists the jobs" in capsys.readouterr().err
+    clear(client)
+
+
+def test_a_metric_that_no_job_has_is_not_compared() -> None:
+    private = series([None, None], {2: {"accuracy": 0.5}})
+    assert compared([job("a", {})], {"a": private}, 0.0)["metrics"] == ["accuracy"]
+    both = {"a": private, "b": series([1.0, None], {})}
+    assert compared([job("a", {}), job("b", {})], both, 0.0)["metrics"] == ["accuracy", BATCH_LOSS]
+
+
 def test_a_comparison_says_why_a_job_failed(
     client: Client, site: Site, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -568,7 +592,7 @@ def test_a_comparison_says_why_a_job_failed(
     monkeypatch.setenv("RAYPS_TOKEN", site.token)
     job = client.submit("w.py:W", working_dir=home, steps=1)
     site.store("change_status", job.id, Status.FAILED, message=None, reason="no module 'x'\nin w.py:1")
-    assert cli.main(["compare", job.id, job.id]) == 0  # one name is that of a sweep
+    assert cli.main(["compare", job.id, job.id]) == 0
     assert f"{job.id} failed: no module 'x'\n" in capsys.readouterr().out
     clear(client)
 
@@ -613,6 +637,33 @@ async def _records(path: Path) -> Any:
         return await store.page(), await store.page(sweep="x")
     finally:
         await store.close()
+
+
+def test_a_home_directory_is_packed_only_if_it_is_named(
+    site: Site, client: Client, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAYPS_URL", site.url)
+    monkeypatch.setenv("RAYPS_TOKEN", site.token)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home)
+    (home / "job.yaml").write_text("workload: w.py:W\n")
+    for words in (["submit", "job.yaml"], ["sweep", "job.yaml", "--over", "seed=1"]):
+        assert cli.main(words) == 2
+        error = capsys.readouterr().err
+        assert f"the current folder is {home}, the home directory" in error and "--working-dir ." in error
+        assert client.jobs() == []
+        assert cli.main([*words, "--working-dir", "."]) == 0
+        assert cli.main([*words, "--set", "working_dir=."]) == 0
+        assert f"packed from {home}" in capsys.readouterr().err
+        clear(client)
+    (home / "project").mkdir()
+    (home / "project" / "w.py").write_text((home / "w.py").read_text())
+    assert cli.main(["submit", "job.yaml", "--working-dir", "project"]) == 0
+    found = capsys.readouterr()
+    assert f"packed from {home / 'project'}" in found.err
+    assert cli.main(["submit", "--clone", found.out.strip(), "--working-dir", "."]) == 2
+    assert "leave out --working-dir" in capsys.readouterr().err
+    clear(client)
 
 
 def test_a_store_from_before_sweeps_is_read(tmp_path: Path) -> None:

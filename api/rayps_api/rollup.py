@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rayps.core.records import ROUND_FIELDS
+from rayps.core.records import GROWING_FIELDS, ROUND_FIELDS
 from rayps_api.folder import objects
 
 _MOST = 8192
@@ -33,6 +33,7 @@ class Bucket:
     parts: dict[str, float] = field(default_factory=dict)
     staleness: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, tuple[float, int]] = field(default_factory=dict)  # others: sum and count by name
+    largest: dict[str, float] = field(default_factory=dict)  # of what grows with the rounds: after the last of them
 
     def add(self, point: dict[str, Any]) -> None:
         """Add one round."""
@@ -49,7 +50,10 @@ class Bucket:
             self.staleness[age] = self.staleness.get(age, 0) + times
         for name, value in point.items():
             if name not in ROUND_FIELDS and isinstance(value, int | float) and math.isfinite(value):
-                self._add_number(name, value, 1)
+                if name in GROWING_FIELDS:
+                    self._add_growing(name, value)
+                else:
+                    self._add_number(name, value, 1)
 
     def merge(self, other: Bucket) -> None:
         """Add the sums of the bucket that follows this one."""
@@ -64,6 +68,11 @@ class Bucket:
             self.staleness[age] = self.staleness.get(age, 0) + times
         for name, (total, count) in other.numbers.items():
             self._add_number(name, total, count)
+        for name, value in other.largest.items():
+            self._add_growing(name, value)
+
+    def _add_growing(self, name: str, value: float) -> None:
+        self.largest[name] = max(value, self.largest.get(name, value))
 
     def _add_number(self, name: str, total: float, count: int) -> None:
         before, number = self.numbers.get(name, (0.0, 0))
@@ -72,7 +81,8 @@ class Bucket:
     def to_dict(self, begin: int, size: int, newest: int) -> dict[str, Any]:
         """Return the bucket as JSON data. It covers `size` rounds from `begin` on, but none after round `newest`.
 
-        `loss` is null if no round had a finite loss. `numbers` are the means of what the user or the strategy added.
+        `loss` is null if no round had a finite loss. `numbers` are the means of what the user or the strategy added;
+        of epsilon and the releases of a private job they are the values after the bucket's last round.
         """
         loss = None
         if self.finite:
@@ -87,7 +97,7 @@ class Bucket:
             "samples_per_second": self.samples / seconds if seconds > 0 and self.samples else None,
             **self.parts,
             "staleness": self.staleness,
-            "numbers": {name: total / count for name, (total, count) in self.numbers.items()},
+            "numbers": {name: total / count for name, (total, count) in self.numbers.items()} | self.largest,
         }
 
 

@@ -69,6 +69,7 @@ async def submit(
     async with JobCodes(running.code) as codes:
         spec, name = await accepted(body, running, codes)
         await refuse_params([spec], codes)
+    unchecked = await refuse_budgets([spec])
     passing("submit: checked, not stored")
     async with running.code.lock:
         if spec.code is not None:
@@ -77,6 +78,7 @@ async def submit(
     if created:
         passing("submit: stored, folder not written")
         await write_row(record.id, running, body.origin)
+        await note_unchecked([record.id], unchecked, running)
     passing("submit: stored, not acknowledged")
     running.scheduler.wake()
     place = {"Location": f"/api/v1/jobs/{record.id}"}
@@ -122,6 +124,21 @@ async def refuse_params(specs: list[JobSpec], codes: JobCodes, fields: Sequence[
     if folder is not None:
         loop = first.run is not None
         await strategy_check.refuse_params_in_child(first.target, folder, params, fields, loop=loop)
+
+
+async def refuse_budgets(specs: list[JobSpec]) -> str | None:
+    """Check the privacy budgets of jobs, as far as their specifications decide them.
+
+    Return why they could not be checked here, or None. Raises ConfigError if a budget allows no round.
+    """
+    return await strategy_check.refuse_budgets_in_child([spec.strategy for spec in specs])
+
+
+async def note_unchecked(jobs: list[str], why: str | None, running: Service) -> None:
+    """Write an event of each job whose privacy budget could not be checked at its submission because of `why`."""
+    for job in jobs if why is not None else ():
+        text = f"the privacy budget is checked at the start of the job, and was not at its submission: {why}"
+        await running.store.add_event(job, "warning", text)
 
 
 @router.get("", response_model=JobsOut)

@@ -17,7 +17,7 @@ from rayps.service.store import JobRecord
 from rayps.service.sweep import bare_fields, check_name, job_name, sweep_jobs
 from rayps.strategies.job import JobSpec
 from rayps_api.job_code import JobCodes
-from rayps_api.routes_jobs import accepted, refuse_params, write_row
+from rayps_api.routes_jobs import accepted, note_unchecked, refuse_budgets, refuse_params, write_row
 from rayps_api.schemas import ComparisonOut, JobIn, SweepIn, SweepOut, finite, problems
 from rayps_api.service import RunningService, Service
 
@@ -42,6 +42,7 @@ async def start_sweep(
             spec, base = await accepted(_job(each.fields, each.label), running, codes)
             jobs.append((spec, job_name(base, each.label)))
         await refuse_params([spec for spec, _ in jobs], codes, bare_fields(body.over))
+    unchecked = await refuse_budgets([spec for spec, _ in jobs])
     async with running.code.lock:
         if body.job.code is not None:
             running.code.path(body.job.code)
@@ -49,6 +50,7 @@ async def start_sweep(
     if created:
         for record in records:
             await write_row(record.id, running, body.job.origin)
+        await note_unchecked([record.id for record in records], unchecked, running)
     running.scheduler.wake()
     place = {"Location": f"/api/v1/sweeps/{name}"}
     return JSONResponse(_shown(name, records, running), 201 if created else 200, place)

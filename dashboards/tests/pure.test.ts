@@ -5,7 +5,7 @@ import { backoff, read, write } from "../src/lib/cursor";
 import { ema } from "../src/lib/ema";
 import * as format from "../src/lib/format";
 import { parse } from "../src/lib/json";
-import { csv, lossData, mainMetric, metricData, metricNames, rateData, sampled } from "../src/lib/plot";
+import { csv, lossData, mainMetric, metricData, metricNames, rateData, roundColumns, sampled } from "../src/lib/plot";
 import { dataShare, mean, rate, Series } from "../src/lib/series";
 import { matches, share } from "../src/lib/status";
 import { brief, current, describe as inWords, shardWords, staleBound, target, words } from "../src/lib/strategy";
@@ -141,6 +141,16 @@ describe("plot data", () => {
     const series = new Series();
     series.add([round(0, 0.5), round(1, null)]);
     expect(csv(series)).toBe("round,round_end,loss_mean,loss_min,loss_max,samples_per_second\n0,0,0.5,0.5,0.5,20\n1,1,,,,20\n");
+  });
+  it("leaves out columns of the table that no round has", () => {
+    const heads = (...points: MetricPoint[]) => {
+      const series = new Series();
+      series.add(points);
+      return roundColumns(series).map(({ head }) => head);
+    };
+    expect(heads(round(0, 0.5), round(1, null))).toEqual(["Round", "Loss", "Samples/s"]);
+    expect(heads(round(0, null))).toEqual(["Round", "Loss", "Samples/s"]);
+    expect(heads({ ...round(0, null), samples: 0, epsilon: 1.5 } as MetricPoint)).toEqual(["Round", "Epsilon"]);
   });
 });
 

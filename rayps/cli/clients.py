@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rayps.data.clients import Clients
 
 _SHADES = " ░▒▓█"
+_FIGURES = 32  # characters of the columns between a client's name and the strip of its labels
 
 
 def clients(
@@ -69,15 +70,17 @@ def _table(found: Clients) -> None:
         columns += ["labels", "entropy"]
     names = [name for name in table.column_names if name.startswith("label ")]
     strip = len(names) if len(names) <= 30 else 0
+    room, taken = show.width(), max(map(len, found.names), default=0) + _FIGURES
+    apart = " " if room is None or taken + 2 * strip <= room else ""
     if strip:
-        columns.append(" ".join(name.removeprefix("label ")[:1] for name in names))
+        columns.append(apart.join(name.removeprefix("label ")[:1] for name in names))
     for record in table.to_pylist():
         row = [record["client"], record["rows"]]
         if "labels" in record:
             row += [record["labels"], f"{record['entropy']:.2f}"]
         if strip:
             most = max(record[name] for name in names)
-            row.append(" ".join(_shade(record[name], most) for name in names))
+            row.append(apart.join(_shade(record[name], most) for name in names))
         rows.append(row)
     show.table(columns, rows)
     show.note(

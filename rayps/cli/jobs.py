@@ -21,10 +21,10 @@ from rayps.core.records import Event, GroupFacts, ProgressRecord
 from rayps.core.requirements import read_requirements
 from rayps.core.values import Json, JsonObject, Keywords
 from rayps.core.warm_start import StartFrom
-from rayps.service.client import Client, Job
+from rayps.service.client import CURRENT, Client, Job
 from rayps.service.code_files import PackedCode
 from rayps.service.job_file import changed, of_function, read
-from rayps.service.rest_answers import CodeAnswer, JobAnswer
+from rayps.service.rest_answers import CodeAnswer, JobAnswer, RoundsAnswer
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="The job's id, as `rayps ls` shows it, or its beginning.")]
 Format = Annotated[Output, typer.Option("--output", "-o", help="table or json.")]
@@ -34,6 +34,14 @@ Function = Annotated[
 ]
 Upload = Annotated[
     bool, typer.Option(help="Pack the working directory and send it; --no-upload: a folder of the service's machine.")
+]
+WorkingDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--working-dir",
+        metavar="DIR",
+        help="The folder to pack (default: the job file's working_dir, or else the current folder).",
+    ),
 ]
 FAILED = 1
 DETACHED = 130
@@ -87,12 +95,17 @@ def submit(
         Path | None,
         typer.Option(metavar="FILE", help="A requirements file, which pip installs for the job's processes."),
     ] = None,
+    working_dir: WorkingDir = None,
     upload: Upload = True,
     output: Format = Output.table,
 ) -> None:
     """Submit a job to the service."""
     if sum(each is not None for each in (file, run, clone)) != 1:
         raise ConfigError("give one of a job file, --run FILE:FUNCTION, and --clone JOB", field="run")
+    if clone is not None and working_dir is not None:
+        raise ConfigError(
+            "--clone runs the code of that job: leave out --working-dir, or give a job file", field="clone"
+        )
     count = None if workers is None else workers_of_text(workers)
     given: Keywords = {"server_group": server_group, "branch": branch, "resume": resume, "workers": count}
     given = {key: value for key, value in given.items() if value is not None}
@@ -103,14 +116,20 @@ def submit(
             job = client.submit_again(clone, **cloned_fields(client.job(clone), changes or []) | given)
         else:
             spec = read(file, changes or []) if file is not None else of_function(str(run), changes or [])
-            spec |= given
-            place = spec.pop("working_dir", ".")
+            spec = with_folder(spec | given, working_dir)
+            place = spec.pop("working_dir", CURRENT)
             job = client.submit(spec.pop("workload", None), working_dir=place, upload=upload, **spec)
         if not follow:
             _submitted(job, output)
             return
         show.note(f"job {job.id} was submitted")
         raise typer.Exit(_follow(job, output))
+
+
+def with_folder(spec: Keywords, given: Path | None) -> Keywords:
+    """Return the fields of a job with the working directory `given`, or that they name, as an absolute path."""
+    named = spec.get("working_dir") if given is None else str(given)
+    return spec if named is None else {**spec, "working_dir": str(Path(named).expanduser().absolute())}
 
 
 def note_packed(packed: PackedCode) -> None:
@@ -238,7 +257,8 @@ def ls(
         ]
         for job in jobs
     ]
-    show.table(["id", "name", "status", "age", "workers", "result"], rows, cut=("name", "workers"))
+    columns = ["id", "name", "status", "age", "workers", "result"]
+    show.table(columns, rows, cut={"name": 10, "workers": 16}, omit=("workers",))
     if len(jobs) == limit:
         show.note(f"these are the newest {limit}; there may be more: --limit")
 
@@ -303,14 +323,14 @@ def _claim(job: Job) -> JsonObject | None:
     """Return what a private job claims so far; None if it is not private, or its first round has not begun."""
     from rayps.privacy.claim import claim_of_run
 
-    return claim_of_run(job.events(), job.metrics()) if _is_private(job.data["spec"]["strategy"]) else None
+    return claim_of_run(job.events(), job.metrics()) if is_private(job.data["spec"]["strategy"]) else None
 
 
-def _is_private(strategy: Json) -> bool:
+def is_private(strategy: Json) -> bool:
     """Return whether a strategy, or one of several phases, has the option `privacy`."""
     if isinstance(strategy, Mapping):
-        return bool(strategy.get("privacy")) or any(map(_is_private, strategy.values()))
-    return isinstance(strategy, list) and any(map(_is_private, strategy))
+        return bool(strategy.get("privacy")) or any(map(is_private, strategy.values()))
+    return isinstance(strategy, list) and any(map(is_private, strategy))
 
 
 def privacy_text(claim: Keywords) -> str:
@@ -383,17 +403,29 @@ def metrics(
                 show.line(json.dumps(point))
             return
         found = client.call("GET", f"/api/v1/jobs/{job.id}/metrics", params={"max_points": points})
-    rows = [
-        [
-            f"{b['round']}-{b['round_end']}" if b["round_end"] > b["round"] else b["round"],
-            *[show.number((b["loss"] or {}).get(key)) for key in ("mean", "min", "max")],
-            show.number(b["samples_per_second"]),
-        ]
-        for b in found["series"]
-    ]
-    show.table(["round", "loss", "min", "max", "samples/s"], rows)
+    if not found["series"]:
+        show.note(f"job {job.id} ({job.data['status']}) has no rounds")
+    else:
+        _rounds_table(found["series"])
+        if all(bucket["loss"] is None for bucket in found["series"]) and is_private(job.data["spec"]["strategy"]):
+            show.note("loss and speed are not reported under privacy, because they come from the data without noise")
     for evaluation in found["evaluations"][-5:]:
         show.line(f"after round {evaluation['round']}: {show.measures(evaluation['metrics'])}")
+
+
+def _rounds_table(series: Sequence[RoundsAnswer]) -> None:
+    """Print the rounds of a job, without the columns that no round has."""
+    names = list(dict.fromkeys(name for part in series for name in part["numbers"]))
+    rows: list[list[show.Cell]] = [
+        [
+            f"{part['round']}-{part['round_end']}" if part["round_end"] > part["round"] else part["round"],
+            *[show.number((part["loss"] or {}).get(key)) for key in ("mean", "min", "max")],
+            show.number(part["samples_per_second"]),
+            *[show.number(part["numbers"].get(name)) for name in names],
+        ]
+        for part in series
+    ]
+    show.table(*show.filled(["round", "loss", "min", "max", "samples/s", *names], rows))
 
 
 def events(job_id: Id, output: Format = Output.table) -> None:

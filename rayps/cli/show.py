@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
 from datetime import UTC, datetime
 from functools import cache
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rayps.cli.fit_columns import fit_columns
 from rayps.core.errors import ConfigError
 from rayps.core.text import written
 from rayps.core.values import Json, JsonObject
@@ -36,9 +37,7 @@ _COLOURS = {
     "RECOVERING": "yellow",
     "UNKNOWN": "yellow",
 }
-_LAST = 14  # width that `table` leaves for the last column by cutting other columns
 _UNKNOWN = object()
-_CUT = 6  # the least width to which `table` cuts a column
 
 Cell: TypeAlias = str | float | Text | None  # of a table
 
@@ -130,37 +129,66 @@ def dump(data: Any) -> None:
     line(json.dumps(data, indent=2, ensure_ascii=False))
 
 
-def table(columns: list[str], rows: Sequence[Sequence[Cell]], cut: tuple[str, ...] = ()) -> None:
-    """Print rows under headings. On a narrow terminal the columns in `cut` are shortened, and the last column wraps.
+def width() -> int | None:
+    """Return the columns of the terminal, or None if stdout is not a terminal."""
+    return Console().width if sys.stdout.isatty() else None
 
-    Nothing is shortened if stdout is not a terminal.
+
+def table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    *,
+    cut: Mapping[str, int] | None = None,
+    omit: Sequence[str] = (),
+    beside: Collection[int] = (),
+    wrap: bool = False,
+) -> None:
+    """Print rows under headings. The last column wraps on a terminal; on a narrow one see `rayps.cli.fit_columns`.
+
+    `cut`: from columns that may be made narrower to their least width; their texts are shortened, or with `wrap`
+    continue on the next line. `omit`: columns that may be left out, with a note. `beside`: the numbers of columns that
+    stay beside the one before. Nothing is changed if stdout is not a terminal.
     """
-    terminal = sys.stdout.isatty()
-    console = Console(soft_wrap=not terminal, highlight=False)
-    if not terminal:
-        console.width = 10_000
-    widths = [max([len(column), *(len(str(row[i])) for row in rows)]) for i, column in enumerate(columns)]
-    room = console.width - 2 * (len(columns) - 1) - min(widths[-1], _LAST)
-    room -= sum(width for column, width in zip(columns[:-1], widths[:-1], strict=True) if column not in cut)
-    found = Table(box=None, header_style="bold", pad_edge=False)
-    left = len(cut)
-    for column, width in zip(columns[:-1], widths[:-1], strict=True):
-        if column in cut:
-            width = max(min(width, room // left), min(width, _CUT))
-            room, left = room - width, left - 1
-        found.add_column(column, no_wrap=True, overflow="ellipsis", width=width)
-    found.add_column(columns[-1], no_wrap=not terminal, overflow="fold")
-    for row in rows:
-        found.add_row(
-            *[cell if isinstance(cell, Text) else Text(plain(str(cell)) if terminal else str(cell)) for cell in row]
-        )
-    if terminal:
-        console.print(found)
+    room = width()
+    if room is None:
+        with (console := Console(soft_wrap=True, highlight=False, width=10_000)).capture() as captured:
+            console.print(_grid(columns, rows))
+        for text in captured.get().rstrip("\n").split("\n"):
+            line(text.rstrip())
         return
-    with console.capture() as captured:
-        console.print(found)
-    for text in captured.get().rstrip("\n").split("\n"):
-        line(text.rstrip())
+    cells = [[cell if isinstance(cell, Text) else Text(plain(str(cell))) for cell in row] for row in rows]
+    widths = [max([len(column), *(len(row[at]) for row in cells)]) for at, column in enumerate(columns)]
+    numbers = {name: at for at, name in enumerate(columns)}
+    least = {numbers[name]: width for name, width in (cut or {}).items()}
+    blocks = fit_columns(widths, room, least, [numbers[name] for name in omit], beside)
+    for number, block in enumerate(blocks):
+        if number:
+            line("")
+        chosen = [[row[at] for at in block.columns] for row in cells]
+        Console(highlight=False).print(_grid([columns[at] for at in block.columns], chosen, block.widths, wrap=wrap))
+    shown = {at for block in blocks for at in block.columns}
+    if missing := [name for at, name in enumerate(columns) if at not in shown]:
+        note(f"not shown on a terminal of {room} columns: {', '.join(missing)}; all: -o json, or a wider terminal")
+
+
+def _grid(
+    columns: Sequence[str], rows: Sequence[Sequence[Cell]], widths: Sequence[int] | None = None, *, wrap: bool = False
+) -> Table:
+    """Return a table without lines. Texts wider than `widths` wrap in the last column and, with `wrap`, in all."""
+    found = Table(box=None, header_style="bold", pad_edge=False)
+    for at, column in enumerate(columns):
+        wraps = widths is not None and (wrap or at == len(columns) - 1)
+        width = None if widths is None else widths[at]
+        found.add_column(column, no_wrap=not wraps, overflow="fold" if wraps else "ellipsis", width=width)
+    for row in rows:
+        found.add_row(*[cell if isinstance(cell, Text) else Text(str(cell)) for cell in row])
+    return found
+
+
+def filled(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> tuple[list[str], list[list[Cell]]]:
+    """Return a table without the columns in which no row has a value; the first column stays."""
+    kept = [at for at in range(len(columns)) if at == 0 or any(row[at] not in ("", None) for row in rows)]
+    return [columns[at] for at in kept], [[row[at] for at in kept] for row in rows]
 
 
 def status(word: str) -> Text:

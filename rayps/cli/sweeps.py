@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from rayps.cli import show
-from rayps.cli.jobs import Format, Function, Upload, note_packed
+from rayps.cli.jobs import Format, Function, Upload, WorkingDir, note_packed, with_folder
 from rayps.cli.show import Output
 from rayps.cli.sparkline import sparkline
-from rayps.core.errors import ConfigError
+from rayps.core.errors import ConfigError, NotFound
 from rayps.core.job_status import Status
 from rayps.core.values import Json
 from rayps.service.client import Client
@@ -20,6 +20,9 @@ from rayps.service.comparison import BATCH_LOSS, ComparedRow, Comparison, with_d
 from rayps.service.job_file import load, of_function, read
 
 _WIDTH = 60  # characters of a curve
+_LEAST = 20  # the same on a narrow terminal
+_VALUE = 30  # least width of a column of values in which the jobs differ; a longer value wraps
+_BEST = ("lowest", "highest")  # headings of a metric's best values
 
 
 class Mode(enum.StrEnum):
@@ -49,6 +52,7 @@ def sweep(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the file, e.g. --set params.lr=0.3."),
     ] = None,
+    working_dir: WorkingDir = None,
     upload: Upload = True,
     output: Format = Output.table,
 ) -> None:
@@ -57,7 +61,7 @@ def sweep(
         raise ConfigError("give a job file, or --run FILE:FUNCTION", field="run")
     spec = read(file, changes or []) if file is not None else of_function(str(run), changes or [])
     with Client(on_packed=note_packed) as client:
-        found = client.sweep(spec, name=name, over=values_of(over), upload=upload)
+        found = client.sweep(with_folder(spec, working_dir), name=name, over=values_of(over), upload=upload)
     if output is Output.json:
         show.dump({"name": found.name, "jobs": [job.data for job in found.jobs]})
         return
@@ -88,7 +92,7 @@ def values_of(over: list[str]) -> dict[str, list[Json]]:
 
 def compare(
     names: Annotated[
-        list[str], typer.Argument(metavar="SWEEP | JOB JOB...", help="The name of a sweep, or the ids of jobs.")
+        list[str], typer.Argument(metavar="SWEEP | JOB...", help="The name of a sweep, or the ids of jobs.")
     ],
     metric: Annotated[
         str | None, typer.Option(help="The metric of the curves (default: the first with several values).")
@@ -103,9 +107,8 @@ def compare(
     output: Format = Output.table,
 ) -> None:
     """Compare jobs by values, metrics and curves. The values are those in which the jobs differ."""
-    query: dict[str, str | list[str]] = {"sweep": names[0]} if len(names) == 1 else {"job": names}
     with Client() as client:
-        found: Comparison = client.call("GET", "/api/v1/comparison", params=query)
+        found = _compared(client, names)
     if mode is not None:
         silent = [name for name in found["metrics"] if found["lowest"][name] is None]
         found = with_direction(found, silent if metric is None else [metric], mode.value)
@@ -115,6 +118,28 @@ def compare(
     chosen = _chosen(found, metric)
     _table(found)
     _curves(found, chosen)
+
+
+def _compared(client: Client, names: list[str]) -> Comparison:
+    """Return the comparison of the jobs with these ids; one name is that of a sweep, or else the id of a single job."""
+    query: dict[str, str | list[str]] = {"sweep": names[0]} if len(names) == 1 else {"job": names}
+    try:
+        found: Comparison = client.call("GET", "/api/v1/comparison", params=query)
+        return found
+    except NotFound:
+        if len(names) != 1:
+            raise
+    try:
+        job = client.job(names[0])
+    except NotFound:
+        raise NotFound(
+            f"there is no sweep and no job {names[0]!r}: `rayps ls` lists the jobs, and `rayps get JOB` shows a "
+            "job's sweep"
+        ) from None
+    others = "the ids of other jobs" + (f", or the name of its sweep, {job.data['sweep']}" if job.data["sweep"] else "")
+    show.note(f"this is job {job.id} alone; to compare it with others, give {others}")
+    found = client.call("GET", "/api/v1/comparison", params={"job": [job.id]})
+    return found
 
 
 def _chosen(found: Comparison, metric: str | None) -> str | None:
@@ -144,7 +169,9 @@ def _table(found: Comparison) -> None:
         ]
         for row in found["rows"]
     ]
-    show.table(["id", "status", *found["differing"], "rounds", "seconds", *heads], rows)
+    columns = ["id", "status", *found["differing"], "rounds", "seconds", *heads]
+    best = [at for at, head in enumerate(columns) if at >= len(columns) - len(heads) and head in _BEST]
+    show.table(columns, rows, cut=dict.fromkeys(found["differing"], _VALUE), beside=best, wrap=True)
     for row in found["rows"]:
         if row["status"] == Status.FAILED and row["reason"]:
             show.line(f"{row['id']} failed: {row['reason']}")
@@ -153,7 +180,7 @@ def _table(found: Comparison) -> None:
 def _best_head(found: Comparison, metric: str) -> list[str]:
     """Return the heading of the best values of a metric, or [] if it is not known which value is the best."""
     lowest = found["lowest"][metric]
-    return [] if lowest is None else ["lowest" if lowest else "highest"]
+    return [] if lowest is None else [_BEST[0] if lowest else _BEST[1]]
 
 
 def _cells(found: Comparison, row: ComparedRow, metrics: list[str]) -> list[str]:
@@ -174,9 +201,12 @@ def _curves(found: Comparison, metric: str | None) -> None:
     low, high = min(values), max(values)
     show.line(f"\n{metric} over rounds, from {show.number(low)} (lowest block) to {show.number(high)} (highest block)")
     labels = {row["id"]: _label(found, row) for row in found["rows"]}
+    room = (show.width() or 10_000) - 2
+    if max(map(len, labels.values())) > room - _LEAST:
+        labels = {job: job for job in labels}
     width = max(len(label) for label in labels.values())
     for job, curve in drawn.items():
-        line = sparkline(curve["value"], _WIDTH, low, high) if curve else ""
+        line = sparkline(curve["value"], max(_LEAST, min(_WIDTH, room - width)), low, high) if curve else ""
         show.line(f"{labels[job]:<{width}}  {line}")
 
 

@@ -8,6 +8,7 @@ folder, and the last of them removes it; a folder whose processes were killed is
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,8 @@ _FOLDER = "code"
 
 
 def _fill(path: Path, archive: bytes) -> None:
+    """Unpack the archive. A process that was killed while it did may have left a part of the files."""
+    shutil.rmtree(path / _FOLDER, ignore_errors=True)
     (path / _FOLDER).mkdir(mode=0o700, exist_ok=True)
     unpack(archive, path / _FOLDER)
 

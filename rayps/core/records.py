@@ -20,6 +20,7 @@ GroupFacts: TypeAlias = dict[str, Any]  # the state of a server group's manager 
 
 # the fields of each round's point; all other numbers of a point were added by the user's loss, a loop or the strategy
 _SECONDS = ("seconds", "compute", "data", "data_share", "wait", "move", "pull", "pull_hidden")
+GROWING_FIELDS = frozenset(["epsilon", "releases"])  # a private job's, which never fall from round to round
 ROUND_FIELDS = frozenset(
     ["kind", "round", "epoch", "time", "generation", "strategy", "loss", "samples", "bytes", "staleness", *_SECONDS]
 )

@@ -13,8 +13,8 @@ from rayps.federated.aggregation_options import Aggregation
 from rayps.federated.client import is_plain
 from rayps.federated.population.attack_spec import skew
 from rayps.federated.population.cohort import cohort_size
+from rayps.federated.private_job import PrivateJob, private_job
 from rayps.federated.private_layers import PrivateLayers
-from rayps.federated.private_rounds import PrivateJob, private_job
 from rayps.federated.simulated_rounds import events_of
 from rayps.federated.strategy_interface import ClientSide, FederatedView, Federation
 from rayps.privacy.budget import must_allow_one

@@ -27,7 +27,8 @@ from rayps.federated.client_report import UpdateReports
 from rayps.federated.client_states import ClientStates
 from rayps.federated.combine_replies import BITS, Aggregate, RoundAggregate
 from rayps.federated.population.cohort import home_ranks
-from rayps.federated.private_rounds import PrivateRounds, private_job
+from rayps.federated.private_job import private_job
+from rayps.federated.private_rounds import PrivateRounds
 from rayps.federated.remote_replies import RemoteReplies
 from rayps.federated.reply_source import SimulatedReplies, TrainingTask
 from rayps.federated.round_events import RoundEvents

@@ -23,125 +23,29 @@ clients, so that each takes part at most once in a tree.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from rayps_client.secure.graph import shares_needed
-from rayps_client.secure.secure_facts import levels_of
 
 from rayps.comm.ring.ring import Ring
 from rayps.core.failpoint import passing
 from rayps.core.values import JsonObject
 from rayps.federated.combine_replies import BITS, Aggregate, RoundAggregate
-from rayps.federated.population.cohort import Ints, cohort_size, first
-from rayps.federated.remote.secure_options import LEAST, SecureOptions
-from rayps.federated.strategy_interface import Federation
+from rayps.federated.population.cohort import Ints, first
+from rayps.federated.private_job import PrivateJob
 from rayps.privacy import accountant
-from rayps.privacy.account import PrivacyAccount, solve_noise
-from rayps.privacy.adaptive_clip import SHARE, next_clip, update_noise
-from rayps.privacy.claim import Setting, claim
+from rayps.privacy.account import PrivacyAccount
+from rayps.privacy.adaptive_clip import next_clip, update_noise
+from rayps.privacy.claim import claim
 from rayps.privacy.ledger import ReleaseLedger
 from rayps.privacy.mechanism import CLIENT, Mechanism, Spent
 from rayps.privacy.noise import Floats, KeyedNoise, NoiseSource, SecretNoise
-from rayps.privacy.noise_shares import NoiseShares, share_noise
-from rayps.privacy.options import ALL, DISTRIBUTED, FIXED, POISSON, SEEDED, TREE, PrivacySpec
+from rayps.privacy.noise_shares import NoiseShares
+from rayps.privacy.options import FIXED, POISSON, SEEDED, TREE
 from rayps.privacy.tree_noise import tree_noise
 
 CLIP = "privacy.clip"  # name, in the server's memory, of the adaptive clip
-
-
-@dataclass(frozen=True, slots=True)
-class PrivateJob:
-    """The public facts of a private federated job."""
-
-    spec: PrivacySpec
-    clients: int  # simulated clients; of real clients, the least number that must be connected
-    fraction: float
-    real: bool = False
-    secure: SecureOptions | None = None  # how real clients' updates are summed; None: each is seen
-    size: int = 0  # elements of an update; needed if the clients add the noise
-    answers: bool = False  # whether the job computes statistics, and trains no model
-
-    @property
-    def kind(self) -> str:
-        """The kind of the mechanism."""
-        if self.spec.mechanism == TREE:
-            return TREE
-        if self.spec.by_clients:
-            return DISTRIBUTED
-        return self.spec.sampling or (ALL if self.real else POISSON)
-
-    @property
-    def drawn(self) -> int:
-        """The number of clients of a round with a fixed number."""
-        return cohort_size(self.clients, self.fraction)
-
-    @property
-    def expected(self) -> float:
-        """The expected number of clients of a round."""
-        return self.fraction * self.clients if self.kind == POISSON else float(self.drawn)
-
-    @property
-    def divisor(self) -> float:
-        """The number by which the noised sum is divided."""
-        return self.expected if self.spec.divisor is None else self.spec.divisor
-
-    @property
-    def restart(self) -> int | None:
-        """The rounds of a tree; None without tree noise."""
-        if self.kind != TREE:
-            return None
-        return self.spec.restart or max(1, self.clients // self.drawn)
-
-    @property
-    def bit_noise(self) -> float:
-        """The standard deviation of the noise on the number of updates below the clip."""
-        return self.expected / SHARE if self.spec.bit_noise is None else self.spec.bit_noise
-
-    def mechanism(self, noise_multiplier: float) -> Mechanism:
-        """Return the mechanism of one round with this noise multiplier."""
-        if self.kind == POISSON:
-            return Mechanism(POISSON, noise_multiplier, probability=self.fraction)
-        if self.kind == FIXED:
-            return Mechanism(FIXED, noise_multiplier, units=self.clients, drawn=self.drawn)
-        if self.kind == DISTRIBUTED:
-            assert self.secure is not None, "`check_private` has checked it"
-            asked, norm = self.drawn, levels_of(self.secure.bits)
-            least = max(LEAST, shares_needed(asked, self.secure.threshold))
-            people = asked, least, self.spec.honest_fraction
-            return Mechanism(
-                DISTRIBUTED, noise_multiplier, shares=share_noise(noise_multiplier, people, norm, self.size)
-            )
-        return Mechanism(self.kind, noise_multiplier)
-
-    def solved(self) -> Mechanism:
-        """Return the mechanism of one round, with the noise that is given or found. Raises ConfigError."""
-        found = solve_noise(self.spec, self.mechanism, self.restart)
-        if self.spec.adaptive:
-            update_noise(found.noise_multiplier, self.bit_noise)  # refuses a noise that is too small
-        return found
-
-    @property
-    def setting(self) -> Setting:
-        """What the claim depends on."""
-        masked, restart = self.secure is not None, self.restart
-        return Setting(CLIENT, self.clients, self.real, masked, restart=restart, answers=self.answers)
-
-
-def private_job(given: Federation, clients: int | None, size: int) -> PrivateJob | None:
-    """Return the public facts of a job with so many simulated clients, or None if it is not private.
-
-    `clients` is None for real clients. `size` is the number of elements of an update.
-    """
-    spec, joining = given.privacy, given.joining
-    if spec is None:
-        return None
-    count = joining.least if joining is not None else clients
-    assert count is not None, "simulated clients are counted"
-    real, answers = joining is not None, given.client_side.answers
-    return PrivateJob(spec, count, given.fraction, real, given.secure, size, answers)
 
 
 class _Releases:

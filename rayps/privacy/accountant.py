@@ -58,6 +58,15 @@ class _Distribution(Protocol):
         """Return epsilon."""
 
 
+def missing() -> str | None:
+    """Return why epsilon cannot be computed here: the library is not installed. None: it is."""
+    try:
+        _library()
+    except ConfigError as error:
+        return error.message
+    return None
+
+
 def require() -> None:
     """Check that the library is installed. Raises ConfigError if it is not."""
     _library()

@@ -31,7 +31,7 @@ from rayps.core.job_status import Status
 from rayps.core.records import Event, Point
 from rayps.core.requirements import read_requirements
 from rayps.core.values import Json, JsonObject, is_json
-from rayps.service.code_files import PackedCode
+from rayps.service.code_files import PackedCode, must_be_project
 from rayps.service.code_upload import prepare_upload, sent_value, write_code
 from rayps.service.remote_group import RemoteGroup, size_fields
 from rayps.service.rest_answers import ClusterAnswer, GroupRow, JobAnswer, SweepAnswer
@@ -42,6 +42,7 @@ from rayps.strategies.catalogue import StrategySpec, sendable
 if TYPE_CHECKING:
     from rayps.strategies.catalogue import StrategyDescription
 
+CURRENT = "."  # the working directory of a job that names none
 _RETRIES = 4
 _CODE_SECONDS = 600.0  # seconds to send or receive an archive of code
 _PATIENCE = 60.0  # seconds that a stream waits for a service that does not answer
@@ -101,7 +102,7 @@ class Client:
         self,
         workload: str | None = None,
         *,
-        working_dir: str | Path | None = ".",
+        working_dir: str | Path | None = CURRENT,
         upload: bool = True,
         requirements: str | Path | Sequence[str] | None = None,
         strategy: StrategySpec | None = None,
@@ -113,10 +114,12 @@ class Client:
         `strategy` is as in `rayps.train`: a text with options, a dict, an object, or a list of phases. `working_dir` is
         the directory from which the workload, and a strategy class of your own, are imported. Its files are packed now
         and sent to the service, unless it has them: see `rayps.service.code_files` for which. Keys and tokens are left
-        out, and a warning names them. The job, also after a restart, runs these files on every host. With
-        `upload=False`, `working_dir` is a folder of the service's machine, and the job runs what is there when it
-        starts. `requirements` is a requirements file or a list of its lines; pip installs them for the job's processes.
-        `code`, the SHA-256 of an archive that the service has, takes the place of `working_dir`.
+        out, and a warning names them. The default, the current folder, is refused if it is the home directory, `/` or
+        a folder for temporary files; any other value names the folder on purpose. The job, also after a restart, runs
+        these files on every host. With `upload=False`, `working_dir` is a folder of the service's machine, and the job
+        runs what is there when it starts. `requirements` is a requirements file or a list of its lines; pip installs
+        them for the job's processes. `code`, the SHA-256 of an archive that the service has, takes the place of
+        `working_dir`.
 
         Raises:
             ConfigError: the service refused the job, the class of a strategy object is not defined in a file, or the
@@ -150,6 +153,8 @@ class Client:
         place = Path(working_dir).expanduser().resolve()
         if not upload:
             return body | {"working_dir": str(place)}, None
+        if working_dir == CURRENT:
+            must_be_project(place)
         found = prepare_upload(place, body, self._most_code)
         self._on_packed(found.packed)
         self._send_code(found.packed)
@@ -226,7 +231,7 @@ class Client:
                 "spec has no workload: give e.g. {'workload': 'digits.py:Digits'} or {'run': 'train.py:train_fn'}",
                 field="workload",
             )
-        place, requirements = fields.pop("working_dir", "."), fields.pop("requirements", None)
+        place, requirements = fields.pop("working_dir", CURRENT), fields.pop("requirements", None)
         chosen = listed({**(over or {}), **values})
         for key in ("strategy", "job.strategy"):
             if key in chosen:

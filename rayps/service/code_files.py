@@ -13,6 +13,7 @@ import fnmatch
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ _NEVER = (
 # a folder with one of these is a virtual environment, or the state of a service, which has its token
 _ENVIRONMENT = ("pyvenv.cfg", "conda-meta", "rayps.db", "service.lock")
 _SLASH = "ps_d"  # in a pattern of pathspec: the slash after the folder that the pattern has matched
+_TEMPORARY = ("/tmp", "/var/tmp")  # folders of all users, beside that of the variable TMPDIR
 _MOST_VISITED = 200_000  # files that are looked at
 _LISTED = 5  # largest files that an error names, and files with a secret that a note names
 _NAMED, _LARGE = 3, 50_000  # the most files that a summary names, and their least bytes: source files are smaller
@@ -88,12 +90,6 @@ def pack_code(folder: Path, most_bytes: int = 100 * MEGABYTE) -> PackedCode:
         raise ConfigError(
             f"the working directory {folder} does not exist: give another working_dir", field="working_dir"
         )
-    if folder in (Path(folder.anchor), Path.home().resolve()):
-        raise ConfigError(
-            f"the working directory is {folder}, which is not one project: start in the project's folder, or give "
-            "working_dir\n(None for an installed module), or send nothing with upload=False (--no-upload)",
-            field="working_dir",
-        )
     secrets: dict[str, str] = {}
     found = list(code_files(folder, secrets.__setitem__))
     sizes = {path: status.st_size for path, status in found if stat.S_ISREG(status.st_mode)}
@@ -110,6 +106,30 @@ def pack_code(folder: Path, most_bytes: int = 100 * MEGABYTE) -> PackedCode:
     by_size = sorted(((len(entry.content), entry.path) for entry in entries), reverse=True)
     large = tuple((path, bytes_) for bytes_, path in by_size[:_NAMED] if bytes_ >= _LARGE)
     return PackedCode(hash_of(archive), archive, paths, size, secrets | holds, folder, large)
+
+
+def must_be_project(folder: Path) -> None:
+    """Check that the current folder, which is packed if no working directory is given, can be a project.
+
+    Raises:
+        ConfigError: it is the home directory, the root of the file system, or a folder for temporary files.
+    """
+    folder, temporary = folder.resolve(), {Path(each).resolve() for each in (tempfile.gettempdir(), *_TEMPORARY)}
+    if folder == Path(folder.anchor):
+        what = "the root of the file system"
+    elif folder == Path.home().resolve():
+        what = "the home directory"
+    elif folder in temporary:
+        what = "the system's folder for temporary files"
+    else:
+        return
+    raise ConfigError(
+        f"the current folder is {folder}, {what}, which is not one project, and no working_dir is given:\n"
+        "start in the project's folder, or name the folder to pack with --working-dir DIR (working_dir in a job file "
+        "or in Python),\nalso this one (--working-dir . or working_dir=Path.cwd()), or send nothing with --no-upload "
+        "(upload=False)",
+        field="working_dir",
+    )
 
 
 def code_files(

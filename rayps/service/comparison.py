@@ -120,8 +120,10 @@ def compared(jobs: Sequence[JobAnswer], series: Mapping[str, SeriesAnswer], now:
             }
         )
     metrics = list(dict.fromkeys(name for row in rows for name in row["metrics"] if name != BATCH_LOSS))
-    if any(BATCH_LOSS in row["metrics"] for row in rows):
-        metrics.append(BATCH_LOSS)
+    if any(
+        value is not None for found in curves.values() if BATCH_LOSS in found for value in found[BATCH_LOSS]["value"]
+    ):
+        metrics.append(BATCH_LOSS)  # a private job has none
     return {
         "differing": names,
         "metrics": metrics,

@@ -144,6 +144,8 @@ def main() -> None:
     except (RaypsError, OSError, RuntimeError) as error:
         pipe.send_bytes(pickle.dumps((0, None, error)))
         os._exit(1)
+    # a whole host may get SIGTERM; the service then ends this process. After the join, which sets Ray's own handler
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child.answer(0, None, None)
     child.serve()
     os._exit(0)  # the service has ended; Ray's own shutdown may hang

@@ -54,6 +54,19 @@ class WorkersAnswer(TypedDict):
     requested: int | None
 
 
+class RoundsAnswer(TypedDict, total=False):
+    """Consecutive rounds of a job, `round` to `round_end`: the job's `metrics` with `max_points` have a list of these.
+
+    `loss` has min, mean and max; null if no round has a finite loss. `numbers` are of the user and the strategy.
+    """
+
+    round: int
+    round_end: int
+    loss: dict[str, float] | None
+    samples_per_second: float | None
+    numbers: dict[str, float]
+
+
 class JobAnswer(TypedDict):
     """The service's answer about one job.
 

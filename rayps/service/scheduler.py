@@ -54,6 +54,7 @@ log = logging.getLogger(__name__)
 
 # files that change while a job makes progress
 _PROGRESS_FILES = ("progress.json", "events.jsonl", "metrics.jsonl", "log.txt", BEGUN)
+_BREAK_OFF_SECONDS = 5.0  # seconds in which a view of Ray fails after the disconnection
 _TIMEOUT_FACTOR = 5.0  # a job may show no progress for 5 times its `timeout`, or for the service's limit if longer
 
 
@@ -146,8 +147,20 @@ class Scheduler:
         if end and self.place.owned:
             held = await self._store.mark_interrupted()
         await asyncio.get_running_loop().run_in_executor(None, lambda: self.place.disconnect(end=end))
+        await self._end_view()
         self._thread.shutdown(wait=False, cancel_futures=True)
         return held
+
+    async def _end_view(self) -> None:
+        """Wait for the view that the disconnection has broken off, and log in one line why it failed."""
+        view, self._pending_view = self._pending_view, None
+        if view is None:
+            return
+        await asyncio.wait([view], timeout=_BREAK_OFF_SECONDS)
+        if not view.done():
+            view.cancel()
+        elif not view.cancelled() and (error := view.exception()) is not None:
+            log.info("the service stopped while it looked at Ray: %s", first_line(error))
 
     def refuse_too_large(self, spec: JobSpec) -> None:
         """Refuse a job that is larger than the Ray that rayps owns. In a joined cluster such a job waits.

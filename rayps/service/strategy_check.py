@@ -22,7 +22,7 @@ from rayps.core.strategy import Phase
 from rayps.core.topology import servers_of
 from rayps.core.values import Json, JsonObject
 from rayps.service.ray_process import python_path
-from rayps.strategies.catalogue import StrategyDescription, StrategySpec, wire
+from rayps.strategies.catalogue import StrategyDescription, StrategySpec, own_names, wire
 
 CHECK_SECONDS = 60.0  # seconds for the child to start, import the user's file (usually with torch) and answer
 PARAMS_SECONDS = 20.0  # the same for a workload whose parameters are checked; clients wait 30 s for an answer
@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 
 
 class CheckRequest(TypedDict):
-    """A request to the child, with the fields of one of three questions.
+    """A request to the child, with the fields of one of four questions.
 
     `strategy` and `workers`: check the strategy of a job. `list`: list the folder's strategies. `target`, `loop`,
-    `params` and `fields`: check the parameters of jobs.
+    `params` and `fields`: check the parameters of jobs. `budgets`: check the privacy budgets of built-in strategies.
     """
 
     working_dir: str
@@ -47,6 +47,7 @@ class CheckRequest(TypedDict):
     loop: NotRequired[bool]  # the target is a function with a loop of its own
     params: NotRequired[list[JsonObject]]  # the parameters of each job with this target
     fields: NotRequired[list[str]]  # names that no parameter of the target may have
+    budgets: NotRequired[list[StrategySpec]]  # strategies in wire form
 
 
 class BrokenFile(TypedDict):
@@ -74,7 +75,8 @@ class PhaseDict(TypedDict):
 class CheckAnswer(TypedDict, total=False):
     """The child's answer: `strategy` and `phases` after a check, `found` and `broken` after a list, or `error`.
 
-    After a check of parameters, `refused` is the error of the first one that is refused, or None.
+    After a check of parameters or budgets, `refused` is the error of the first one that is refused, or None.
+    `unchecked` is why budgets cannot be checked here.
     """
 
     strategy: Json
@@ -83,6 +85,7 @@ class CheckAnswer(TypedDict, total=False):
     broken: list[BrokenFile]
     error: CheckError
     refused: CheckError | None
+    unchecked: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +192,47 @@ def refuse_params(
     refused = answer.get("refused")
     if refused is not None:
         raise ConfigError(refused["message"], field=refused["field"])
+
+
+async def refuse_budgets_in_child(strategies: Sequence[StrategySpec]) -> str | None:
+    """Call `refuse_budgets` in a thread, without blocking the event loop."""
+    return await asyncio.get_running_loop().run_in_executor(_CHECKS, refuse_budgets, strategies)
+
+
+def refuse_budgets(strategies: Sequence[StrategySpec]) -> str | None:
+    """Check the privacy budgets of strategies in wire form, as far as their options alone decide them.
+
+    The child has the accountant, so that the service does not load it. Return why this could not be checked, or None.
+    The job's driver checks again, with the data and the ledger.
+
+    Raises:
+        ConfigError: a budget allows no round, or no noise keeps the rounds within it.
+    """
+    private = [each for each in strategies if _has_budget(each) and not own_names(each)]
+    once = {json.dumps(each, sort_keys=True): each for each in private}
+    if not once:
+        return None
+    try:
+        answer = _run_child({"budgets": [*once.values()], "working_dir": str(Path("/")), "seconds": PARAMS_SECONDS})
+    except (ConfigError, OSError) as error:
+        log.info("privacy budgets are checked by the driver: %s", error)
+        return None
+    refused = answer.get("refused")
+    if refused is not None:
+        raise ConfigError(refused["message"], field=refused["field"])
+    return answer.get("unchecked")
+
+
+def _has_budget(strategy: StrategySpec) -> bool:
+    """Return whether a strategy in wire form, or one of several phases, has a privacy budget."""
+    if isinstance(strategy, list):
+        return any(_has_budget(phase) for phase in strategy)
+    if not isinstance(strategy, dict):
+        return False
+    if "strategy" in strategy:
+        return _has_budget(strategy["strategy"])
+    privacy = strategy.get("privacy")
+    return isinstance(privacy, dict) and privacy.get("epsilon") is not None
 
 
 def _run_child(request: CheckRequest) -> CheckAnswer:

@@ -3,7 +3,8 @@
     python -P -m rayps.service.strategy_child < request.json > answer.json
 
 The request is an object with `working_dir`, `seconds`, and either `strategy` and `workers` of a job to check, or
-`list`: true to list the folder's strategies, or `target` and `params` to check parameters. The answer to a check has
+`list`: true to list the folder's strategies, or `target` and `params` to check parameters, or `budgets` to check the
+privacy budgets of built-in strategies. The answer to a check has
 `strategy` (in wire form) and `phases`. The answer to a list has `found` and `broken`. After an error the answer has
 only `error` (message and field). The parent process (`rayps.service.strategy_check`) kills this process at a deadline.
 If the parent has ended, this process ends itself after `seconds`.
@@ -27,7 +28,7 @@ from rayps.service import strategy_check
 from rayps.service.strategy_check import BrokenFile, CheckAnswer, CheckRequest, PhaseDict
 from rayps.service.sweep import ambiguous
 from rayps.strategies.base import Strategy
-from rayps.strategies.catalogue import FINDER, StrategyDescription, described, parse
+from rayps.strategies.catalogue import FINDER, StrategyDescription, StrategySpec, described, parse
 from rayps.workload import parameters
 
 
@@ -50,6 +51,8 @@ def main() -> None:
 def _answer(request: CheckRequest) -> CheckAnswer:
     if "target" in request:
         return checked_params(request)
+    if "budgets" in request:
+        return checked_budgets(request["budgets"])
     return listed(request) if request.get("list") else checked(request)
 
 
@@ -68,6 +71,22 @@ def checked_params(request: CheckRequest) -> CheckAnswer:
             check(given)
     except ConfigError as error:
         return {"refused": {"message": error.message, "field": error.data["field"]}}
+    return {"refused": None}
+
+
+def checked_budgets(strategies: list[StrategySpec]) -> CheckAnswer:
+    """Return the refusal of the first privacy budget that allows no round, or why budgets cannot be checked here."""
+    from rayps.federated.private_job import must_allow_a_round
+    from rayps.privacy import accountant
+
+    why = accountant.missing()
+    if why is not None:
+        return {"refused": None, "unchecked": why}
+    for phase in (phase for each in strategies for phase in parse(each)):
+        try:
+            must_allow_a_round(phase.strategy)
+        except ConfigError as error:
+            return {"refused": {"message": error.message, "field": error.data.get("field", "privacy")}}
     return {"refused": None}
 
 

@@ -1,6 +1,7 @@
 /* From a job's series to the arrays that a chart draws. Pure, so that tests can look at them. */
 import type { EvaluationPoint } from "../types";
 import { ema } from "./ema";
+import { count, loss, short } from "./format";
 import { type Bucket, dataShare, mean, rate, type Series } from "./series";
 
 export interface LossData {
@@ -69,6 +70,23 @@ export function sampled<T>(items: readonly T[], rows: number): T[] {
   if (items.length <= rows) return [...items];
   const step = (items.length - 1) / (rows - 1);
   return Array.from({ length: rows }, (_, i) => items[Math.round(i * step)]!);
+}
+
+/** A column of the chart's table: its heading, and a bucket's value in it. */
+export interface RoundColumn {
+  head: string;
+  cell: (bucket: Bucket) => string;
+}
+
+/** The columns of the chart's table, without those that no round has: a private job reports epsilon, and no loss or speed. */
+export function roundColumns({ buckets }: Series): RoundColumn[] {
+  const all: (RoundColumn & { known: boolean })[] = [
+    { head: "Round", cell: (bucket) => count(bucket.end), known: true },
+    { head: "Loss", cell: (bucket) => (bucket.bad && !bucket.count ? "not a number" : loss(mean(bucket))), known: buckets.some((bucket) => bucket.count > 0 || bucket.bad > 0) },
+    { head: "Samples/s", cell: (bucket) => short(rate(bucket)), known: buckets.some((bucket) => bucket.samples > 0) },
+    { head: "Epsilon", cell: (bucket) => loss(bucket.told?.["epsilon"]), known: buckets.some((bucket) => bucket.told?.["epsilon"] !== undefined) },
+  ];
+  return all.filter((column) => column.known);
 }
 
 /** The rounds as comma-separated values. */

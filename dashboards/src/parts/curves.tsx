@@ -5,8 +5,8 @@ import uPlot from "uplot";
 import { color } from "../clock";
 import type { Feed } from "../feed";
 import { count, loss, metric, percent, plural, short } from "../lib/format";
-import { csv, lossData, mainMetric, rateData, sampled } from "../lib/plot";
-import { type Band, mean, rate, type Series } from "../lib/series";
+import { csv, lossData, mainMetric, rateData, roundColumns, sampled } from "../lib/plot";
+import { type Band, mean, type Series } from "../lib/series";
 import { label, phases } from "../lib/strategy";
 import { put, route } from "../route";
 import type { StrategySpec, StrategyWire } from "../types";
@@ -118,16 +118,17 @@ export function Readout({ items }: { items: Read[] }) {
 
 function Table({ series, name }: { series: Series; name: string | null }) {
   const open = useSignal(false);
+  const columns = open.value ? roundColumns(series) : [];
   return (
     <details class="as-table" onToggle={(event) => (open.value = event.currentTarget.open)}>
       <summary>As a table</summary>
       {open.value && (
         <div class="scroll-x">
           <table class="plain">
-            <thead><tr><th class="num">Round</th><th class="num">Loss</th><th class="num">Samples/s</th></tr></thead>
+            <thead><tr>{columns.map(({ head }) => <th key={head} class="num">{head}</th>)}</tr></thead>
             <tbody>
               {sampled(series.buckets, 12).map((bucket) => (
-                <tr key={bucket.round}><td class="num">{count(bucket.end)}</td><td class="num">{bucket.bad && !bucket.count ? "not a number" : loss(mean(bucket))}</td><td class="num">{short(rate(bucket))}</td></tr>
+                <tr key={bucket.round}>{columns.map(({ head, cell }) => <td key={head} class="num">{cell(bucket)}</td>)}</tr>
               ))}
             </tbody>
           </table>
