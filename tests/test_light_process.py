@@ -34,12 +34,17 @@ from rayps_client.command import assignments_of, service_address
 from rayps_client.connection import Line, ServiceConnection
 from rayps_client.errors import ConfigError, Conflict, Unauthorized, Unreachable
 from rayps_client.limits import DailyTraffic, Pace, memory_refusal, traffic_refusal, used_memory
+from rayps_client.load_workload import load
+from rayps_client.local_trainer import LocalTask, RoundStart
 from rayps_client.participation import Participation
 from rayps_client.raw_tensors import RawTensor, decode_tensors, encode_tensors, metadata_of, raw_of_array
 from rayps_client.schedule import Supply, hours_of, is_on_charge, minutes_until, read_supplies, why_away
 from rayps_client.signed_orders import ClientToken
 from rayps_client.torch_tensors import raw_of, tensor_of
 from small_work import train
+
+from rayps.clients.workload_trainer import WorkloadTrainer
+from rayps.strategies.catalogue import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.usefixtures("jobs_in_threads")
@@ -135,6 +140,72 @@ assert "rayps" not in sys.modules
     assert len(refused) == 3
     for line, name in zip(refused, ("rayps.Ring", "rayps.loggers", "rayps.FedAvg"), strict=True):
         assert line.startswith("WorkloadError ") and name in line and "install rayps" in line
+
+
+PATIENTS = """
+import numpy as np
+import rayps
+from rayps import stats
+
+class Patients(rayps.StatisticsWorkload):
+    columns = ("age", "bmi", "dose")
+    queries = {
+        "age": rayps.stats.mean(0, 110),
+        "older": rayps.stats.mean(60.5, 110, column="age"),
+        "bmi": rayps.stats.histogram((10, 18.5, 25, 30, 60)),
+        "dose": stats.quantile((0.25, 0.5), 0, 10, bins=16),
+    }
+
+    def data(self):
+        made = np.random.default_rng(7)
+        x = np.column_stack([made.normal(50, 40, 203), made.normal(26, 9, 203), made.gamma(2, 2, 203)])
+        return rayps.data.tensors(x, batch_size=16)
+
+class Own(Patients):
+    queries = {"weight": rayps.stats.mean(0, 110)}
+"""
+STRATEGIES = ["by=clients", "by=rows", "by=rows,rows_per_client=50"]
+
+
+def test_statistics_have_the_same_bits_with_rayps_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same file, in this process with rayps and torch, and in one that has numpy alone."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "patients.py").write_text(PATIENTS)
+    wires = [parse(f"statistics:{each},clients=remote")[0].strategy.to_wire() for each in STRATEGIES]
+    code = f"""
+import json
+import numpy as np
+from rayps_client.client_options import ClientOptions
+from rayps_client.load_workload import trainer_of
+from rayps_client.local_trainer import LocalTask, RoundStart
+from rayps_client.raw_tensors import raw_of_array
+
+trainer = trainer_of(ClientOptions("patients.py:Patients"))
+trainer.try_out()
+layout = [list(row) for row in trainer.layout()]
+start = RoundStart(raw_of_array(np.zeros(sum(row[1][0] for row in layout))))
+replies = []
+for wire in {wires!r}:
+    found = trainer.train(LocalTask(wire, 5, 0, 3, 0, start=start, state={{}}))
+    replies.append([bytes(found.w.data).hex(), found.n, found.steps, found.samples])
+try:
+    trainer_of(ClientOptions("patients.py:Own"))
+except Exception as error:
+    refused = str(error)
+print(json.dumps([layout, replies, refused]))
+"""
+    returned, out, error = said(alone(code, cwd=tmp_path))
+    assert (returned, error) == (0, "")
+    layout, replies, refused = json.loads(out)
+    assert "the query 'weight' needs the column 'weight', and the rows have age, bmi, dose" in refused
+    work = load("patients.py:Patients", {})
+    ours = WorkloadTrainer(work, work.data())  # type: ignore[arg-type]
+    assert [list(row) for row in ours.layout()] == layout
+    start = RoundStart(raw_of(ours.trainer.flat.vector.new_zeros(ours.trainer.flat.vector.numel())))
+    for wire, reply in zip(wires, replies, strict=True):
+        found = ours.train(LocalTask(wire, 5, 0, 3, 0, start=start, state={}))
+        assert [bytes(found.w.data).hex(), found.n, found.steps, found.samples] == reply
+        assert any(found.w.array())
 
 
 @pytest.fixture(scope="module")
@@ -465,6 +536,35 @@ def test_an_upload_whose_answer_was_lost_sends_nothing_again(no_pauses: None) ->
     connection.upload("/update", service.whole, {})
     assert [method for method, _, _ in service.requests] == ["PUT", "GET", "PUT"]
     assert service.requests[-1][2] == f"bytes */{len(service.whole)}"
+
+
+def test_an_older_service_gets_the_whole_of_a_masked_update_after_a_cut(no_pauses: None) -> None:
+    service, spans = Cutting(10**6), list[str]()
+
+    def older(request: httpx2.Request) -> httpx2.Response:
+        if request.method == "GET":
+            assert request.url.path == "/stage/received"
+            return httpx2.Response(404, json={"detail": "there is no such route"})
+        spans.append(request.headers["content-range"])
+        if len(spans) == 1:
+            raise httpx2.WriteError("cut")
+        return service.handle_request(request)
+
+    connection = ServiceConnection("http://x", "t", 60.0, lambda _: None, httpx2.MockTransport(older))
+    connection.upload("/stage", service.whole, {}, ask="/stage/received")
+    assert spans == [f"bytes 0-{len(service.whole) - 1}/{len(service.whole)}"] * 2
+
+
+def test_a_request_of_another_thread_is_counted_with_the_next_call(no_pauses: None) -> None:
+    """A limit of the rate lets whoever counts wait: a renewal of a lease must not wait behind an update."""
+    service, meter = Cutting(10**6), Counting()
+    connection = ServiceConnection("http://x", "t", 60.0, lambda _: None, service, line=Line(meter=meter))
+    connection.try_once("GET", "/lease", 1.0, headers={"Range": f"bytes={len(service.whole) - 50}-"})
+    assert meter.down == 0
+    connection.download("/parameters", {})
+    whole = meter.down
+    connection.download("/parameters", {})
+    assert 50 < whole - (meter.down - whole) < 500
 
 
 def test_a_service_that_is_silent_for_too_long(no_pauses: None) -> None:

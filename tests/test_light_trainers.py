@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from rayps_client.load_workload import load, trainer_of
 from rayps_client.local_trainer import LocalTask, RoundStart
 from rayps_client.numpy_trainer import numpy_trainer
 from rayps_client.raw_tensors import RawTensor
+from rayps_client.statistics_workload import StatisticsWorkload
 from rayps_client.torch_tensors import raw_of, raws_of, tensor_of
 from rayps_client.torch_trainer import torch_trainer
 from small_work import train
@@ -213,6 +214,36 @@ def test_a_statistic_of_the_command_s_parquet_file_has_the_same_bits(
     light.try_out()
     given = task(f"statistics:{options}", work, 0, {})
     assert light.samples == 11 and outcome(ours, given) == outcome(light, given)
+
+
+def test_a_statistic_in_numpy_names_the_columns_of_a_parquet_file(tmp_path: Path) -> None:
+    columns = {"age": np.linspace(1, 120, 11), "bmi": np.linspace(5, 40, 11)}
+    pq.write_table(pa.table({**columns, "both": [[1.0, 2.0]] * 11}), tmp_path / "ours.parquet")
+
+    def light(features: list[str], **fields: Any) -> Any:
+        class Patients(StatisticsWorkload):
+            queries = MappingProxyType({"age": rayps.stats.mean(0, 110), "bmi": rayps.stats.mean(0, 60)})
+
+            def data(self):
+                return rayps_client.parquet(tmp_path / "ours.parquet", features=features, batch_size=4)
+
+        work = Patients()
+        for name, value in fields.items():
+            setattr(work, name, value)
+        return numpy_trainer(work, work.data())
+
+    assert light(["age", "bmi"]).samples == 11
+    for features, fields, why in (
+        (["bmi", "age"], {}, "set `columns` to \\('bmi', 'age'\\)"),
+        (["age"], {}, "needs the column 'bmi', and the rows have age"),
+        (["age", "bmi"], {"queries": {}}, "give a dict from a name to a query"),
+        (["age", "bmi"], {"queries": {"bmo": rayps.stats.mean(0, 1)}}, "did you mean 'bmi'"),
+    ):
+        with pytest.raises((ConfigError, WorkloadError), match=why):
+            light(features, **fields)
+    light(["both"]).try_out()  # the columns of a list have no names
+    with pytest.raises(WorkloadError, match="rows of 3 values, but 2 columns"):
+        light(["both", "age"]).try_out()
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedprox", "ditto", "fedrep"])

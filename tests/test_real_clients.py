@@ -21,6 +21,7 @@ import pytest
 import safetensors.torch
 import torch
 from client_site import All, Clinic, Own, Process, Tap, cohorts, rows, until
+from rayps_client.client_folder import ClientFolder
 from rayps_client.process import ClientProcess
 from rayps_client.signed_orders import ClientToken, Key, order_text, verified
 from rayps_client.torch_tensors import raw_of, tensor_of
@@ -140,6 +141,75 @@ def test_no_row_leaves_and_a_client_that_is_killed_comes_back(clinic: Clinic) ->
         for form in ("<d", ">d", "<f"):
             assert struct.pack(form, value) not in sent
         assert repr(value).encode() not in sent
+
+
+class CutAt(httpx2.BaseTransport):
+    """A client's network that ends the client, without a word, when a part of its update has arrived."""
+
+    def __init__(self, clinic: Clinic, job: Any, most: int) -> None:
+        self._through, self._clinic, self._job, self._most = httpx2.HTTPTransport(), clinic, job, most
+        self.dead = False
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        if request.method == "PUT" and not self.dead:
+            self.dead = True
+            part = self._clinic.service.mailbox(self._job.id).part(1, 0, request.headers["rayps-sha256"])
+            part.write_bytes(request.read()[: self._most])
+        if self.dead:
+            raise RuntimeError("killed")
+        return self._through.handle_request(request)
+
+
+class Watched(httpx2.BaseTransport):
+    """A client's network, which keeps what the client has asked for."""
+
+    def __init__(self) -> None:
+        self._through, self.asked = httpx2.HTTPTransport(), list[tuple[str, str, str]]()
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        self.asked.append((request.method, request.url.path[15:], request.headers.get("content-range", "")))
+        return self._through.handle_request(request)
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "ditto:lam=0.3"])
+def test_a_client_that_is_killed_while_it_sends_an_update_sends_the_rest_and_does_not_train_again(
+    clinic: Clinic, tmp_path: Path, strategy: str
+) -> None:
+    name, _, options = strategy.partition(":")
+    more = f"{options}," if options else ""
+    job = clinic.job(f"{name}:{more}local_epochs=2,clients=remote(least=1,wait=100)", rounds=2, seed=5)
+    first = clinic.hospital(job, 0, transport=CutAt(clinic, job, 300), state=tmp_path / "own").begin().over()
+    assert "killed" in str(first.error) and len(list((tmp_path / "own").glob("update-1"))) == 1
+    first.end()
+    watched = Watched()
+    again = clinic.hospital(job, 0, transport=watched, state=tmp_path / "own").begin()
+    learnt = clinic.trained(job)
+    assert torch.equal(learnt, simulated(f"{name}:{more}local_epochs=2", 1, 2, seed=5))
+    again.over()
+    assert again.ended.rounds == 2 and "round 0: the update from before this client's restart is sent" in again.said
+    of_round = [each for each in watched.asked if each[1].startswith("rounds/1/")]
+    assert [each[:2] for each in of_round] == [("GET", "rounds/1/update"), ("PUT", "rounds/1/update")]
+    assert of_round[1][2].startswith("bytes 300-")
+    assert not list((tmp_path / "own").glob("*update-*"))
+
+
+def test_an_update_that_was_not_kept_whole_is_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ClientFolder(tmp_path / "own")
+    folder.keep_update(3, b"an update")
+    assert folder.kept_update(3) == b"an update" and folder.kept_update(4) is None
+    (path,) = (tmp_path / "own").glob("update-*")
+    assert path.stat().st_mode & 0o077 == 0
+    path.write_bytes(path.read_bytes()[:-1])
+    assert folder.kept_update(3) is None
+    folder.keep_update(4, b"the next one")
+    assert folder.kept_update(4) == b"the next one" and not path.exists()
+    folder.finish_order(4, None)
+    assert folder.kept_update(4) is None
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("no space left")))
+        folder.keep_update(5, b"too large")
+    assert folder.kept_update(5) is None and not list((tmp_path / "own").glob(".update-*"))
+    folder.close()
 
 
 def test_the_tap_would_see_a_row(clinic: Clinic) -> None:

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,21 @@ import pytest
 import torch
 from client_site import All, Clinic, Own, cohorts, until
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from rayps_client.errors import ConfigError, Unauthorized
+from rayps_api.update_parts import PartWriter
+from rayps_client.errors import ConfigError, Conflict, Unauthorized
+from rayps_client.secure import lease
 from rayps_client.secure.noise import NoiseSource
 from rayps_client.secure.pinned_keys import PinnedKeys, pinned_keys, read_peers
 from rayps_client.secure.protocol import Stage
 from rayps_client.secure.quantise import EXTRAS, Quantiser
 from rayps_client.secure.secure_replies import SecureReplies
+from rayps_client.secure.secure_turn import SecureTurn
 from small_work import train
 
 from rayps.clients.workload_trainer import WorkloadTrainer
-from rayps.federated import remote_replies
+from rayps.federated import remote_replies, secure_rounds
 from rayps.federated.population.cohort import cohort_size
+from rayps.federated.remote import stage_folder
 from rayps.federated.remote.mailbox import Mailbox
 from rayps.federated.remote.secure_options import secure_of
 from rayps.federated.remote.stage_folder import StageFolder
@@ -142,6 +147,43 @@ def test_a_client_that_ends_in_a_stage_leaves_the_sum_exact(clinic: Clinic, stag
     done = "has sent round 0" if stage is Stage.UNMASK else f"dropped out of round 0: left at {stage}"
     assert [each["doing"] for each in clinic.joined(job).values()] == ["has sent round 0"] * 3 + [done]
     assert (learnt - simulated(counted, 1, seed=5)).abs().max() <= STEP / 2 * 4 / 75 * 1.001
+
+
+class Killed(Dies):
+    """A client's network, which ends the client without a word, its threads too."""
+
+    dead = False
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        self.dead = self.dead or (request.method == "PUT" and request.url.path.endswith(self._stage))
+        if self.dead:
+            raise RuntimeError(f"killed at {self._stage}")
+        return self._through.handle_request(request)
+
+
+def test_a_stage_does_not_wait_for_a_killed_client_until_its_deadline(
+    clinic: Clinic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (lease, stage_folder):
+        monkeypatch.setattr(module, "RENEW_SECONDS", 0.5)
+    monkeypatch.setattr(secure_rounds, "_LOOK_SECONDS", 0.05)
+    masked, slow = SecureTurn.mask, list[int]()
+
+    def mask(self: SecureTurn, *given: Any) -> Any:
+        if self._rules.number == 1:  # it computes for long, and is there
+            slow.append(1)
+            time.sleep(4)
+        return masked(self, *given)
+
+    monkeypatch.setattr(SecureTurn, "mask", mask)
+    job = clinic.job(secure(4).replace("deadline=500", "deadline=5000"), rounds=1, seed=5)
+    for k in range(4):  # the last one trains for long
+        clinic.hospital(job, k, transport=Killed(Stage.MASK) if k == 3 else None, pause=0.5 if k == 2 else 0.0).begin()
+    learnt = clinic.trained(job)
+    (event,) = cohorts(job)
+    assert slow == [1]
+    assert event["dropped"] == [["h3", "silent at masked_input"]] and event["replied"] == 3
+    assert (learnt - simulated(3, 1, seed=5)).abs().max() <= STEP / 2 * 4 / 75 * 1.001
 
 
 def test_too_few_survivors_make_the_round_void(clinic: Clinic) -> None:
@@ -350,6 +392,8 @@ def test_what_does_not_belong_into_a_stage_is_refused_unread(clinic: Clinic) -> 
     assert hand.put("1/stages/advertise_keys", b"{}", "0" * 64).status_code == 422
     assert hand.put("1/stages/advertise_keys", b"0" * (1 << 20)).status_code == 413
     assert hand.put("2/stages/advertise_keys", b"{}").status_code == 409
+    large = hand.put("2/stages/masked_input", bytes(1_500_000))  # 375,000 parameters, more than a body of other routes
+    assert (large.status_code, large.json()["code"]) == (409, "late")
     assert hand.put("1/stages/advertise_keys", b"{}").status_code == 201
     again = hand.put("1/stages/advertise_keys", b"[]")
     assert again.status_code == 200 and again.json()["again"]
@@ -361,16 +405,87 @@ def test_what_does_not_belong_into_a_stage_is_refused_unread(clinic: Clinic) -> 
     assert hand.http.post("/api/v1/client/rounds/1/withdraw", json={"reason": "too late"}).status_code == 204
 
 
+class CutOnce(httpx2.BaseTransport):
+    """A client's network, which is cut once, when the first 100 bytes of its masked update have arrived."""
+
+    def __init__(self, clinic: Clinic, job: Any, number: int) -> None:
+        self._through, self._clinic, self._job, self._number = httpx2.HTTPTransport(), clinic, job, number
+        self.sent: list[tuple[str, bytes, str]] = []  # the range, the body and the hash of each request
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        if request.method == "PUT" and request.url.path.endswith(Stage.MASK):
+            body, digest = request.read(), request.headers["rayps-sha256"]
+            self.sent.append((request.headers["content-range"], body, digest))
+            if len(self.sent) == 1:
+                stages = self._clinic.service.mailbox(self._job.id).stages(1)
+                stages.part(Stage.MASK, self._number, digest).write_bytes(body[:100])
+                raise httpx2.WriteError("cut")
+        return self._through.handle_request(request)
+
+
+def test_a_masked_update_continues_after_a_cut_with_the_same_mask(clinic: Clinic) -> None:
+    job = clinic.job(secure(3), rounds=1, seed=5)
+    line = CutOnce(clinic, job, 2)
+    for k in range(3):
+        clinic.hospital(job, k, transport=line if k == 2 else None).begin()
+    assert (clinic.trained(job) - simulated(3, 1, seed=5)).abs().max() <= STEP
+    (_, whole, digest), (span, rest, again) = line.sent
+    assert rest == whole[100:] and again == digest == hashlib.sha256(whole).hexdigest()
+    assert span == f"bytes 100-{len(whole) - 1}/{len(whole)}" and len(whole) == 4 * 53
+
+
+def test_what_has_arrived_of_a_message_is_retained_until_the_stage_is_closed(clinic: Clinic) -> None:
+    job = clinic.job(secure(2), rounds=1, seed=5)
+    hand, gate = ByHand(clinic, job, "hand"), threading.Event()
+    clinic.hospital(job, 0, gate=gate).begin()  # the stage waits for its training
+    until(lambda: hand.http.get("/api/v1/client/work", params={"wait": 5}).json()["kind"] == "round")
+    raw, path = b"x" * 300, "/api/v1/client/rounds/1/stages/advertise_keys"
+    named = {"Rayps-Sha256": hashlib.sha256(raw).hexdigest()}
+
+    def put(begin: int, body: bytes) -> int:
+        span = {"Content-Range": f"bytes {begin}-{len(raw) - 1}/{len(raw)}"}
+        return hand.http.put(path, content=body, headers={**named, **span}).status_code
+
+    def received(digest: str = named["Rayps-Sha256"]) -> int:
+        return int(hand.http.get(f"{path}/received", headers={"Rayps-Sha256": digest}).json()["received"])
+
+    assert put(0, raw[:200]) == 400 and received() == 200
+    assert received("0" * 64) == 0 and received() == 0  # one message of a client at a time
+    assert put(0, raw[:200]) == 400 and put(200, raw[200:]) == 201 and received() == 300
+    gate.set()
+    job.stop().wait(30)
+
+
+def test_a_closed_stage_has_no_parts_and_takes_none(tmp_path: Path) -> None:
+    stages = StageFolder(tmp_path)
+    stages.open(Stage.ADVERTISE)
+    writer = PartWriter(stages.part(Stage.ADVERTISE, 0, "a" * 64))
+    writer.write(0, b"a part of a message")
+    other = stages.part(Stage.ADVERTISE, 1, "b" * 64)
+    other.write_bytes(b"whole")
+    stages.revoke(0, "token (T)")
+    assert not writer.path.exists() and other.exists()
+    writer.write(0, b"a part of a message")
+    stages.close(Stage.ADVERTISE)
+    assert not list((tmp_path / "stages" / Stage.ADVERTISE).glob("parts"))
+    with pytest.raises(FileNotFoundError):
+        writer.write(10, b"more")
+    with pytest.raises(Conflict, match="goes on without"):
+        stages.deliver(Stage.ADVERTISE, 1, other)
+    with pytest.raises(Conflict, match="goes on without"):
+        stages.part(Stage.ADVERTISE, 0, "a" * 64)
+
+
 def test_a_client_that_has_dropped_out_is_late_in_each_later_stage(tmp_path: Path) -> None:
     box = Mailbox(tmp_path / "job" / "clients")
     box.prepare()
     stages = box.stages(1)
     with pytest.raises(Exception, match="goes on without"):
-        stages.new_part(Stage.ADVERTISE, 0)
+        stages.part(Stage.ADVERTISE, 0, "0" * 64)
     stages.open(Stage.ADVERTISE)
-    part = stages.new_part(Stage.ADVERTISE, 0)
+    part = stages.part(Stage.ADVERTISE, 0, "0" * 64)
     part.write_bytes(b"keys")
-    late = stages.new_part(Stage.ADVERTISE, 1)
+    late = stages.part(Stage.ADVERTISE, 1, "0" * 64)
     late.write_bytes(b"late keys")
     assert stages.deliver(Stage.ADVERTISE, 0, part) and stages.answer(Stage.ADVERTISE, 0) is None
     assert {number: path.read_bytes() for number, path in stages.close(Stage.ADVERTISE).items()} == {0: b"keys"}
@@ -382,10 +497,10 @@ def test_a_client_that_has_dropped_out_is_late_in_each_later_stage(tmp_path: Pat
     stages.publish(Stage.ADVERTISE, {0: {"x": 1}})
     stages.publish(Stage.ADVERTISE, {0: {"x": 2}, 1: {}})  # a second worker's answers do not replace the first's
     assert stages.answer(Stage.ADVERTISE, 0) == {"x": 1}
-    for refused in (lambda: stages.answer(Stage.ADVERTISE, 1), lambda: stages.new_part(Stage.SHARE, 1)):
+    for refused in (lambda: stages.answer(Stage.ADVERTISE, 1), lambda: stages.part(Stage.SHARE, 1, "0" * 64)):
         with pytest.raises(Exception, match="goes on without"):
             refused()
-    part = stages.new_part(Stage.SHARE, 0)
+    part = stages.part(Stage.SHARE, 0, "0" * 64)
     part.write_bytes(b"")
     stages.deliver(Stage.SHARE, 0, part)
     stages.revoke(0, "token (T)")
@@ -464,6 +579,93 @@ def test_a_client_with_unknown_keys_makes_rounds_void_and_ends_no_other_client(c
             ("h1", True),
         ]
     assert len(cohorts(job)) == 2
+
+
+@pytest.mark.parametrize("how", ["key", "peers", "shares"])
+def test_a_client_that_makes_every_round_void_is_asked_no_more(
+    clinic: Clinic, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The others do not know its key, or cannot open its shares, or it knows no other: it is against the majority."""
+    private = [Ed25519PrivateKey.generate() for _ in range(4)]
+    known = {f"h{k}": key.public_key() for k, key in enumerate(private[:3])}
+    stranger = PinnedKeys(private[3], known)
+    if how == "peers":
+        stranger = PinnedKeys(private[2], {"h2": private[2].public_key()})
+    keys: list[PinnedKeys | None] = [PinnedKeys(private[0], known), PinnedKeys(private[1], known), stranger]
+    if how == "shares":
+        sealed, keys = SecureTurn._sealed, [None] * 3
+
+        def seal(self: SecureTurn, to: int, shares: bytes) -> bytes:
+            return bytes(100) if self._rules.name == "h2" else sealed(self, to, shares)
+
+        monkeypatch.setattr(SecureTurn, "_sealed", seal)
+    verify = "" if how == "shares" else ",verify=true"
+    job = clinic.job(secure(2, f"{verify},threshold=0.7"), rounds=6, seed=5)
+    hospitals = [clinic.hospital(job, k, pinned=each) for k, each in enumerate(keys)]
+    for hospital in (hospitals[2], hospitals[0], hospitals[1]):
+        hospital.begin()
+    clinic.trained(job)
+    rounds = [(event["replied"], event["sampled"]) for event in cohorts(job)]
+    alone = rounds.count((0, 2))  # a round that has begun before the third had joined: its void is undecided
+    assert alone <= 1 and rounds[alone:] == [(0, 3)] * 3 + [(2, 2)] * (3 - alone)
+    done = {
+        "key": "h0, h1 refused its message (share_keys)",
+        "peers": "it refused h0, h1 (share_keys)",
+        "shares": "h0, h1 refused its message (masked_input)",
+    }[how]
+    why = f"is asked no more: 3 rounds were void because of it; in the last one {done}"
+    (event,) = (event for event in job.events() if "excluded" in event)
+    assert (event["kind"], event["excluded"], event["round"]) == ("warning", "h2", 2 + alone)
+    assert event["message"] == f"h2 {why}. It is asked again when it joins with another token or certificate"
+    shown = clinic.joined(job)
+    assert [(shown[name]["state"], shown[name]["doing"]) for name in ("h0", "h2")] == [
+        ("here", "has sent round 5"),
+        ("excluded", why),
+    ]
+
+
+def test_an_excluded_client_is_told_why_at_once(clinic: Clinic) -> None:
+    job = clinic.job(secure(2), rounds=1)
+    hand, box = ByHand(clinic, job, "hand"), clinic.service.mailbox(job.id)
+    box.exclude(0, "its rounds were void")
+    for params in ({"wait": 30}, {"wait": 0, "away": True}):
+        found = hand.http.get("/api/v1/client/work", params=params).json()
+        assert (found["kind"], found["reason"]) == ("wait", "this client is asked no more: its rounds were void")
+    withdraw = "/api/v1/client/rounds/1/withdraw"
+    for refused, status in ((["h1"], 422), ([1, 2], 204)):
+        assert hand.http.post(withdraw, params={"refuses": refused}, json={"reason": "x"}).status_code == status
+
+
+def test_two_clients_that_refuse_each_other_are_both_asked_again(clinic: Clinic) -> None:
+    private = [Ed25519PrivateKey.generate() for _ in range(3)]
+    known = {f"h{k}": key.public_key() for k, key in enumerate(private[:2])}
+    job = clinic.job(secure(2, ",verify=true"), rounds=4, seed=5)
+    for k, key in enumerate((private[0], private[2])):
+        clinic.hospital(job, k, pinned=PinnedKeys(key, known)).begin()
+    assert job.wait(60).data["status"] == "FAILED"
+    assert len(cohorts(job)) == 4
+    (event,) = (event for event in job.events() if "excluded" in event)
+    assert event["excluded"] is None and event["round"] == 2
+    assert (
+        "it is undecided which of them is wrong, so that none is excluded: h0 refused h1 (share_keys)"
+        in (event["message"])
+    )
+
+
+def test_an_excluded_client_is_asked_again_with_another_token_alone(tmp_path: Path) -> None:
+    box = Mailbox(tmp_path / "job" / "clients")
+    box.prepare()
+    number = box.join("h", "key" * 9, "first", 1).number
+    box.exclude(number, "its rounds were void")
+    assert box.state(number) == "excluded" and box.takes_no_part(number)
+    box.join("h", "key" * 9, "first", 1)
+    assert box.exclusion(number) == "its rounds were void"
+    box.join("h", "key" * 9, "second", 1)
+    assert box.state(number) == "here" and box.exclusion(number) is None
+    box.exclude(number, "again")
+    for token, why in (("first", "again"), ("second", "again"), ("third", None)):
+        box.join("h", "key" * 9, token, 1)
+        assert box.exclusion(number) == why
 
 
 def test_a_client_of_a_secure_job_follows_no_plain_order(tmp_path: Path) -> None:

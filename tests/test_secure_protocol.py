@@ -16,13 +16,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rayps_client.errors import ConfigError, Conflict, TrainingError
 from rayps_client.secure import noise, noise_sizes, shamir
 from rayps_client.secure.graph import draw_graph, failures, neighbours_for, shares_needed
-from rayps_client.secure.masks import Keystream, add_mask
+from rayps_client.secure.masks import Keystream, add_mask, new_private, public_of
 from rayps_client.secure.pinned_keys import PinnedKeys, public_text, read_peers
-from rayps_client.secure.protocol import RoundName, Stage, VoidRound, bytes_of, decode, encode
+from rayps_client.secure.protocol import AdvertisedKeys, RoundName, Stage, VoidRound, bytes_of, decode, encode
 from rayps_client.secure.quantise import EXTRAS, ClientNumbers, Quantiser, Words
 from rayps_client.secure.release_record import ReleaseRecord
 from rayps_client.secure.secure_turn import SecureTurn, TurnRules
-from rayps_client.secure.server_sum import ServerRules, ServerSum
+from rayps_client.secure.server_sum import NO_KEYS, ServerRules, ServerSum
 
 ROUND = RoundName("0" * 26, 7)
 SIZE = 9
@@ -180,6 +180,24 @@ def test_wrong_shares_make_the_round_void_and_unreadable_messages_drop_their_sen
         with pytest.raises(VoidRound, match="2 clients have sent their shares"):
             round.server.total({**shares, 0: bad}, masked)
         assert 0 in round.server.unusable
+
+
+@pytest.mark.parametrize("which", ["seal", "mask"])
+def test_a_point_of_low_order_is_no_key(which: str) -> None:
+    """X25519 with such a point gives zeros whatever the other key is, so that the library refuses it."""
+    zero, twice = bytes(32), public_of(new_private())
+    keys = {k: AdvertisedKeys(f"c{k}", public_of(new_private()), public_of(new_private())) for k in range(4)}
+    keys[3] = dataclasses.replace(keys[3], **{which: zero})
+    keys[4] = AdvertisedKeys("c4", twice, twice)  # the others would refuse both keys
+    server = ServerSum(ServerRules(ROUND, 0.5, 2))
+    answers = server.advertised({k: encode(each.facts()) for k, each in keys.items()})
+    assert answers.keys() == {0, 1, 2} and server.unusable == {3: NO_KEYS, 4: NO_KEYS}  # the round goes on without it
+    turn = SecureTurn(TurnRules(ROUND, 0, "c0", 0.5, 2), Memory())
+    turn.advertise()
+    neighbours = {str(k): keys[k].facts() for k in (1, 2, 3)}  # a server that does not check
+    with pytest.raises(VoidRound, match="the client 'c3' has sent a point that is not a key") as refused:
+        turn.share({"neighbours": neighbours})
+    assert refused.value.data["refused"] == [3]
 
 
 # ---- what the server can see
@@ -351,8 +369,9 @@ def test_shares_for_another_client_round_or_job_are_refused() -> None:
         if change == "round":
             other = RoundName(ROUND.job, 8)
             round.turns[1]._rules = dataclasses.replace(round.turns[1]._rules, round=other)
-        with pytest.raises(VoidRound, match=r"the shares of the client 'c[12]' were not sealed by it"):
+        with pytest.raises(VoidRound, match=r"the shares of the client 'c[12]'.* were not sealed by it") as void:
             round.run()
+        assert void.value.data["refused"] == {"swap": [1, 2], "round": [1], "flip": [1]}[change]
 
 
 def pins(n: int, tmp_path: Path) -> dict[int, PinnedKeys]:
@@ -360,6 +379,32 @@ def pins(n: int, tmp_path: Path) -> dict[int, PinnedKeys]:
     file = tmp_path / "peers.txt"
     file.write_text("# our clinics\n\n" + "".join(f"c{k} {public_text(key)}\n" for k, key in private.items()))
     return {k: PinnedKeys(key, read_peers(file)) for k, key in private.items()}
+
+
+def test_all_clients_whose_messages_fail_a_check_are_named(tmp_path: Path) -> None:
+    pinned = pins(5, tmp_path)
+    round = Round(5, 0.5, verify=True, pinned=pinned)
+    messages = {k: turn.advertise() for k, turn in round.turns.items()}
+    answers = round.server.advertised(messages)[0]
+
+    def refused(**changes: Any) -> Any:
+        turn = SecureTurn(TurnRules(ROUND, 0, "c0", 0.5, 2, pinned[0]), Memory())
+        turn._stage = Stage.ADVERTISE
+        with pytest.raises(VoidRound) as void:
+            turn.share({"neighbours": {**answers["neighbours"], **changes}})
+        return void.value.data["refused"], str(void.value)
+
+    own = answers["neighbours"]
+    unsigned = {**own["3"], "signature": ""}
+    assert refused(**{"3": unsigned})[0] == [3]
+    numbers, text = refused(**{"3": unsigned, "4": {**own["4"], "name": "c1"}})  # under the name of another
+    assert numbers == [3, 4] and "the keys of the client 'c3' (and 1 more) are not signed with its key" in text
+    assert refused(**{"3": own["4"]})[0] == [3]  # a copy of another's message: the signature names its number
+    one = pinned[4]
+    twin = AdvertisedKeys("c4", public_of(new_private()), public_of(new_private()))
+    signed = dataclasses.replace(twin, signature=one.sign(twin.signed_text(ROUND, 3)))
+    numbers, text = refused(**{"3": signed.facts()})  # one key's owner under two numbers
+    assert numbers == [3, 4] and "a name that another client has too" in text
 
 
 def test_pinned_keys_bear_crashes_and_find_a_lying_server(tmp_path: Path) -> None:

@@ -204,8 +204,10 @@ class Guard:
 
 
 def _is_update(request: Request) -> bool:
+    """Return whether a body is an update or the message of a stage, which the order limits (`most_bytes`)."""
     path = request.scope["path"]
-    return request.method == "PUT" and path.startswith(f"{CLIENTS}rounds/") and path.endswith("/update")
+    sent = path.endswith("/update") or "/stages/" in path
+    return request.method == "PUT" and path.startswith(f"{CLIENTS}rounds/") and sent
 
 
 def _is_code(request: Request) -> bool:

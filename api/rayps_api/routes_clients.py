@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, BinaryIO
 
 from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request, Response
@@ -19,7 +20,6 @@ from fastapi import Path as InPath
 from fastapi.responses import JSONResponse, StreamingResponse
 from rayps_client.secure.protocol import Stage
 from rayps_client.signed_orders import JOB_ID
-from starlette.requests import ClientDisconnect
 
 from rayps.core.errors import ConfigError, Conflict
 from rayps.core.values import JsonObject
@@ -30,6 +30,7 @@ from rayps.service.store import JobRecord
 from rayps_api.client_model import model_facts, model_file
 from rayps_api.client_terms import terms_of
 from rayps_api.membership import refuse_token_of_member, refuse_without_certificate, statement_of, still_valid
+from rayps_api.receive_parts import receive, seal
 from rayps_api.schemas import BINARY_BODY, problems, timestamp
 from rayps_api.schemas_clients import (
     JOB,
@@ -47,10 +48,11 @@ from rayps_api.schemas_clients import (
     WorkOut,
 )
 from rayps_api.service import RunningService, Service
-from rayps_api.update_parts import PartWriter, Span, begin_of_range, part_size, span_of
+from rayps_api.update_parts import begin_of_range, part_size, span_of
 
 LONGEST_WAIT = 30.0  # seconds that a request for work may wait
 _PAUSE = 0.1  # seconds between two checks for an order
+_EXCLUDED_SECONDS = 2.0  # longest wait for work of a client that is asked no more, and is told so
 _SEEN_SECONDS = 2.0  # seconds between two records that a client was seen
 _BLOCK = 1 << 20  # bytes
 MOST_UPDATES = 64  # updates that are received at one time, on slow lines for minutes; more are answered with 429
@@ -230,7 +232,8 @@ async def work(
     away: Annotated[bool, Query(description="The client takes part in no round now: none waits for it.")] = False,
 ) -> Any:
     """Return the first order after order `after`, or the job's end. Wait up to `wait` seconds for one of them."""
-    running, ends = caller.service, time.monotonic() + wait
+    running, begun = caller.service, time.monotonic()
+    ends = begun + wait
     await asyncio.to_thread(caller.mailbox.set_away, caller.member.number, away)
     seen, version, record = time.monotonic(), -1, None
 
@@ -253,8 +256,11 @@ async def work(
             text = _signed_text(caller, order, statement_of(record))
             signature = running.client_tokens.key.sign(text)
             return await answer(kind="round", order=text, signature=signature)
-        if time.monotonic() >= ends or running.closing.is_set() or await request.is_disconnected():
-            reason = await asyncio.to_thread(caller.mailbox.standing)
+        excluded = await asyncio.to_thread(caller.mailbox.exclusion, caller.member.number)
+        over = time.monotonic() >= (ends if excluded is None else min(ends, begun + _EXCLUDED_SECONDS))
+        if over or running.closing.is_set() or await request.is_disconnected():
+            why = f"this client is asked no more: {excluded}"
+            reason = await asyncio.to_thread(caller.mailbox.standing) if excluded is None else why
             return await answer(kind="wait", status=record.status.value, reason=reason or record.reason)
         if time.monotonic() - seen > _SEEN_SECONDS:
             seen = time.monotonic()
@@ -333,8 +339,9 @@ async def update(
         path = await asyncio.to_thread(caller.mailbox.part, serial, caller.member.number, rayps_sha256)
         writer = caller.service.parts.begin(path)
         try:
-            await _receive(request, caller, writer, span, order.most_bytes)
-            await _seal(writer, span, rayps_sha256)
+            alive = partial(caller.mailbox.record_request, caller.member.number)
+            await receive(request, writer, span, order.most_bytes, alive)
+            await seal(writer, span, rayps_sha256)
             still_valid(request, caller.service.members)
             new = await asyncio.to_thread(caller.mailbox.deliver, serial, caller.member.number, path)
         finally:
@@ -376,54 +383,6 @@ async def leave(caller: Joined) -> Response:
     """Record that the client leaves the job. The client may join again."""
     await asyncio.to_thread(caller.mailbox.leave, caller.member.number)
     return Response(status_code=204)
-
-
-async def _receive(request: Request, caller: Caller, writer: PartWriter, span: Span, most: int) -> None:
-    """Write the request's body into the part of an update, block by block.
-
-    Raises:
-        HTTPException: the body is too long or incomplete, or does not begin where the part ends.
-        Conflict: the round is closed, or a newer request sends the update.
-    """
-    limit = most if span.whole is None else span.whole
-    if limit > most:
-        raise HTTPException(413, f"an update of this round has {most} bytes at most")
-    if span.begin == 0:
-        await asyncio.to_thread(writer.drop)
-    elif span.begin > writer.size:
-        raise HTTPException(422, f"{writer.size} bytes of this update have arrived: send the rest from there on")
-    at, seen = span.begin, time.monotonic()
-    try:
-        async for block in request.stream():
-            if at + len(block) > limit:
-                await asyncio.to_thread(writer.drop)
-                raise HTTPException(413, f"this update has more than {limit} bytes")
-            await asyncio.to_thread(writer.write, at, block)
-            at += len(block)
-            if time.monotonic() - seen > _SEEN_SECONDS:
-                seen = time.monotonic()
-                caller.mailbox.record_request(caller.member.number)
-    except FileNotFoundError:
-        raise Conflict("the round is closed: the update is too late", status=409, code="late") from None
-    except ClientDisconnect:
-        if span.whole is None:
-            await asyncio.to_thread(writer.drop)
-        raise HTTPException(400, "the update is incomplete: the connection was closed") from None
-
-
-async def _seal(writer: PartWriter, span: Span, digest: str) -> None:
-    """Check that the update is complete and has this hash. Raises HTTPException if not, or Conflict if it is late."""
-    if span.whole is not None and writer.size < span.whole:
-        raise HTTPException(400, f"the update is incomplete: {writer.size} of {span.whole} bytes have arrived")
-    try:
-        whole = await asyncio.to_thread(writer.seal, digest)
-    except FileNotFoundError:
-        raise Conflict("the round is closed: the update is too late", status=409, code="late") from None
-    if not whole:
-        writer.path.unlink(missing_ok=True)
-        raise HTTPException(
-            422, "the update's hash is not the one in Rayps-Sha256: it was cut off or changed on the way; send it again"
-        )
 
 
 def order_without_update(caller: Caller, serial: int) -> RoundOrder | None:
@@ -514,6 +473,8 @@ def _shown(mailbox: Mailbox) -> JsonObject:
 
 def _client(mailbox: Mailbox, member: JoinedClient) -> JsonObject:
     seen, order = mailbox.last_seen(member.number), mailbox.newest_for(member.number)
+    excluded = mailbox.exclusion(member.number)
+    doing = "" if order is None else _doing(mailbox, order, member.number)
     return {
         "number": member.number,
         "name": member.name,
@@ -521,7 +482,7 @@ def _client(mailbox: Mailbox, member: JoinedClient) -> JsonObject:
         "samples": member.samples,
         "joined_at": timestamp(member.joined_at),
         "seen_seconds": seen if seen < float("inf") else None,
-        "doing": "" if order is None else _doing(mailbox, order, member.number),
+        "doing": doing if excluded is None else f"is asked no more: {excluded}",
     }
 
 

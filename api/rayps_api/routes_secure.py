@@ -8,25 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
 from fastapi.responses import JSONResponse
+from pydantic import Field
 from rayps_client.secure.protocol import Stage
-from rayps_client.secure.service_stages import answer_text
-from starlette.requests import ClientDisconnect
+from rayps_client.secure.service_stages import MOST_REFUSED, answer_text
 
 from rayps.core.errors import Conflict
 from rayps.federated.remote.mailbox import RoundOrder
-from rayps_api.routes_clients import LONGEST_WAIT, MOST_UPDATES, Caller, Joined, Serial, check_accepted
+from rayps_api.receive_parts import receive, seal
+from rayps_api.routes_clients import LONGEST_WAIT, MOST_UPDATES, Caller, Digest, Joined, Serial, check_accepted
 from rayps_api.schemas import BINARY_BODY, problems
-from rayps_api.schemas_clients import StageOut, UpdateOut, WithdrawIn
+from rayps_api.schemas_clients import PartOut, StageOut, UpdateOut, WithdrawIn
+from rayps_api.update_parts import part_size, span_of
 
 _PAUSE = 0.05  # seconds between two looks for an answer
+
+Refuses = Annotated[
+    tuple[Annotated[int, Field(ge=0, lt=2**31)], ...],
+    Query(max_length=MOST_REFUSED, description="The numbers of the clients of which a message failed a check."),
+]
 
 router = APIRouter(prefix="/api/v1", tags=["clients"], responses=problems(400, 401, 403, 404, 409, 413, 422))
 
@@ -43,9 +49,15 @@ async def message(
     stage: Stage,
     caller: Joined,
     request: Request,
-    rayps_sha256: Annotated[str, Header(pattern=r"^[0-9a-f]{64}$", description="The SHA-256 hash of the body.")],
+    rayps_sha256: Digest,
+    content_range: Annotated[str | None, Header(description="Which bytes of the message the body has.")] = None,
 ) -> Any:
-    """Receive a client's message of a stage. The first complete message counts. 409 if the client has dropped out."""
+    """Receive a client's message of a stage. The first complete message counts. 409 if the client has dropped out.
+
+    With `Content-Range: bytes FIRST-LAST/SIZE`, what arrives is retained until the stage is closed if the connection is
+    cut, and the next request sends the rest.
+    """
+    span = span_of(content_range)
     if caller.service.receiving >= MOST_UPDATES:
         raise HTTPException(429, f"{MOST_UPDATES} updates are being received: retry", {"Retry-After": "1"})
     caller.service.receiving += 1
@@ -57,15 +69,29 @@ async def message(
         if stage is Stage.MASK:
             await check_accepted(caller, serial, rayps_sha256)
         with _void_said(caller, order):
-            part = await asyncio.to_thread(stages.new_part, stage, number)
+            part = await asyncio.to_thread(stages.part, stage, number, rayps_sha256)
+            writer = caller.service.parts.begin(part)
             try:
-                await _receive(request, part, order.most_bytes, rayps_sha256)
+                await receive(request, writer, span, order.most_bytes, partial(stages.renew, number))
+                await seal(writer, span, rayps_sha256)
                 new = await asyncio.to_thread(stages.deliver, stage, number, part)
             finally:
-                part.unlink(missing_ok=True)
+                caller.service.parts.forget(writer)
     finally:
         caller.service.receiving -= 1
     return JSONResponse({"serial": serial, "again": not new}, 201 if new else 200)
+
+
+@router.get("/client/rounds/{serial}/stages/{stage}/received", response_model=PartOut)
+async def received(serial: Serial, stage: Stage, caller: Joined, rayps_sha256: Digest) -> Any:
+    """Return how many bytes of the client's message with this hash have arrived: the client sends the rest."""
+    order = await asyncio.to_thread(_secure_order, caller, serial)
+    stages, number = caller.mailbox.stages(serial), caller.member.number
+    found = await asyncio.to_thread(stages.message_bytes, stage, number)
+    if found is None:
+        with _void_said(caller, order):
+            found = part_size(await asyncio.to_thread(stages.part, stage, number, rayps_sha256))
+    return {"serial": serial, "received": found}
 
 
 @router.get("/client/rounds/{serial}/stages/{stage}", response_model=StageOut)
@@ -91,35 +117,18 @@ async def answer(
             await asyncio.wait_for(caller.service.closing.wait(), _PAUSE)
 
 
-@router.post("/client/rounds/{serial}/withdraw", status_code=204)
-async def withdraw(serial: Serial, body: WithdrawIn, caller: Joined) -> Response:
-    """Record that a client takes no further part in a secure round, so that no stage waits for it."""
-    await asyncio.to_thread(caller.mailbox.stages(serial).withdraw, caller.member.number, body.reason)
+@router.post("/client/rounds/{serial}/lease", status_code=204)
+async def renew(serial: Serial, caller: Joined) -> Response:
+    """Record that a client is in the stages of a secure round now: no stage waits long for one that is silent."""
+    await asyncio.to_thread(caller.mailbox.stages(serial).renew, caller.member.number)
     return Response(status_code=204)
 
 
-async def _receive(request: Request, part: Path, most: int, digest: str) -> None:
-    """Write the request's body into the file `part`, block by block.
-
-    Raises:
-        HTTPException: the body is too long or incomplete, or its hash is wrong.
-        Conflict: the stage was closed.
-    """
-    found, size = hashlib.sha256(), 0
-    try:
-        with part.open("xb") as file:
-            async for block in request.stream():
-                size += len(block)
-                if size > most:
-                    raise HTTPException(413, f"a message of this round has {most} bytes at most")
-                found.update(block)
-                await asyncio.to_thread(file.write, block)
-    except FileNotFoundError:
-        raise Conflict("the round is closed: the message is too late", status=409, code="late") from None
-    except ClientDisconnect:
-        raise HTTPException(400, "the message is incomplete: the connection was closed") from None
-    if found.hexdigest() != digest:
-        raise HTTPException(422, "the message's hash is not the one in Rayps-Sha256: send it again")
+@router.post("/client/rounds/{serial}/withdraw", status_code=204)
+async def withdraw(serial: Serial, body: WithdrawIn, caller: Joined, refuses: Refuses = ()) -> Response:
+    """Record that a client takes no further part in a secure round, so that no stage waits for it."""
+    await asyncio.to_thread(caller.mailbox.stages(serial).withdraw, caller.member.number, body.reason, refuses)
+    return Response(status_code=204)
 
 
 @contextlib.contextmanager

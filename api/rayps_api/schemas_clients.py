@@ -181,7 +181,7 @@ class ClientOut(BaseModel):
 
     number: int
     name: str
-    state: Literal["here", "away", "left", "revoked"]
+    state: Literal["here", "away", "left", "revoked", "excluded"]
     samples: int
     joined_at: datetime
     seen_seconds: float | None

@@ -4,6 +4,7 @@
     progress.json              the newest order that was started, and the newest order that is done; the client's number
     traffic.json               the bytes sent and received today (`rayps_client.limits`)
     state-ROUND.safetensors    the strategy's state of this client (SCAFFOLD's c_i, Ditto's model) after a round
+    update-ORDER               the update that is being sent, after its SHA-256 hash: a restarted client sends the rest
     global.safetensors         the job's parameters, from which a personal model is made (`rayps_client.global_model`)
 
 A state never leaves this machine. The folder has the states of all rounds to which the job may return. A repeated round
@@ -13,6 +14,7 @@ therefore starts with the same state as at first.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import secrets
@@ -26,6 +28,7 @@ from rayps_client.private_file import private_write
 from rayps_client.raw_tensors import decode_tensors, encode_tensors, metadata_of, metadata_of_file
 from rayps_client.values import Json, Keywords
 
+_DIGEST = hashlib.sha256().digest_size
 Starts = Sequence[
     Sequence[int]
 ]  # for each start and restart of the job: (its first round, the number of its first order)
@@ -84,6 +87,38 @@ class ClientFolder:
             self.delete_state(self.sending[1])
         self.finished, self.last, self.sending = serial, round, None
         self._save_progress()
+        self._drop_updates()
+
+    def keep_update(self, serial: int, raw: bytes) -> None:
+        """Store the update of order `serial` until the order is done, if there is room for it. Call it before sending.
+
+        The update has left nothing out that the client stores: its new state was stored before.
+        """
+        self._drop_updates()
+        path = self.folder / f"update-{serial}"
+        part = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+        try:
+            with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(hashlib.sha256(raw).digest())
+                file.write(raw)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        except OSError:  # such as a full disk: after a restart the client trains again
+            part.unlink(missing_ok=True)
+
+    def kept_update(self, serial: int) -> bytes | None:
+        """Return the update of order `serial` that was being sent when this client ended, or None."""
+        try:
+            found = (self.folder / f"update-{serial}").read_bytes()
+        except OSError:
+            return None
+        digest, raw = found[:_DIGEST], found[_DIGEST:]
+        return raw if hashlib.sha256(raw).digest() == digest else None
+
+    def _drop_updates(self) -> None:
+        for path in (*self.folder.glob("update-*"), *self.folder.glob(".update-*")):
+            path.unlink(missing_ok=True)
 
     def load_state(self, round: int, strategy: str, starts: Starts) -> RawTensors:
         """Return the strategy's state of this client before round `round`, or {} if there is none."""

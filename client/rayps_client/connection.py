@@ -7,6 +7,7 @@ import hashlib
 import random
 import ssl
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -71,6 +72,7 @@ class ServiceConnection:
         self.url, self.patience, self._report = url, patience, report
         found = line or Line()
         self._meter = found.meter
+        self._beside: deque[int] = deque()  # the bytes of requests of other threads
         self._http = httpx2.Client(
             base_url=url,
             timeout=httpx2.Timeout(_CALL_SECONDS, connect=10.0),
@@ -120,23 +122,26 @@ class ServiceConnection:
         self._until_answered(once)
         return bytes(found)
 
-    def upload(self, path: str, raw: bytes, headers: Mapping[str, str]) -> None:
+    def upload(self, path: str, raw: bytes, headers: Mapping[str, str], *, begun: bool = False, ask: str = "") -> None:
         """Send bytes to `path`. After a cut the service is asked what it has, and the rest alone is sent.
 
-        The header Rayps-Sha256 names the bytes. Raises the errors of `call`.
+        The header Rayps-Sha256 names the bytes. `begun`: the service may have a part of them already. `ask`: the path
+        at which it says what it has, if not `path`; an older service has no such path, and gets the whole. Raises the
+        errors of `call`.
         """
         named = {**headers, "Rayps-Sha256": hashlib.sha256(raw).hexdigest(), "Content-Type": "application/octet-stream"}
-        cut = False
+        cut = begun
 
         def once() -> httpx2.Response:
             nonlocal cut
             at = 0
             if cut:
-                answer = self._http.get(path, headers=named)
+                answer = self._http.get(ask or path, headers=named)
                 self._count(answer)
-                if not answer.is_success:
+                unknown = bool(ask) and answer.status_code in (404, 405)
+                if not answer.is_success and not unknown:
                     return answer
-                at = min(int(answer.json()["received"]), len(raw))
+                at = 0 if unknown else min(int(answer.json()["received"]), len(raw))
             cut = True
             span = f"bytes {at}-{len(raw) - 1}/{len(raw)}" if at < len(raw) else f"bytes */{len(raw)}"
             ranged = {**named, "Content-Range": span, "Content-Length": str(len(raw) - at)}
@@ -147,9 +152,10 @@ class ServiceConnection:
         self._until_answered(once)
 
     def try_once(self, method: str, path: str, seconds: float, **options: Any) -> None:
-        """Send a request once and ignore a failure."""
+        """Send a request once and ignore a failure. Another thread may call this: the meter counts it later."""
         with contextlib.suppress(Exception):
-            self._http.request(method, path, timeout=seconds, **options)
+            answer = self._http.request(method, path, timeout=seconds, **options)
+            self._beside.append(_size(answer.request.headers) + _size(answer.headers) + answer.num_bytes_downloaded)
 
     def close(self) -> None:
         """Close the connection."""
@@ -194,7 +200,12 @@ class ServiceConnection:
             self._meter.sent(len(block))
 
     def _count(self, answer: httpx2.Response) -> None:
-        """Count the headers of a request and its answer, and the request's body if it is in memory."""
+        """Count the headers of a request and its answer, and the request's body if it is in memory.
+
+        Count also the requests of `try_once` since the last call.
+        """
+        while self._beside:
+            self._meter.received(self._beside.popleft())
         body = answer.request.headers.get("Content-Length", "0")
         self._meter.sent(_size(answer.request.headers) + int(body))
         self._meter.received(_size(answer.headers))

@@ -17,6 +17,7 @@ from rayps_client.local_trainer import LayoutRow, RawTensors
 from rayps_client.own_metrics import OwnTotals
 from rayps_client.raw_tensors import RawTensor, raw_of_array
 from rayps_client.rows import Batch
+from rayps_client.statistic_columns import StatisticColumns
 from rayps_client.user_errors import users_code
 from rayps_client.workload import NumpyWorkload, checked_arrays
 
@@ -147,7 +148,11 @@ def numpy_trainer(workload: NumpyWorkload, rows: object) -> LightTrainer[Array]:
     Raises:
         ConfigError, WorkloadError, DataError: the workload or its rows cannot be trained.
     """
-    return LightTrainer(NumpyEngine(workload), checked_rows(rows, workload), workload.accumulate)
+    found = checked_rows(rows, workload)
+    if isinstance(workload, StatisticColumns):
+        workload.check_queries()
+        workload.check_features(getattr(found, "feature_names", None))
+    return LightTrainer(NumpyEngine(workload), found, workload.accumulate)
 
 
 def flattened(gradient: Mapping[str, Array], parameters: Mapping[str, Array], kind: np.dtype[Any]) -> Array:

@@ -61,6 +61,11 @@ class ParquetRows:
         names = ("batch_size", "shuffle", "dtype", "label_dtype", "scale", "on_invalid")
         return {name: getattr(self, name) for name in names}
 
+    @property
+    def feature_names(self) -> tuple[str, ...] | None:
+        """The features; None if one is a column of lists. Raises DataError if the files cannot be read."""
+        return self.features if self._all()[0][0].size == len(self.features) else None
+
     def check(self) -> None:
         """Read the files. Raises DataError if a file or a value is invalid; the text names file, column and row."""
         self._held = None

@@ -25,7 +25,7 @@ from rayps_client.client_folder import ClientFolder
 from rayps_client.connection import ServiceConnection
 from rayps_client.errors import Conflict, DataError, NotFound, RaypsError, Unauthorized, Unreachable, WorkloadError
 from rayps_client.global_model import fetch_global
-from rayps_client.local_trainer import LocalReply, LocalTask, LocalTrainer, RawTensors, RoundStart, layout_bytes
+from rayps_client.local_trainer import LocalReply, LocalTask, LocalTrainer, RoundStart, layout_bytes
 from rayps_client.members.consent import Consent
 from rayps_client.own_metrics import OwnMetrics, VectorLayout, encode_metrics, vector_of
 from rayps_client.raw_tensors import RawTensor
@@ -293,6 +293,10 @@ class ClientProcess:
         self._personal = order.get("personal", False)
         secure = self._secure.expects(order)
         self._folder.start_order(serial)
+        kept = None if secure else self._folder.kept_update(serial)
+        if kept is not None:
+            self._send_rest(order, kept)
+            return
         start = self._start_of(order)
         if start is None:
             return
@@ -315,7 +319,13 @@ class ClientProcess:
         self._folder.start_sending(serial, at)
         if reply.state:  # stored before the update is sent, so that both count or neither does
             self._folder.save_state(at, serial, name, reply.state, order["since"])
-        if self._add_to_sum(order, reply, reply.start or start.w) if secure else self._send(order, reply, coded):
+        if secure:
+            counts = self._add_to_sum(order, reply, reply.start or start.w)
+        else:
+            raw = encode_update(reply, coded)
+            self._folder.keep_update(serial, raw)
+            counts = self._send(order, raw)
+        if counts:
             self._folder.finish_order(serial, at)
             self._rounds += 1
             self._report(f"round {round}: {reply.n} samples, loss {reply.loss:.4g}, {seconds:.1f} s; sent")
@@ -376,12 +386,19 @@ class ClientProcess:
             raise _refusal("the received parameters do not have the SHA-256 hash in the signed order")
         return decode_start(raw, self.trainer.layout())
 
-    def _send(self, order: OrderFacts, reply: LocalReply, coded: RawTensors | None) -> bool:
+    def _send_rest(self, order: OrderFacts, raw: bytes) -> None:
+        """Send the rest of an update that was being sent when this client ended. Its state is stored already."""
+        if self._send(order, raw, begun=True):
+            self._folder.finish_order(order["serial"], order["phase"] + order["round"])
+            self._rounds += 1
+            self._report(f"round {order['round']}: the update from before this client's restart is sent")
+
+    def _send(self, order: OrderFacts, raw: bytes, begun: bool = False) -> bool:
+        """Send an update; return whether it was in time. `begun`: a part of it may have been sent before."""
         path = f"/api/v1/client/rounds/{order['serial']}/update"
-        raw = encode_update(reply, coded)
         try:
             self._record_consent(order, raw)
-            self._connection.upload(path, raw, self._headers())
+            self._connection.upload(path, raw, self._headers(), begun=begun)
         except (Conflict, NotFound) as error:
             self._update_not_counted(order, error)
             return False

@@ -13,8 +13,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from rayps_client import stats
 from rayps_client.errors import RaypsError, WorkloadError
 from rayps_client.rows import Batch, Rows, tensors
+from rayps_client.statistics_workload import StatisticsWorkload
 from rayps_client.workload import NumpyWorkload, Workload
 
 NAME = "rayps"
@@ -82,8 +84,14 @@ def register() -> None:
     data = _module(f"{NAME}.data", {"Batch": Batch, "Data": Rows, "parquet": _parquet, "tensors": tensors})
     for name in _DIVISIONS:
         setattr(data, name, OnlyOnTheCluster)
-    names: dict[str, object] = {"NumpyWorkload": NumpyWorkload, "RaypsError": RaypsError, "Workload": Workload}
-    twin = _module(NAME, {**names, "data": data})
+    queries = _module(f"{NAME}.stats", {name: getattr(stats, name) for name in stats.__all__})
+    names: dict[str, object] = {
+        "NumpyWorkload": NumpyWorkload,
+        "RaypsError": RaypsError,
+        "StatisticsWorkload": StatisticsWorkload,
+        "Workload": Workload,
+    }
+    twin = _module(NAME, {**names, "data": data, "stats": queries})
     twin.__path__ = []  # a package: `import rayps.data` imports the twin of that name
     for name in _METRICS:
         setattr(twin, name, ReducedMetric)

@@ -31,6 +31,7 @@ from rayps.federated.client_evaluation import MOST_SECONDS, ClientEvaluation
 from rayps.federated.combine_replies import RoundAggregate
 from rayps.federated.population.cohort import Ints, cohort_size, first
 from rayps.federated.remote.client_state import WHY_SILENT
+from rayps.federated.remote.excluded_clients import exclude_blamed
 from rayps.federated.remote.join_options import JoinOptions
 from rayps.federated.remote.mailbox import FOLDER, JoinedClient, Mailbox, RoundOrder
 from rayps.federated.remote.signed_orders import OrderFacts
@@ -201,6 +202,8 @@ class RemoteReplies:
             )
             total, begun = secure.run(order, self._wait_with), order.begun
             self._mailbox.close_round(order.serial)
+            for notice in exclude_blamed(self._mailbox, order, total.refusals, frozenset(total.survivors)):
+                self._engine.w.event("warning", notice.text, **notice.facts)
             self._open = order
         self._mailbox.write_waits(None)
         self._mailbox.record_secure_round(total.void)
@@ -304,6 +307,8 @@ class RemoteReplies:
         here = listed([self._members[n].name for n in there])
         waits = f"round {t} waits for {least - len(there)} more of {_clients(least)}; connected: {here or 'none'}"
         waits += f"; away: {listed(away)}" if away else ""
+        excluded = [each.name for each in self._members if self._state(each) == "excluded"]
+        waits += f"; excluded: {listed(excluded)}" if excluded else ""
         if time.monotonic() - began > wait:
             raise TrainingError(
                 f"{waits}; it has waited {wait:g} s: let clients join with `rayps client`, or raise `wait` in\n"

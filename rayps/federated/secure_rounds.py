@@ -31,10 +31,12 @@ from torch import Tensor
 from rayps.core.errors import ConfigError
 from rayps.federated.buffer_statistics import BufferStatistics
 from rayps.federated.combine_replies import RoundAggregate
+from rayps.federated.remote.blamed_clients import Refusal, Refusals
 from rayps.federated.remote.client_state import WHY_SILENT
 from rayps.federated.remote.mailbox import Mailbox, RoundOrder, SecureOutcome
 from rayps.federated.remote.secure_options import SecureOptions
 from rayps.federated.remote.signed_orders import OrderFacts
+from rayps.federated.remote.stage_leases import StageLeases
 
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 SHARES_OF_DEADLINE = {Stage.ADVERTISE: 0.6, Stage.SHARE: 0.1, Stage.MASK: 0.15, Stage.CONFIRM: 0.05, Stage.UNMASK: 0.1}
 _MESSAGE_BYTES = 1 << 16  # largest message of a stage, except for what grows with the clients and the vector
 _BYTES_PER_CLIENT = 512
+_LOOK_SECONDS = 0.5  # between two looks at the clients' leases
 _SHOWN = 5  # the largest number of names in a message
 
 
@@ -56,6 +59,7 @@ class SecureTotal:
     numbers: SummedNumbers | None = None  # None: the round is void
     void: str | None = None  # why the round is void
     dropped: dict[int, str] = field(default_factory=dict)  # the other asked clients, and why
+    refusals: Refusals = field(default_factory=Refusals)  # which clients have refused others' messages
 
 
 class SecureRounds:
@@ -99,6 +103,8 @@ class SecureRounds:
             found.numbers, found.survivors = quantiser.read_sum(total), sorted(masked)
         except VoidRound as void:
             found.void = void.message
+        near = {number: frozenset(others) for number, others in server.graph.items()}
+        found.refusals = Refusals(near, run.refused)
         lost = {**run.lost, **stages.withdrawn(), **server.unusable}
         found.dropped = {number: why for number, why in sorted(lost.items()) if number not in found.survivors}
         if found.numbers is not None:
@@ -225,15 +231,23 @@ class _StageRun:
         self._before_unmasking = before_unmasking
         self._stages = mailbox.stages(order.serial)
         self._asked = sorted(order.sampled)  # who may send the message of the current stage
+        self._leases, self._gone, self._looked = StageLeases(), set[int](), 0.0
         self.lost: dict[int, str] = {}  # why clients have dropped out
+        self.refused: dict[int, Refusal] = {}  # from client to the clients whose messages it has refused
 
     def collect(self, stage: Stage) -> dict[int, Path]:
-        """Wait for the messages of a stage, then close it. Return a dict from client to the file of its message."""
+        """Wait for the messages of a stage, then close it. Return a dict from client to the file of its message.
+
+        It is closed when the clients have sent theirs of which this can be expected: who has withdrawn, takes no part
+        any more or is silent is not waited for. A later message of theirs is late, as after the deadline.
+        """
         deadline = SHARES_OF_DEADLINE[stage] * self._order.deadline
         ends = (self._order.begun if stage is Stage.ADVERTISE else time.time()) + deadline
         while not self._stages.is_closed(stage):
             arrived = self._stages.arrived(stage)
             silent = arrived | self._stages.withdrawn().keys()
+            if stage is not Stage.ADVERTISE:  # before it clients train, and renew no lease
+                silent = silent | self._silent()
             missing = [n for n in self._asked if n not in silent and not self._mailbox.takes_no_part(n)]
             enough = stage is Stage.UNMASK and self.server.suffices(arrived)
             if not missing or enough or time.time() >= ends:
@@ -244,6 +258,8 @@ class _StageRun:
                 f"{deadline:g} s of the round's deadline of {self._order.deadline:g} s"
             )
         found = self._stages.close(stage)
+        refused = self._stages.refused()
+        self.refused |= {n: Refusal(stage, refused[n]) for n in self._asked if n in refused and n not in found}
         self.lost |= {n: self._why_silent(n, stage) for n in self._asked if n not in found and n not in self.lost}
         return {number: path for number, path in found.items() if number in self._asked}
 
@@ -255,7 +271,17 @@ class _StageRun:
         self._stages.open(following)
         self._stages.publish(stage, answers)
 
+    def _silent(self) -> set[int]:
+        """Return the clients that do not renew their leases; looks at most every `_LOOK_SECONDS`."""
+        if time.monotonic() - self._looked >= _LOOK_SECONDS:
+            self._looked = time.monotonic()
+            renewals = self._stages.renewals()
+            self._gone = self._leases.silent({n: renewals[n] for n in self._order.sampled if n in renewals})
+        return self._gone
+
     def _why_silent(self, number: int, stage: Stage) -> str:
+        if number in self._gone:
+            return f"silent at {stage}"
         return f"{WHY_SILENT[self._mailbox.state(number)]} at {stage}"
 
 

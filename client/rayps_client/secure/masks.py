@@ -29,6 +29,15 @@ def agree(private: bytes, public: bytes, purpose: bytes) -> bytes:
     return HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=None, info=purpose).derive(secret)
 
 
+def is_key(public: bytes) -> bool:
+    """Return whether `public` [32 bytes] is an X25519 key. A point of low order is none: it would give zeros."""
+    try:
+        X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError:
+        return False
+    return True
+
+
 def new_private() -> bytes:
     """Return a new private X25519 key [32 bytes]."""
     return X25519PrivateKey.generate().private_bytes_raw()

@@ -44,7 +44,10 @@ class Stage(StrEnum):
 
 
 class VoidRound(TrainingError):
-    """A round cannot end with a sum: the model stays as it is. The message says why."""
+    """A round cannot end with a sum: the model stays as it is. The message says why.
+
+    `data["refused"]`, if it exists, has the numbers of the clients of which a message failed a check.
+    """
 
 
 @dataclass(frozen=True, slots=True)

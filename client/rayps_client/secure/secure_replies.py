@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rayps_client.errors import ConfigError, Conflict, NotFound, TrainingError, Unauthorized
+from rayps_client.secure.lease import LeaseThread
 from rayps_client.secure.pinned_keys import PeerKeys
 from rayps_client.secure.quantise import ClientNumbers
 from rayps_client.secure.release_record import ReleaseRecord
@@ -104,10 +105,11 @@ class SecureReplies:
         stages = ServiceStages(self._connection, joined.headers, about, verify, sending=sending)
         client = SecureClient(joined.job, joined.number, joined.name, self._record, self._pinned)
         try:
-            take_part(client, serial, order["secure"], (numbers, _name(order)), stages)
+            with LeaseThread(stages.renew):
+                take_part(client, serial, order["secure"], (numbers, _name(order)), stages)
         except (Conflict, NotFound, TrainingError) as error:
             if isinstance(error, TrainingError) or error.data.get("code") in _OWN_REASONS:
-                stages.withdraw(error.message)
+                stages.withdraw(error.message, error.data.get("refused", ()))
             elif error.data.get("code") not in ("late", "no_order", "not_asked"):
                 raise
             return error.message

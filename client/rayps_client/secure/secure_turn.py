@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from rayps_client.secure import shamir
 from rayps_client.secure.graph import shares_needed
-from rayps_client.secure.masks import add_mask, agree, new_private, public_of
+from rayps_client.secure.masks import add_mask, agree, is_key, new_private, public_of
 from rayps_client.secure.pinned_keys import PeerKeys
 from rayps_client.secure.protocol import (
     AdvertisedKeys,
@@ -87,8 +88,8 @@ class SecureTurn:
         """Return the message of `share_keys`, from the keys of the neighbours.
 
         Raises:
-            VoidRound: there are too few neighbours, two of them have one key, or a neighbour's keys are not signed with
-                its pinned key.
+            VoidRound: there are too few neighbours, two of them have one key, one is no key, or a neighbour's keys are
+                not signed with its pinned key.
         """
         self._enter(Stage.ADVERTISE, Stage.SHARE)
         rules, given = self._rules, answer["neighbours"]
@@ -96,20 +97,7 @@ class SecureTurn:
         for other, facts in given.items():
             assert isinstance(facts, Mapping)
             self._neighbours[int(other)] = AdvertisedKeys.read(facts)
-        keys = [key for each in self._neighbours.values() for key in (each.seal, each.mask)]
-        if len(set(keys)) < len(keys) or rules.number in self._neighbours or not self._neighbours:
-            raise VoidRound("the neighbours' keys are not different keys of other clients")
-        names = [rules.name, *(each.name for each in self._neighbours.values())]
-        if rules.pinned is not None and len(set(names)) < len(names):
-            raise VoidRound("two of the clients have one name: one client's keys count once")
-        for number, each in self._neighbours.items():
-            if rules.pinned is not None and not rules.pinned.verify(
-                each.name, each.signed_text(rules.round, number), each.signature
-            ):
-                raise VoidRound(
-                    f"the keys of the client {each.name!r:.80} are not signed with its key in the file of --peers, or "
-                    "that of a certificate of --members-ca: this client sends nothing more in this round"
-                )
+        self._check_neighbours()
         points = {number: number + 1 for number in (*self._neighbours, rules.number)}
         parts = [shamir.split(secret, self._threshold, points.values()) for secret in (self._mask, self._seed)]
         self._own_share = parts[1][points[rules.number]]
@@ -118,6 +106,36 @@ class SecureTurn:
             for number in self._neighbours
         }
         return encode({"sealed": texts(sealed), "digest": seed_digest(rules.round, rules.number, self._seed)})
+
+    def _check_neighbours(self) -> None:
+        """Check the keys of the neighbours. Signatures come first: they tell who has copied another's name or keys."""
+        rules, known = self._rules, self._neighbours
+        if rules.number in known or not known:
+            raise VoidRound("the neighbours' keys are not keys of other clients")
+        if rules.pinned is not None:
+            self._refuse(
+                [n for n, each in known.items() if not self._is_signed(rules.pinned, n, each)],
+                "the keys of {0} are not signed with its key in the file of --peers, or that of a certificate of "
+                "--members-ca",
+            )
+            names = Counter([rules.name, *(each.name for each in known.values())])
+            twice = [n for n, each in known.items() if names[each.name] > 1]
+            self._refuse(twice, "{0} has a name that another client has too: one client's keys count once")
+        points = [n for n, each in known.items() if not is_key(each.seal) or not is_key(each.mask)]
+        self._refuse(points, "{0} has sent a point that is not a key")
+        keys = Counter(key for each in known.values() for key in (each.seal, each.mask))
+        twice = [n for n, each in known.items() if keys[each.seal] > 1 or keys[each.mask] > 1]
+        self._refuse(twice, "{0} has sent a key that is not its alone")
+
+    def _is_signed(self, pinned: PeerKeys, number: int, keys: AdvertisedKeys) -> bool:
+        return pinned.verify(keys.name, keys.signed_text(self._rules.round, number), keys.signature)
+
+    def _refuse(self, numbers: Sequence[int], why: str) -> None:
+        """Raise VoidRound, with the numbers of all refused clients, if there are any. `why` names the first at {0}."""
+        if numbers:
+            more = f" (and {len(numbers) - 1} more)" if len(numbers) > 1 else ""
+            who = f"the client {self._neighbours[numbers[0]].name!r:.80}{more}"
+            raise VoidRound(f"{why.format(who)}: this client sends nothing more in this round", refused=list(numbers))
 
     def mask(self, answer: Mapping[str, Json], vector: Words, update: str) -> Words:
         """Add all masks to `vector`, in place, and return it: the message of `masked_input`.
@@ -133,7 +151,10 @@ class SecureTurn:
         sealed = numbered(answer["sealed"])
         if not sealed.keys() <= self._neighbours.keys() or len(sealed) + 1 < self._threshold:
             raise VoidRound(f"{len(sealed)} neighbours have sent shares, and {self._threshold - 1} are needed")
-        self._held = {number: self._opened(number, raw) for number, raw in sealed.items()}
+        opened = {number: self._opened(number, raw) for number, raw in sealed.items()}
+        wrong = [number for number, shares in opened.items() if shares is None]
+        self._refuse(wrong, "the shares of {0} were not sealed by it for this client and round, or have a wrong length")
+        self._held = {number: shares for number, shares in opened.items() if shares is not None}
         self._record.send_update(self._rules.round.serial, update)
         add_mask(vector, self._seed, 1)
         for number in self._held:
@@ -177,34 +198,29 @@ class SecureTurn:
     def _check_signatures(self, pinned: PeerKeys, survivors: frozenset[int], confirmed: Mapping[str, Json]) -> None:
         text = survivors_text(self._rules.round, survivors)
         signed = numbered(confirmed.get("signatures", {}))
-        valid = sum(
-            number in self._held and pinned.verify(self._neighbours[number].name, text, signature)
-            for number, signature in signed.items()
-        )
+        known = signed.keys() & self._held.keys()
+        wrong = [n for n in sorted(known) if not pinned.verify(self._neighbours[n].name, text, signed[n])]
+        valid = len(known) - len(wrong)
         if valid + 1 < self._threshold:
             raise VoidRound(
                 f"{valid} neighbours have signed the survivors that the service names, and {self._threshold - 1} are "
-                "needed: this client releases no share"
+                "needed: this client releases no share",
+                refused=wrong,
             )
 
     def _sealed(self, to: int, shares: bytes) -> bytes:
         nonce, purpose = os.urandom(_NONCE), self._rules.round.purpose("shares", self._rules.number, to)
         return nonce + AESGCM(self._shared_key(to)).encrypt(nonce, shares, purpose)
 
-    def _opened(self, sender: int, sealed: bytes) -> tuple[bytes, bytes]:
+    def _opened(self, sender: int, sealed: bytes) -> tuple[bytes, bytes] | None:
+        """Return the shares that a neighbour has sealed for this client, or None if they cannot be opened."""
         purpose = self._rules.round.purpose("shares", sender, self._rules.number)
         try:
             found = AESGCM(self._shared_key(sender)).decrypt(sealed[:_NONCE], sealed[_NONCE:], purpose)
-        except (InvalidTag, ValueError) as error:
-            raise VoidRound(
-                f"the shares of the client {self._neighbours[sender].name!r:.80} were not sealed by it for this client "
-                "and round: this client sends nothing more in this round"
-            ) from error
+        except (InvalidTag, ValueError):
+            return None
         if len(found) != _TWO_SHARES:
-            raise VoidRound(
-                f"the shares of the client {self._neighbours[sender].name!r:.80} have {len(found)} bytes, and "
-                f"{_TWO_SHARES} were expected: this client sends nothing more in this round"
-            )
+            return None
         return found[: shamir.SHARE_BYTES], found[shamir.SHARE_BYTES :]
 
     def _shared_key(self, other: int) -> bytes:

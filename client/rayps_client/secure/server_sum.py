@@ -14,7 +14,7 @@ import numpy as np
 from rayps_client.errors import ConfigError
 from rayps_client.secure import shamir
 from rayps_client.secure.graph import Graph, draw_graph, neighbours_for, seed_of, shares_needed
-from rayps_client.secure.masks import add_mask, agree, public_of
+from rayps_client.secure.masks import add_mask, agree, is_key, public_of
 from rayps_client.secure.protocol import (
     AdvertisedKeys,
     Answer,
@@ -29,6 +29,7 @@ from rayps_client.secure.quantise import Words
 from rayps_client.secure.secure_turn import pair_purpose
 
 UNREADABLE = "its message cannot be read"
+NO_KEYS = "its message has a point that is not a key, or one key twice"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,14 @@ class ServerSum:
         """
         for number, message in messages.items():
             try:
-                self._keys[number] = AdvertisedKeys.read(decode(message))
+                keys = AdvertisedKeys.read(decode(message))
             except (KeyError, TypeError, ValueError):
                 self.unusable[number] = UNREADABLE
+                continue
+            if keys.seal != keys.mask and is_key(keys.seal) and is_key(keys.mask):
+                self._keys[number] = keys
+            else:
+                self.unusable[number] = NO_KEYS
         self._check_count(self._keys, "sent their keys")
         count = len(self._keys)
         k = self._rules.neighbours or neighbours_for(count, self._rules.threshold)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rayps_client.errors import Conflict, Unauthorized
+from rayps_client.secure.lease import RENEW_SECONDS
 from rayps_client.secure.protocol import Answer, Stage
 from rayps_client.values import Json, JsonObject
 
+MOST_REFUSED = 500  # clients that one client can refuse in a round
 _LONG_POLL_SECONDS = 20.0  # how long the service may wait for an answer
 
 
@@ -26,6 +27,12 @@ class Connection(Protocol):
 
     def call(self, method: str, path: str, **options: Any) -> HttpAnswer:
         """Send a request and return the answer."""
+
+    def upload(self, path: str, raw: bytes, headers: Mapping[str, str], *, begun: bool = False, ask: str = "") -> None:
+        """Send bytes, and the rest alone after a cut; `ask`: where the service says what has arrived."""
+
+    def try_once(self, method: str, path: str, seconds: float, **options: Any) -> None:
+        """Send a request once, with this time-out, and ignore a failure."""
 
 
 class ServiceStages:
@@ -50,16 +57,15 @@ class ServiceStages:
         self.sent, self.received = 0, 0  # bytes of messages and answers
 
     def put(self, stage: Stage, message: bytes) -> None:
-        """Send this client's message of a stage. Raises Conflict if the client has dropped out."""
+        """Send this client's message of a stage. Raises Conflict if the client has dropped out.
+
+        After a cut the rest of the same bytes is sent: they are made once, so that an update has one mask.
+        """
         if stage is Stage.MASK and self._sending is not None:
             self._sending(message)
-        headers = {
-            **self._headers,
-            "Rayps-Sha256": hashlib.sha256(message).hexdigest(),
-            "Content-Type": "application/octet-stream",
-        }
+        path = self._path(stage)
         try:
-            self._connection.call("PUT", self._path(stage), content=message, headers=headers)
+            self._connection.upload(path, message, self._headers, ask=f"{path}/received")
         except Conflict:
             if stage is not Stage.UNMASK:
                 raise  # the others' shares have sufficed for the sum, which has this client's update
@@ -88,10 +94,19 @@ class ServiceStages:
         answer: Answer = facts["answer"]
         return answer
 
-    def withdraw(self, reason: str) -> None:
-        """Tell the service that this client takes no further part, so that no stage waits for it."""
+    def withdraw(self, reason: str, refused: Sequence[int] = ()) -> None:
+        """Tell the service that this client takes no further part, so that no stage waits for it.
+
+        `refused`: the clients of which a message failed a check. They are in the query, which an older service ignores.
+        """
         path = f"/api/v1/client/rounds/{self._about[2]}/withdraw"
-        self._connection.call("POST", path, json={"reason": reason[:300]}, headers=self._headers)
+        query = {"refuses": list(refused[:MOST_REFUSED])}
+        self._connection.call("POST", path, params=query, json={"reason": reason[:300]}, headers=self._headers)
+
+    def renew(self) -> None:
+        """Tell the service, once, that this client is in the stages of the round. A failure is ignored."""
+        path = f"/api/v1/client/rounds/{self._about[2]}/lease"
+        self._connection.try_once("POST", path, RENEW_SECONDS, headers=self._headers)
 
     def _path(self, stage: Stage) -> str:
         return f"/api/v1/client/rounds/{self._about[2]}/stages/{stage}"

@@ -25,10 +25,10 @@ import numpy as np
 
 from rayps.federated.population.async_events import STALE
 from rayps.federated.population.cohort import cohort_size, hashes
-from rayps.federated.remote.client_state import WHY_SILENT
+from rayps.federated.remote.client_state import GONE, WHY_SILENT
 
-# connected; sends no request; says that it is away; has left; its token or certificate was revoked
-ClientStatus = Literal["here", "silent", "away", "left", "revoked"]
+# connected; sends no request; says that it is away; has left; its token or certificate was revoked; is asked no more
+ClientStatus = Literal["here", "silent", "away", "left", "revoked", "excluded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def decide(look: Look, rules: AsyncRules) -> AsyncStep:
                 counted.append((order.client, order.version))
             else:
                 running.append(order)
-        elif status in ("left", "revoked", "away") or look.now >= order.ends:
+        elif status in GONE or status == "away" or look.now >= order.ends:
             step.lost.append((order.serial, WHY_SILENT["away" if status == "silent" else status]))
         else:
             running.append(order)

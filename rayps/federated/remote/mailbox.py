@@ -5,6 +5,8 @@
     seen/NUMBER                  the time of a client's last request; by the service
     left/NUMBER                  each client that has left; by the service
     revoked/NUMBER               each client whose token or certificate was revoked; by the service
+    excluded/NUMBER.json         each client that is asked no more, why, and the tokens that this is for; by the worker
+    void_counts.json             for how many void rounds clients are blamed; by the worker
     away/NUMBER                  each client that has said that it takes part in no round now; by the service
     starts.json                  each start of the job: its first round and its first order; by the worker
     standing.json                the clients for which the job waits, as text; by the worker
@@ -54,6 +56,7 @@ from rayps_client.secure.protocol import Stage
 from rayps.core.errors import Conflict, NotFound, Unauthorized
 from rayps.core.records import read_json
 from rayps.core.values import Keywords
+from rayps.federated.remote.blamed_clients import VoidCounts
 from rayps.federated.remote.client_state import GONE, ClientState
 from rayps.federated.remote.signed_orders import OrderFacts
 from rayps.federated.remote.stage_folder import StageFolder
@@ -183,7 +186,7 @@ class Mailbox:
             return float("inf")
 
     def state(self, number: int) -> ClientState:
-        """Return whether a client is connected ("here"), is silent or says so ("away"), has left, or was revoked.
+        """Return whether a client is connected ("here"), is silent or says so ("away"), or why it is asked no more.
 
         Only clients that are connected are asked.
         """
@@ -191,7 +194,24 @@ class Mailbox:
             return "revoked"
         if (self.folder / "left" / str(number)).exists():
             return "left"
+        if self.exclusion(number) is not None:
+            return "excluded"
         return "here" if self.last_seen(number) < AWAY_SECONDS and not self.is_away(number) else "away"
+
+    def exclude(self, number: int, why: str) -> None:
+        """Ask a client no more, until it joins with another token or certificate. By the worker."""
+        path = self.folder / "excluded" / f"{number}.json"
+        tokens = (read_json(path) or {}).get("tokens", [])
+        member = read_json(self._member(number)) or {}
+        write_json(path, {"why": why, "tokens": [*tokens, member.get("token")]})
+
+    def exclusion(self, number: int) -> str | None:
+        """Return why a client is asked no more, or None if it is not excluded with its present token."""
+        found = read_json(self.folder / "excluded" / f"{number}.json")
+        if found is None:
+            return None
+        token = (read_json(self._member(number)) or {}).get("token")
+        return str(found["why"]) if token in found["tokens"] else None
 
     def _member(self, number: int) -> Path:
         return self.folder / "members" / f"{number:08}.json"
@@ -350,6 +370,14 @@ class Mailbox:
             _touch(self.folder / "summed")
         else:
             write_json(self.folder / "void.json", {"why": void})
+
+    def void_counts(self) -> VoidCounts:
+        """Return for how many void rounds clients are blamed so far."""
+        return VoidCounts.read(read_json(self.folder / "void_counts.json"))
+
+    def write_void_counts(self, counts: VoidCounts) -> None:
+        """Store for how many void rounds clients are blamed."""
+        write_json(self.folder / "void_counts.json", counts.facts())
 
     def never_summed(self) -> str | None:
         """Return why the last secure round of training is void, if all were; None if one has a sum, or if none ran."""

@@ -1,9 +1,13 @@
 """The files of the stages of a secure round, in the round's folder of the mailbox.
 
     stages/STAGE/inbox/NUMBER     each client's message; by the service
+    stages/STAGE/parts/           NUMBER-HASH: what has arrived of a message with that hash; until the stage is closed
     stages/STAGE/taken/NUMBER     the messages after the worker has closed the stage and renamed `inbox` to `taken`
     stages/STAGE/answers/NUMBER   the worker's answer to each client that takes part in the next stage
     stages/withdrawn/NUMBER       why a client takes no further part; by the service
+    stages/refused/NUMBER         the clients of which a message failed a check of this client; by the service
+
+    stages/leases/NUMBER          a byte for each time that a client has renewed its lease; by the service
 
 A stage is closed by the rename of its inbox, as a round is: a message is either in time or late, never both. Who has
 sent nothing by then has dropped out: it gets no answer, and its later messages are refused before they are read. The
@@ -12,18 +16,22 @@ answers of a stage appear at once, by the rename of their folder.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rayps_client.secure.lease import RENEW_SECONDS
 from rayps_client.secure.protocol import Answer, Stage
 
 from rayps.core.errors import Conflict
 
 _ORDER = tuple(Stage)
+_SOONEST = 0.75  # the part of `RENEW_SECONDS` after which a client may renew its lease again
 
 
 class StageFolder:
@@ -35,19 +43,39 @@ class StageFolder:
 
     # ---- for the service
 
-    def new_part(self, stage: Stage, number: int) -> Path:
-        """Return the path of a new file, into which the service writes a message before it calls `deliver`.
+    def part(self, stage: Stage, number: int, digest: str) -> Path:
+        """Return the path of the file into which the service writes a message before it calls `deliver`.
+
+        `digest` is the SHA-256 of the whole message. Parts of other messages of this client are deleted. The folder of
+        the parts is deleted when the stage is closed: then nothing more can be written.
 
         Raises:
             Conflict: the stage is not open, or this client has dropped out.
         """
-        if not self._takes_part(stage, number) or not (self._folder / stage / "inbox").is_dir():
+        inbox, parts = self._folder / stage / "inbox", self._folder / stage / "parts"
+        if not self._takes_part(stage, number) or not inbox.is_dir():
             raise self._too_late(stage)
-        return self._folder / stage / f".{number}-{secrets.token_hex(8)}"
+        with contextlib.suppress(FileNotFoundError):
+            parts.mkdir(exist_ok=True, mode=0o700)
+        if not inbox.is_dir():  # closed in the meantime
+            shutil.rmtree(parts, ignore_errors=True)
+            raise self._too_late(stage)
+        found = parts / f"{number}-{digest}"
+        for other in parts.glob(f"{number}-*"):
+            if other != found:
+                other.unlink(missing_ok=True)
+        return found
 
     def has_message(self, stage: Stage, number: int) -> bool:
         """Return whether a client's message of a stage has been received."""
-        return any((self._folder / stage / name / str(number)).exists() for name in ("inbox", "taken"))
+        return self.message_bytes(stage, number) is not None
+
+    def message_bytes(self, stage: Stage, number: int) -> int | None:
+        """Return the size of a client's message of a stage, or None if it has not been received."""
+        for name in ("inbox", "taken"):
+            with contextlib.suppress(FileNotFoundError):
+                return (self._folder / stage / name / str(number)).stat().st_size
+        return None
 
     def deliver(self, stage: Stage, number: int, part: Path) -> bool:
         """Move a complete message from the file `part` into the stage.
@@ -85,16 +113,31 @@ class StageFolder:
             return None
         return found
 
-    def withdraw(self, number: int, reason: str) -> None:
-        """Record why a client takes no further part, so that no stage waits for it."""
+    def withdraw(self, number: int, reason: str, refused: Sequence[int] = ()) -> None:
+        """Record why a client takes no further part, so that no stage waits for it, and which clients it refuses."""
         if self._folder.is_dir():
+            if refused:  # first: a stage may be closed as soon as the client has withdrawn
+                _write(self._folder / "refused" / str(number), json.dumps(sorted(refused)).encode())
             _write(self._folder / "withdrawn" / str(number), reason.encode())
 
+    def renew(self, number: int) -> None:
+        """Record that a client is in the stages of the round now. A renewal soon after another one does not count."""
+        path = self._folder / "leases" / str(number)
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime < RENEW_SECONDS * _SOONEST:
+                return
+        with contextlib.suppress(FileNotFoundError):  # the round has ended
+            path.parent.mkdir(exist_ok=True, mode=0o700)
+            with path.open("ab") as file:
+                file.write(b".")
+
     def revoke(self, number: int, what: str) -> None:
-        """Let a client take no further part, because `what` was revoked, and delete its message of an open stage."""
+        """Let a client take no further part, because `what` was revoked, and delete its messages of an open stage."""
         self.withdraw(number, f"its {what} was revoked")
         for stage in Stage:
             (self._folder / stage / "inbox" / str(number)).unlink(missing_ok=True)
+            for part in (self._folder / stage / "parts").glob(f"{number}-*"):
+                part.unlink(missing_ok=True)
 
     def _takes_part(self, stage: Stage, number: int) -> bool:
         """Return whether the client has an answer of an earlier stage, as each stage but the first requires."""
@@ -136,10 +179,14 @@ class StageFolder:
         return (self._folder / stage / "taken").is_dir()
 
     def close(self, stage: Stage) -> dict[int, Path]:
-        """Close a stage. Return a dict from client to the file of its message. A stage may be closed again."""
+        """Close a stage, and delete the parts of messages. A stage may be closed again.
+
+        Return a dict from client to the file of its message.
+        """
         folder = self._folder / stage
         if not self.is_closed(stage):
             (folder / "inbox").rename(folder / "taken")
+        shutil.rmtree(folder / "parts", ignore_errors=True)
         return {int(path.name): path for path in sorted((folder / "taken").iterdir(), key=lambda path: int(path.name))}
 
     def publish(self, stage: Stage, answers: Mapping[int, Answer]) -> None:
@@ -159,6 +206,21 @@ class StageFolder:
             return {int(path.name): path.read_text() for path in (self._folder / "withdrawn").iterdir() if _is(path)}
         except FileNotFoundError:
             return {}
+
+    def renewals(self) -> dict[int, int]:
+        """Return how often clients have renewed their leases."""
+        try:
+            return {int(path.name): path.stat().st_size for path in (self._folder / "leases").iterdir()}
+        except FileNotFoundError:
+            return {}
+
+    def refused(self) -> dict[int, frozenset[int]]:
+        """Return, for clients that take no further part, which clients they refuse."""
+        try:
+            paths = [path for path in (self._folder / "refused").iterdir() if _is(path)]
+        except FileNotFoundError:
+            return {}
+        return {int(path.name): frozenset(json.loads(path.read_bytes())) for path in paths}
 
     def delete(self) -> None:
         """Delete all messages and answers."""
