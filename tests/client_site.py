@@ -141,6 +141,11 @@ class Clinic(Site):
         found = self.user.call("GET", f"/api/v1/jobs/{job.id}/clients")["clients"]
         return {client["name"]: client for client in found}
 
+    def standing(self, job: Job) -> str | None:
+        """Which clients the job waits for."""
+        found: str | None = self.user.call("GET", f"/api/v1/jobs/{job.id}/clients")["waits"]
+        return found
+
     def reason(self, job: Job) -> str:
         return str(job.refresh().data["reason"] or "")
 

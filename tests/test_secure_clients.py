@@ -161,6 +161,20 @@ class Killed(Dies):
         return self._through.handle_request(request)
 
 
+class Waits(httpx2.BaseTransport):
+    """A client's network, which retains its message of a stage until the test says otherwise."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._through, self._stage = httpx2.HTTPTransport(), stage
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        if request.method == "PUT" and request.url.path.endswith(self._stage):
+            self.begun.set()
+            self.goes_on.wait(60)
+        return self._through.handle_request(request)
+
+
 def test_a_stage_does_not_wait_for_a_killed_client_until_its_deadline(
     clinic: Clinic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +198,23 @@ def test_a_stage_does_not_wait_for_a_killed_client_until_its_deadline(
     assert slow == [1]
     assert event["dropped"] == [["h3", "silent at masked_input"]] and event["replied"] == 3
     assert (learnt - simulated(3, 1, seed=5)).abs().max() <= STEP / 2 * 4 / 75 * 1.001
+
+
+@pytest.mark.parametrize("stage", [Stage.ADVERTISE, Stage.MASK])
+def test_the_end_of_the_job_ends_its_clients_in_a_stage(clinic: Clinic, stage: Stage) -> None:
+    late = Waits(stage)
+    job = clinic.job(secure(3), rounds=1)
+    hospitals = [clinic.hospital(job, k, transport=late if k == 2 else None).begin() for k in range(3)]
+    until(late.begun.is_set)
+    until(lambda: f"2 of 3 have sent the message of the stage {stage}" in str(clinic.standing(job)))
+    job.stop().wait(30)
+    for hospital in hospitals[:2]:  # they wait for an answer of the stage
+        assert hospital.over().ended.status == "STOPPED" and hospital.error is None
+    late.goes_on.set()
+    last = hospitals[2].over()
+    assert last.ended.status == "STOPPED" and last.error is None
+    for hospital in hospitals:
+        assert any(f"not in the sum: job {job.id} has ended: STOPPED" in text for text in hospital.said), hospital.said
 
 
 def test_too_few_survivors_make_the_round_void(clinic: Clinic) -> None:

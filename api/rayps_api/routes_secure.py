@@ -52,7 +52,9 @@ async def message(
     rayps_sha256: Digest,
     content_range: Annotated[str | None, Header(description="Which bytes of the message the body has.")] = None,
 ) -> Any:
-    """Receive a client's message of a stage. The first complete message counts. 409 if the client has dropped out.
+    """Receive a client's message of a stage. The first complete message counts.
+
+    409 if the client has dropped out, or if the job has ended.
 
     With `Content-Range: bytes FIRST-LAST/SIZE`, what arrives is retained until the stage is closed if the connection is
     cut, and the next request sends the rest.
@@ -66,6 +68,7 @@ async def message(
         stages, number = caller.mailbox.stages(serial), caller.member.number
         if await asyncio.to_thread(stages.has_message, stage, number):
             return JSONResponse({"serial": serial, "again": True}, 200)
+        await _check_running(caller)
         if stage is Stage.MASK:
             await check_accepted(caller, serial, rayps_sha256)
         with _void_said(caller, order):
@@ -102,15 +105,21 @@ async def answer(
     request: Request,
     wait: Annotated[float, Query(ge=0, le=LONGEST_WAIT, allow_inf_nan=False)] = 20.0,
 ) -> Any:
-    """Return the answer after a stage, signed. Wait up to `wait` seconds for it. 409 if the client has dropped out."""
+    """Return the answer after a stage, signed. Wait up to `wait` seconds for it.
+
+    409 if the client has dropped out, or if the job has ended: no stage then gets an answer any more.
+    """
     ends, stages = time.monotonic() + wait, caller.mailbox.stages(serial)
-    order = await asyncio.to_thread(_secure_order, caller, serial)
+    order, version = await asyncio.to_thread(_secure_order, caller, serial), -1
     while True:
         with _void_said(caller, order):
             found = await asyncio.to_thread(stages.answer, stage, caller.member.number)
         if found is not None:
             text = answer_text(caller.job, caller.member.number, serial, stage, found)
             return StageOut(kind="answer", answer=text, signature=caller.service.client_tokens.key.sign(text))
+        if version != caller.service.store.version:
+            version = caller.service.store.version
+            await _check_running(caller)
         if time.monotonic() >= ends or caller.service.closing.is_set() or await request.is_disconnected():
             return StageOut(kind="wait")
         with contextlib.suppress(TimeoutError):
@@ -129,6 +138,18 @@ async def withdraw(serial: Serial, body: WithdrawIn, caller: Joined, refuses: Re
     """Record that a client takes no further part in a secure round, so that no stage waits for it."""
     await asyncio.to_thread(caller.mailbox.stages(serial).withdraw, caller.member.number, body.reason, refuses)
     return Response(status_code=204)
+
+
+async def _check_running(caller: Caller) -> None:
+    """Raise Conflict if the job has ended. The code is that of a late message: the client then asks for work."""
+    record = await caller.service.store.get(caller.job)
+    if record.status.terminal:
+        raise Conflict(
+            f"job {record.id} has ended: {record.status}: {record.reason or ''}",
+            status=409,
+            code="late",
+            ended={"status": record.status.value, "reason": record.reason or ""},
+        )
 
 
 @contextlib.contextmanager
