@@ -328,7 +328,7 @@ def test_one_client_replies_twice_while_another_is_late(clinic: Clinic) -> None:
     assert (learnt - (w1 + (2**-0.5 * update(w, 1) + update(w1, 0)) / 2)).abs().max() < 1e-12
     told = [(event["trained"], event["staleness"], event["replied"]) for event in ward.rounds()]
     assert told == [(["h0", "h0"], {"0": 2}, 2), (["h1", "h0"], {"0": 1, "1": 1}, 2)]
-    assert {client["state"] for client in clinic.joined(ward.job).values()} <= {"here", "left"}
+    assert {client["state"] for client in clinic.joined(ward.job).values()} <= {"ended", "left"}
 
 
 def test_a_worker_that_dies_in_a_round_loses_no_update_and_counts_none_twice(clinic: Clinic) -> None:

@@ -215,6 +215,11 @@ def test_the_end_of_the_job_ends_its_clients_in_a_stage(clinic: Clinic, stage: S
     assert last.ended.status == "STOPPED" and last.error is None
     for hospital in hospitals:
         assert any(f"not in the sum: job {job.id} has ended: STOPPED" in text for text in hospital.said), hospital.said
+    found = clinic.user.call("GET", f"/api/v1/jobs/{job.id}/clients")
+    assert found["waits"] is None and found["ended"].startswith("the job has ended: STOPPED: ")
+    done = "sent nothing in round 0" if stage is Stage.ADVERTISE else "has sent round 0"
+    shown = [(each["state"], each["doing"]) for each in found["clients"]]
+    assert shown == [("ended", done)] * 2 + [("ended", "sent nothing in round 0")]
 
 
 def test_too_few_survivors_make_the_round_void(clinic: Clinic) -> None:
@@ -650,7 +655,7 @@ def test_a_client_that_makes_every_round_void_is_asked_no_more(
     assert event["message"] == f"h2 {why}. It is asked again when it joins with another token or certificate"
     shown = clinic.joined(job)
     assert [(shown[name]["state"], shown[name]["doing"]) for name in ("h0", "h2")] == [
-        ("here", "has sent round 5"),
+        ("ended", "has sent round 5"),
         ("excluded", why),
     ]
 

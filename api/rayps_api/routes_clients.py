@@ -159,9 +159,9 @@ async def rotate(token_id: Annotated[str, InPath(min_length=1, max_length=100)],
 
 @router.get("/jobs/{job_id}/clients", response_model=ClientsOut)
 async def clients(job_id: str, running: RunningService) -> Any:
-    """List the clients that have joined a job, and what the job waits for."""
-    mailbox = running.mailbox((await running.record(job_id)).id)
-    return JSONResponse(await asyncio.to_thread(_shown, mailbox))
+    """List the clients that have joined a job, and what the job waits for, or how it has ended."""
+    record = await running.record(job_id)
+    return JSONResponse(await asyncio.to_thread(_shown, running.mailbox(record.id), record))
 
 
 # ---- routes of clients
@@ -467,18 +467,27 @@ def _check_remote(job: JobRecord) -> None:
         )
 
 
-def _shown(mailbox: Mailbox) -> JsonObject:
-    return {"clients": [_client(mailbox, member) for member in mailbox.members()], "waits": mailbox.standing()}
+def _shown(mailbox: Mailbox, job: JobRecord) -> JsonObject:
+    ended = job.status.terminal
+    return {
+        "clients": [_client(mailbox, member, ended) for member in mailbox.members()],
+        "waits": None if ended else mailbox.standing(),
+        "ended": f"the job has ended: {job.status}: {job.reason or ''}" if ended else None,
+    }
 
 
-def _client(mailbox: Mailbox, member: JoinedClient) -> JsonObject:
+def _client(mailbox: Mailbox, member: JoinedClient, ended: bool) -> JsonObject:
     seen, order = mailbox.last_seen(member.number), mailbox.newest_for(member.number)
-    excluded = mailbox.exclusion(member.number)
-    doing = "" if order is None else _doing(mailbox, order, member.number)
+    excluded, state = mailbox.exclusion(member.number), mailbox.state(member.number)
+    doing = ""
+    if order is not None:
+        at = f"round {order.round}"
+        unfinished = f"works on {at}" if state == "here" else f"has sent nothing in {at}"
+        doing = _doing(mailbox, order, member.number, f"sent nothing in {at}" if ended else unfinished)
     return {
         "number": member.number,
         "name": member.name,
-        "state": mailbox.state(member.number),
+        "state": "ended" if ended and state in ("here", "away") else state,
         "samples": member.samples,
         "joined_at": timestamp(member.joined_at),
         "seen_seconds": seen if seen < float("inf") else None,
@@ -486,13 +495,16 @@ def _client(mailbox: Mailbox, member: JoinedClient) -> JsonObject:
     }
 
 
-def _doing(mailbox: Mailbox, order: RoundOrder, number: int) -> str:
-    """Return what a client does, or has done, for its newest order."""
+def _doing(mailbox: Mailbox, order: RoundOrder, number: int, unfinished: str) -> str:
+    """Return what a client does, or has done, for its newest order.
+
+    `unfinished` says it of a client that has sent nothing for an order that is open.
+    """
     at, is_open = f"round {order.round}", mailbox.is_open(order.serial)
     if "secure" not in order.facts:
         if mailbox.has_update(order.serial, number):
             return f"has sent {at}"
-        return f"works on {at}" if is_open else f"sent nothing in {at}"
+        return unfinished if is_open else f"sent nothing in {at}"
     outcome = mailbox.outcome(order.serial)  # the messages of a secure round are deleted when it ends
     if outcome is None:
         if not is_open:
@@ -501,7 +513,7 @@ def _doing(mailbox: Mailbox, order: RoundOrder, number: int) -> str:
         why = stages.withdrawn().get(number)
         if why is not None:
             return f"dropped out of {at}: {why}"
-        return f"{'has sent' if stages.has_message(Stage.MASK, number) else 'works on'} {at}"
+        return f"has sent {at}" if stages.has_message(Stage.MASK, number) else unfinished
     if number in outcome.dropped:
         return f"dropped out of {at}: {outcome.dropped[number]}"
     return f"has sent {at}" if outcome.void is None else f"took part in {at}, which is void"

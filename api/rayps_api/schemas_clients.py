@@ -181,7 +181,7 @@ class ClientOut(BaseModel):
 
     number: int
     name: str
-    state: Literal["here", "away", "left", "revoked", "excluded"]
+    state: Literal["here", "away", "left", "revoked", "excluded", "ended"]  # ended: it was in the job until its end
     samples: int
     joined_at: datetime
     seen_seconds: float | None
@@ -189,10 +189,14 @@ class ClientOut(BaseModel):
 
 
 class ClientsOut(BaseModel):
-    """The real clients of a job, in the order of joining, and in `waits` what the job waits for; null for nothing."""
+    """The real clients of a job, in the order of joining, and in `waits` what the job waits for; null for nothing.
+
+    `ended` says how the job has ended; null if it has not.
+    """
 
     clients: list[ClientOut]
     waits: str | None
+    ended: str | None
 
 
 CLIENT_FIELDS = sorted({*TokenIn.model_fields, *JoinIn.model_fields})

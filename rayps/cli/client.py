@@ -320,7 +320,7 @@ def joined(
 ) -> None:
     """Show the real clients that have joined a job.
 
-    If the job waits for clients, a note says so.
+    If the job waits for clients, or has ended, a note says so.
     """
     with Client() as service:
         found = service.call("GET", f"/api/v1/jobs/{service.job(job_id).id}/clients")
@@ -341,8 +341,8 @@ def joined(
             for c in found["clients"]
         ],
     )
-    if found["waits"]:
-        show.note(found["waits"])
+    if note := found.get("ended") or found["waits"]:  # an older service has no `ended`
+        show.note(note)
 
 
 def _of_user(token: TokenAnswer) -> bool:
