@@ -20,7 +20,7 @@ from rayps_api.update_parts import PartWriter
 from rayps_client.errors import ConfigError, Conflict, Unauthorized
 from rayps_client.secure import lease
 from rayps_client.secure.noise import NoiseSource
-from rayps_client.secure.pinned_keys import PinnedKeys, pinned_keys, read_peers
+from rayps_client.secure.pinned_keys import PinnedKeys, pinned_keys, public_text, read_peers
 from rayps_client.secure.protocol import Stage
 from rayps_client.secure.quantise import EXTRAS, Quantiser
 from rayps_client.secure.secure_replies import SecureReplies
@@ -591,6 +591,16 @@ def test_clients_with_pinned_keys_check_each_other(clinic: Clinic, tmp_path: Pat
         job.stop().wait(30)
 
 
+def test_a_file_of_peers_with_two_keys_for_one_name_or_none_is_refused(tmp_path: Path) -> None:
+    keys = [public_text(Ed25519PrivateKey.generate()) for _ in range(2)]
+    peers = tmp_path / "peers"
+    peers.write_text(f"h1 {keys[0]}\nh1 {keys[0]}\n# two\n\nh1 {keys[1]}\n")
+    with pytest.raises(ConfigError, match=r"peers, lines 1 and 5: there are two different keys for the client 'h1'"):
+        read_peers(peers)
+    with pytest.raises(ConfigError, match=r"there is no file .*nofile\.txt.*\n.*\nh0 \S+$"):
+        pinned_keys(tmp_path / "nofile.txt", "h0", tmp_path / "h0.key")
+
+
 def test_a_client_with_unknown_keys_makes_rounds_void_and_ends_no_other_client(clinic: Clinic) -> None:
     private = [Ed25519PrivateKey.generate() for _ in range(4)]
     known = {f"h{k}": key.public_key() for k, key in enumerate(private[:3])}
@@ -649,6 +659,9 @@ def test_a_client_that_makes_every_round_void_is_asked_no_more(
         "peers": "it refused h0, h1 (share_keys)",
         "shares": "h0, h1 refused its message (masked_input)",
     }[how]
+    if how == "peers":
+        said = "the file of --peers has no line for the client 'h0' (and 1 more), so that its keys cannot be checked"
+        assert any(said in text for text in hospitals[2].said), hospitals[2].said
     why = f"is asked no more: 3 rounds were void because of it; in the last one {done}"
     (event,) = (event for event in job.events() if "excluded" in event)
     assert (event["kind"], event["excluded"], event["round"]) == ("warning", "h2", 2 + alone)

@@ -48,3 +48,7 @@ class CertifiedKeys:
             return False
         revoked = member.serial in self._revoked.revoked()
         return member.name == name and not revoked and member.verify(_DOMAIN + text, signature[end:])
+
+    def lacks(self, name: str) -> bool:
+        """Return False: each signature contains the certificate that it is checked with."""
+        return False

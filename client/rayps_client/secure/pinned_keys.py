@@ -32,6 +32,9 @@ class PeerKeys(Protocol):
     def verify(self, name: str, text: bytes, signature: bytes) -> bool:
         """Return whether the client `name` has signed `text`."""
 
+    def lacks(self, name: str) -> bool:
+        """Return whether no signature of the client `name` can be checked, because its key is not known."""
+
 
 @dataclass(frozen=True, slots=True)
 class PinnedKeys:
@@ -52,16 +55,27 @@ class PinnedKeys:
             return False
         return True
 
+    def lacks(self, name: str) -> bool:
+        """Return whether the key of the client `name` is not pinned."""
+        return name not in self.peers
+
 
 def pinned_keys(peers: Path, name: str, own: Path) -> PinnedKeys:
     """Return the keys of the client `name`: its own, from the file `own`, which is created, and those in `peers`.
 
     Raises:
-        ConfigError: `peers` lacks this client's own key, which the error shows, or cannot be read.
+        ConfigError: there is no file `peers`, or it lacks this client's own key, which the error shows, or it cannot
+            be read.
     """
     private = _load_or_create(own)
     line = f"{name} {public_text(private)}"
-    known = read_peers(peers) if peers.exists() else {}
+    if not peers.exists():
+        raise ConfigError(
+            f"there is no file {peers}: make it, with one line for each client. Send this client's own line to all of "
+            f"them by a way that\nthe service cannot change:\n{line}",
+            field="peers",
+        )
+    known = read_peers(peers)
     if name not in known or known[name].public_bytes_raw() != private.public_key().public_bytes_raw():
         raise ConfigError(
             f"{peers} lacks this client's own key: send this line to all clients by a way that the service cannot "
@@ -90,9 +104,10 @@ def read_peers(path: Path) -> dict[str, Ed25519PublicKey]:
     """Return the public keys in a file with one line `NAME KEY` for each client; a line may be empty or a # comment.
 
     Raises:
-        ConfigError: the file cannot be read, or a line has another form.
+        ConfigError: the file cannot be read, a line has another form, or two lines have different keys for one name.
     """
     found: dict[str, Ed25519PublicKey] = {}
+    where: dict[str, int] = {}  # the line of each name
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -102,14 +117,23 @@ def read_peers(path: Path) -> dict[str, Ed25519PublicKey]:
     for count, line in enumerate(lines, 1):
         if not line.strip() or line.startswith("#"):
             continue
-        name, _, key = line.strip().rpartition(" ")
+        text, _, encoded = line.strip().rpartition(" ")
+        name = text.strip()
         try:
-            found[name.strip()] = Ed25519PublicKey.from_public_bytes(bytes_of(key))
+            key = Ed25519PublicKey.from_public_bytes(bytes_of(encoded))
         except ValueError as error:
             raise ConfigError(
                 f"{path}, line {count}: {line!r} is not `NAME KEY`, with the key that that client shows at its start",
                 field="peers",
             ) from error
+        if name in found and found[name].public_bytes_raw() != key.public_bytes_raw():
+            raise ConfigError(
+                f"{path}, lines {where[name]} and {count}: there are two different keys for the client {name!r}: ask "
+                "it for the key that it shows\nat its start, and delete the other line",
+                field="peers",
+            )
+        found[name] = key
+        where.setdefault(name, count)
     return found
 
 

@@ -113,11 +113,7 @@ class SecureTurn:
         if rules.number in known or not known:
             raise VoidRound("the neighbours' keys are not keys of other clients")
         if rules.pinned is not None:
-            self._refuse(
-                [n for n, each in known.items() if not self._is_signed(rules.pinned, n, each)],
-                "the keys of {0} are not signed with its key in the file of --peers, or that of a certificate of "
-                "--members-ca",
-            )
+            self._refuse_unsigned(rules.pinned)
             names = Counter([rules.name, *(each.name for each in known.values())])
             twice = [n for n, each in known.items() if names[each.name] > 1]
             self._refuse(twice, "{0} has a name that another client has too: one client's keys count once")
@@ -126,6 +122,18 @@ class SecureTurn:
         keys = Counter(key for each in known.values() for key in (each.seal, each.mask))
         twice = [n for n, each in known.items() if keys[each.seal] > 1 or keys[each.mask] > 1]
         self._refuse(twice, "{0} has sent a key that is not its alone")
+
+    def _refuse_unsigned(self, pinned: PeerKeys) -> None:
+        """Refuse the neighbours whose keys are not signed. The reason names one whose key is known, if there is one."""
+        unsigned = [n for n, each in self._neighbours.items() if not self._is_signed(pinned, n, each)]
+        absent = [n for n in unsigned if pinned.lacks(self._neighbours[n].name)]
+        if len(absent) == len(unsigned):
+            self._refuse(absent, "the file of --peers has no line for {0}, so that its keys cannot be checked")
+        self._refuse(
+            [n for n in unsigned if n not in absent] + absent,
+            "the keys of {0} are not signed with its key in the file of --peers, or that of a certificate of "
+            "--members-ca",
+        )
 
     def _is_signed(self, pinned: PeerKeys, number: int, keys: AdvertisedKeys) -> bool:
         return pinned.verify(keys.name, keys.signed_text(self._rules.round, number), keys.signature)
