@@ -44,6 +44,11 @@ describe("a private job", () => {
     series.add([{ ...point(1, { epsilon: 1 }), loss: null } as MetricPoint, { ...point(2), loss: null } as MetricPoint]);
     expect(series.badRounds).toBe(1);
   });
+  it("counts a void round apart from a loss that is not a number", () => {
+    const series = new Series();
+    series.add([{ ...point(1, { void: 1 }), loss: null } as MetricPoint, { ...point(2), loss: null } as MetricPoint]);
+    expect([series.voidRounds, series.badRounds, series.firstBad]).toEqual([1, 1, 2]);
+  });
   it("has short words for its strategy", () => {
     expect(inWords("fedavg:privacy=dp(noise_multiplier=1.1,epsilon=8)")).toBe("FedAvg, private, ε ≤ 8");
     expect(inWords({ name: "fedavg", privacy: { name: "dp", noise_multiplier: 1.1, epsilon: null }, secure: { name: "secagg" } })).toBe("FedAvg, private, noise 1.1, secure sums");

@@ -53,6 +53,8 @@ class RoundEvents:
         """Write metrics and the event `cohort`: how many clients replied, and which were dropped or rejected."""
         w, names, asked = self._w, self._names, len(known.sampled)
         w.say(sampled=asked, replied=outcome.count, dropped=len(known.dropped), rejected=len(rejected))
+        if outcome.void:
+            w.say(void=1)  # that is why the round has no loss
         if w.rank:
             return
         message = f"round {w.position}: {outcome.count} of {asked} clients replied"

@@ -38,7 +38,7 @@ export function rateData(series: Series): { x: number[]; raw: (number | null)[];
 }
 
 /** Numbers that a strategy tells, which have cards of their own, as clients' personal metrics have. */
-const TOLD = new Set(["met", "primal", "dual", "primal_stop", "dual_stop", "penalty", "sampled", "replied", "dropped", "rejected", "present"]);
+const TOLD = new Set(["met", "primal", "dual", "primal_stop", "dual_stop", "penalty", "sampled", "replied", "dropped", "rejected", "void", "present"]);
 
 /** The names of a job's metrics, of training and of evaluations, without the loss of training. */
 export function metricNames(series: Series): string[] {

@@ -14,6 +14,7 @@ export interface Bucket {
   max: number;
   sum: number; // of finite losses
   bad: number; // rounds whose loss is NaN, infinite or null
+  void: number; // secure rounds without a sum, and so without a loss
   samples: number;
   seconds: number;
   data: number; // seconds that rounds waited for their batches
@@ -72,6 +73,11 @@ export class Series {
       else out.push({ from: bucket.round, to: bucket.end, strategy: bucket.strategy });
     }
     return out;
+  }
+
+  /** How many secure rounds have no sum. */
+  get voidRounds(): number {
+    return this.buckets.reduce((sum, bucket) => sum + bucket.void, 0);
   }
 
   /** Rounds to mark because their loss is not a finite number: one mark for each run of them. */
@@ -184,16 +190,20 @@ export function dataShare(bucket: Bucket): number | null {
   return bucket.seconds > 0 ? bucket.data / bucket.seconds : null;
 }
 
-/** Whether a round belongs to a private job, which does not report its training loss. */
+/** Whether a round has no loss to report: it is of a private job, or a secure round without a sum. */
 function hidden(point: RoundPoint): boolean {
-  return told(point)?.["epsilon"] !== undefined;
+  return told(point)?.["epsilon"] !== undefined || isVoid(point);
+}
+
+function isVoid(point: RoundPoint): boolean {
+  return told(point)?.["void"] === 1;
 }
 
 function single(point: RoundPoint): Bucket {
   const ok = finite(point.loss);
   const value = ok ? (point.loss as number) : 0;
   return {
-    round: point.round, end: point.round, rounds: 1, count: ok ? 1 : 0, bad: ok || hidden(point) ? 0 : 1,
+    round: point.round, end: point.round, rounds: 1, count: ok ? 1 : 0, bad: ok || hidden(point) ? 0 : 1, void: isVoid(point) ? 1 : 0,
     min: ok ? value : Infinity, max: ok ? value : -Infinity, sum: value,
     samples: point.samples ?? 0, seconds: point.seconds ?? 0, data: point.data ?? 0, bytes: point.bytes ?? 0, epoch: point.epoch ?? 0, told: told(point),
     strategy: typeof point.strategy === "string" ? point.strategy : point.strategy ? JSON.stringify(point.strategy) : "",
@@ -220,6 +230,7 @@ function merge(into: Bucket, other: Bucket): void {
   into.rounds += other.rounds;
   into.count += other.count;
   into.bad += other.bad;
+  into.void += other.void;
   into.min = Math.min(into.min, other.min);
   into.max = Math.max(into.max, other.max);
   into.sum += other.sum;

@@ -20,7 +20,7 @@ export function ClientsCard({ feed }: { feed: Feed }) {
   const largest = Math.max(1, ...map.sizes);
   const most = Math.max(1, ...map.counts.flat());
   return (
-    <Card title="Clients" id="clients" note={`${plural(map.count, "client")}, ${count(map.rows)} rows${more ? `; ${map.names.length} of all sizes are shown` : ""}`}
+    <Card title="Clients" id="clients" note={`${plural(map.count, "client")}, ${map.rows ? `${count(map.rows)} rows` : "numbers of rows secret"}${more ? `; ${map.names.length} of all sizes are shown` : ""}`}
       tools={<Key labelled={labelled} took={columns.length > 0} />}>
       <p class="card-foot">{facts(map)}</p>
       <div class="client-rows" tabIndex={0} role="region" aria-label="Each client's rows, and the rounds in which it took part">
@@ -35,7 +35,7 @@ export function ClientsCard({ feed }: { feed: Feed }) {
             {map.names.map((name, k) => (
               <tr key={name}>
                 <td class="client-name">{name}</td>
-                <td class="num"><Size rows={map.sizes[k]!} largest={largest} /></td>
+                <td class="num">{map.sizes[k] ? <Size rows={map.sizes[k]!} largest={largest} /> : "secret"}</td>
                 {labelled && <td><Held labels={map.labels} counts={map.counts[k] ?? []} most={most} /></td>}
                 {columns.length > 0 && <td><Strip own={seen.get(name)} columns={columns} name={name} version={version} /></td>}
                 {columns.length > 0 && <td class="num">{share(seen.get(name))}</td>}
@@ -49,6 +49,7 @@ export function ClientsCard({ feed }: { feed: Feed }) {
 }
 
 function facts(map: ClientMap): string {
+  if (map.rows === 0) return "The clients' numbers of rows are secret.";
   const own = skew(map);
   const sizes = map.smallest === map.largest ? `${count(map.largest)} rows each` : `${count(map.smallest)} to ${count(map.largest)} rows each, the median ${count(map.median)}`;
   return own === null ? `${sizes}.` : `${sizes}; a client's most frequent label has ${percent(own, 0)} of its rows on average, among ${plural(map.labels.length, "label")}.`;

@@ -71,6 +71,7 @@ export function LossCard({ feed }: { feed: Feed }) {
             <span class="swatch swatch-nan" /> The loss was not a number in {plural(series.badRounds, "round")}, first in round {count(series.firstBad)}.
           </p>
         )}
+        {series.voidRounds > 0 && <p class="card-foot" role="status">{plural(series.voidRounds, "round")} {series.voidRounds === 1 ? "was" : "were"} void: the clients' updates had no sum.</p>}
         <Table series={series} name={name} />
       </>}
     </Card>
