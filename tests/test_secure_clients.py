@@ -692,7 +692,11 @@ def test_two_clients_that_refuse_each_other_are_both_asked_again(clinic: Clinic)
     for k, key in enumerate((private[0], private[2])):
         clinic.hospital(job, k, pinned=PinnedKeys(key, known)).begin()
     assert job.wait(60).data["status"] == "FAILED"
+    assert "clients refuse each other: h0 refused h1 (share_keys). Compare their keys" in clinic.reason(job)
+    assert "deadline" not in clinic.reason(job)
     assert len(cohorts(job)) == 4
+    points = [point for point in job.metrics() if point.get("kind") == "round"]
+    assert [(point["loss"], point["void"]) for point in points] == [(None, 1)] * 4
     (event,) = (event for event in job.events() if "excluded" in event)
     assert event["excluded"] is None and event["round"] == 2
     assert (

@@ -31,7 +31,7 @@ from rayps.federated.client_evaluation import MOST_SECONDS, ClientEvaluation
 from rayps.federated.combine_replies import RoundAggregate
 from rayps.federated.population.cohort import Ints, cohort_size, first
 from rayps.federated.remote.client_state import WHY_SILENT
-from rayps.federated.remote.excluded_clients import exclude_blamed
+from rayps.federated.remote.excluded_clients import COMPARE_KEYS, exclude_blamed, refusals_text
 from rayps.federated.remote.join_options import JoinOptions
 from rayps.federated.remote.mailbox import FOLDER, JoinedClient, Mailbox, RoundOrder
 from rayps.federated.remote.signed_orders import OrderFacts
@@ -195,7 +195,7 @@ class RemoteReplies:
     def _secure_round(self, secure: SecureRounds, facts: OrderFacts, asked: dict[int, str], raw: bytes) -> Round:
         """Run a secure round, or take the stored sum of the same round."""
         facts = {**facts, "secure": secure.facts(len(asked))}
-        total, begun = secure.stored(facts, hashlib.sha256(raw).hexdigest()), time.time()
+        total, begun, refused = secure.stored(facts, hashlib.sha256(raw).hexdigest()), time.time(), ""
         if total is None:
             order = self._mailbox.open_round(
                 facts, asked, self._given.deadline, secure.most_bytes(facts["secure"]), raw
@@ -204,9 +204,9 @@ class RemoteReplies:
             self._mailbox.close_round(order.serial)
             for notice in exclude_blamed(self._mailbox, order, total.refusals, frozenset(total.survivors)):
                 self._engine.w.event("warning", notice.text, **notice.facts)
-            self._open = order
+            self._open, refused = order, refusals_text(total.refusals, order.sampled)
         self._mailbox.write_waits(None)
-        self._mailbox.record_secure_round(total.void)
+        self._mailbox.record_secure_round(total.void, refused)
         secure.total, self.refused = total, []
         if total.void is not None and self._engine.private is not None:  # other jobs have the event `cohort`
             self._report_void(total)
@@ -375,13 +375,16 @@ def create_mailbox(folder: Path | None) -> str:
 
 def untrained(folder: str | None) -> TrainingError | None:
     """Return the error of a job of which every secure round was void, as `folder`, its mailbox, says; else None."""
-    why = None if folder is None else Mailbox(Path(folder)).never_summed()
-    if why is None:
+    found = None if folder is None else Mailbox(Path(folder)).never_summed()
+    if found is None:
         return None
+    why, refused = found
+    begin = f"every round was void, and the model was not trained; the last one because {why}:\n"
+    if refused:
+        return TrainingError(f"{begin}clients refuse each other: {refused}. {COMPARE_KEYS}")
     return TrainingError(
-        f"every round was void, and the model was not trained; the last one because {why}:\n`rayps events` names the "
-        "clients that dropped out of each round. Let more clients join before a round starts (least in "
-        "clients=remote(least=...)), or raise deadline"
+        f"{begin}`rayps events` names the clients that dropped out of each round. Let more clients join before a round "
+        "starts (least in clients=remote(least=...)), or raise deadline"
     )
 
 

@@ -9,6 +9,7 @@ from rayps.core.values import Keywords
 from rayps.federated.remote.blamed_clients import VOID_ROUNDS, Refusals, counted
 from rayps.federated.remote.mailbox import Mailbox, RoundOrder
 
+COMPARE_KEYS = "Compare their keys, and revoke the token of the one that is wrong (`rayps token revoke`)"
 _SHOWN = 5  # the largest number of refusals in a message
 
 
@@ -41,18 +42,21 @@ def exclude_blamed(
             )
         )
     if decision.undecided:
-        said = _shown([_refused(who, refusals, order.sampled) for who in sorted(refusals.refused)])
         found.append(
             ExclusionNotice(
                 f"{VOID_ROUNDS} rounds in a row were void because clients refuse each other, and it is undecided which "
-                f"of them is wrong, so that none is excluded: {said}. Compare their keys, and revoke the token of the "
-                "one that is wrong (`rayps token revoke`)",
+                f"of them is wrong, so that none is excluded: {refusals_text(refusals, order.sampled)}. {COMPARE_KEYS}",
                 {"round": order.round, "excluded": None},
             )
         )
     if (counts.blamed, counts.undecided) != (before.blamed, before.undecided):
         mailbox.write_void_counts(counts)
     return found
+
+
+def refusals_text(refusals: Refusals, names: Mapping[int, str]) -> str:
+    """Return which clients have refused which, and in which stage; "" if none has."""
+    return _shown([_refused(who, refusals, names) for who in sorted(refusals.refused) if refusals.refused_by(who)])
 
 
 def _about(number: int, refusals: Refusals, names: Mapping[int, str]) -> str:

@@ -364,12 +364,12 @@ class Mailbox:
 
     # ---- for the driver and the worker
 
-    def record_secure_round(self, void: str | None) -> None:
-        """Record that a secure round of training has a sum, or why it is void."""
+    def record_secure_round(self, void: str | None, refused: str = "") -> None:
+        """Record that a secure round of training has a sum, or why it is void, and which clients refused which."""
         if void is None:
             _touch(self.folder / "summed")
         else:
-            write_json(self.folder / "void.json", {"why": void})
+            write_json(self.folder / "void.json", {"why": void, "refused": refused})
 
     def void_counts(self) -> VoidCounts:
         """Return for how many void rounds clients are blamed so far."""
@@ -379,12 +379,15 @@ class Mailbox:
         """Store for how many void rounds clients are blamed."""
         write_json(self.folder / "void_counts.json", counts.facts())
 
-    def never_summed(self) -> str | None:
-        """Return why the last secure round of training is void, if all were; None if one has a sum, or if none ran."""
+    def never_summed(self) -> tuple[str, str] | None:
+        """Return why the last secure round of training is void, and which clients refused which in it ("": none did).
+
+        Return None if a round has a sum, or if none ran.
+        """
         if (self.folder / "summed").exists():
             return None
         found = read_json(self.folder / "void.json")
-        return None if found is None else str(found["why"])
+        return None if found is None else (str(found["why"]), str(found.get("refused", "")))
 
     def prepare(self) -> None:
         """Create the folder and its subfolders. The driver calls this before the worker starts."""
