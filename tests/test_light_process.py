@@ -30,7 +30,7 @@ from rayps_api.update_parts import PartWriters, begin_of_range, span_of
 from rayps_client import limits
 from rayps_client.certificates import pin_of, trusted
 from rayps_client.client_folder import ClientFolder
-from rayps_client.command import assignments_of, service_address
+from rayps_client.command import assignments_of, proxy_address, service_address
 from rayps_client.connection import Line, ServiceConnection
 from rayps_client.errors import ConfigError, Conflict, Unauthorized, Unreachable
 from rayps_client.limits import DailyTraffic, Pace, memory_refusal, traffic_refusal, used_memory
@@ -140,6 +140,55 @@ assert "rayps" not in sys.modules
     assert len(refused) == 3
     for line, name in zip(refused, ("rayps.Ring", "rayps.loggers", "rayps.FedAvg"), strict=True):
         assert line.startswith("WorkloadError ") and name in line and "install rayps" in line
+
+
+OPTIONAL = """
+import rayps
+
+class Table(rayps.NumpyWorkload):
+    def parameters(self): ...
+    def loss_and_gradient(self, parameters, batch): ...
+    def data(self):
+        return rayps.data.parquet("rows.parquet", features="*", label="y")
+
+class Arrays(Table):
+    def data(self):
+        import numpy as np
+        return rayps.data.tensors(np.ones((4, 3)))
+
+class Model(rayps.Workload):
+    def model(self): ...
+    def loss(self, model, batch): ...
+    def data(self):
+        import numpy as np
+        return rayps.data.tensors(np.ones((4, 3)))
+"""
+
+
+def test_a_missing_optional_package_and_a_device_that_numpy_cannot_use(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(OPTIONAL)
+    code = """
+from rayps_client.client_options import ClientOptions
+from rayps_client.load_workload import trainer_of
+
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "pyarrow"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+for kind, device in (("Table", "cpu"), ("Model", "cpu"), ("Arrays", "cuda")):
+    try:
+        trainer_of(ClientOptions(f"work.py:{kind}", device=device))
+    except Exception as error:
+        print(type(error).__name__, str(error).replace("\\n", " "))
+"""
+    returned, out, error = said(alone(code, cwd=tmp_path, blocked=[]))
+    assert (returned, error) == (0, "")
+    table, model, arrays = out.splitlines()
+    assert 'pip install "rayps-client[parquet]"' in table
+    assert 'pip install "rayps-client[torch]"' in model
+    assert arrays.startswith("ConfigError --device is 'cuda', but work.py:Arrays computes with numpy")
 
 
 PATIENTS = """
@@ -309,6 +358,11 @@ def test_a_command_says_what_is_wrong(tmp_path: Path) -> None:
         (["x.py:X", "--token", token, "--url", "http://a", "--between", "7"], 2, "such as 22:00-06:00"),
         (["x.py:X", "--token", token, "--url", "http://a", "--traffic", "0"], 2, "above 0"),
         (["x.py:X", "--token", token, "--url", "http://a", "--cpus", "9999"], 2, "from 1 to"),
+        (
+            ["x.py:X", "--token", token, "--url", "http://a", "--proxy", "foo"],
+            2,
+            "such as http://proxy.example.org:3128",
+        ),
         (["x.py:X", "--token", token, "--url", "http://a"], 2, "there is no file"),
         (["x.py:X", "--set", "lr"], 2, "NAME=VALUE"),
     ):
@@ -331,6 +385,10 @@ def test_values_of_parameters_and_addresses(monkeypatch: pytest.MonkeyPatch) -> 
     assert service_address(None) == "https://a.b" and service_address("http://c") == "http://c"
     with pytest.raises(ConfigError, match="--url is 'ftp://a'"):
         service_address("ftp://a")
+    assert proxy_address(None) is None and proxy_address("http://me:secret@p:3128") == "http://me:secret@p:3128"
+    for wrong in ("p:3128", "ftp://p", "http://", "http://p:port"):
+        with pytest.raises(ConfigError, match=f"--proxy is '{wrong}'"):
+            proxy_address(wrong)
 
 
 # ---- TLS
