@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import numpy as np
@@ -30,13 +30,15 @@ from rayps_api.update_parts import PartWriters, begin_of_range, span_of
 from rayps_client import limits
 from rayps_client.certificates import pin_of, trusted
 from rayps_client.client_folder import ClientFolder
-from rayps_client.command import assignments_of, proxy_address, service_address
+from rayps_client.client_options import ClientOptions
+from rayps_client.command import assignments_of, proxy_address, run_client, service_address
 from rayps_client.connection import Line, ServiceConnection
 from rayps_client.errors import ConfigError, Conflict, Unauthorized, Unreachable
 from rayps_client.limits import DailyTraffic, Pace, memory_refusal, traffic_refusal, used_memory
 from rayps_client.load_workload import load
-from rayps_client.local_trainer import LocalTask, RoundStart
+from rayps_client.local_trainer import LocalTask, LocalTrainer, RoundStart
 from rayps_client.participation import Participation
+from rayps_client.process import ClientProcess, Ended
 from rayps_client.raw_tensors import RawTensor, decode_tensors, encode_tensors, metadata_of, raw_of_array
 from rayps_client.schedule import Supply, hours_of, is_on_charge, minutes_until, read_supplies, why_away
 from rayps_client.signed_orders import ClientToken
@@ -376,6 +378,19 @@ def test_a_command_says_what_is_wrong(tmp_path: Path) -> None:
         )
         assert run.returncode == code and why in run.stderr, (arguments, run.stderr)
     assert not (tmp_path / "clients").exists()
+
+
+def test_the_last_line_counts_updates_that_were_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Done(ClientProcess):
+        def run(self) -> Ended:
+            return Ended("FAILED", "no update counted", 1)
+
+    monkeypatch.setattr("rayps_client.command.ClientProcess", Done)
+    lines: list[str] = []
+    token = str(ClientToken("s", "0" * 26, "f", "h0"))
+    options = ClientOptions("x.py:X", url="http://a", token=token, state=tmp_path)
+    run_client(options, lambda _: cast("LocalTrainer", None), lines.append)
+    assert lines[-1].endswith("no update counted (1 update sent since this start and not reported rejected)")
 
 
 def test_values_of_parameters_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
