@@ -189,6 +189,13 @@ def test_a_report_does_not_change_the_job():
     assert plain.client_report is None and not outliers(with_report)
 
 
+@pytest.mark.parametrize(("clients", "named"), [(4, False), (5, True)])
+def test_an_event_names_a_client_only_if_enough_have_replied(clients, named):
+    result = reported("fedavg:report=clients", Fed(n=200, clients=clients, batch=10), epochs=1)
+    (said,) = [event["message"] for event in result.events if event["kind"] == KIND]
+    assert ("deviates most" in said) == named and ("none is named" in said) != named
+
+
 @pytest.mark.parametrize(
     "attack",
     ["sign_flip(clients=2,scale=3)", "gaussian(clients=2)", "inflated_counts(clients=2)"],

@@ -418,7 +418,9 @@ def metrics(
     else:
         _rounds_table(found["series"])
         if all(bucket["loss"] is None for bucket in found["series"]) and is_private(job.data["spec"]["strategy"]):
-            show.note("loss and speed are not reported under privacy, because they come from the data without noise")
+            show.note(
+                "training loss and speed are not reported under privacy, because they come from the data without noise"
+            )
     for evaluation in found["evaluations"][-5:]:
         show.line(f"after round {evaluation['round']}: {show.measures(evaluation['metrics'])}")
 

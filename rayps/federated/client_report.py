@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rayps.comm.ring.ring import Ring
 from rayps.core.values import Json
-from rayps.federated.client_scores import KIND, RoundFacts, comparable, fact_deviations, round_numbers
+from rayps.federated.client_scores import FEWEST, KIND, RoundFacts, comparable, fact_deviations, round_numbers
 from rayps.federated.gather_replies import Gathering
 
 WIDTH = 251  # numbers of a sketch; a prime, so that rows of a layer do not end at the same number
@@ -101,10 +101,11 @@ class UpdateReports:
         most = np.abs(list(fact_deviations(comparable(numbers)).values())).max(axis=0)
         shown = np.sort(np.argsort(-most, kind="stable")[:SHOWN]).tolist()
         first = int(np.argmax(most))
+        deviates = f"{clients[first]} deviates most, by {most[first]:.1f} times the spread of the others"
         event(
             KIND,
-            f"round {round}: {len(most)} clients; {clients[first]} deviates most, by {most[first]:.1f} times the "
-            "spread of the others",
+            f"round {round}: {len(most)} clients; "
+            + (deviates if len(most) >= FEWEST else f"none is named, because fewer than {FEWEST} replied"),
             round=round,
             client=[clients[at] for at in shown],
             **{name: [float(f"{value[at]:.{_DIGITS}g}") for at in shown] for name, value in numbers.items()},
