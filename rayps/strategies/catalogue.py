@@ -61,6 +61,8 @@ __all__ = [
     "catalogue",
     "check_for_loop",
     "described",
+    "has_real_clients",
+    "notes_of",
     "own_names",
     "parse",
     "parse_for_loop",
@@ -165,14 +167,15 @@ def own_names(given: StrategySpec) -> list[str]:
 
 
 def notes_of(given: StrategySpec) -> list[str]:
-    """Return what a user is told about the options of federated strategies, once each; none of a user's own strategy.
+    """Return what a user is told about the options of federated strategies, once each.
 
-    Raises:
-        ConfigError: `given` cannot be parsed.
+    Nothing is told of a user's own strategy, or of one that cannot be parsed: a service may be newer than its client.
     """
-    if own_names(given):
+    try:
+        phases = [] if own_names(given) else parse(given)
+    except ConfigError:
         return []
-    declared = [phase.strategy.federation for phase in parse(given) if isinstance(phase.strategy, FederatedView)]
+    declared = [phase.strategy.federation for phase in phases if isinstance(phase.strategy, FederatedView)]
     return list(dict.fromkeys(each.client_side.note for each in declared if each.client_side.note is not None))
 
 
