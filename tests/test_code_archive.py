@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rayps_client.client_folder import ClientFolder
 from rayps_client.signed_orders import ClientToken, Key
 
+from rayps.cli.jobs import note_packed
 from rayps.core.code_archive import ArchiveEntry, hash_of, leaves, read, unpack, write
 from rayps.core.errors import ConfigError, ServiceError
 from rayps.core.requirements import read_requirements, refused_requirement
@@ -155,7 +156,9 @@ def test_secrets_environments_and_caches_are_never_packed(tmp_path: Path) -> Non
     assert pack_code(tmp_path).paths == {"work.py", "environment.py", ".raypsignore"}
 
 
-def test_keys_and_tokens_are_never_packed_and_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_and_tokens_are_never_packed_and_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """All that the commands of rayps write with a secret in it, below the folder of a job."""
     monkeypatch.delenv("RAYPS_MEMBER_PASSPHRASE", raising=False)
     new_authority(tmp_path / "federation", "North", 10)
@@ -211,6 +214,16 @@ def test_keys_and_tokens_are_never_packed_and_are_named(tmp_path: Path, monkeypa
     assert f"packed from {packed.folder}; to leave out" in packed.summary()
     (packed.folder / "patients.csv").write_bytes(b"x" * 60_000)
     assert "; the largest: patients.csv (60 kB); to leave" in pack_code(packed.folder).summary()
+    (packed.folder / "site.PARQUET").write_bytes(b"x" * 700)
+    found = pack_code(packed.folder)
+    assert "; the largest: patients.csv (60 kB), site.PARQUET (0.7 kB); to leave" in found.summary()
+    note = found.data_note()
+    assert packed.data_note() == "" and "sent to the service: patients.csv, site.PARQUET; " in note
+    note_packed(found, strategy="fedavg")
+    assert note not in capsys.readouterr().err
+    for strategy in ("fedavg:clients=remote", [{"strategy": {"name": "fedavg", "clients": {"name": "remote"}}}]):
+        note_packed(found, strategy=strategy)
+        assert note in capsys.readouterr().err
     assert pack_code(tmp_path / "other").left_out() == ""
 
 

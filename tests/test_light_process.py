@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import numpy as np
@@ -30,13 +30,15 @@ from rayps_api.update_parts import PartWriters, begin_of_range, span_of
 from rayps_client import limits
 from rayps_client.certificates import pin_of, trusted
 from rayps_client.client_folder import ClientFolder
-from rayps_client.command import assignments_of, service_address
+from rayps_client.client_options import ClientOptions
+from rayps_client.command import assignments_of, proxy_address, run_client, service_address
 from rayps_client.connection import Line, ServiceConnection
 from rayps_client.errors import ConfigError, Conflict, Unauthorized, Unreachable
 from rayps_client.limits import DailyTraffic, Pace, memory_refusal, traffic_refusal, used_memory
 from rayps_client.load_workload import load
-from rayps_client.local_trainer import LocalTask, RoundStart
+from rayps_client.local_trainer import LocalTask, LocalTrainer, RoundStart
 from rayps_client.participation import Participation
+from rayps_client.process import ClientProcess, Ended
 from rayps_client.raw_tensors import RawTensor, decode_tensors, encode_tensors, metadata_of, raw_of_array
 from rayps_client.schedule import Supply, hours_of, is_on_charge, minutes_until, read_supplies, why_away
 from rayps_client.signed_orders import ClientToken
@@ -140,6 +142,55 @@ assert "rayps" not in sys.modules
     assert len(refused) == 3
     for line, name in zip(refused, ("rayps.Ring", "rayps.loggers", "rayps.FedAvg"), strict=True):
         assert line.startswith("WorkloadError ") and name in line and "install rayps" in line
+
+
+OPTIONAL = """
+import rayps
+
+class Table(rayps.NumpyWorkload):
+    def parameters(self): ...
+    def loss_and_gradient(self, parameters, batch): ...
+    def data(self):
+        return rayps.data.parquet("rows.parquet", features="*", label="y")
+
+class Arrays(Table):
+    def data(self):
+        import numpy as np
+        return rayps.data.tensors(np.ones((4, 3)))
+
+class Model(rayps.Workload):
+    def model(self): ...
+    def loss(self, model, batch): ...
+    def data(self):
+        import numpy as np
+        return rayps.data.tensors(np.ones((4, 3)))
+"""
+
+
+def test_a_missing_optional_package_and_a_device_that_numpy_cannot_use(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(OPTIONAL)
+    code = """
+from rayps_client.client_options import ClientOptions
+from rayps_client.load_workload import trainer_of
+
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "pyarrow"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+for kind, device in (("Table", "cpu"), ("Model", "cpu"), ("Arrays", "cuda")):
+    try:
+        trainer_of(ClientOptions(f"work.py:{kind}", device=device))
+    except Exception as error:
+        print(type(error).__name__, str(error).replace("\\n", " "))
+"""
+    returned, out, error = said(alone(code, cwd=tmp_path, blocked=[]))
+    assert (returned, error) == (0, "")
+    table, model, arrays = out.splitlines()
+    assert 'pip install "rayps-client[parquet]"' in table
+    assert 'pip install "rayps-client[torch]"' in model
+    assert arrays.startswith("ConfigError --device is 'cuda', but work.py:Arrays computes with numpy")
 
 
 PATIENTS = """
@@ -309,6 +360,11 @@ def test_a_command_says_what_is_wrong(tmp_path: Path) -> None:
         (["x.py:X", "--token", token, "--url", "http://a", "--between", "7"], 2, "such as 22:00-06:00"),
         (["x.py:X", "--token", token, "--url", "http://a", "--traffic", "0"], 2, "above 0"),
         (["x.py:X", "--token", token, "--url", "http://a", "--cpus", "9999"], 2, "from 1 to"),
+        (
+            ["x.py:X", "--token", token, "--url", "http://a", "--proxy", "foo"],
+            2,
+            "such as http://proxy.example.org:3128",
+        ),
         (["x.py:X", "--token", token, "--url", "http://a"], 2, "there is no file"),
         (["x.py:X", "--set", "lr"], 2, "NAME=VALUE"),
     ):
@@ -324,6 +380,19 @@ def test_a_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert not (tmp_path / "clients").exists()
 
 
+def test_the_last_line_counts_updates_that_were_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Done(ClientProcess):
+        def run(self) -> Ended:
+            return Ended("FAILED", "no update counted", 1)
+
+    monkeypatch.setattr("rayps_client.command.ClientProcess", Done)
+    lines: list[str] = []
+    token = str(ClientToken("s", "0" * 26, "f", "h0"))
+    options = ClientOptions("x.py:X", url="http://a", token=token, state=tmp_path)
+    run_client(options, lambda _: cast("LocalTrainer", None), lines.append)
+    assert lines[-1].endswith("no update counted (1 update sent since this start and not reported rejected)")
+
+
 def test_values_of_parameters_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     found = assignments_of(["lr=0.3", "name=abc", "layers=[1,2]", "on=true"])
     assert found == {"lr": 0.3, "name": "abc", "layers": [1, 2], "on": True}
@@ -331,6 +400,10 @@ def test_values_of_parameters_and_addresses(monkeypatch: pytest.MonkeyPatch) -> 
     assert service_address(None) == "https://a.b" and service_address("http://c") == "http://c"
     with pytest.raises(ConfigError, match="--url is 'ftp://a'"):
         service_address("ftp://a")
+    assert proxy_address(None) is None and proxy_address("http://me:secret@p:3128") == "http://me:secret@p:3128"
+    for wrong in ("p:3128", "ftp://p", "http://", "http://p:port"):
+        with pytest.raises(ConfigError, match=f"--proxy is '{wrong}'"):
+            proxy_address(wrong)
 
 
 # ---- TLS

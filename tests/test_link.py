@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -324,6 +325,27 @@ def test_accept_can_wait_for_one_name_and_keeps_the_others():
             assert (two.peer, one.peer) == ("two", "one")
         for call in calls:
             call.result().close()
+
+
+def test_who_accepts_for_an_ended_generation_takes_no_connection_of_the_next_one():
+    for _ in range(20):  # whichever of the two threads looks first
+        with Listener("server", SECRET, 1) as listener, ThreadPoolExecutor(2) as pool:
+            old = pool.submit(listener.accept, 20, lambda peer: peer == "c")
+            time.sleep(0.002)
+            listener.begin_generation(2)
+            new = pool.submit(connect, listener.address, name="c", secret=SECRET, generation=2, timeout=20)
+            with listener.accept(20, lambda peer: peer == "c") as link:
+                assert link.generation == 2
+            with pytest.raises(StaleGeneration, match="generation 2 has begun"):
+                old.result()
+            new.result().close()
+
+
+def test_a_generation_that_has_ended_does_not_begin_again():
+    with Listener("server", SECRET, 2) as listener:
+        with pytest.raises(StaleGeneration):
+            listener.begin_generation(1)
+        assert listener.generation == 2
 
 
 def test_nobody_there_is_named_after_the_deadline():

@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from member_keys import CLIENTS_ONLY, DAY, NOW, SERVERS_ONLY, TestAuthority
@@ -437,3 +438,51 @@ def test_a_fingerprint_on_the_command_line_never_looks_like_an_option(
     assert main(["members", "service"]) == 0
     shown = capsys.readouterr().out.strip()
     assert shown == f"sha256:{key.fingerprint}" and MembershipOptions(service_key=shown).service == key.fingerprint
+
+
+def test_commands_of_an_authority_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nowhere, asked = tmp_path / "nofed", tmp_path / "new" / "h2" / "hospital-a.csr"
+    assert main(["members", "request", "hospital-a", "--to", str(asked.parent)]) == 0
+    assert asked.parent.stat().st_mode & 0o777 == 0o700
+    assert main(["members", "request", "hospital-b", "--to", str(asked)]) == 2
+    assert "cannot be created" in capsys.readouterr().err
+    asked.with_suffix(".pem").write_text("something else")
+    for command in (["ls"], ["revoke", "hospital-a"], ["issue", str(asked)]):
+        assert main(["members", command[0], str(nowhere), *command[1:]]) == 2
+        assert f"{nowhere} has no authority" in capsys.readouterr().err
+
+
+def test_what_an_authority_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, asked = str(tmp_path / "federation"), tmp_path / "hospital-a.csr"
+    monkeypatch.setenv("RAYPS_MEMBER_PASSPHRASE", "secret")
+    assert main(["members", "ca", folder]) == 0
+    assert main(["members", "request", "hospital-a", "--to", str(tmp_path)]) == 0
+    for days in ("0", "0.5", "9999999"):
+        assert main(["members", "issue", folder, str(asked), "--days", days]) == 2
+    assert not asked.with_suffix(".pem").exists()
+    key = ec.generate_private_key(ec.SECP256R1())
+    for names, text in (
+        ([], "has no common name (CN)"),
+        ([x509.NameAttribute(x509.NameOID.COMMON_NAME, "a/b")], "is 'a/b': give at most"),
+    ):
+        made = x509.CertificateSigningRequestBuilder().subject_name(x509.Name(names)).sign(key, hashes.SHA256())
+        (tmp_path / "x.csr").write_bytes(made.public_bytes(Encoding.PEM))
+        capsys.readouterr()
+        assert main(["members", "issue", folder, str(tmp_path / "x.csr")]) == 2
+        assert text in capsys.readouterr().err
+    monkeypatch.setenv("RAYPS_MEMBER_PASSPHRASE", "wrong")
+    assert main(["members", "issue", folder, str(asked)]) == 2
+    shown = capsys.readouterr().err
+    assert "RAYPS_MEMBER_PASSPHRASE" in shown and "--member-key" not in shown
+
+
+def test_a_key_that_is_not_encrypted_needs_no_passphrase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAYPS_MEMBER_PASSPHRASE", raising=False)
+    folder = tmp_path / "federation"
+    new_authority(folder, "federation", 10)
+    new_request("hospital-a", tmp_path / "a.key", tmp_path / "a.csr")
+    monkeypatch.setenv("RAYPS_MEMBER_PASSPHRASE", "secret")
+    (tmp_path / "a.pem").write_bytes(issue(folder, tmp_path / "a.csr", 5).certificate.public_bytes(Encoding.PEM))
+    assert MemberKey.load(tmp_path / "a.pem").name == "hospital-a"

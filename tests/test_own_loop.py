@@ -26,6 +26,7 @@ from rayps.runtime.journal import Journal
 from rayps.runtime.own_loop.driver import LoopDriver
 from rayps.runtime.own_loop.log_points import LATE_SECONDS, OPEN, QUIET_SECONDS, LogPoints, numbers_of
 from rayps.runtime.own_loop.named import all_params, arguments
+from rayps.runtime.own_loop.rounds import RoundThread
 from rayps.runtime.own_loop.state import PartsBySave, SavedPart, checkpoint_of, decoded, encoded, parts_of
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint
@@ -665,6 +666,19 @@ def test_samples_are_a_weight_that_may_be_a_fraction(strategy, weights):
 
     mean = (weights[0] + 3 * weights[1]) / sum(weights)
     assert run(train_fn) == pytest.approx([-2 * mean] * 2, abs=EXACT)
+
+
+def test_a_worker_that_fails_before_its_first_round_gives_its_own_reason(monkeypatch):
+    def no_start(self, view):
+        raise ConfigError("the reason")
+
+    def train_fn():
+        model = torch.nn.Linear(1, 1)
+        rayps.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
+
+    monkeypatch.setattr(RoundThread, "start", no_start)
+    with pytest.raises(ConfigError, match="the reason"):
+        run(train_fn)
 
 
 @pytest.mark.parametrize("samples", [-1, float("nan"), float("inf"), "8", None, True])

@@ -16,7 +16,7 @@ from rayps.core.errors import CheckpointError, ConfigError
 from rayps.federated import exact_sum
 from rayps.federated.private_layers import PrivateLayers
 from rayps.runtime.job_clients import JobClients
-from rayps.strategies.catalogue import parse
+from rayps.strategies.catalogue import notes_of, parse
 
 EXACT = 1e-12
 HEAD = "2"  # the last layer of `Fed`
@@ -65,6 +65,12 @@ def test_with_nothing_private_it_is_fedavg_to_the_bit(make):
     found = train(work, make(fraction=0.5, local_epochs=2), workers=2, epochs=3)
     law = train(work, FedAvg(fraction=0.5, local_epochs=2), workers=1, epochs=3)
     assert torch.equal(found.snapshot.params, law.snapshot.params)
+    (note,) = notes_of(make(fraction=0.5).to_wire())
+    assert note.startswith(f"private= names no layer, so {make.name} is fedavg")
+    assert [event["message"] for event in found.events if event["kind"] == "warning"].count(note) == 1
+    assert notes_of([{"epochs": 1, "strategy": "fedper:private=2"}, {"strategy": "fedavg"}]) == []
+    with pytest.raises(ConfigError, match="fedrep with private=LAYER"):
+        found.client("0")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])

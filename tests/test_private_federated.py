@@ -190,6 +190,7 @@ def test_no_record_says_who_took_part(tmp_path):
         ("fedbuff:privacy={}", "privacy cannot be proven under fedbuff"),
         ("scaffold:privacy={}", "privacy cannot be proven under scaffold"),
         ("fedavg:rule=median,privacy={}", "a robust rule is none"),
+        ("fedavg:rule=krum(f=2),privacy={}", r"rule is 'krum\(f=2\)', but privacy adds noise"),
         ("fedavg:clip=1.0,privacy={}", r"write privacy=dp\(clip=1,...\)"),
         ("fedavg:min_replies=3,privacy={}", "min_replies is 3"),
         ("fedavg:enough=3,privacy={}", "enough is 3"),

@@ -235,6 +235,22 @@ def test_steps_have_no_epochs_and_a_final_metric_is_a_point() -> None:
     assert found["curves"]["a"]["loss"] == {"value": [0.5], "round": [4], "epoch": None, "seconds": [2.0]}
 
 
+def test_epsilon_is_compared_with_its_delta() -> None:
+    plain, one, two = job("plain", {}), job("one", {}), job("two", {})
+    one["spec"]["strategy"] = {"name": "fedavg", "privacy": {"noise_multiplier": 1.1, "clip": 1.0, "delta": 1e-6}}
+    two["spec"]["strategy"] = [{"epochs": 1, "strategy": one["spec"]["strategy"]}, {"strategy": {"name": "fedavg"}}]
+    spent = series([None, None], {2: {"loss": 1.0}})
+    for bucket, epsilon in zip(spent["series"], (0.5, 0.7), strict=True):
+        bucket["numbers"] = {"epsilon": epsilon}
+    found = compared([plain, one, two], {"plain": series([1.0], {}), "one": spent, "two": spent}, 0.0)
+    assert found["metrics"][:3] == ["loss", "epsilon", "delta"] and found["lowest"]["delta"] is None
+    first, *private = found["rows"]
+    assert "delta" not in first["metrics"]
+    for row in private:
+        assert row["metrics"]["epsilon"]["last"] == 0.7 and row["metrics"]["delta"] == {"last": 1e-6, "best": None}
+    assert found["curves"]["one"]["delta"]["value"] == [1e-6, 1e-6]
+
+
 def test_a_name_that_does_not_say_which_value_is_the_best_has_no_best() -> None:
     jobs = [job("a", {"lr": 0.1}), job("b", {"lr": 0.3})]
     both = {

@@ -43,7 +43,7 @@ def run_client(
         value = getattr(options, field_name)
         if value is not None and value <= 0:
             raise ConfigError(f"{field_name} is {value:g}: give a number above 0", field=field_name)
-    trust = _trust(options, url)
+    trust, proxy = _trust(options, url), proxy_address(options.proxy)
     if options.cpus is not None:
         use_cpus(options.cpus)
     trainer = make_trainer(options)
@@ -58,7 +58,7 @@ def run_client(
     folder = ClientFolder(clients / job / name)
     traffic = DailyTraffic(folder, _bytes(options.traffic, MEGABYTE))
     pace = None if options.rate is None else Pace(options.rate * 1000)
-    line = Line(trust, options.proxy, membership.auth(token.fingerprint), LineMeter(traffic, pace))
+    line = Line(trust, proxy, membership.auth(token.fingerprint), LineMeter(traffic, pace))
     connection = ServiceConnection(url, found.bearer, options.patience, report, line=line)
     consent = Consent(folder.folder, connection, membership.key, membership.accepted)
     conditions = Participation(hours, options.on_charge, traffic, _bytes(options.memory, MEGABYTE))
@@ -80,8 +80,8 @@ def run_client(
         connection.close()
         traffic.save()
         folder.close()
-    rounds = f"{ended.rounds} round{'' if ended.rounds == 1 else 's'} with an update of this client since this start"
-    report(f"job {job} is {ended.status}: {ended.reason} ({rounds})")
+    updates = f"{ended.rounds} update{'' if ended.rounds == 1 else 's'} sent since this start and not reported rejected"
+    report(f"job {job} is {ended.status}: {ended.reason} ({updates})")
     return ended
 
 
@@ -92,7 +92,8 @@ def show_statement(options: ClientOptions, report: Callable[[str], None]) -> Non
         ConfigError: an option is invalid. Unauthorized, Unreachable, NotFound: see `ServiceConnection.call`.
     """
     found = identity_of_options(options)
-    line = Line(_trust(options, found.url), options.proxy, found.membership.auth(found.token.fingerprint))
+    proxy = proxy_address(options.proxy)
+    line = Line(_trust(options, found.url), proxy, found.membership.auth(found.token.fingerprint))
     connection = ServiceConnection(found.url, found.bearer, options.patience, report, line=line)
     try:
         report(shown(fetch_statement(connection, found.job)))
@@ -160,6 +161,20 @@ def service_address(given: str | None) -> str:
     if not found.startswith(("http://", "https://")) or not urlsplit(found).netloc:
         raise ConfigError(f"{name} is {found!r}: give an address such as https://train.example.org", field="url")
     return found.rstrip("/")
+
+
+def proxy_address(given: str | None) -> str | None:
+    """Return the address of the proxy. Raises ConfigError if it is not one of http:// or https://."""
+    if given is None:
+        return None
+    try:
+        found = urlsplit(given)
+        valid = found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
+    except ValueError:  # the port is not a number
+        valid = False
+    if not valid:
+        raise ConfigError(f"--proxy is {given!r}: give an address such as http://proxy.example.org:3128", field="proxy")
+    return given
 
 
 def state_folder() -> Path:

@@ -67,6 +67,12 @@ def _ids(error: BaseException, found: re.Match[str]) -> str:
     return "an index is larger than the tensor that it selects from: compare the ids with the size of the embedding"
 
 
+def _optional(error: BaseException, found: re.Match[str]) -> str:
+    """Return how to install a package that rayps itself requires, so that only a light client can lack it."""
+    extra = {"pyarrow": "parquet", "torch": "torch"}[found[1]]
+    return f'install it on this machine: pip install "rayps-client[{extra}]"'
+
+
 def _range(values: _Tensor) -> str:
     return f"{int(values.min())} to {int(values.max())}" if values.numel() else "empty"
 
@@ -104,8 +110,9 @@ _KNOWN: tuple[tuple[str, Callable[[BaseException, re.Match[str]], str]], ...] = 
         r"optimizer got an empty parameter list",
         _says("the optimizer was given no parameter: check the condition that selects them from `params`"),
     ),
+    (r"No module named '(pyarrow|torch)'", _optional),
     (
         r"No module named '([\w.]+)'",
-        _says(r"install the package \1 on every machine that runs workers, or correct the import"),
+        _says(r"install the package \1 on every machine that runs this code, or correct the import"),
     ),
 )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from rayps_client import parameters, twin
 from rayps_client.client_options import ClientOptions
-from rayps_client.errors import DataError, UserError, WorkloadError
+from rayps_client.errors import ConfigError, DataError, UserError, WorkloadError
 from rayps_client.loading import without_collection
 from rayps_client.local_trainer import LocalTrainer
 from rayps_client.user_errors import users_code
@@ -65,10 +65,16 @@ def trainer_of(options: ClientOptions) -> LocalTrainer:
     if options.data is not None:
         rows = _with_paths(rows, [options.data])
     if isinstance(workload, NumpyWorkload):
+        if options.device != "cpu":
+            raise ConfigError(
+                f"--device is {options.device!r}, but {options.target} computes with numpy, which uses the processor "
+                "alone: leave --device out",
+                field="device",
+            )
         from rayps_client.numpy_trainer import numpy_trainer
 
         return numpy_trainer(workload, rows)
-    with without_collection():
+    with users_code("model"), without_collection():  # torch may be missing
         from rayps_client.torch_trainer import torch_trainer
 
     return torch_trainer(workload, rows, options.device)

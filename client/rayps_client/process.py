@@ -51,7 +51,7 @@ class Ended:
 
     status: str
     reason: str
-    rounds: int  # number of rounds in which this client's update was accepted
+    rounds: int  # updates that this process has sent and that the service has not reported as rejected
 
     @property
     def succeeded(self) -> bool:

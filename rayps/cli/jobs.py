@@ -7,6 +7,7 @@ import json
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,7 @@ from rayps.service.client import CURRENT, Client, Job
 from rayps.service.code_files import PackedCode
 from rayps.service.job_file import changed, of_function, read
 from rayps.service.rest_answers import CodeAnswer, JobAnswer, RoundsAnswer
+from rayps.strategies.catalogue import StrategySpec, has_real_clients, notes_of
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="The job's id, as `rayps ls` shows it, or its beginning.")]
 Format = Annotated[Output, typer.Option("--output", "-o", help="table or json.")]
@@ -109,14 +111,16 @@ def submit(
     count = None if workers is None else workers_of_text(workers)
     given: Keywords = {"server_group": server_group, "branch": branch, "resume": resume, "workers": count}
     given = {key: value for key, value in given.items() if value is not None}
-    with Client(on_packed=note_packed) as client:
-        if requirements is not None:
-            given["requirements"] = read_requirements(requirements)
+    if requirements is not None:
+        given["requirements"] = read_requirements(requirements)
+    spec: Keywords = {}
+    if clone is None:
+        spec = read(file, changes or []) if file is not None else of_function(str(run), changes or [])
+        spec = with_folder(spec | given, working_dir)
+    with Client(on_packed=partial(note_packed, strategy=spec.get("strategy"))) as client:
         if clone is not None:
             job = client.submit_again(clone, **cloned_fields(client.job(clone), changes or []) | given)
         else:
-            spec = read(file, changes or []) if file is not None else of_function(str(run), changes or [])
-            spec = with_folder(spec | given, working_dir)
             place = spec.pop("working_dir", CURRENT)
             job = client.submit(spec.pop("workload", None), working_dir=place, upload=upload, **spec)
         if not follow:
@@ -132,9 +136,13 @@ def with_folder(spec: Keywords, given: Path | None) -> Keywords:
     return spec if named is None else {**spec, "working_dir": str(Path(named).expanduser().absolute())}
 
 
-def note_packed(packed: PackedCode) -> None:
-    """Print how much code is sent, and which files were left out because they hold a secret."""
-    show.note("\n".join(filter(None, [packed.summary(), packed.left_out()])))
+def note_packed(packed: PackedCode, *, strategy: StrategySpec | None) -> None:
+    """Print how much code is sent, and which files were left out because they hold a secret.
+
+    If the clients of `strategy` are real, print also that files of data are sent.
+    """
+    rows = packed.data_note() if strategy is not None and has_real_clients(strategy) else ""
+    show.note("\n".join(filter(None, [packed.summary(), rows, packed.left_out()])))
 
 
 def cloned_fields(job: Job, changes: Sequence[str]) -> Keywords:
@@ -170,6 +178,8 @@ def _submitted(job: Job, output: Output) -> None:
         show.dump(job.data)
         return
     show.line(job.id)
+    for note in notes_of(job.data["spec"]["strategy"]):
+        show.note(note)
     show.note(f"to follow the job: `rayps logs {job.id} -f`; to stop it: `rayps stop {job.id}`")
 
 

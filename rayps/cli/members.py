@@ -26,6 +26,7 @@ from rayps.service.settings import Settings
 
 Format = Annotated[Output, typer.Option("--output", "-o", help="table or json.")]
 Authority = Annotated[Path, typer.Argument(metavar="FOLDER", help="The authority's folder, on a machine of its own.")]
+MOST_DAYS = 36_500  # of a certificate; a date after the year 9999 cannot be written
 members_app = typer.Typer(no_args_is_help=True, help="Certificates of the institutions of a federation.")
 
 
@@ -33,7 +34,7 @@ members_app = typer.Typer(no_args_is_help=True, help="Certificates of the instit
 def ca(
     folder: Authority,
     name: Annotated[str, typer.Option(help="The federation's name, in all certificates.")] = "rayps federation",
-    days: Annotated[int, typer.Option(min=1, help="Valid for this many days.")] = 3650,
+    days: Annotated[int, typer.Option(min=1, max=MOST_DAYS, help="Valid for this many days.")] = 3650,
 ) -> None:
     """Create the authority of a federation.
 
@@ -78,7 +79,7 @@ def _note_plain_key() -> None:
 def issue(
     folder: Authority,
     asked: Annotated[Path, typer.Argument(metavar="REQUEST", help="The institution's request (.csr).")],
-    days: Annotated[float, typer.Option(min=0.0, help="Valid for this many days.")] = 365.0,
+    days: Annotated[float, typer.Option(min=1.0, max=MOST_DAYS, help="Valid for this many days.")] = 365.0,
     to: Annotated[Path | None, typer.Option(metavar="FILE", help="The certificate (by default NAME.pem).")] = None,
 ) -> None:
     """Issue the certificate that an institution has requested.
@@ -87,9 +88,10 @@ def issue(
     """
     from cryptography.hazmat.primitives.serialization import Encoding
 
+    from rayps.service.member_authority import check_authority, others_of, requested_name, was_issued
     from rayps.service.member_authority import issue as issued_to
-    from rayps.service.member_authority import others_of, requested_name, was_issued
 
+    check_authority(folder)
     path = to or asked.with_name(f"{requested_name(asked)}.pem")
     if path.exists() and not was_issued(folder, path):
         raise Conflict(

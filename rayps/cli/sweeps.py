@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -60,7 +61,7 @@ def sweep(
     if (file is None) == (run is None):
         raise ConfigError("give a job file, or --run FILE:FUNCTION", field="run")
     spec = read(file, changes or []) if file is not None else of_function(str(run), changes or [])
-    with Client(on_packed=note_packed) as client:
+    with Client(on_packed=partial(note_packed, strategy=spec.get("strategy"))) as client:
         found = client.sweep(with_folder(spec, working_dir), name=name, over=values_of(over), upload=upload)
     if output is Output.json:
         show.dump({"name": found.name, "jobs": [job.data for job in found.jobs]})

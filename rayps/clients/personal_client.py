@@ -55,7 +55,8 @@ class PersonalClient:
             why = "no update of this client has counted" if side.measured else "its clients have no models of their own"
             raise ConfigError(
                 f"there is no personal model, because {why}: the job's strategy is {self.given.strategy.name}; "
-                'personal models are made by ditto, fedper and\nfedrep, and with finetune=1 or buffers="keep"',
+                "personal models are made by ditto, fedper and\nfedrep with private=LAYER, and with finetune=1 or "
+                'buffers="keep"',
                 field="strategy",
             )
         return personal_model(self.workload, job, self.given.facts["client"], self.state, self._rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from rayps.core.dropped_steps import LATE_LIMIT, LateWorkers
 from rayps.core.errors import ConfigError
+from rayps.core.text import quoted
 from rayps.core.values import Json
 
 
@@ -78,4 +79,4 @@ def late_workers(owner: object) -> LateWorkers:
 
 
 def _wrong(field: str, given: Json, expected: str, none: bool = False, hint: str = "") -> ConfigError:
-    return ConfigError(f"{field} is {given!r}: give {expected}{', or none' * none}{hint}", field=field)
+    return ConfigError(f"{field} is {quoted(given)}: give {expected}{', or none' * none}{hint}", field=field)

@@ -6,6 +6,8 @@ names whose first option may omit its key: `krum(4)` is `krum(f=4)`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rayps.core.errors import ConfigError
 from rayps.core.spelling import near
 from rayps.core.values import Json, JsonObject
@@ -100,6 +102,11 @@ def nested(value: Json) -> str:
     if isinstance(value, (list, tuple)):
         return f"({','.join(map(nested, value))})"
     return "none" if value is None else str(value)
+
+
+def quoted(value: object) -> str:
+    """Return a value for an error's text: options in wire form as the text that a user writes, others by repr."""
+    return repr(nested(dict(value))) if isinstance(value, Mapping) else repr(value)
 
 
 def _nameless(name: str, part: str) -> ConfigError:

@@ -67,7 +67,8 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
     aggregation, population, fraction, joining = given.aggregation, given.population, given.fraction, given.joining
     if joining is not None:
         _check_smallest_round(aggregation, joining.least, cohort_size(joining.least, fraction))
-        return _check_privacy(side, workload, private_job(given, None, _size(given, workload)))
+        alone = _check_privacy(side, workload, private_job(given, None, _size(given, workload)))
+        return alone._replace(warnings=[*filter(None, [side.note]), *alone.warnings])
     if isinstance(workload, StatisticsWorkload):
         workload.check_columns(data)
     clients = data.clients  # without clients, this raises an error that says how to define them
@@ -82,6 +83,7 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
         attack.with_classes(clients.label_names)
     found = _check_privacy(side, workload, private_job(given, clients.count, 0))
     warnings = [
+        side.note,
         rule.warn_of_few_replies(cohort, cohort * (1 - population.dropout)),
         rule.warning(_skew(clients)),
         _warn_of_no_metrics(name, side, workload),

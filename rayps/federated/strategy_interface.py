@@ -42,6 +42,7 @@ class ClientSide:
     # names or patterns of parameters and buffers that never leave the client: see `rayps.federated.private_layers`
     private: tuple[str, ...] = ()
     answers: bool = False  # whether it sends answers of queries, and no model is trained
+    note: str | None = None  # what the user is told once about options that are legal and hardly meant so
 
     @property
     def stateful(self) -> bool:

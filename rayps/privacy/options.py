@@ -21,7 +21,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from rayps.core import options
 from rayps.core.errors import ConfigError
-from rayps.core.text import form
+from rayps.core.text import form, quoted
 from rayps.core.values import Json, Keywords, is_number
 
 ADAPTIVE = "adaptive"
@@ -217,7 +217,8 @@ def privacy_of(given: Json | PrivacySpec) -> PrivacySpec | None:
     facts = form(given) if isinstance(given, str) else given
     if not isinstance(facts, Mapping) or facts.get("name", PrivacySpec.name) != PrivacySpec.name:
         raise ConfigError(
-            f"privacy is {given!r}: give dp(noise_multiplier=1.1,clip=1.0,delta=1e-5), or leave it out", field="privacy"
+            f"privacy is {quoted(given)}: give dp(noise_multiplier=1.1,clip=1.0,delta=1e-5), or leave it out",
+            field="privacy",
         )
     return dp(**{key: value for key, value in facts.items() if key != "name"})
 

@@ -143,8 +143,8 @@ class JobClients:
             )
         if not side.measured:
             raise ConfigError(
-                f"{self.strategy_name} keeps no model of each client: use ditto, fedper or fedrep, or give "
-                'finetune=1 or buffers="keep". `model()` is the model of all clients',
+                f"{self.strategy_name} keeps no model of each client: use ditto, fedper or fedrep with private=LAYER, "
+                'or give finetune=1 or buffers="keep". `model()` is the model of all clients',
                 field="client",
             )
         number = self.states.find(name)

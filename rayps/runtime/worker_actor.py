@@ -150,6 +150,7 @@ class WorkerActor:
         if own is not None:
             snapshot = replace(snapshot, own={plan.rank: own})
         with self._ending:
+            self._listener.begin_generation(plan.generation)  # first: the ending plan may be waiting for a peer
             self.abort()
             if self._closed:
                 raise PeerLost(f"worker-{plan.rank} was closed", peer=f"worker-{plan.rank}")
@@ -170,7 +171,6 @@ class WorkerActor:
                 continues = plan.elastic is not None and plan.elastic.handover is not None
                 state = self._current.held_state() if continues and self._current is not None else None
                 self._current = GenerationRun(plan, self._backup, points, self._lock, self._times)
-            self._listener.generation = plan.generation
             self._current.start(self._load, snapshot, state, self._listener, self._device, self._companions)
             return True
 

@@ -36,6 +36,8 @@ _TEMPORARY = ("/tmp", "/var/tmp")  # folders of all users, beside that of the va
 _MOST_VISITED = 200_000  # files that are looked at
 _LISTED = 5  # largest files that an error names, and files with a secret that a note names
 _NAMED, _LARGE = 3, 50_000  # the most files that a summary names, and their least bytes: source files are smaller
+# files with these suffixes are named whatever their size
+_DATA = (".parquet", ".arrow", ".feather", ".csv", ".tsv", ".jsonl", ".npy", ".npz", ".pt", ".pth", ".safetensors")
 MEGABYTE = 1_000_000
 
 
@@ -44,7 +46,8 @@ class PackedCode:
     """A packed working directory: the archive, its SHA-256, and the number and bytes of its files.
 
     `secrets`: from the path of each file or folder that was left out because of a secret, to what it holds. `folder`
-    is the directory, and `large` has the path and bytes of its largest files, if they are large enough to be data.
+    is the directory. `data` has the files with a suffix of data, and `large` the path and bytes of a few of the
+    largest files that have such a suffix or are large enough to be data.
     """
 
     hash: str
@@ -54,6 +57,7 @@ class PackedCode:
     secrets: dict[str, str] = field(default_factory=dict)
     folder: Path = Path()
     large: tuple[tuple[str, int], ...] = ()
+    data: tuple[str, ...] = ()
 
     def summary(self) -> str:
         """Return what was packed from where, its largest files, and how to leave out more."""
@@ -63,6 +67,16 @@ class PackedCode:
         named = f"; the largest: {largest}" if largest else ""
         packed = f"{files} of {_amount(self.size)} packed from {self.folder}{named}"
         return f"{packed}; to leave out more, list it in .raypsignore"
+
+    def data_note(self) -> str:
+        """Return a warning, for a job whose rows stay with its clients, that files of data are sent; "" without any."""
+        if not self.data:
+            return ""
+        more = f" and {len(self.data) - _NAMED} more" if len(self.data) > _NAMED else ""
+        return (
+            f"warning: the clients' rows are to stay with them, but files of data are sent to the service: "
+            f"{', '.join(self.data[:_NAMED])}{more}; if they are rows of a client, list them in .raypsignore"
+        )
 
     def left_out(self) -> str:
         """Return which files were left out because of a secret, and why; "" if there are none."""
@@ -104,8 +118,9 @@ def pack_code(folder: Path, most_bytes: int = 100 * MEGABYTE) -> PackedCode:
     archive = write(entries)
     paths = frozenset(entry.path for entry in entries)
     by_size = sorted(((len(entry.content), entry.path) for entry in entries), reverse=True)
-    large = tuple((path, bytes_) for bytes_, path in by_size[:_NAMED] if bytes_ >= _LARGE)
-    return PackedCode(hash_of(archive), archive, paths, size, secrets | holds, folder, large)
+    data = tuple(path for _, path in by_size if path.lower().endswith(_DATA))
+    large = tuple((path, bytes_) for bytes_, path in by_size if bytes_ >= _LARGE or path in data)[:_NAMED]
+    return PackedCode(hash_of(archive), archive, paths, size, secrets | holds, folder, large, data)
 
 
 def must_be_project(folder: Path) -> None:

@@ -12,9 +12,11 @@ from typing import Any, TypedDict
 from rayps.core.job_status import Status
 from rayps.core.metric_direction import Direction, chosen_direction, direction_of, lowest_is_best
 from rayps.core.values import Json, JsonObject
+from rayps.privacy.options import privacy_of
 from rayps.service.rest_answers import JobAnswer
 
 BATCH_LOSS = "batch loss"  # the mean loss of the training batches of a round; other metrics of rounds are named alike
+_EPSILON, _DELTA = "epsilon", "delta"  # what a private job has spent; a number of its rounds, and of its strategy
 _NOT_COMPARED = ("name", "params", "resume")
 MOST_JOBS = 200
 
@@ -206,10 +208,26 @@ def _curves(job: JobAnswer, found: SeriesAnswer) -> dict[str, Curve]:
         for name, value in bucket.get("numbers", {}).items():
             points.setdefault(f"batch {name}" if name in evaluated else name, {})[end] = _finite(value)
         points.setdefault(logged, {})[end] = None if loss is None else _finite(loss["mean"])
+    delta = _delta(job["spec"].get("strategy")) if _EPSILON in points else None
+    if delta is not None:  # epsilon says nothing without it
+        name = f"privacy {_DELTA}" if _DELTA in points else _DELTA
+        points[name] = dict.fromkeys(points[_EPSILON], delta)
     if not found["evaluations"]:
         for name, value in (job["metrics"] or {}).items():
             points.setdefault(name, {int(progress.get("round") or 0): _finite(value)})
     return {name: _curve(held, clock) for name, held in points.items()}
+
+
+def _delta(strategy: Json) -> float | None:
+    """Return delta of a private strategy in wire form, or of the last private one of several phases."""
+    if isinstance(strategy, list):
+        return next((found for each in reversed(strategy) if (found := _delta(each)) is not None), None)
+    if not isinstance(strategy, dict):
+        return None
+    if "strategy" in strategy:  # a phase
+        return _delta(strategy["strategy"])
+    spec = privacy_of(strategy.get("privacy"))
+    return None if spec is None else spec.delta
 
 
 def _curve(points: Mapping[int, float | None], clock: _Clock) -> Curve:

@@ -27,6 +27,9 @@ from rayps_client.signed_orders import NAME
 from rayps.core.errors import ConfigError, Conflict, NotFound, Unauthorized
 
 _SLACK = datetime.timedelta(minutes=5)  # a certificate is valid from a little earlier on: clocks differ
+_NAMES = (
+    "give at most 64 characters: letters (A-Z, a-z), digits, spaces and _ . -, with a letter or a digit first and last"
+)
 _LIST_DAYS = 3650  # of the revocation list, which rayps reads whenever it changes
 
 
@@ -57,18 +60,17 @@ def new_authority(folder: Path, name: str, days: int) -> x509.Certificate:
 def new_request(name: str, key: Path, request: Path) -> None:
     """Create a member's private key, and the request for its certificate, in two new files.
 
+    Folders that do not exist are created, and only their owner can enter them.
+
     Raises:
-        ConfigError: the name is not a client's name. Conflict: a file exists.
+        ConfigError: the name is not a client's name, or a folder cannot be created. Conflict: a file exists.
     """
     if not NAME.fullmatch(name):
-        raise ConfigError(
-            f"name is {name!r}: give at most 64 characters: letters (A-Z, a-z), digits, spaces and _ . -, with a "
-            "letter or a digit first and last",
-            field="name",
-        )
+        raise ConfigError(f"name is {name!r}: {_NAMES}", field="name")
     for path in (key, request):
         if path.exists():
             raise Conflict(f"{path} exists and is not overwritten: give another --to, or remove it", code="exists")
+        _make_folder(path.parent)
     private = Ed25519PrivateKey.generate()
     private_write(key, _pem_of(private))
     asked = x509.CertificateSigningRequestBuilder().subject_name(_named(name)).sign(private, None)
@@ -86,7 +88,7 @@ def issue(folder: Path, request: Path, days: float, starts: datetime.datetime | 
     asked = _read_request(request)
     public = asked.public_key()
     made = (
-        _builder(_named(_name_in(asked)), ca.subject, days, starts)
+        _builder(_named(_name_in(asked, request)), ca.subject, days, starts)
         .public_key(public)  # MemberCertificate checks its kind
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(authority=False), critical=True)
@@ -109,8 +111,8 @@ def issue(folder: Path, request: Path, days: float, starts: datetime.datetime | 
 
 
 def requested_name(request: Path) -> str:
-    """Return the name for which a request asks. Raises ConfigError if the request cannot be read."""
-    return _name_in(_read_request(request))
+    """Return the name for which a request asks. Raises ConfigError if it cannot be read or is not a client's name."""
+    return _name_in(_read_request(request), request)
 
 
 def was_issued(folder: Path, path: Path) -> bool:
@@ -137,8 +139,9 @@ def with_ends(folder: Path) -> list[tuple[MemberCertificate, str | None]]:
 
     The reason is "revoked" or "expired", or None if the certificate is valid.
     """
-    revoked, now = {serial for serial, _ in _revoked(folder)}, datetime.datetime.now(datetime.UTC)
-    return [(each, _end(each.certificate, revoked, now)) for each in issued(folder)]
+    found, now = issued(folder), datetime.datetime.now(datetime.UTC)
+    revoked = {serial for serial, _ in _revoked(folder)}
+    return [(each, _end(each.certificate, revoked, now)) for each in found]
 
 
 def _end(certificate: x509.Certificate, revoked: set[int], now: datetime.datetime) -> str | None:
@@ -147,9 +150,27 @@ def _end(certificate: x509.Certificate, revoked: set[int], now: datetime.datetim
     return "expired" if certificate.not_valid_after_utc < now else None
 
 
-def _name_in(asked: x509.CertificateSigningRequest) -> str:
+def _name_in(asked: x509.CertificateSigningRequest, request: Path) -> str:
     names = asked.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    return str(names[0].value) if names else ""
+    if not names:
+        raise ConfigError(
+            f"{request} has no common name (CN), which is the client's name: make the request with `rayps members "
+            "request NAME`, or `openssl req -new ... -subj /CN=NAME`",
+            field="request",
+        )
+    name = str(names[0].value)
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"the common name (CN) in {request} is {name!r}: {_NAMES}", field="request")
+    return name
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder {folder} cannot be created ({error.strerror}): give another --to", field="to"
+        ) from error
 
 
 def _read_request(request: Path) -> x509.CertificateSigningRequest:
@@ -185,24 +206,41 @@ def revoke(folder: Path, which: str) -> list[MemberCertificate]:
 
 
 def issued(folder: Path) -> list[MemberCertificate]:
-    """Return all certificates that an authority has issued, the oldest first."""
+    """Return all certificates that an authority has issued, the oldest first.
+
+    Raises:
+        ConfigError: the folder has no authority.
+    """
+    check_authority(folder)
     paths = (folder / "issued").glob("*.pem")
     found = [MemberCertificate.of(x509.load_pem_x509_certificate(path.read_bytes())) for path in paths]
     return sorted(found, key=lambda each: (each.certificate.not_valid_before_utc, each.serial))
 
 
-def _authority(folder: Path) -> tuple[x509.Certificate, PrivateKey]:
+def check_authority(folder: Path) -> x509.Certificate:
+    """Return the certificate of the authority in a folder. Raises ConfigError if it has none."""
     try:
-        ca = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
+        return x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{folder} has no authority ({error}): make one with `rayps members ca {folder}`", field="folder"
         ) from error
-    return ca, read_private(folder / "ca.key")
+
+
+def _authority(folder: Path) -> tuple[x509.Certificate, PrivateKey]:
+    return check_authority(folder), read_private(folder / "ca.key", "it is to be the authority's key")
 
 
 def _revoked(folder: Path) -> list[tuple[int, datetime.datetime]]:
-    found = x509.load_pem_x509_crl((folder / "revoked.pem").read_bytes())
+    path = folder / "revoked.pem"
+    try:
+        found = x509.load_pem_x509_crl(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is not the list of revoked certificates ({error}): restore it, e.g. from the copy that "
+            "`rayps serve --members-revoked` reads",
+            field="folder",
+        ) from error
     return [(each.serial_number, each.revocation_date_utc) for each in found]
 
 

@@ -22,7 +22,7 @@ from rayps.core.phase_rounds import phase_ends
 from rayps.core.replica import Pipeline, Replica, TensorParallel
 from rayps.core.spelling import near
 from rayps.core.strategy import Phase, ShardView, StrategyView, WorkerView
-from rayps.core.strategy_families import LOCAL_UPDATES, SERVER_STEPS, SYNC_GRADIENTS
+from rayps.core.strategy_families import LOCAL_UPDATES, SERVER_STEPS, SYNC_GRADIENTS, has_remote_clients
 from rayps.core.text import form, scalar
 from rayps.core.topology import Servers, backup_in, refuse_adaptive, shard_of
 from rayps.core.user_module import Finder, broken
@@ -61,6 +61,8 @@ __all__ = [
     "catalogue",
     "check_for_loop",
     "described",
+    "has_real_clients",
+    "notes_of",
     "own_names",
     "parse",
     "parse_for_loop",
@@ -162,6 +164,27 @@ def own_names(given: StrategySpec) -> list[str]:
     """
     found = [_form(_split_epochs(item)[1]) for item in _items(given)]
     return [item["name"] for item in found if isinstance(item, dict) and _is_own(item.get("name"))]
+
+
+def notes_of(given: StrategySpec) -> list[str]:
+    """Return what a user is told about the options of federated strategies, once each.
+
+    Nothing is told of a user's own strategy, or of one that cannot be parsed: a service may be newer than its client.
+    """
+    try:
+        phases = [] if own_names(given) else parse(given)
+    except ConfigError:
+        return []
+    declared = [phase.strategy.federation for phase in phases if isinstance(phase.strategy, FederatedView)]
+    return list(dict.fromkeys(each.client_side.note for each in declared if each.client_side.note is not None))
+
+
+def has_real_clients(given: StrategySpec) -> bool:
+    """Return whether clients of a strategy are remote; False if it is a user's own, or cannot be parsed."""
+    try:
+        return not own_names(given) and any(has_remote_clients(phase.strategy) for phase in parse(given))
+    except ConfigError:
+        return False  # the service refuses it, with the reason
 
 
 def _items(given: StrategySpec) -> list[StrategySpec]:

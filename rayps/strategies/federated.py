@@ -57,6 +57,7 @@ from rayps.core.grid import Grid
 from rayps.core.nested_options import NESTED, FlatOptions
 from rayps.core.strategy import WorkerView
 from rayps.core.strategy_families import FEDERATED_ROUNDS, ByClient, Rows
+from rayps.core.text import quoted
 from rayps.core.traffic import Sizes, TrafficCost
 from rayps.core.values import Json
 from rayps.federated.aggregation_options import Aggregation
@@ -157,7 +158,8 @@ class Federated(FlatOptions, Strategy):
         real = self.real
         if self.buffered is not None:
             raise ConfigError(
-                f"secure is {real.secure!r}, but {self.name} is asynchronous: masks cancel only between clients that "
+                f"secure is {quoted(real.secure)}, "
+                f"but {self.name} is asynchronous: masks cancel only between clients that "
                 "start together, and updates of different ages have different weights: use fedavg, fedprox or fedadam",
                 field="secure",
             )
@@ -184,7 +186,7 @@ class Federated(FlatOptions, Strategy):
             ways.append((joining.least < needed, f"{why}; give clients=remote(least={needed}) or more"))
         for wrong, why in ways:
             if wrong:
-                raise ConfigError(f"secure is {real.secure!r}, but {why}", field="secure")
+                raise ConfigError(f"secure is {quoted(real.secure)}, but {why}", field="secure")
 
     @property
     def privacy_spec(self) -> PrivacySpec | None:

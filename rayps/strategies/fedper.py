@@ -47,7 +47,11 @@ class FedPer(Federated):
     @property
     def client_side(self) -> ClientSide:
         """What a client stores: the private layers."""
-        return replace(super().client_side, private=private_patterns(self.private))
+        patterns = private_patterns(self.private)
+        note = (
+            f"private= names no layer, so {self.name} is fedavg: give private=LAYER for layers that stay with clients"
+        )
+        return replace(super().client_side, private=patterns, note=None if patterns else note)
 
     def client(self, c: ClientTurn) -> None:
         """Train W_B and W_P,j together."""

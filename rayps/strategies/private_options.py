@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rayps.core.errors import ConfigError
+from rayps.core.text import quoted
 from rayps.federated.strategy_interface import Federation
 from rayps.privacy.options import ALL, FIXED, POISSON, TREE, PrivacySpec
 
@@ -67,7 +68,8 @@ def _refuse_options(name: str, given: Federation, spec: PrivacySpec) -> None:
     aggregation = given.aggregation
     if aggregation.rule != "mean":
         raise ConfigError(
-            f"rule is {aggregation.rule!r}, but privacy adds noise to a sum, and a robust rule is none: how much one "
+            f"rule is {quoted(aggregation.rule)}, "
+            "but privacy adds noise to a sum, and a robust rule is none: how much one "
             "client changes its result is not known. Leave rule out: the clip already bounds each client",
             field="rule",
         )

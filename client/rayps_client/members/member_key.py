@@ -11,6 +11,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 
 from rayps_client.errors import ConfigError, Unauthorized
 from rayps_client.members.member_certificates import MemberCertificate, PrivateKey, sign_with
@@ -51,7 +52,7 @@ class MemberKey:
                 field="member",
             ) from error
         beside = path.with_suffix(".key") if key is None else key.expanduser()
-        private = read_private(beside)
+        private = read_private(beside, "give its PEM file with --member-key")
         if _public(private) != _public_of(member):
             raise ConfigError(
                 f"the key in {beside} is not that of the certificate of {member.name}: give its key with --member-key",
@@ -60,15 +61,21 @@ class MemberKey:
         return cls(member, private)
 
 
-def read_private(path: Path) -> PrivateKey:
-    """Read a private key in PEM form. Raises ConfigError if it cannot be read or is of another kind."""
+def read_private(path: Path, advice: str) -> PrivateKey:
+    """Read a private key in PEM form, with the passphrase in RAYPS_MEMBER_PASSPHRASE if the key is encrypted.
+
+    `advice`: how to give another key, for the error's text.
+
+    Raises:
+        ConfigError: the key cannot be read or is of another kind.
+    """
     secret = os.environ.get(PASSPHRASE)  # an empty one is none
     try:
-        found = serialization.load_pem_private_key(path.read_bytes(), secret.encode() if secret else None)
+        found = _decrypted(path.read_bytes(), secret.encode() if secret else None)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"{path} has no private key that can be read ({error}): give a PEM file with --member-key; the passphrase "
-            f"of an encrypted one is in {PASSPHRASE}",
+            f"{path} has no private key that can be read ({error}): {advice}; the passphrase of an encrypted key is in "
+            f"{PASSPHRASE}",
             field="member_key",
         ) from error
     if isinstance(found, Ed25519PrivateKey):
@@ -76,6 +83,16 @@ def read_private(path: Path) -> PrivateKey:
     if isinstance(found, ec.EllipticCurvePrivateKey) and isinstance(found.curve, ec.SECP256R1):
         return found
     raise ConfigError(f"{path} has another kind of key: give an Ed25519 or a P-256 key", field="member_key")
+
+
+def _decrypted(raw: bytes, secret: bytes | None) -> PrivateKeyTypes:
+    """Return the key in a PEM text. A key that is not encrypted is read although a passphrase is set."""
+    try:
+        return serialization.load_pem_private_key(raw, secret)
+    except TypeError:
+        if secret is None:
+            raise
+        return serialization.load_pem_private_key(raw, None)
 
 
 def _public(key: PrivateKey) -> bytes:

@@ -15,6 +15,7 @@ import selectors
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -100,7 +101,8 @@ class _PendingHandshake:
 class Listener:
     """The two sockets, unix and TCP, at which an actor accepts connections from peers that know the secret.
 
-    With `port` 0 the system chooses a free TCP port.
+    With `port` 0 the system chooses a free TCP port. Several threads may accept: one that began in an earlier
+    generation gets no connection of a later one.
     """
 
     def __init__(self, name: str, secret: bytes, generation: int = 0, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -109,6 +111,7 @@ class Listener:
         self._secret = secret
         self._selector = selectors.DefaultSelector()
         self._ready: list[Link] = []
+        self._lock = threading.RLock()  # guards the pending and the ready connections
         self.sockets: list[socket.socket] = []
         self._reserve = os.open(
             os.devnull, os.O_RDONLY | os.O_CLOEXEC
@@ -145,12 +148,15 @@ class Listener:
         """Wait for the next peer whose handshake succeeds, and return its connection.
 
         A peer whose handshake fails is dropped. With `want`, only the connection of a peer for whose name `want`
-        returns True is returned. The connections of other peers are kept for a later call. Raises PeerTimeout if there
-        is none within `timeout` seconds.
+        returns True is returned. The connections of other peers are kept for a later call.
+
+        Raises:
+            PeerTimeout: there is none within `timeout` seconds.
+            StaleGeneration: meanwhile another generation has begun.
         """
-        deadline = time.monotonic() + timeout
+        deadline, generation = time.monotonic() + timeout, self.generation
         while True:
-            link = self.accept_ready(want)
+            link = self._accept_of(generation, want)
             if link is not None:
                 return link
             left = deadline_left(deadline)
@@ -164,17 +170,38 @@ class Listener:
 
     def accept_ready(self, want: Callable[[str], bool] | None = None) -> Link | None:
         """Return the next connection as `accept` does, or None, without waiting, if no handshake is complete."""
-        if self.fileno() < 0:
-            raise PeerLost(f"the listener of {self.name!r} has been closed", peer=self.name)
-        self._progress()
-        for i, link in enumerate(self._ready):
-            if link.generation != self.generation:
-                link.close()
-            elif want is None or want(link.peer):
-                self._ready = [other for other in self._ready[:i] + self._ready[i + 1 :] if not other.closed]
-                return link
-        self._ready = [link for link in self._ready if not link.closed]
-        return None
+        return self._accept_of(self.generation, want)
+
+    def begin_generation(self, generation: int) -> None:
+        """Accept connections of this generation only from now on. Raises StaleGeneration if a later one has begun."""
+        with self._lock:
+            if generation < self.generation:
+                raise self._stale(generation)
+            self.generation = generation
+
+    def _stale(self, generation: int) -> StaleGeneration:
+        return StaleGeneration(
+            f"{self.name!r} has ended generation {generation}: generation {self.generation} has begun",
+            peer=self.name,
+            generation=generation,
+            expected=self.generation,
+        )
+
+    def _accept_of(self, generation: int, want: Callable[[str], bool] | None) -> Link | None:
+        with self._lock:
+            if self.fileno() < 0:
+                raise PeerLost(f"the listener of {self.name!r} has been closed", peer=self.name)
+            if generation != self.generation:
+                raise self._stale(generation)
+            self._progress()
+            for i, link in enumerate(self._ready):
+                if link.generation != generation:
+                    link.close()
+                elif want is None or want(link.peer):
+                    self._ready = [other for other in self._ready[:i] + self._ready[i + 1 :] if not other.closed]
+                    return link
+            self._ready = [link for link in self._ready if not link.closed]
+            return None
 
     def _progress(self) -> None:
         for key, _ in self._selector.select(0):
@@ -238,17 +265,18 @@ class Listener:
 
     def close(self) -> None:
         """Close the sockets and every connection that `accept` has not returned. Safe to call twice."""
-        if self._selector.get_map() is None:
-            return
-        for key in list(self._selector.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]
-        for link in self._ready:
-            link.close()
-        self._ready.clear()
-        self._selector.close()
-        if self._reserve >= 0:
-            os.close(self._reserve)
-            self._reserve = -1
+        with self._lock:
+            if self._selector.get_map() is None:
+                return
+            for key in list(self._selector.get_map().values()):
+                key.fileobj.close()  # type: ignore[union-attr]
+            for link in self._ready:
+                link.close()
+            self._ready.clear()
+            self._selector.close()
+            if self._reserve >= 0:
+                os.close(self._reserve)
+                self._reserve = -1
 
     def __enter__(self) -> Listener:
         return self

@@ -557,7 +557,7 @@ def link_up(
     Raises:
         PeerTimeout: a rank did not join within `timeout` seconds. The error names the missing ranks.
         PeerLost: there is no listener at the address of a rank.
-        StaleGeneration: a rank has another generation.
+        StaleGeneration: a rank has another generation, or a later one has begun at `listener`.
         ConfigError: `rank` or `streams` is out of range.
     """
     size = len(addresses)
@@ -568,7 +568,7 @@ def link_up(
             f"streams is {streams}: give a number from 1 to {MOST_STREAMS}, or 0 to measure the best number",
             streams=streams,
         )
-    listener.generation = generation
+    listener.begin_generation(generation)
     links: dict[Place, Link] = {}
     deadline = time.monotonic() + timeout
     streams = streams or TRIED_STREAMS

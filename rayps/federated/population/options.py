@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from rayps.core.errors import ConfigError
-from rayps.core.text import form
+from rayps.core.text import form, quoted
 from rayps.core.values import Json, JsonObject, is_number
 from rayps.federated.population.attack_spec import AttackSpec, attack_of
 from rayps.federated.population.option_text import CheckedForm
@@ -209,7 +209,7 @@ def _read(field: str, given: Json, known: dict[str, JsonObject]) -> CheckedForm:
             each + (f"({','.join(f'{key}={_shown(value)}' for key, value in options.items())})" if options else "")
             for each, options in known.items()
         )
-        raise ConfigError(f"{field} is {given!r}: give one of {forms}", field=field)
+        raise ConfigError(f"{field} is {quoted(given)}: give one of {forms}", field=field)
     options = known[name]
     for key, value in spec.items():
         if key not in options:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from rayps_client.coding_names import TOP_K, download_name, upload_name
 
 from rayps.core.errors import ConfigError
+from rayps.core.text import quoted
 from rayps.federated.remote.client_options import RealClients
 
 
@@ -33,13 +34,14 @@ def check_codings(real: RealClients, asynchronous: str | None) -> None:
             )
     if upload is not None and upload[0] == TOP_K and asynchronous is not None:
         raise ConfigError(
-            f"upload is {real.upload!r}, but under {asynchronous} a client may reply several times from the same "
+            f"upload is {quoted(real.upload)}, but under {asynchronous} a client may reply several times from the same "
             "round, and what top_k leaves out is stored by round: give upload=int8 or upload=mask:SHARE",
             field="upload",
         )
     if real.upload is not None and real.secure is not None:
         raise ConfigError(
-            f"upload is {real.upload!r}, but secure sums need whole numbers in the same places from every client: "
+            f"upload is {quoted(real.upload)}, "
+            "but secure sums need whole numbers in the same places from every client: "
             "which elements top_k sends would be seen, int8 has scales of each client, and each client has a mask of "
             "its own. Leave upload out, and give fewer bits in secagg(bits=...)",
             field="upload",

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from rayps_client.signed_orders import DEADLINE as DEADLINE
 
 from rayps.core.errors import ConfigError
-from rayps.core.text import form
+from rayps.core.text import form, quoted
 from rayps.core.values import Json, Keywords
 from rayps.federated.population.options import PopulationSpec
 
@@ -46,7 +46,8 @@ def joining_of(given: Json) -> JoinOptions | None:
     facts = form(given) if isinstance(given, str) else given
     if not isinstance(facts, Mapping) or facts.get("name") != REMOTE:
         raise ConfigError(
-            f"clients is {given!r}: give remote, or remote(least=3,wait=600), for clients that are separate processes\n"
+            f"clients is {quoted(given)}: "
+            "give remote, or remote(least=3,wait=600), for clients that are separate processes\n"
             "(`rayps client`); leave clients out to simulate the clients of the data (client=... of rayps.data)",
             field="clients",
         )

@@ -211,11 +211,12 @@ class RoundThread:
         return agreed is not None
 
     def close(self) -> None:
-        """End the thread, in which a round is waiting for a batch."""
+        """End the thread, in which a round is waiting for a batch. It may not have started, if another rank failed."""
         self._ending = True
         self._watch.close()
         self._round_may_run.release()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _wait(self) -> None:
         self._user_may_run.acquire()  # the round's own waits have deadlines
