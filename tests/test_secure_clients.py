@@ -27,6 +27,7 @@ from rayps_client.secure.secure_replies import SecureReplies
 from rayps_client.secure.secure_turn import SecureTurn
 from small_work import train
 
+from rayps.cli.main import main
 from rayps.clients.workload_trainer import WorkloadTrainer
 from rayps.federated import remote_replies, secure_rounds
 from rayps.federated.population.cohort import cohort_size
@@ -685,7 +686,9 @@ def test_an_excluded_client_is_told_why_at_once(clinic: Clinic) -> None:
         assert hand.http.post(withdraw, params={"refuses": refused}, json={"reason": "x"}).status_code == status
 
 
-def test_two_clients_that_refuse_each_other_are_both_asked_again(clinic: Clinic) -> None:
+def test_two_clients_that_refuse_each_other_are_both_asked_again(
+    clinic: Clinic, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     private = [Ed25519PrivateKey.generate() for _ in range(3)]
     known = {f"h{k}": key.public_key() for k, key in enumerate(private[:2])}
     job = clinic.job(secure(2, ",verify=true"), rounds=4, seed=5)
@@ -694,6 +697,11 @@ def test_two_clients_that_refuse_each_other_are_both_asked_again(clinic: Clinic)
     assert job.wait(60).data["status"] == "FAILED"
     assert "clients refuse each other: h0 refused h1 (share_keys). Compare their keys" in clinic.reason(job)
     assert "deadline" not in clinic.reason(job)
+    monkeypatch.setenv("RAYPS_URL", clinic.url)
+    monkeypatch.setenv("RAYPS_TOKEN", clinic.token)
+    assert main(["report", job.id, "--clients"]) == 2
+    said = capfd.readouterr().err
+    assert "summed under masks" in said and "fedavg:report=clients" not in said
     assert len(cohorts(job)) == 4
     points = [point for point in job.metrics() if point.get("kind") == "round"]
     assert [(point["loss"], point["void"]) for point in points] == [(None, 1)] * 4
