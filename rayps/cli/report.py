@@ -90,11 +90,12 @@ def _show_clients(job: str, *, as_json: bool) -> None:
     Raises ConfigError if the job has no report of its clients.
     """
     from rayps.federated.client_scores import THRESHOLD, report_clients, report_rounds
+    from rayps.strategies.catalogue import has_secure_sums
 
     with Client() as client:
         asked = client.job(job)
         rounds = report_rounds(asked.events())
-    if rounds is None and _is_secure(asked.data["spec"]["strategy"]):
+    if rounds is None and has_secure_sums(asked.data["spec"]["strategy"]):
         raise ConfigError(
             f"job {job} has no report of its clients: its updates are summed under masks (secure=secagg(...)), so that "
             "nobody sees single updates.\nA job without secure can have one, with the strategy option report=clients",
@@ -120,15 +121,6 @@ def _show_clients(job: str, *, as_json: bool) -> None:
     show.table(columns, rows)
     names = ", ".join(row["client"] for row in found if row["outlier"]) or "none"
     show.note(f"outliers (score of at least {THRESHOLD:g}): {names}")
-
-
-def _is_secure(strategy: Any) -> bool:
-    from rayps.strategies.catalogue import own_names, parse
-
-    if own_names(strategy):
-        return False
-    federations = [getattr(phase.strategy, "federation", None) for phase in parse(strategy)]
-    return any(each is not None and each.secure is not None for each in federations)
 
 
 def lines(report: JsonObject) -> list[str]:

@@ -29,7 +29,7 @@ from rayps.core.user_module import Finder, broken
 from rayps.core.values import Json, JsonObject, Keywords, is_json
 from rayps.federated.population.attack_spec import attack_with
 from rayps.federated.robust_rules import rule_with
-from rayps.federated.strategy_interface import FederatedView
+from rayps.federated.strategy_interface import FederatedView, Federation
 from rayps.strategies.admm import ADMM
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Strategy
@@ -167,16 +167,25 @@ def own_names(given: StrategySpec) -> list[str]:
 
 
 def notes_of(given: StrategySpec) -> list[str]:
-    """Return what a user is told about the options of federated strategies, once each.
+    """Return what a user is told about the options of federated strategies, once each; none of a user's own strategy.
 
-    Nothing is told of a user's own strategy, or of one that cannot be parsed: a service may be newer than its client.
+    Raises:
+        ConfigError: `given` cannot be parsed.
     """
-    try:
-        phases = [] if own_names(given) else parse(given)
-    except ConfigError:
+    notes = [each.client_side.note for each in _federations(given)]
+    return list(dict.fromkeys(note for note in notes if note is not None))
+
+
+def has_secure_sums(given: StrategySpec) -> bool:
+    """Return whether updates are summed under masks. Raises ConfigError if `given` cannot be parsed."""
+    return any(each.secure is not None for each in _federations(given))
+
+
+def _federations(given: StrategySpec) -> list[Federation]:
+    """Return what the federated strategies of a job declare; none of a user's own strategy."""
+    if own_names(given):
         return []
-    declared = [phase.strategy.federation for phase in phases if isinstance(phase.strategy, FederatedView)]
-    return list(dict.fromkeys(each.client_side.note for each in declared if each.client_side.note is not None))
+    return [phase.strategy.federation for phase in parse(given) if isinstance(phase.strategy, FederatedView)]
 
 
 def has_real_clients(given: StrategySpec) -> bool:
