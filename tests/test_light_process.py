@@ -390,7 +390,7 @@ def test_the_last_line_counts_updates_that_were_sent(tmp_path: Path, monkeypatch
     token = str(ClientToken("s", "0" * 26, "f", "h0"))
     options = ClientOptions("x.py:X", url="http://a", token=token, state=tmp_path)
     run_client(options, lambda _: cast("LocalTrainer", None), lines.append)
-    assert lines[-1].endswith("no update counted (1 update sent since this start and not reported rejected)")
+    assert lines[-1].endswith("no update counted (1 update sent since this start, without the rejected ones)")
 
 
 def test_values_of_parameters_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,9 @@ def run_client(
         connection.close()
         traffic.save()
         folder.close()
-    updates = f"{ended.rounds} update{'' if ended.rounds == 1 else 's'} sent since this start and not reported rejected"
+    updates = (
+        f"{ended.rounds} update{'' if ended.rounds == 1 else 's'} sent since this start, without the rejected ones"
+    )
     report(f"job {job} is {ended.status}: {ended.reason} ({updates})")
     return ended
 
