@@ -6,7 +6,7 @@ from rayps_api.client_terms import ClientTerms, terms_of
 from rayps_api.membership import needs_certificate
 
 from rayps.core.errors import ConfigError
-from rayps.strategies.catalogue import parse, wire
+from rayps.strategies.catalogue import federations, parse, wire
 from rayps.strategies.job import JobSpec
 
 
@@ -28,7 +28,7 @@ def test_terms_of_each_kind_of_strategy():
 
 def test_a_strategy_is_parsed_once_for_all_requests_of_its_job(monkeypatch):
     parsed = []
-    monkeypatch.setattr(client_terms, "parse", lambda given: parsed.append(given) or parse(given))
+    monkeypatch.setattr(client_terms, "federations", lambda given: parsed.append(given) or federations(given))
     strategy = "fedavg:local_epochs=7,clients=remote(least=2,members=true)"
     for _ in range(3):  # a store returns a new spec for each request
         assert needs_certificate(spec(strategy)) and terms_of(spec(strategy)).remote

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from rayps.federated.remote.secure_options import SecureOptions
-from rayps.federated.strategy_interface import FederatedView
-from rayps.strategies.catalogue import own_names, parse
+from rayps.strategies.catalogue import federations
 from rayps.strategies.job import JobSpec
 
 _STRATEGIES = 256  # the largest number of strategies whose terms are in memory
@@ -39,10 +38,7 @@ def terms_of(spec: JobSpec) -> ClientTerms:
 
 @lru_cache(_STRATEGIES)
 def _terms_of(strategy: str) -> ClientTerms:
-    given = json.loads(strategy)
-    if own_names(given):
-        return ClientTerms()  # a user's own strategy cannot have real clients
-    found = [phase.strategy.federation for phase in parse(given) if isinstance(phase.strategy, FederatedView)]
+    found = federations(json.loads(strategy))  # none of a user's own strategy, which cannot have real clients
     joining = [each.joining for each in found if each.joining is not None]
     secure = tuple(each.secure for each in found if each.secure is not None)
     return ClientTerms(bool(joining), any(each.members for each in joining), secure)

@@ -201,13 +201,7 @@ async def join(body: JoinIn, grant: Granted, request: Request) -> Any:
     job = await running.store.get(wanted)
     _check_remote(job)
     refuse_without_certificate(job, grant)
-    if job.status.terminal:
-        raise Conflict(
-            f"job {job.id} has ended: {job.status}: {job.reason or ''}",
-            status=409,
-            code="ended",
-            ended={"status": job.status.value, "reason": job.reason or ""},
-        )
+    refuse_ended(job, "ended")
     samples = 0 if terms_of(job.spec).secure else body.samples  # a secure round counts samples under its masks
     if samples is None:
         raise ConfigError("the client's number of samples is missing: give samples", field="samples")
@@ -455,6 +449,17 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
     with file:
         while block := file.read(_BLOCK):
             yield block
+
+
+def refuse_ended(job: JobRecord, code: str) -> None:
+    """Raise Conflict with this code if a job has ended. Its data say how."""
+    if job.status.terminal:
+        raise Conflict(
+            f"job {job.id} has ended: {job.status}: {job.reason or ''}",
+            status=409,
+            code=code,
+            ended={"status": job.status.value, "reason": job.reason or ""},
+        )
 
 
 def _check_remote(job: JobRecord) -> None:

@@ -22,7 +22,16 @@ from rayps_client.secure.service_stages import MOST_REFUSED, answer_text
 from rayps.core.errors import Conflict
 from rayps.federated.remote.mailbox import RoundOrder
 from rayps_api.receive_parts import receive, seal
-from rayps_api.routes_clients import LONGEST_WAIT, MOST_UPDATES, Caller, Digest, Joined, Serial, check_accepted
+from rayps_api.routes_clients import (
+    LONGEST_WAIT,
+    MOST_UPDATES,
+    Caller,
+    Digest,
+    Joined,
+    Serial,
+    check_accepted,
+    refuse_ended,
+)
 from rayps_api.schemas import BINARY_BODY, problems
 from rayps_api.schemas_clients import PartOut, StageOut, UpdateOut, WithdrawIn
 from rayps_api.update_parts import part_size, span_of
@@ -142,14 +151,7 @@ async def withdraw(serial: Serial, body: WithdrawIn, caller: Joined, refuses: Re
 
 async def _check_running(caller: Caller) -> None:
     """Raise Conflict if the job has ended. The code is that of a late message: the client then asks for work."""
-    record = await caller.service.store.get(caller.job)
-    if record.status.terminal:
-        raise Conflict(
-            f"job {record.id} has ended: {record.status}: {record.reason or ''}",
-            status=409,
-            code="late",
-            ended={"status": record.status.value, "reason": record.reason or ""},
-        )
+    refuse_ended(await caller.service.store.get(caller.job), "late")
 
 
 @contextlib.contextmanager

@@ -61,7 +61,9 @@ __all__ = [
     "catalogue",
     "check_for_loop",
     "described",
+    "federations",
     "has_real_clients",
+    "has_secure_sums",
     "notes_of",
     "own_names",
     "parse",
@@ -172,17 +174,21 @@ def notes_of(given: StrategySpec) -> list[str]:
     Raises:
         ConfigError: `given` cannot be parsed.
     """
-    notes = [each.client_side.note for each in _federations(given)]
+    notes = [each.client_side.note for each in federations(given)]
     return list(dict.fromkeys(note for note in notes if note is not None))
 
 
 def has_secure_sums(given: StrategySpec) -> bool:
     """Return whether updates are summed under masks. Raises ConfigError if `given` cannot be parsed."""
-    return any(each.secure is not None for each in _federations(given))
+    return any(each.secure is not None for each in federations(given))
 
 
-def _federations(given: StrategySpec) -> list[Federation]:
-    """Return what the federated strategies of a job declare; none of a user's own strategy."""
+def federations(given: StrategySpec) -> list[Federation]:
+    """Return what the federated strategies of a job declare; none of a user's own strategy.
+
+    Raises:
+        ConfigError: `given` cannot be parsed.
+    """
     if own_names(given):
         return []
     return [phase.strategy.federation for phase in parse(given) if isinstance(phase.strategy, FederatedView)]

@@ -170,7 +170,8 @@ class Listener:
 
     def accept_ready(self, want: Callable[[str], bool] | None = None) -> Link | None:
         """Return the next connection as `accept` does, or None, without waiting, if no handshake is complete."""
-        return self._accept_of(self.generation, want)
+        with self._lock:
+            return self._accept_of(self.generation, want)
 
     def begin_generation(self, generation: int) -> None:
         """Accept connections of this generation only from now on. Raises StaleGeneration if a later one has begun."""
