@@ -84,25 +84,6 @@ def test_several_die_at_once_and_that_is_one_failure(tag):
     assert distance(result.model(), plain(work, 3, epochs=2)[0]) < EXACT
 
 
-def test_a_worker_that_dies_while_the_next_generation_forms_its_ring_is_one_failure(tag):
-    """The ranks that wait for it in that ring must not take the connections of the generation after it."""
-    work = Small(n=60, pause=0.004, tag=tag)
-    cluster = Watched()
-
-    def second_death():
-        while cluster.spawned["WorkerActor", 0] < 2:
-            time.sleep(0.0005)
-        cluster.kill(cluster.actors["WorkerActor", 2])
-
-    cluster.kill_when(tag, 50, ("WorkerActor", 0))
-    killer = threading.Thread(target=second_death, daemon=True)
-    killer.start()
-    result = train(work, AllReduce(), cluster, workers=3, epochs=2, max_failures=2)
-    killer.join(60)
-    assert kinds(result).count("restarted") <= 2
-    assert distance(result.model(), plain(work, 3, epochs=2)[0]) < EXACT
-
-
 @pytest.mark.parametrize("strategy", LOOSE, ids=str)
 def test_out_of_step_a_dead_worker_is_replaced_while_the_others_go_on(tag, strategy):
     work = Small(n=120, pause=0.004, tag=tag)
