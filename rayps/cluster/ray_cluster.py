@@ -16,10 +16,12 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 from ray._private import services
+from ray._private import worker as worker_module
 from ray._private.state import available_resources_per_node as _available_resources_per_node
 from ray._private.state import state as _global_state
 from ray._private.worker import global_worker
@@ -34,6 +36,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from rayps.cluster.last_output import exception_of, last_output
 from rayps.cluster.local import (
     WORKER_NICENESS,
     ActorHandle,
@@ -106,6 +109,8 @@ class RayReply:
         except ray.exceptions.RayTaskError as error:
             raise _cause(error) from None
         except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
+            if isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed:
+                raise ClusterError(f"actor {self._actor} did not start: {exception_of(str(error))}") from error
             reason = cause_of_death(str(error))
             raise ActorDied(f"actor {self._actor} died: {reason}", actor=self._actor, reason=reason) from error
         except ray.exceptions.RayError as error:
@@ -748,6 +753,18 @@ class RayCluster:
             now = _available_resources_per_node()
             alive = {name: now.get(name, {}) for name in alive}
         return {name: _bundle(has) | {"memory": has.get("memory", 0.0)} for name, has in alive.items()}
+
+    def last_output(self, handle: ActorHandle) -> str:
+        """Return the last lines of an actor's process from Ray's files; "" if they are on another host, or removed."""
+        self._check()
+        assert isinstance(handle, RayHandle)
+        node = worker_module._global_node
+        try:
+            pid = _global_state.actor_table(handle.actor._actor_id.hex()).get("Pid")
+        except ray.exceptions.RayError as error:
+            log.debug("the process of actor %s is not known: %s", handle.name, error)
+            return ""
+        return last_output(Path(node.get_logs_dir_path()), pid) if pid and node is not None else ""
 
     def held(self) -> list[Bundle] | None:
         """Return the free bundles of the placement group of this process's task or actor, if it captures its children.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import uuid
 from collections import Counter
@@ -22,7 +23,7 @@ from rayps.core.user_module import pack
 from rayps.core.values import Keywords
 from rayps.parallel.division.division import shares
 from rayps.ps.client.session import Session
-from rayps.ps.group import find, start
+from rayps.ps.group import ManagerClient, find, start
 from rayps.ps.job_space import JobSpace
 from rayps.ps.protocol.members import MemberChange
 from rayps.ps.protocol.rows import cuts
@@ -311,8 +312,9 @@ def space_of(
         PeerTimeout: servers of the job's own group did not start.
     """
     quota = None if spec.quota is None else _quota(spec.quota)
+    renew: Callable[[], ManagerClient] | None = None
     if spec.server_group is not None:
-        group, own = find(cluster, spec.server_group), False
+        group = find(cluster, spec.server_group)
     else:
         topologies = [each.topology for each in strategies]
         needed = [group_of(topology) for topology in topologies if topology.group_size or tables]
@@ -320,7 +322,8 @@ def space_of(
             return None
         count, replicas = (max(column) for column in zip(*needed, strict=True))
         private = f"of-{name}-{uuid.uuid4().hex[:6]}"
-        group, own = start(cluster, private, max(count, replicas + 1), replicas, detached=False), True
+        renew = functools.partial(start, cluster, private, max(count, replicas + 1), replicas, detached=False)
+        group = renew()
     recipe = factory()
     return JobSpace(
         group,
@@ -329,7 +332,8 @@ def space_of(
         pack(recipe),
         tables=tables,
         quota=quota,
-        own=own,
+        own=renew is not None,
+        renew=renew,
         timeout=spec.timeout,
         scheduled=isinstance(recipe, Recipe),
     )
