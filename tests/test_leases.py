@@ -20,7 +20,7 @@ from rayps.core.leases import (
     lease_size,
 )
 from rayps.core.repeated_pushes import Ledger
-from rayps.core.staleness_bound import ActiveRanks
+from rayps.core.staleness_bound import ActiveRanks, PushCount
 from rayps.ps.protocol.members import MemberChange, MemberChangeKind, with_members
 from rayps.runtime.leased_run import Visits
 
@@ -194,7 +194,7 @@ class Restored(Run):
         """Restore segments, which have died at once, from the snapshot."""
         for segment in {each % len(self.snapshot) for each in segments}:
             ledger, applied = self.snapshot[segment]
-            changes = [MemberChange(MemberChangeKind.BEGIN)]
+            changes = [MemberChange.begin(0, PushCount())]
             changes += [MemberChange(MemberChangeKind.RESUME, rank, self.firsts[rank]) for rank in self.steps]
             changes += [MemberChange(MemberChangeKind.REPEAT, *each) for each in self.repeats]
             self.servers.ledgers[segment] = with_members(ledger, changes)
