@@ -496,7 +496,7 @@ def by_hand(members: list[dict[str, Any]]) -> bytes:
     return out + END
 
 
-def overlapping_member(begin: int, size: int) -> dict[str, Any]:
+def claimed(begin: int, size: int) -> dict[str, Any]:
     return {
         "path": f"f{begin}",
         "size": size,
@@ -510,8 +510,11 @@ def overlapping_member(begin: int, size: int) -> dict[str, Any]:
 
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(members=st.lists(MEMBERS, min_size=1, max_size=5))
-@example(members=[overlapping_member(0, -512), overlapping_member(1, 0)])
-@example(members=[{**overlapping_member(n, 0), "path": path} for n, path in enumerate(["x" * 255, "a\nb"])])
+@example(members=[claimed(0, -512), claimed(1, 0)])
+@example(
+    members=[{**claimed(n, 1024 if n == 0 else 0), "way": "octal", "common": [None, "size"][n == 0]} for n in range(5)]
+)
+@example(members=[{**claimed(n, 0), "path": path} for n, path in enumerate(["x" * 255, "a\nb"])])
 def test_an_accepted_archive_has_no_more_bytes_than_it_writes(
     tmp_path_factory: pytest.TempPathFactory, members: list[dict[str, Any]]
 ) -> None:
