@@ -508,7 +508,7 @@ def claimed(begin: int, size: int) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(members=st.lists(MEMBERS, min_size=1, max_size=5))
 @example(members=[claimed(0, -512), claimed(1, 0)])
 @example(members=[{**claimed(n, 0), "way": "octal", "common": [None, 1024][n == 0]} for n in range(5)])

@@ -27,7 +27,7 @@ from client_site import All, Clinic, cohorts, until
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from rayps_api.update_parts import PartWriters, begin_of_range, span_of
+from rayps_api.update_parts import PartWriter, begin_of_range, span_of
 from rayps_client import __main__ as command
 from rayps_client import limits
 from rayps_client.certificates import pin_of, trusted
@@ -699,10 +699,11 @@ def test_what_headers_say() -> None:
 
 
 def test_one_request_at_a_time_writes_a_part(tmp_path: Path) -> None:
-    writers, path = PartWriters(), tmp_path / "part"
-    old = writers.begin(path)
+    path = tmp_path / "part"
+    old = PartWriter(path)
     old.write(0, b"abcd")
-    new = writers.begin(path)
+    old.end()
+    new = PartWriter(path)
     for late in (lambda: old.write(4, b"x"), lambda: old.seal("")):
         with pytest.raises(Conflict, match="newer request"):
             late()
