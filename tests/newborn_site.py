@@ -22,7 +22,19 @@ from rayps.core.topology import backup_in, replica_of, runs_in_step
 from rayps.runtime.own_loop.world import LoopPlace
 from rayps.strategies.catalogue import CATALOGUE, parse
 
-AFTER_START = ("loss", "poll", "calls", "output", "part", "saved", "stop", "times", "evaluate", "release_files", "leave_code")
+AFTER_START = (
+    "loss",
+    "poll",
+    "calls",
+    "output",
+    "part",
+    "saved",
+    "stop",
+    "times",
+    "evaluate",
+    "release_files",
+    "leave_code",
+)
 ROLES = {"WorkerActor": "worker", "LoopActor": "worker", "ShardActor": "shard", "ServerActor": "server"}
 ROLES["ManagerActor"] = "manager"
 SPAWNED, LEARNS = ("spawned", ""), ("learns", "")  # moments: it exists; it computes its first loss
@@ -190,13 +202,7 @@ def trained(text, cluster, tag, *, workers=2, **options):
     else:
         work = (Plain if replica_of(strategy) is None else Deep)(n=36, batch=6, tag=tag)
     result = rayps.train(
-        work,
-        strategy=text,
-        workers=workers,
-        epochs=2,
-        cluster=cluster,
-        progress=False,
-        **{"timeout": 10.0, **options},
+        work, strategy=text, workers=workers, epochs=2, cluster=cluster, progress=False, **{"timeout": 10.0, **options}
     )
     rounds = [round for round in result.history.column("round").to_pylist() if round is not None]
     if strategy.name == "statistics":
@@ -208,9 +214,10 @@ def looped(text, cluster, tag, **options):
     """`rayps.run` with a loop of one's own; return the parameters, and the ranks of the results."""
 
     def train_fn():
-        torch.manual_seed(0)
         work = Plain(n=36, batch=6, tag=tag)
         model, world, data = work.model(), rayps.world(), work.data()
+        for p in model.parameters():  # threads share torch's random numbers
+            nn.init.constant_(p, 0.1)
         optimizer = work.optimizer(list(model.parameters()))
         rayps.wrap(model, optimizer, text)
         for batch in data.batches(rank=world.rank, size=world.size, seed=0, epoch=0):
@@ -227,7 +234,11 @@ def looped(text, cluster, tag, **options):
 def exact(text):
     strategy = parse(text.partition(" of ")[0])[0].strategy
     drops = backup_in(strategy) > 0
-    return (runs_in_step(strategy) or learns_by_client(strategy)) and not drops and strategy.name not in ("fedbuff", "hogwild")
+    return (
+        (runs_in_step(strategy) or learns_by_client(strategy))
+        and not drops
+        and strategy.name not in ("fedbuff", "hogwild")
+    )
 
 
 KINDS = [

@@ -66,15 +66,7 @@ DEAD = [
 RECOVERIES = [RestartAll(), ReplaceOne(), Rebuild(), RegroupLiving()]
 EVERY = list(
     itertools.product(
-        FINISHED,
-        ERRORS,
-        DEAD,
-        [0.0, GRACE_SECONDS],
-        [0, 2, 3],
-        RECOVERIES,
-        [True, False],
-        [True, False],
-        [0, 1, 3],
+        FINISHED, ERRORS, DEAD, [0.0, GRACE_SECONDS], [0, 2, 3], RECOVERIES, [True, False], [True, False], [0, 1, 3]
     )
 )
 
@@ -104,9 +96,7 @@ def law(facts):
 def test_every_combination_of_facts():
     kinds = set()
     for finished, errors, dead, broken, failures, recovery, stop, planned, in_row in EVERY:
-        facts = RunFacts(
-            2, finished, errors, dead, broken, failures, 3, recovery, stop, planned=planned, in_row=in_row
-        )
+        facts = RunFacts(2, finished, errors, dead, broken, failures, 3, recovery, stop, planned=planned, in_row=in_row)
         decision = decide(facts)
         assert type(decision) is law(facts), facts
         kinds.add(type(decision))

@@ -87,7 +87,7 @@ def law(state, found):
         ),
         EnterPhase: BeginGeneration if found.work else EnterPhase,
         BeginGeneration: RunEnded
-        if found.stopped or decision is Stop and not found.waiting
+        if found.stopped or (decision is Stop and not found.waiting)
         else BeginGeneration
         if found.waiting
         else Evaluate
