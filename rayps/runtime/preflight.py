@@ -47,6 +47,7 @@ from rayps.parallel.division.build import blank
 from rayps.parallel.division.divide import divide, sample_of
 from rayps.parallel.division.division import Division
 from rayps.parallel.pipeline.loss_proxy import parts
+from rayps.privacy.options import privacy_in
 from rayps.privacy.row_level import RowPrivacy
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.server.dense_segment import optimizer_factory
@@ -128,6 +129,7 @@ def preflight(
         if tables:
             try_out(workload, model)
     _check_topologies(phases, spec, tables, workload.clip_norm)
+    _check_profile(phases, spec)
     _check_batchnorm(workload, phases, model, replicas=max(grid.data for grid in grids))
     _check_fp16(workload, phases, tables)
     _check_activations(workload, phases, model)
@@ -376,6 +378,17 @@ def _check_activations(workload: Workload, phases: list[Phase], model: nn.Module
                 f"set {FIELD} to False, and {way} for less memory",
                 field=FIELD,
             )
+
+
+def _check_profile(phases: list[Phase], spec: JobSpec) -> None:
+    """Refuse the traces of a private job. Raises ConfigError."""
+    if spec.profile and any(privacy_in(phase.strategy) is not None for phase in phases):
+        raise ConfigError(
+            "profile was given for a private job: a trace has each operation of a round with its shapes, and so shows "
+            "which rows or clients were drawn; leave privacy out of the strategy for the trace, on data that may be "
+            "seen, or leave out profile",
+            field="profile",
+        )
 
 
 def _check_fp16(workload: Workload, phases: list[Phase], tables: tuple[SparseTable, ...]) -> None:
