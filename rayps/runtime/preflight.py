@@ -129,7 +129,6 @@ def preflight(
         if tables:
             try_out(workload, model)
     _check_topologies(phases, spec, tables, workload.clip_norm)
-    _check_profile(phases, spec)
     _check_batchnorm(workload, phases, model, replicas=max(grid.data for grid in grids))
     _check_fp16(workload, phases, tables)
     _check_activations(workload, phases, model)
@@ -300,7 +299,8 @@ def _refuse_fields(workload: Workload, replica: Replica) -> None:
 def _check_topologies(
     phases: list[Phase], spec: JobSpec, tables: tuple[SparseTable, ...], clip_norm: float | None
 ) -> None:
-    """Raise ConfigError if a strategy cannot be combined with the job's tables, branch, clip_norm or server group."""
+    """Raise ConfigError if a strategy cannot be combined with the job's tables, branch, clip_norm, group or traces."""
+    _check_profile(phases, spec)
     names = [phase.name for phase in phases]
     topologies = [phase.strategy.topology for phase in phases]
     facts = JobFacts(tables=tuple(table.name for table in tables), clip_norm=clip_norm, group=spec.server_group)
