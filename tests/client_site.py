@@ -93,7 +93,7 @@ class Hospitals:
         self.user.close()
 
 
-class Clinic(Hospitals, Site):
+class Clinic(Site, Hospitals):
     """A service, its jobs and their clients, all in this process."""
 
     def __init__(self, path: Path, port: int = 0, **settings: Any) -> None:

@@ -25,10 +25,10 @@ def key(item):
     return f"{Path(item.path).relative_to(TABLE.parent).as_posix()}::{getattr(item, 'originalname', None) or item.name}"
 
 
-def known():
+def known(table=TABLE):
     """Seconds by test function, all parameters together; empty without a table."""
     try:
-        return json.loads(TABLE.read_text(encoding="utf-8"))
+        return json.loads(table.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
 
@@ -98,7 +98,8 @@ class Stopwatch:
     A function whose every case was skipped has no duration of this run: it keeps the one of an earlier run, if any.
     """
 
-    def __init__(self):
+    def __init__(self, table=TABLE):
+        self.table = table
         self.seconds = defaultdict(float)  # by case: the name that pytest gives it
         self.skipped = set()
 
@@ -118,8 +119,8 @@ class Stopwatch:
 
     def pytest_sessionfinish(self):
         if os.environ.get("PYTEST_XDIST_WORKER") is None:
-            table = merged(known(), self.durations())
-            TABLE.write_text(json.dumps(table, indent=0) + "\n", encoding="utf-8")
+            table = merged(known(self.table), self.durations(), self.table.parent)
+            self.table.write_text(json.dumps(table, indent=0) + "\n", encoding="utf-8")
 
 
 def function_of(case):
@@ -128,7 +129,7 @@ def function_of(case):
     return f"{path}::{rest.partition('@')[0].partition('[')[0].rpartition('::')[2]}"
 
 
-def merged(before, now, folder=TABLE.parent):
+def merged(before, now, folder):
     """The table of an earlier run and of this one; a function that is not in the tests any more is left out."""
     return {name: seconds for name, seconds in sorted({**before, **now}.items()) if exists(name, folder)}
 

@@ -107,7 +107,7 @@ def test_backup_workers_do_not_wait_for_a_late_one(ray_cluster, tmp_path: Path) 
     assert result.history.column("dropped").to_pylist() == [1, 1, 1, 0]
     (dropped,) = (event for event in result.events if event["kind"] == "dropped")
     assert dropped["ranks"] == {"2": 3}
-    members = {0: (0, 1), 1: (0, 1), 2: (0, 1), 3: (0, 1, 2)}
+    members = {0: (0, 1), 1: (0, 1), 2: (0, 1), 3: (0, 2)}  # worker 1 has none of the last two portions
     model, losses, counts = replayed(Small(n=24, batch=3, optimizer="momentum"), members, 2, 3)
     assert distance(result.model(), model) < EXACT
     assert result.history.column("loss").to_pylist() == pytest.approx(losses, abs=EXACT)
@@ -119,7 +119,7 @@ class Uneven(Tally):
 
     def loss(self, model, batch):
         if model.training and rank() == 1:
-            time.sleep(0.1)
+            time.sleep(0.06)
         return super().loss(model, batch)
 
 
@@ -135,6 +135,7 @@ def test_an_automatic_bound_rises_while_workers_wait_for_a_slow_one(ray_cluster)
         Uneven(scale=2),
         strategy="parameter_server:staleness=auto,shards=2",
         workers=2,
+        epochs=3,
         cluster=ray_cluster,
         progress=progress,
         timeout=SECONDS,
@@ -142,7 +143,7 @@ def test_an_automatic_bound_rises_while_workers_wait_for_a_slow_one(ray_cluster)
     moves = [(event["old"], event["new"]) for event in result.events if event["kind"] == "staleness"]
     assert moves[0] == (FIRST, LADDER[LADDER.index(FIRST) + 1])
     assert max(lead) > FIRST + 1
-    assert torch.equal(result.snapshot.params, torch.ones(SHARDS * ROWS, dtype=torch.float64))
+    assert torch.equal(result.snapshot.params, torch.full((SHARDS * ROWS,), 3.0, dtype=torch.float64))
 
 
 class ByRow(Small):
