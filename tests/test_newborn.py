@@ -6,13 +6,15 @@ import sys
 import threading
 
 import pytest
+import torch
+from client_site import All
 from newborn_site import HOOKS, KINDS, SPAWNED, Newborn, Plain, moments_of
 
 import rayps
-from rayps.cluster.local import until
+from rayps.cluster.local import LocalCluster, until
 from rayps.core.errors import ActorDied, TrainingError, WorkloadError
 from rayps.core.job_status import Status
-from rayps.runtime import decide_recovery, newcomers
+from rayps.runtime import decide_recovery, driver_actor, newcomers
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
 from rayps.strategies.catalogue import parse, wire
@@ -42,6 +44,7 @@ def run(kind, cluster, tag, **options):
         cluster.close()
 
 
+STARTS = [("worker", method) for method in ("place", "initial", "begin")]  # of a federated job
 LAWS = {}  # by the name of a kind: what a job without deaths gives, and what its driver has asked for
 
 
@@ -70,6 +73,21 @@ def test_a_process_that_dies_at_each_step_of_its_start(kind, tag):
         if kind.exact:
             assert seen == rounds, role
             assert (found - params).abs().max() < 1e-12, role
+
+
+@pytest.mark.usefixtures("jobs_in_threads")
+def test_the_same_with_clients_that_are_processes_of_their_own(clinic, monkeypatch):
+    """Real clients of a job service wait while the job's process dies at each step of its start."""
+    cluster = Newborn("worker", moments_of(STARTS, "worker"))
+    expected = list(cluster.moments)
+    monkeypatch.setattr(driver_actor, "surrounding", lambda: cluster)
+    job = clinic.job("fedavg:clients=remote(least=2,wait=100)", seed=5, max_failures=len(expected))
+    clinic.hospitals(job, 2)
+    learnt = clinic.trained(job)
+    cluster.close()
+    assert cluster.killed == expected and len(expected) == 7
+    whole = rayps.train(All(2), strategy="fedavg", epochs=3, workers=1, seed=5, cluster=LocalCluster(), progress=False)
+    assert torch.equal(learnt, whole.snapshot.params)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.elastic], ids=str)
