@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 import sys
 import threading
 
@@ -168,3 +169,15 @@ def test_the_error_after_the_last_attempt_quotes_what_the_process_wrote(ray_clus
     said = str(caught.value)
     assert "worker-0 died while the members started" in said and "failure 2, and max_failures is 1" in said
     assert "the last output of worker-0:\n" in said and "no such accelerator: /dev/none" in said
+
+
+@pytest.mark.ray
+def test_an_actor_that_has_died_is_not_found_by_its_name(ray_cluster):
+    """A manager's client asks so whether its manager is gone; Ray itself finds the dead while a handle is held."""
+    handle = ray_cluster.spawn("rayps.runtime.worker_actor:WorkerActor", 0, b"secret" * 6, b"", name="dies-soon")
+    place = handle.call("place").result(120)
+    assert ray_cluster.find("dies-soon") is not None
+    os.kill(place.pid, signal.SIGKILL)
+    with pytest.raises(ActorDied):
+        handle.call("hold").result(60)
+    assert until(lambda: ray_cluster.find("dies-soon") is None, 30)

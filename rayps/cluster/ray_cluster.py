@@ -682,7 +682,7 @@ class RayCluster:
         """Return the running actor of this name, or None if there is none."""
         self._check()
         for known in (name, _alias(name)):
-            if known is not None and (actor := _named(known)) is not None:
+            if known is not None and (actor := _named(known)) is not None and not _has_died(actor):
                 return RayHandle(name, actor)
         return None
 
@@ -1051,11 +1051,16 @@ def _living_warm(place: str) -> dict[str, int]:
 
 
 def _named(name: str) -> ray.actor.ActorHandle | None:
-    """Return the living actor of Ray with this name, or None."""
+    """Return the actor of Ray with this name, or None: it may have died if this process holds a handle of it."""
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
         return None
+
+
+def _has_died(actor: ray.actor.ActorHandle) -> bool:
+    """Return whether an actor has died: in a process that holds a handle, Ray still finds it by its name."""
+    return bool(_global_state.actor_table(actor._actor_id.hex()).get("State") == "DEAD")
 
 
 def _alias(name: str) -> str | None:
