@@ -5,23 +5,48 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from fastapi import HTTPException, Request
 from starlette.requests import ClientDisconnect
 
 from rayps.core.errors import Conflict
+from rayps.federated.remote.mailbox import RoundOrder
 from rayps_api.update_parts import PartWriter, Span
+from rayps_api.upload_slots import Upload
 
 _ALIVE_SECONDS = 2.0  # seconds between two calls of `alive`
 
 
-async def receive(request: Request, writer: PartWriter, span: Span, most: int, alive: Callable[[], None]) -> None:
-    """Write the request's body into a part, block by block. `alive` is called every few seconds as blocks arrive.
+async def receive(
+    request: Request, path: Path, upload: Upload, span: Span, order: RoundOrder, digest: str, alive: Callable[[], None]
+) -> None:
+    """Write the request's body into the part at `path`, block by block, and check that its SHA-256 is `digest`.
+
+    `alive` is called every few seconds as blocks arrive, which they must do at a rate that meets the order's deadline.
 
     Raises:
-        HTTPException: the body is too long or incomplete, or does not begin where the part ends.
-        Conflict: the round or stage is closed, or a newer request sends the same.
+        HTTPException: the body is too long or incomplete, does not begin where the part ends, or has another hash.
+        Conflict: the round or stage is closed, or a newer request of the client has begun.
     """
+    writer = upload.open(path)
+    upload.begin(_expected(request, span), order.begun + order.deadline - time.time())
+    await _write(request, writer, upload, span, order.most_bytes, alive)
+    upload.complete()
+    await _seal(writer, span, digest)
+
+
+def _expected(request: Request, span: Span) -> int | None:
+    """Return how many bytes the request's body has, or None if it does not say so."""
+    if span.whole is not None:
+        return span.whole - span.begin
+    length = request.headers.get("content-length")
+    return None if length is None else int(length)
+
+
+async def _write(
+    request: Request, writer: PartWriter, upload: Upload, span: Span, most: int, alive: Callable[[], None]
+) -> None:
     limit = most if span.whole is None else span.whole
     if limit > most:
         raise HTTPException(413, f"an update or message of this round has {most} bytes at most")
@@ -37,6 +62,7 @@ async def receive(request: Request, writer: PartWriter, span: Span, most: int, a
                 raise HTTPException(413, f"this update has more than {limit} bytes")
             await asyncio.to_thread(writer.write, at, block)
             at += len(block)
+            upload.advance(at - span.begin)
             if time.monotonic() - seen > _ALIVE_SECONDS:
                 seen = time.monotonic()
                 await asyncio.to_thread(alive)
@@ -48,8 +74,7 @@ async def receive(request: Request, writer: PartWriter, span: Span, most: int, a
         raise HTTPException(400, "the update is incomplete: the connection was closed") from None
 
 
-async def seal(writer: PartWriter, span: Span, digest: str) -> None:
-    """Check that the part is complete and has this hash. Raises HTTPException if not, or Conflict if it is late."""
+async def _seal(writer: PartWriter, span: Span, digest: str) -> None:
     if span.whole is not None and writer.size < span.whole:
         raise HTTPException(400, f"the update is incomplete: {writer.size} of {span.whole} bytes have arrived")
     try:

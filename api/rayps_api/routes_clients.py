@@ -30,7 +30,7 @@ from rayps.service.store import JobRecord
 from rayps_api.client_model import model_facts, model_file
 from rayps_api.client_terms import terms_of
 from rayps_api.membership import refuse_token_of_member, refuse_without_certificate, statement_of, still_valid
-from rayps_api.receive_parts import receive, seal
+from rayps_api.receive_parts import receive
 from rayps_api.schemas import BINARY_BODY, problems, timestamp
 from rayps_api.schemas_clients import (
     JOB,
@@ -47,7 +47,7 @@ from rayps_api.schemas_clients import (
     UpdateOut,
     WorkOut,
 )
-from rayps_api.service import RunningService, Service
+from rayps_api.service import RunningService, SentBy, Service, expiry_of, refuse_longer
 from rayps_api.update_parts import begin_of_range, part_size, span_of
 
 LONGEST_WAIT = 30.0  # seconds that a request for work may wait
@@ -55,7 +55,6 @@ _PAUSE = 0.1  # seconds between two checks for an order
 _EXCLUDED_SECONDS = 2.0  # longest wait for work of a client that is asked no more, and is told so
 _SEEN_SECONDS = 2.0  # seconds between two records that a client was seen
 _BLOCK = 1 << 20  # bytes
-MOST_UPDATES = 64  # updates that are received at one time, on slow lines for minutes; more are answered with 429
 
 router = APIRouter(prefix="/api/v1", tags=["clients"], responses=problems(400, 401, 403, 404, 409, 413, 422))
 
@@ -118,13 +117,16 @@ Joined = Annotated[Caller, Depends(_joined)]
 
 
 @router.post("/client-tokens", status_code=201, response_model=NewToken)
-async def create_token(body: TokenIn, running: RunningService) -> Any:
-    """Create a token for clients. The answer is the only one that shows the token."""
+async def create_token(body: TokenIn, running: RunningService, sender: SentBy) -> Any:
+    """Create a token for clients, which lives at most as long as the token of this request.
+
+    The answer is the only one that shows the token.
+    """
     job = None if body.job is None else await running.record(body.job)
     if job is not None:
         _check_remote(job)
-    seconds = None if body.days is None else body.days * 86400
-    grant, text = await running.client_tokens.create(job.id if job else None, body.name, seconds)
+    ends = expiry_of(sender, body.days)
+    grant, text = await running.client_tokens.create(job.id if job else None, body.name, ends)
     return {**_token(grant), "token": text}
 
 
@@ -144,15 +146,17 @@ async def revoke(token_id: Annotated[str, InPath(min_length=1, max_length=100)],
 
 
 @router.post("/client-tokens/{token_id}/rotate", status_code=201, response_model=NewToken)
-async def rotate(token_id: Annotated[str, InPath(min_length=1, max_length=100)], running: RunningService) -> Any:
+async def rotate(
+    token_id: Annotated[str, InPath(min_length=1, max_length=100)], running: RunningService, sender: SentBy
+) -> Any:
     """Replace a token by a new one for the same job, client and expiry. The old token is revoked."""
     old = await running.client_tokens.get(token_id)
-    seconds = None if old.expires_at is None else old.expires_at - time.time()
-    if old.revoked_at is not None or (seconds is not None and seconds <= 0):
+    refuse_longer(sender, old.expires_at, f"client token {old.id}")
+    if old.revoked_at is not None or (old.expires_at is not None and old.expires_at <= time.time()):
         raise Conflict(
             f"client token {old.id} was revoked or has expired: create another with `rayps token create`", status=409
         )
-    grant, text = await running.client_tokens.create(old.job, old.name, seconds)
+    grant, text = await running.client_tokens.create(old.job, old.name, old.expires_at)
     await revoke(token_id, running)
     return {**_token(grant), "token": text}
 
@@ -316,10 +320,7 @@ async def update(
     sends the rest.
     """
     span = span_of(content_range)
-    if caller.service.receiving >= MOST_UPDATES:
-        raise HTTPException(429, f"{MOST_UPDATES} updates are being received: retry", {"Retry-After": "2"})
-    caller.service.receiving += 1
-    try:
+    async with caller.service.uploads.take((caller.job, caller.member.number)) as upload:
         order = await asyncio.to_thread(order_without_update, caller, serial)
         if order is not None and "secure" in order.facts:
             raise Conflict(
@@ -331,17 +332,10 @@ async def update(
             return JSONResponse({"serial": serial, "again": True}, 200)
         await check_accepted(caller, serial, rayps_sha256)
         path = await asyncio.to_thread(caller.mailbox.part, serial, caller.member.number, rayps_sha256)
-        writer = caller.service.parts.begin(path)
-        try:
-            alive = partial(caller.mailbox.record_request, caller.member.number)
-            await receive(request, writer, span, order.most_bytes, alive)
-            await seal(writer, span, rayps_sha256)
-            still_valid(request, caller.service.members)
-            new = await asyncio.to_thread(caller.mailbox.deliver, serial, caller.member.number, path)
-        finally:
-            caller.service.parts.forget(writer)
-    finally:
-        caller.service.receiving -= 1
+        alive = partial(caller.mailbox.record_request, caller.member.number)
+        await receive(request, path, upload, span, order, rayps_sha256, alive)
+        still_valid(request, caller.service.members)
+        new = await asyncio.to_thread(caller.mailbox.deliver, serial, caller.member.number, path)
     return JSONResponse({"serial": serial, "again": not new}, 201 if new else 200)
 
 
