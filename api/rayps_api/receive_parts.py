@@ -15,7 +15,38 @@ from rayps_api.update_parts import PartWriter, Span
 _ALIVE_SECONDS = 2.0  # seconds between two calls of `alive`
 
 
-async def receive(request: Request, writer: PartWriter, span: Span, most: int, alive: Callable[[], None]) -> None:
+async def receive_whole(
+    request: Request,
+    writer: PartWriter,
+    span: Span,
+    most: int,
+    digest: str,
+    *,
+    alive: Callable[[], object],
+    still_open: Callable[[], object],
+) -> None:
+    """Write the request's body into a part, and check that the part is complete: `receive`, then `seal`.
+
+    `still_open` raises Conflict if the round or stage is closed. When it closes, what has arrived is deleted, which
+    must not look like a fault of the client.
+
+    Raises:
+        HTTPException: the body is too long, incomplete or changed, or does not begin where the part ends.
+        Conflict: the round or stage is closed, or a newer request sends the same.
+    """
+    try:
+        await receive(request, writer, span, most, alive)
+        await seal(writer, span, digest)
+    except HTTPException:
+        try:
+            await asyncio.to_thread(still_open)
+        except Conflict:
+            await asyncio.to_thread(writer.drop)
+            raise
+        raise
+
+
+async def receive(request: Request, writer: PartWriter, span: Span, most: int, alive: Callable[[], object]) -> None:
     """Write the request's body into a part, block by block. `alive` is called every few seconds as blocks arrive.
 
     Raises:

@@ -30,7 +30,7 @@ from rayps.service.store import JobRecord
 from rayps_api.client_model import model_facts, model_file
 from rayps_api.client_terms import terms_of
 from rayps_api.membership import refuse_token_of_member, refuse_without_certificate, statement_of, still_valid
-from rayps_api.receive_parts import receive, seal
+from rayps_api.receive_parts import receive_whole
 from rayps_api.schemas import BINARY_BODY, problems, timestamp
 from rayps_api.schemas_clients import (
     JOB,
@@ -333,9 +333,15 @@ async def update(
         path = await asyncio.to_thread(caller.mailbox.part, serial, caller.member.number, rayps_sha256)
         writer = caller.service.parts.begin(path)
         try:
-            alive = partial(caller.mailbox.record_request, caller.member.number)
-            await receive(request, writer, span, order.most_bytes, alive)
-            await seal(writer, span, rayps_sha256)
+            await receive_whole(
+                request,
+                writer,
+                span,
+                order.most_bytes,
+                rayps_sha256,
+                alive=partial(caller.mailbox.record_request, caller.member.number),
+                still_open=partial(caller.mailbox.part, serial, caller.member.number, rayps_sha256),
+            )
             still_valid(request, caller.service.members)
             new = await asyncio.to_thread(caller.mailbox.deliver, serial, caller.member.number, path)
         finally:

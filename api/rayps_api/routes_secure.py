@@ -21,7 +21,7 @@ from rayps_client.secure.service_stages import MOST_REFUSED, answer_text
 
 from rayps.core.errors import Conflict
 from rayps.federated.remote.mailbox import RoundOrder
-from rayps_api.receive_parts import receive, seal
+from rayps_api.receive_parts import receive_whole
 from rayps_api.routes_clients import (
     LONGEST_WAIT,
     MOST_UPDATES,
@@ -84,8 +84,15 @@ async def message(
             part = await asyncio.to_thread(stages.part, stage, number, rayps_sha256)
             writer = caller.service.parts.begin(part)
             try:
-                await receive(request, writer, span, order.most_bytes, partial(stages.renew, number))
-                await seal(writer, span, rayps_sha256)
+                await receive_whole(
+                    request,
+                    writer,
+                    span,
+                    order.most_bytes,
+                    rayps_sha256,
+                    alive=partial(stages.renew, number),
+                    still_open=partial(stages.part, stage, number, rayps_sha256),
+                )
                 new = await asyncio.to_thread(stages.deliver, stage, number, part)
             finally:
                 caller.service.parts.forget(writer)
@@ -137,7 +144,7 @@ async def answer(
 
 @router.post("/client/rounds/{serial}/lease", status_code=204)
 async def renew(serial: Serial, caller: Joined) -> Response:
-    """Record that a client is in the stages of a secure round now: no stage waits long for one that is silent."""
+    """Record that a client works on an order now: it is present. In a secure round this renews its lease too."""
     await asyncio.to_thread(caller.mailbox.stages(serial).renew, caller.member.number)
     return Response(status_code=204)
 
