@@ -19,6 +19,7 @@ from benchmarks.cli_parallel import pipeline, tensor
 from benchmarks.cli_privacy import privacy
 from benchmarks.cli_private_clients import private_clients
 from benchmarks.cli_robust import robust
+from benchmarks.cli_rounds import rounds
 from benchmarks.cli_secure import secure
 from benchmarks.cli_tasks import tasks
 from benchmarks.cli_uploads import uploads
@@ -27,7 +28,7 @@ from rayps.cli.main import run_app
 app = typer.Typer(no_args_is_help=True, help="Measure rayps and other libraries in one run.")
 PRIVATE = (privacy, private_clients, secure)
 FEDERATED = (federated, client, uploads, robust)
-for command in (laws, admm, averaging, learning, *FEDERATED, *PRIVATE, pipeline, tensor, tasks, mistakes):
+for command in (laws, admm, averaging, learning, *FEDERATED, *PRIVATE, pipeline, tensor, tasks, mistakes, rounds):
     app.command()(command)
 
 

@@ -29,7 +29,7 @@ def test_the_folders_are_those_of_the_package_in_the_order_of_imports():
 def test_both_ways_of_a_gradient_are_traced():
     assert [options for options, _ in TRACED] == [
         "--strategy all_reduce --workers 2",
-        "--strategy parameter_server:shards=2 --workers 2",
+        "--strategy parameter_server:shards=2,staleness=3 --workers 2",
     ]
 
 

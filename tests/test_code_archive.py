@@ -7,11 +7,13 @@ import json
 import os
 import subprocess
 import tarfile
+import unicodedata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rayps_client.client_folder import ClientFolder
 from rayps_client.signed_orders import ClientToken, Key
@@ -359,6 +361,216 @@ def test_a_member_that_claims_more_bytes_than_there_are_is_refused() -> None:
     member.size = 10**15
     with pytest.raises(ConfigError, match="cut off"):
         read(io.BytesIO(member.tobuf() + b"\0" * 1024), 10**18)
+
+
+# ---- sizes that overlap, and names that no file may have
+
+
+def octal(number: int) -> bytes:
+    return f"{number:o}".encode().rjust(11, b"0") + b"\0" if number >= 0 else f"-{-number:o}".encode().ljust(12, b"\0")
+
+
+def base256(number: int) -> bytes:
+    return (b"\x80" if number >= 0 else b"\xff") + (number % 256**11).to_bytes(11, "big")
+
+
+def head(name: bytes, size: bytes, kind: bytes = b"0", link: bytes = b"") -> bytes:
+    """Return a header of 512 bytes with these raw fields."""
+    fields = [
+        (0, name[:100]), (100, b"0000644\0"), (108, b"0000000\0"), (116, b"0000000\0"), (124, size),
+        (136, b"00000000000\0"), (156, kind), (157, link[:100]), (257, b"ustar\x0000"),
+    ]  # fmt: skip
+    block = bytearray(512)
+    for at, field in fields:
+        block[at : at + len(field)] = field
+    block[148:156] = b" " * 8
+    block[148:156] = f"{sum(block):06o}\0 ".encode()
+    return bytes(block)
+
+
+def pax(records: dict[str, str], kind: bytes = b"x") -> bytes:
+    """Return an extended header for the next member, or (kind `g`) for all that follow."""
+    text = b""
+    for key, value in records.items():
+        rest = f" {key}={value}\n".encode()
+        length = len(rest) + 1
+        while len(str(length)) + len(rest) != length:
+            length = len(str(length)) + len(rest)
+        text += str(length).encode() + rest
+    return head(b"pax", octal(len(text)), kind) + text.ljust(-(-len(text) // 512) * 512, b"\0")
+
+
+WAYS = {  # a header of a file of `size` bytes
+    "octal": lambda name, size: head(name, octal(size)),
+    "base 256": lambda name, size: head(name, base256(size)),
+    "pax": lambda name, size: pax({"size": str(size)}) + head(name, octal(0)),
+}
+END = b"\0" * 1024
+
+
+def overlapping(way: str, count: int = 8, room: int = 65536) -> bytes:
+    """Return an archive in which `count` files share the bytes of the first one, by way of negative sizes.
+
+    After the end of each file stands a file of a negative size, which leads back to the next header in the first.
+    """
+    lead = WAYS[way]
+    inner = [lead(b"b%d" % number, 0) for number in range(count)]
+    tails = [lead(b"n%d" % number, 0) for number in range(count + 1)]
+    first, inside, last = len(lead(b"a", 0)), len(inner[0]), len(tails[0])
+    size = first + room
+    begins = [first + number * inside for number in range(count)]  # of the headers inside of the first file
+    ends = [size + number * last for number in range(count + 1)]  # of the headers with a negative size
+    inner = [lead(b"b%d" % n, ends[n + 1] - begins[n] - inside) for n in range(count)]
+    tails = [lead(b"n%d" % n, begins[n] - ends[n] - last) for n in range(count)]
+    data = b"".join(inner).ljust(room, b"x")
+    return lead(b"a", room) + data + b"".join(tails) + END
+
+
+def all_at_once(count: int = 8, room: int = 65536) -> bytes:
+    """Return an archive whose global header gives all files one size, though their headers follow each other."""
+    size = pax({"size": str(room)}, b"g")
+    return size + b"".join(head(b"f%d" % n, octal(0)) for n in range(count)) + b"x" * room + END
+
+
+def behind_a_link(room: int = 1024) -> bytes:
+    """Return an archive in which a link states a size, so that readers differ about what follows it."""
+    return head(b"l", octal(room), b"2", b"a") + head(b"a", octal(512)) + b"x" * room + END
+
+
+STATED = {
+    **{f"negative sizes, {way}": overlapping(way) for way in WAYS},
+    "a global size": all_at_once(),
+    "a link's size": behind_a_link(),
+    "a negative size at the end": head(b"a", octal(512)) + b"x" * 512 + head(b"b", base256(-512)) + END,
+    "a negative extended header": head(b"pax", base256(-512), b"x") + head(b"a", octal(0)) + END,
+    "an extended header without an end": head(b"pax", base256(2**80), b"x") + head(b"a", octal(0)) + END,
+}
+
+
+@pytest.mark.parametrize("kind", STATED)
+def test_members_that_share_bytes_are_refused(tmp_path: Path, kind: str) -> None:
+    """On the service, from a file, and on a host, from memory."""
+    archive = STATED[kind]
+    with pytest.raises(ConfigError, match="the code archive is refused"):
+        unpack(archive, tmp_path)
+    assert tree(tmp_path) == {}
+    stored = tmp_path / "archive"
+    stored.write_bytes(archive)
+    with stored.open("rb") as file, pytest.raises(ConfigError, match="the code archive is refused"):
+        read(file, 10**12)
+
+
+SIZES = st.one_of(st.integers(-3, 5).map(lambda blocks: blocks * 512), st.integers(-2000, 2000))
+PARTS = st.one_of(
+    st.text(st.characters(codec="utf-8", exclude_characters="/"), min_size=1, max_size=6),
+    st.sampled_from(["a", "b", "c", "x" * 255, "x" * 256, "é" * 128, "a\nb", "\x1b[2J", "a\x9bb"]),
+)
+MEMBERS = st.fixed_dictionaries(
+    {
+        "path": st.lists(PARTS, min_size=1, max_size=3).map("/".join),
+        "size": SIZES,
+        "way": st.sampled_from(sorted(WAYS)),
+        "long": st.booleans(),  # the path in an extended header
+        "common": st.one_of(st.none(), st.none(), SIZES),  # the size in a header for all that follow
+        "link": st.one_of(st.none(), st.lists(PARTS, min_size=1, max_size=2).map("/".join)),
+        "honest": st.booleans(),  # the bytes follow that the header states
+    }
+)
+
+
+def by_hand(members: list[dict[str, Any]]) -> bytes:
+    """Return a tar file of members whose headers state whatever `MEMBERS` draws."""
+    out = b""
+    for each in members:
+        path, size = each["path"].encode(), each["size"]
+        if each["common"] is not None:
+            out += pax({"size": str(each["common"])}, b"g")
+        if each["long"]:
+            out += pax({"path": each["path"]})
+        if each["link"] is not None:
+            out += head(path, octal(size), b"2", each["link"].encode())
+        else:
+            out += WAYS[each["way"]](path, size)
+        if each["honest"] and size > 0 and each["link"] is None:
+            out += (b"y" * size).ljust(-(-size // 512) * 512, b"\0")
+    return out + END
+
+
+def claimed(begin: int, size: int) -> dict[str, Any]:
+    return {
+        "path": f"f{begin}",
+        "size": size,
+        "way": "pax",
+        "long": False,
+        "common": None,
+        "link": None,
+        "honest": False,
+    }
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(members=st.lists(MEMBERS, min_size=1, max_size=5))
+@example(members=[claimed(0, -512), claimed(1, 0)])
+@example(members=[{**claimed(n, 0), "way": "octal", "common": [None, 1024][n == 0]} for n in range(5)])
+@example(members=[{**claimed(n, 0), "path": path} for n, path in enumerate(["x" * 255, "a\nb"])])
+def test_an_accepted_archive_has_no_more_bytes_than_it_writes(
+    tmp_path_factory: pytest.TempPathFactory, members: list[dict[str, Any]]
+) -> None:
+    """Whatever headers state: an archive is refused, and nothing is written, or each of its files is as it says."""
+    archive, folder = by_hand(members), tmp_path_factory.mktemp("out")
+    try:
+        names = read(io.BytesIO(archive), 10**9)
+    except ConfigError:
+        with pytest.raises(ConfigError):
+            unpack(archive, folder, 10**9)
+        assert list(folder.iterdir()) == []
+        return
+    unpack(archive, folder, 10**9)
+    files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    assert sorted(path.relative_to(folder).as_posix() for path in files) == sorted(names)
+    heads = sum(512 for _ in names)
+    assert sum(path.stat().st_size for path in files if not path.is_symlink()) + heads <= len(archive)
+    for name in (each for path in files for each in path.relative_to(folder).parts):
+        assert len(os.fsencode(name)) <= 255 and not any(unicodedata.category(each) == "Cc" for each in name)
+
+
+NO_NAMES = {
+    "256 bytes": "x" * 256,
+    "128 letters of two bytes": "é" * 128,
+    "a line end": "a\nb",
+    "a tab": "a\tb",
+    "a terminal's title": "\x1b]0;t\x07",
+    "delete": "a\x7f",
+    "an escape of one byte": "a\x9b2J",
+}
+
+
+@pytest.mark.parametrize("name", NO_NAMES.values(), ids=NO_NAMES)
+@pytest.mark.parametrize("place", ["file", "folder", "link"])
+def test_a_name_that_no_file_may_have_is_refused_by_name(tmp_path: Path, name: str, place: str) -> None:
+    """When it is packed, by the service and on a host; the error has no control character itself."""
+    entry = {
+        "file": ArchiveEntry(f"a/{name}"),
+        "folder": ArchiveEntry(f"{name}/a"),
+        "link": ArchiveEntry("a/l", link=name),
+    }[place]
+    with pytest.raises(ConfigError, match="the code archive is refused") as packed:
+        write([entry])
+    link = b"" if entry.link is None else b"l"
+    records = {"path": entry.path} | ({} if entry.link is None else {"linkpath": entry.link})
+    archive = pax(records) + head(b"a", octal(0), b"2" if link else b"0", link) + END
+    with pytest.raises(ConfigError) as unpacked:
+        unpack(archive, tmp_path)
+    for error in (str(packed.value), str(unpacked.value)):
+        assert not any(unicodedata.category(each) == "Cc" for each in error)
+        assert "255" in error or "control character" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_of_other_languages_are_packed(tmp_path: Path) -> None:
+    names = ["日本.py", "x" * 255, "é" * 127, "a b.py", "\u200ebild.png"]
+    unpack(write(ArchiveEntry(f"d/{name}", b"1") for name in names), tmp_path)
+    assert sorted(path.name for path in (tmp_path / "d").iterdir()) == sorted(names)
 
 
 @given(

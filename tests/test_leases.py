@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ from rayps.core.leases import (
     lease_size,
 )
 from rayps.core.repeated_pushes import Ledger
-from rayps.core.staleness_bound import ActiveRanks
+from rayps.core.staleness_bound import ActiveRanks, Clock, PushCount
 from rayps.ps.protocol.members import MemberChange, MemberChangeKind, with_members
 from rayps.runtime.leased_run import Visits
 
@@ -35,6 +36,7 @@ class Servers:
     def push(self, segment: int, rank: int, step: int, block: tuple[int, int]) -> None:
         if self.ledgers[segment].takes_part(rank) and self.ledgers[segment].add(rank, step):
             self.applied[segment][block] += 1
+            self.ledgers[segment].count_push()
 
     def admit(self, rank: int, first: int) -> int:
         first = max(ledger.admit(rank, first) for ledger in self.ledgers)
@@ -62,10 +64,14 @@ class Run:
         self.steps: dict[int, int] = {}  # rank -> its next step
         self.sent: dict[int, set[int]] = {}  # rank -> the segments that have its present step
         self.left: dict[int, list] = {}  # rank -> the leases that it has been given
+        self.pushed: Counter[int] = Counter()  # rank -> the step after its highest one that any segment was sent
 
     def join(self, rank: int) -> None:
+        """Let a rank join. Its clock begins with the slowest one, or after what its worker before had pushed."""
         if rank not in self.steps:
+            slowest = max(Clock(ledger.marks, None, ledger.active).slowest for ledger in self.servers.ledgers)
             first = self.servers.admit(rank, self.leases.least_first(rank))
+            assert first <= max(slowest, self.pushed[rank])
             self.leases.join(rank, first)
             self.steps[rank], self.sent[rank], self.left[rank] = first, set(), []
 
@@ -85,6 +91,7 @@ class Run:
         if lease is None:
             return
         self.servers.push(segment, rank, step, lease.block_of(step))
+        self.pushed[rank] = max(self.pushed[rank], step + 1)
         self.sent[rank].add(segment)
         if len(self.sent[rank]) == len(self.servers.ledgers):
             self.steps[rank], self.sent[rank] = step + 1, set()
@@ -110,6 +117,8 @@ class Run:
     def check(self, epochs: int) -> None:
         law = Counter(itertools.product(range(epochs), range(self.leases.blocks)))
         assert all(applied == law for applied in self.servers.applied)
+        counted = {ledger.active.pushes.done for ledger in self.servers.ledgers}
+        assert counted == {epochs * self.leases.blocks}  # what the schedule of the learning rate counts
 
 
 class Restored(Run):
@@ -194,7 +203,7 @@ class Restored(Run):
         """Restore segments, which have died at once, from the snapshot."""
         for segment in {each % len(self.snapshot) for each in segments}:
             ledger, applied = self.snapshot[segment]
-            changes = [MemberChange(MemberChangeKind.BEGIN)]
+            changes = [MemberChange.begin(0, PushCount())]
             changes += [MemberChange(MemberChangeKind.RESUME, rank, self.firsts[rank]) for rank in self.steps]
             changes += [MemberChange(MemberChangeKind.REPEAT, *each) for each in self.repeats]
             self.servers.ledgers[segment] = with_members(ledger, changes)
@@ -239,8 +248,9 @@ def test_a_run_resumes_from_states_that_segments_took_at_different_moments(block
     marks = {rank: resumed.marks(rank) for rank in range(3)}
     leases = Leases.from_json(run.leases.to_json(marks), (2, 0))
     for ledger in resumed.ledgers:
-        ledger.active = ActiveRanks()
+        ledger.active = replace(ledger.active, ranks=set())
     again = Run(leases, resumed)
+    again.pushed |= Counter({rank: max(ledger.reach(rank) for ledger in resumed.ledgers) for rank in range(3)})
     again.complete(last)
     again.check(2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import datetime
 import hashlib
 import http.server
@@ -14,7 +15,7 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,8 @@ from client_site import All, Clinic, cohorts, until
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from rayps_api.update_parts import PartWriters, begin_of_range, span_of
+from rayps_api.update_parts import PartWriter, begin_of_range, span_of
+from rayps_client import __main__ as command
 from rayps_client import limits
 from rayps_client.certificates import pin_of, trusted
 from rayps_client.client_folder import ClientFolder
@@ -393,6 +395,39 @@ def test_the_last_line_counts_updates_that_were_sent(tmp_path: Path, monkeypatch
     assert lines[-1].endswith("no update counted (1 update sent since this start, without the rejected ones)")
 
 
+HOSTILE = "\x1b[2J\x1b]52;c;ZXZpbA==\x07\x9b31m\rover\x08\x00\x7f\u202eevil"
+
+
+@pytest.mark.parametrize("way", ["error", "report", "statement"])
+def test_what_a_service_answers_does_not_control_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], way: str
+) -> None:
+    def run(options: ClientOptions, trainer: object, report: Callable[[str], None]) -> Ended:
+        if way == "error":
+            raise Conflict(f"the service says{HOSTILE}")
+        report(f"the service says{HOSTILE}")
+        return Ended("SUCCEEDED", HOSTILE, 1)
+
+    monkeypatch.setattr("rayps_client.command.run_client", run)
+    monkeypatch.setattr("rayps_client.command.show_statement", lambda options, report: run(options, None, report))
+    command.main(["x.py:X", *(["--show-statement"] if way == "statement" else [])])
+    out, error = capsys.readouterr()
+    assert out == "" and r"the service says\x1b[2J\x1b]52;c;ZXZpbA==\x07\x9b31m" in error
+    assert r"over\x08\x00\x7f\u202eevil" in error
+    assert set(error) <= {"\n", *map(chr, range(32, 127))}
+
+
+def test_the_command_writes_to_the_terminal_at_one_place() -> None:
+    """A new way to it would need the same care: `rayps_client.terminal_text`."""
+    found = [
+        f"{path.name}: {ast.unparse(node)}"
+        for path in (ROOT / "client").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and re.match(r"print\(|sys\.std(out|err)\.write\(", ast.unparse(node))
+    ]
+    assert len(found) == 1 and "plain(text)" in found[0], found
+
+
 def test_values_of_parameters_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     found = assignments_of(["lr=0.3", "name=abc", "layers=[1,2]", "on=true"])
     assert found == {"lr": 0.3, "name": "abc", "layers": [1, 2], "on": True}
@@ -704,10 +739,11 @@ def test_what_headers_say() -> None:
 
 
 def test_one_request_at_a_time_writes_a_part(tmp_path: Path) -> None:
-    writers, path = PartWriters(), tmp_path / "part"
-    old = writers.begin(path)
+    path = tmp_path / "part"
+    old = PartWriter(path)
     old.write(0, b"abcd")
-    new = writers.begin(path)
+    old.end()
+    new = PartWriter(path)
     for late in (lambda: old.write(4, b"x"), lambda: old.seal("")):
         with pytest.raises(Conflict, match="newer request"):
             late()

@@ -117,7 +117,8 @@ def test_out_of_step_workers_pull_one_moment_while_the_group_grows_and_shrinks(c
             group.resize(sizes.pop())
 
     work = OneMoment(n=90, pause=0.004, tag=tag)
-    result = train(work, ParameterServer(staleness=2), cluster, server_group="main", epochs=6, progress=resize)
+    strategy = ParameterServer(staleness=2, consistent=True)
+    result = train(work, strategy, cluster, server_group="main", epochs=6, progress=resize)
     assert not sizes
     assert until(lambda: group.facts()["counts"]["moves"] > 0, 60)  # the workers may end before them
     assert torch.equal(result.snapshot.params, torch.full((60,), 180.0, dtype=torch.float64))

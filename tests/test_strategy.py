@@ -180,7 +180,8 @@ def test_the_catalogue_tells_everything():
         private,
     ]
     resources = {"name": "shard_resources", "type": "dict[str, float] | None", "default": None}
-    assert told["parameter_server"]["options"][-6:] == [replica, resources, *late, private]
+    consistent = {"name": "consistent", "type": "bool | None", "default": None}
+    assert told["parameter_server"]["options"][-7:] == [replica, resources, *late, private, consistent]
     assert [o["of"] for o in told["pipeline"]["options"] if "of" in o] == [["tensor_parallel"]]
     of_any_type = {o["name"] for o in told["fedavg"]["options"] if o["type"] == "Any"}
     assert of_any_type == {"rule", "attack", "speed", "available", "clients", "privacy", "secure"}
@@ -197,6 +198,7 @@ def test_the_catalogue_tells_everything():
         "late_limit": None,
         "replace_late": None,
         "privacy": None,
+        "consistent": None,
     }
     assert all(item["summary"] for item in told.values())
     json.dumps(catalogue())

@@ -5,54 +5,68 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from fastapi import HTTPException, Request
 from starlette.requests import ClientDisconnect
 
 from rayps.core.errors import Conflict
+from rayps.federated.remote.mailbox import RoundOrder
 from rayps_api.update_parts import PartWriter, Span
+from rayps_api.upload_slots import Upload
 
 _ALIVE_SECONDS = 2.0  # seconds between two calls of `alive`
 
 
-async def receive_whole(
+async def receive(
     request: Request,
-    writer: PartWriter,
+    part: Callable[[], Path],
+    upload: Upload,
     span: Span,
-    most: int,
+    order: RoundOrder,
     digest: str,
-    *,
-    alive: Callable[[], object],
-    still_open: Callable[[], object],
-) -> None:
-    """Write the request's body into a part, and check that the part is complete: `receive`, then `seal`.
+    alive: Callable[[], None],
+) -> Path:
+    """Write the request's body into the part at `part()`, block by block, and check that its SHA-256 is `digest`.
 
-    `still_open` raises Conflict if the round or stage is closed. When it closes, what has arrived is deleted, which
-    must not look like a fault of the client.
+    Return the part's path.
+
+    `part` raises Conflict if the round or stage is closed. When it closes, what has arrived is deleted, which must not
+    look like a fault of the client: `part` is asked again before a body is refused.
+
+    `alive` is called every few seconds as blocks arrive, which they must do at a rate that meets the order's deadline.
 
     Raises:
-        HTTPException: the body is too long, incomplete or changed, or does not begin where the part ends.
-        Conflict: the round or stage is closed, or a newer request sends the same.
+        HTTPException: the body is too long or incomplete, does not begin where the part ends, or has another hash.
+        Conflict: the round or stage is closed, or a newer request of the client has begun.
     """
+    writer = upload.open(await asyncio.to_thread(part))
+    upload.begin(_expected(request, span), order.begun + order.deadline - time.time())
     try:
-        await receive(request, writer, span, most, alive)
-        await seal(writer, span, digest)
+        await _write(request, writer, upload, span, order.most_bytes, alive)
+        upload.complete()
+        await _seal(writer, span, digest)
     except HTTPException:
         try:
-            await asyncio.to_thread(still_open)
+            await asyncio.to_thread(part)
         except Conflict:
             await asyncio.to_thread(writer.drop)
             raise
         raise
+    return writer.path
 
 
-async def receive(request: Request, writer: PartWriter, span: Span, most: int, alive: Callable[[], object]) -> None:
-    """Write the request's body into a part, block by block. `alive` is called every few seconds as blocks arrive.
+def _expected(request: Request, span: Span) -> int | None:
+    """Return how many bytes the request's body has, or None if it does not say so."""
+    if span.whole is not None:
+        return span.whole - span.begin
+    length = request.headers.get("content-length")
+    return None if length is None else int(length)
 
-    Raises:
-        HTTPException: the body is too long or incomplete, or does not begin where the part ends.
-        Conflict: the round or stage is closed, or a newer request sends the same.
-    """
+
+async def _write(
+    request: Request, writer: PartWriter, upload: Upload, span: Span, most: int, alive: Callable[[], None]
+) -> None:
     limit = most if span.whole is None else span.whole
     if limit > most:
         raise HTTPException(413, f"an update or message of this round has {most} bytes at most")
@@ -68,6 +82,7 @@ async def receive(request: Request, writer: PartWriter, span: Span, most: int, a
                 raise HTTPException(413, f"this update has more than {limit} bytes")
             await asyncio.to_thread(writer.write, at, block)
             at += len(block)
+            upload.advance(at - span.begin)
             if time.monotonic() - seen > _ALIVE_SECONDS:
                 seen = time.monotonic()
                 await asyncio.to_thread(alive)
@@ -79,8 +94,7 @@ async def receive(request: Request, writer: PartWriter, span: Span, most: int, a
         raise HTTPException(400, "the update is incomplete: the connection was closed") from None
 
 
-async def seal(writer: PartWriter, span: Span, digest: str) -> None:
-    """Check that the part is complete and has this hash. Raises HTTPException if not, or Conflict if it is late."""
+async def _seal(writer: PartWriter, span: Span, digest: str) -> None:
     if span.whole is not None and writer.size < span.whole:
         raise HTTPException(400, f"the update is incomplete: {writer.size} of {span.whole} bytes have arrived")
     try:

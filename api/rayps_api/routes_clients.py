@@ -30,7 +30,7 @@ from rayps.service.store import JobRecord
 from rayps_api.client_model import model_facts, model_file
 from rayps_api.client_terms import terms_of
 from rayps_api.membership import refuse_token_of_member, refuse_without_certificate, statement_of, still_valid
-from rayps_api.receive_parts import receive_whole
+from rayps_api.receive_parts import receive
 from rayps_api.schemas import BINARY_BODY, problems, timestamp
 from rayps_api.schemas_clients import (
     JOB,
@@ -55,7 +55,6 @@ _PAUSE = 0.1  # seconds between two checks for an order
 _EXCLUDED_SECONDS = 2.0  # longest wait for work of a client that is asked no more, and is told so
 _SEEN_SECONDS = 2.0  # seconds between two records that a client was seen
 _BLOCK = 1 << 20  # bytes
-MOST_UPDATES = 64  # updates that are received at one time, on slow lines for minutes; more are answered with 429
 
 router = APIRouter(prefix="/api/v1", tags=["clients"], responses=problems(400, 401, 403, 404, 409, 413, 422))
 
@@ -316,10 +315,7 @@ async def update(
     sends the rest.
     """
     span = span_of(content_range)
-    if caller.service.receiving >= MOST_UPDATES:
-        raise HTTPException(429, f"{MOST_UPDATES} updates are being received: retry", {"Retry-After": "2"})
-    caller.service.receiving += 1
-    try:
+    async with caller.service.uploads.take((caller.job, caller.member.number)) as upload:
         order = await asyncio.to_thread(order_without_update, caller, serial)
         if order is not None and "secure" in order.facts:
             raise Conflict(
@@ -330,24 +326,11 @@ async def update(
         if order is None:
             return JSONResponse({"serial": serial, "again": True}, 200)
         await check_accepted(caller, serial, rayps_sha256)
-        path = await asyncio.to_thread(caller.mailbox.part, serial, caller.member.number, rayps_sha256)
-        writer = caller.service.parts.begin(path)
-        try:
-            await receive_whole(
-                request,
-                writer,
-                span,
-                order.most_bytes,
-                rayps_sha256,
-                alive=partial(caller.mailbox.record_request, caller.member.number),
-                still_open=partial(caller.mailbox.part, serial, caller.member.number, rayps_sha256),
-            )
-            still_valid(request, caller.service.members)
-            new = await asyncio.to_thread(caller.mailbox.deliver, serial, caller.member.number, path)
-        finally:
-            caller.service.parts.forget(writer)
-    finally:
-        caller.service.receiving -= 1
+        part = partial(caller.mailbox.part, serial, caller.member.number, rayps_sha256)
+        alive = partial(caller.mailbox.record_request, caller.member.number)
+        path = await receive(request, part, upload, span, order, rayps_sha256, alive)
+        still_valid(request, caller.service.members)
+        new = await asyncio.to_thread(caller.mailbox.deliver, serial, caller.member.number, path)
     return JSONResponse({"serial": serial, "again": not new}, 201 if new else 200)
 
 

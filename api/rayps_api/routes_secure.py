@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field
 from rayps_client.secure.protocol import Stage
@@ -21,17 +21,8 @@ from rayps_client.secure.service_stages import MOST_REFUSED, answer_text
 
 from rayps.core.errors import Conflict
 from rayps.federated.remote.mailbox import RoundOrder
-from rayps_api.receive_parts import receive_whole
-from rayps_api.routes_clients import (
-    LONGEST_WAIT,
-    MOST_UPDATES,
-    Caller,
-    Digest,
-    Joined,
-    Serial,
-    check_accepted,
-    refuse_ended,
-)
+from rayps_api.receive_parts import receive
+from rayps_api.routes_clients import LONGEST_WAIT, Caller, Digest, Joined, Serial, check_accepted, refuse_ended
 from rayps_api.schemas import BINARY_BODY, problems
 from rayps_api.schemas_clients import PartOut, StageOut, UpdateOut, WithdrawIn
 from rayps_api.update_parts import part_size, span_of
@@ -69,10 +60,7 @@ async def message(
     cut, and the next request sends the rest.
     """
     span = span_of(content_range)
-    if caller.service.receiving >= MOST_UPDATES:
-        raise HTTPException(429, f"{MOST_UPDATES} updates are being received: retry", {"Retry-After": "1"})
-    caller.service.receiving += 1
-    try:
+    async with caller.service.uploads.take((caller.job, caller.member.number)) as upload:
         order = await asyncio.to_thread(_secure_order, caller, serial)
         stages, number = caller.mailbox.stages(serial), caller.member.number
         if await asyncio.to_thread(stages.has_message, stage, number):
@@ -81,23 +69,9 @@ async def message(
         if stage is Stage.MASK:
             await check_accepted(caller, serial, rayps_sha256)
         with _void_said(caller, order):
-            part = await asyncio.to_thread(stages.part, stage, number, rayps_sha256)
-            writer = caller.service.parts.begin(part)
-            try:
-                await receive_whole(
-                    request,
-                    writer,
-                    span,
-                    order.most_bytes,
-                    rayps_sha256,
-                    alive=partial(stages.renew, number),
-                    still_open=partial(stages.part, stage, number, rayps_sha256),
-                )
-                new = await asyncio.to_thread(stages.deliver, stage, number, part)
-            finally:
-                caller.service.parts.forget(writer)
-    finally:
-        caller.service.receiving -= 1
+            part = partial(stages.part, stage, number, rayps_sha256)
+            path = await receive(request, part, upload, span, order, rayps_sha256, partial(stages.renew, number))
+            new = await asyncio.to_thread(stages.deliver, stage, number, path)
     return JSONResponse({"serial": serial, "again": not new}, 201 if new else 200)
 
 

@@ -26,7 +26,7 @@ from rayps.service.store import JobRecord, Store
 from rayps.service.user_tokens import UserTokens
 from rayps_api.rollup import Rollups
 from rayps_api.schemas import finite, job_out
-from rayps_api.update_parts import PartWriters
+from rayps_api.upload_slots import UploadSlots
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,7 @@ class Service:
     rollups: Rollups = field(default_factory=Rollups)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     streams: int = 0
-    receiving: int = 0  # number of clients' updates that are being received
-    parts: PartWriters = field(default_factory=PartWriters)  # of these updates
+    uploads: UploadSlots = field(default_factory=UploadSlots)
     requests: int = 0
     members: Members | None = field(init=False)  # None: no certificates are trusted
     _progress: OrderedDict[str, tuple[int, dict[str, Any] | None]] = field(default_factory=OrderedDict)

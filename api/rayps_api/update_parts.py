@@ -1,7 +1,7 @@
 """Updates of clients that arrive in parts: a cut upload continues where it was.
 
 A part is a file whose name has the client's number and the hash that the whole update must have. One request at a time
-writes it: a newer request of the client ends an older one, whose connection may be dead without anybody knowing.
+writes it (`rayps_api.upload_slots`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def begin_of_range(header: str | None, size: int) -> int:
 
 
 class PartWriter:
-    """Writes one part. After a newer writer of the same part has begun, it writes nothing more."""
+    """Writes one part. After `end`, which a newer request of the client calls, it writes nothing more."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -107,26 +107,6 @@ class PartWriter:
     def _check(self) -> None:
         if self._ended:
             raise Conflict("a newer request sends this update: this one ends", status=409, code="superseded")
-
-
-class PartWriters:
-    """The writers of this service, at most one for each part."""
-
-    def __init__(self) -> None:
-        self._open: dict[Path, PartWriter] = {}
-
-    def begin(self, path: Path) -> PartWriter:
-        """Return a new writer of a part, and end the one before it."""
-        before = self._open.get(path)
-        if before is not None:
-            before.end()
-        found = self._open[path] = PartWriter(path)
-        return found
-
-    def forget(self, writer: PartWriter) -> None:
-        """Forget a writer whose request has ended."""
-        if self._open.get(writer.path) is writer:
-            del self._open[writer.path]
 
 
 def part_size(path: Path) -> int:

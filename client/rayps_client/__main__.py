@@ -11,6 +11,7 @@ import rayps_client
 from rayps_client.client_options import PATIENCE, ClientOptions
 from rayps_client.errors import RaypsError
 from rayps_client.members.membership_options import MembershipOptions
+from rayps_client.terminal_text import plain
 from rayps_client.termination import EXIT_CODE, MESSAGE, Terminated, sigterm_raises
 
 _EPILOG = (
@@ -121,7 +122,7 @@ def _seconds(text: str) -> float:
 
 
 def _note(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{plain(text)}\n")  # it may quote the service
     sys.stderr.flush()
 
 

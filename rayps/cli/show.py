@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
+from rayps_client.terminal_text import plain
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -57,20 +58,6 @@ To = Annotated[
         help="Write the secret to this file, readable by its owner only; - prints it, even if not to a terminal.",
     ),
 ]
-
-
-_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"} | {
-    code: f"\\u{code:04x}" for code in (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-}
-
-
-def plain(text: str) -> str:
-    r"""Replace control characters by visible text, such as ESC by \x1b; tabs and line ends stay.
-
-    Without this, a job's output could move the cursor of the user's terminal, set its title, write to its clipboard or
-    change its reading order.
-    """
-    return text.translate(_CONTROLS)
 
 
 def note(text: str) -> None:

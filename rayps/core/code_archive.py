@@ -2,7 +2,8 @@
 
 An archive contains regular files and symbolic links that stay inside of it, sorted by path, with a fixed time, owner
 and mode. Equal trees therefore give equal bytes, and the archive's SHA-256 names the code. `unpack` trusts no archive:
-it refuses a path that leaves the folder, every other kind of member, and more files or bytes than the limits.
+it refuses a path that leaves the folder, every other kind of member, a member that overlaps another, a name that no
+file may have, and more files or bytes than the limits. Therefore the files have no more bytes than the archive.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from rayps_client.terminal_text import has_controls
+
 from rayps.core.errors import ConfigError
 
 MOST_FILES = 20_000  # members of an archive
@@ -26,6 +29,7 @@ FOLDER = "code"  # in the state directory: the archives
 FIELD = "code"
 _HASH = re.compile(HASH)
 _LONGEST_PATH = 1000  # bytes of a member's path or of a link's target
+_LONGEST_NAME = 255  # bytes of one part of a path, on the file systems of Linux and macOS
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +146,17 @@ class _Tree:
             raise _refused(f"the path {path!r:.200} is not a plain path inside of the archive")
         if max(len(os.fsencode(path)), len(os.fsencode(link or ""))) > _LONGEST_PATH:
             raise _refused(f"the path {path[:60]!r}... or its link has more than {_LONGEST_PATH} bytes")
+        names = [*parts, *(link or "").split("/")]
+        if (longest := max(names, key=_bytes_of)) and _bytes_of(longest) > _LONGEST_NAME:
+            raise _refused(
+                f"{longest[:60]!r}... in the path {path[:60]!r} or its link has {_bytes_of(longest)} bytes, and a name "
+                f"may have {_LONGEST_NAME}"
+            )
+        if has_controls(path) or has_controls(link or ""):
+            raise _refused(
+                f"the path {path!r:.200} or its link has a control character, such as a line end: rename the file, or "
+                "list it in .raypsignore"
+            )
         if link is not None and (not link or "\0" in link or (why := leaves(path, link)) is not None):
             raise _refused(f"the link {path!r:.200} -> {link!r:.200} {why if link else 'is empty'}")
         above = [posixpath.join(*parts[:count]) for count in range(1, len(parts))]
@@ -151,22 +166,29 @@ class _Tree:
         self._folders.update(above)
 
 
+def _bytes_of(name: str) -> int:
+    return len(os.fsencode(name))
+
+
 def _members(file: BinaryIO, most_bytes: int) -> tuple[tarfile.TarFile, list[tarfile.TarInfo]]:
-    tree, size = _Tree(), 0
+    tree, size, end = _Tree(), 0, 0
     found: list[tarfile.TarInfo] = []
     try:
         tar = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115  the caller reads from it; never compressed
         while (member := tar.next()) is not None:
             if member.type not in (tarfile.REGTYPE, tarfile.SYMTYPE) or member.sparse is not None:
                 raise _refused(f"{member.name!r:.200} is neither a file nor a symbolic link")
+            if member.size < 0 or member.offset < end:  # tarfile follows a size from a header wherever it leads
+                raise _refused(f"{member.name!r:.200} overlaps another member: a size in its header is wrong")
+            end = member.offset_data + member.size
             tree.add_all([(member.name, member.linkname if member.issym() else None)])
             found.append(member)
             size += member.size
             if len(found) > MOST_FILES:
                 raise _refused(f"it has more than {MOST_FILES} files")
-            if size > most_bytes or member.offset_data + member.size > _length(file):
+            if size > most_bytes or end > _length(file):
                 raise _refused(f"its files have more than {most_bytes} bytes, or it is cut off")
-    except (tarfile.TarError, ValueError, EOFError, OSError, OverflowError) as error:
+    except (tarfile.TarError, ValueError, EOFError, OSError, OverflowError, MemoryError) as error:
         raise _refused(f"it is not a tar file: {error}") from error
     return tar, found
 

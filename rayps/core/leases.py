@@ -123,14 +123,17 @@ class Leases:
         """Return the least first step for a worker that joins as `rank`, so that no two pushes have one identity.
 
         Servers that were all restored from a snapshot do not know which steps an earlier worker of the rank has used.
+        Steps that were leased and not pushed are used again: the clock of a rank counts its pushes.
         """
         return self._used.get(rank, 0)
 
-    def leave(self, rank: int, marks: Marks) -> list[BlockRange]:
-        """End the part of a rank, no later push of which will be applied. Return the blocks that come back."""
-        # the step after the last lease may be a push of what compression has left out
-        self._used[rank] = max(self._step.pop(rank) + 1, marks.high)
-        del self._done[rank]
+    def leave(self, rank: int, marks: Marks, rest: int | None = None) -> list[BlockRange]:
+        """End the part of a rank, no later push of which will be applied. Return the blocks that come back.
+
+        `rest`: the step as which the worker was told to push what compression has left out, if it was.
+        """
+        self._used[rank] = max(self._used.get(rank, 0), marks.high, 0 if rest is None else rest + 1)
+        del self._step[rank], self._done[rank]
         return self._parted([(rank, lease, marks) for lease in self._held.pop(rank)])
 
     def restore(self, marks: Mapping[int, Marks]) -> list[BlockRange]:
@@ -198,6 +201,11 @@ class Leases:
         (epoch, block), (end, last) = self._next, self.end
         return max(0, (end - epoch) * self.blocks + last - block) + sum(map(len, self._returned))
 
+    def done(self, marks: Mapping[int, Marks]) -> int:
+        """Return how many blocks are done in a state with these marks, from the first of the run on: see `undone`."""
+        epoch, block = self._next
+        return epoch * self.blocks + block - sum(map(len, self.undone(marks)))
+
     @property
     def finished(self) -> bool:
         """Whether all blocks are done."""
@@ -231,10 +239,15 @@ class Leases:
             back += _undone(rank, lease, marks[rank])
         return joined(sorted(back))
 
-    def to_json(self, marks: Mapping[int, Marks]) -> JsonObject:
-        """Return the blocks that are not done in a state with these marks, as JSON data."""
+    def to_json(self, marks: Mapping[int, Marks], share: int = 1) -> JsonObject:
+        """Return the blocks that are not done in a state with these marks, as JSON data.
+
+        `share`: how many blocks are a round.
+        """
         return {
             "blocks": self.blocks,
+            "done": self.done(marks),
+            "share": share,
             "next": list(self._next),
             "undone": [
                 [each.epoch, each.lo, each.hi, [list(push) for push in each.earlier]] for each in self.undone(marks)
@@ -263,6 +276,15 @@ class Leases:
             raise CheckpointError(f"the checkpoint's leases are damaged: {str(data)[:100]!r}") from error
         found._returned.sort()
         return found
+
+
+def rounds_of(saved: JsonObject, pushes: int | None = None) -> int | None:
+    """Return the number of complete rounds of a state, from `Leases.to_json`'s data; None if no block was counted.
+
+    `pushes`: return the rounds that so many pushes are.
+    """
+    done, share = saved.get("done") if pushes is None else pushes, saved.get("share")
+    return done // share if isinstance(done, int) and isinstance(share, int) else None
 
 
 def _undone(rank: int, lease: RowLease, marks: Marks) -> Iterator[BlockRange]:

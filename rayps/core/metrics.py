@@ -66,8 +66,6 @@ class Rounds:
         self._evaluations: dict[int, dict[int, Point]] = {}
         self._below, self._returned = -1, set[int]()  # rounds that were returned: all below `_below`, and `_returned`
         self._reached: dict[int, int] = {}  # the newest round that each rank has reported
-        # from each rank that takes part to its first round; None if the ranks are 0 to `size` - 1
-        self.joined: Mapping[int, int] | None = None
 
     def add(self, points: list[Point]) -> list[Point]:
         """Add points of single ranks. Return the merged points that are now complete, in order of rounds.
@@ -95,13 +93,7 @@ class Rounds:
         return done
 
     def _is_complete(self, number: int) -> bool:
-        held = self._rounds[number]
-        if self.joined is None:
-            return len(held) == self.size
-        return all(
-            rank in held or first > number or self._reached.get(rank, -1) > number
-            for rank, first in self.joined.items()
-        )
+        return len(self._rounds[number]) == self.size
 
     def restart(self, generation: int, begin: int) -> None:
         """Restart from round `begin`: drop the points of this round and later rounds.
@@ -165,6 +157,69 @@ class Rounds:
                 "strategy": self.strategy,
             }
         )
+
+
+class PushRounds(Rounds):
+    """Collects the points of workers that are not in step, and join and leave: each point is one push.
+
+    A round is `share` pushes, in the order in which they are reported, and an epoch is `blocks` pushes.
+    """
+
+    def __init__(self, share: int, blocks: int, done: int, end: int) -> None:
+        """Continue after `done` of `end` pushes."""
+        super().__init__(share, 0, "")
+        self.rounds = -(-end // share)
+        self._blocks, self.begun, self.pushes = blocks, done, done
+        self._held: list[Point] = []
+        self._done: list[Point] = []
+        self._again = 0  # so many of the next points are of pushes that were counted before
+
+    @property
+    def reached(self) -> int:
+        """The number of complete rounds."""
+        return self.pushes // self.size
+
+    def add(self, points: list[Point]) -> list[Point]:
+        """Add points of single pushes: see `Rounds.add`."""
+        for point in points:
+            if point["kind"] != "round":
+                continue
+            if self._again:
+                self._again -= 1
+                continue
+            self._held.append(point)
+            self._count()
+        done, self._done = self._done, []
+        return done
+
+    def settle(self, pushes: int) -> None:
+        """Count pushes that were applied, and that no worker will report, because it has died.
+
+        A negative number is of pushes that were reported, and whose rows will be pushed again.
+        """
+        self._again -= pushes
+        while self._again < 0:
+            self._again += 1
+            self._count()
+
+    def _count(self) -> None:
+        self.pushes += 1
+        if self.pushes % self.size == 0:
+            self._done.append(self._merged(self.reached - 1))
+
+    def _merged(self, number: int) -> Point:
+        held, self._held = self._held or [UNREPORTED], []
+        epoch = number * self.size // self._blocks
+        return self._merge(number, {at: {**point, "epoch": epoch} for at, point in enumerate(held)})
+
+    def flush(self) -> list[Point]:
+        """Return the points that `add` would return, and that of a round that is not complete."""
+        done = self.add([])
+        return [*done, self._merged(self.reached)] if self._held else done
+
+
+# of a round whose pushes were applied, and whose workers have died before they reported it
+UNREPORTED: Point = {"loss": None, "samples": 0, "lead": None, **dict.fromkeys(SECONDS[:5], 0.0)}
 
 
 def _evaluation(number: int, ranks: dict[int, Point], missing: list[int]) -> Point:

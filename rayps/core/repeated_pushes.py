@@ -14,10 +14,11 @@ of inactive ranks stay. A worker that joins as a rank which another worker had c
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import NotRequired, TypedDict
 
 from rayps.core.errors import CheckpointError
-from rayps.core.staleness_bound import ActiveRanks, Clock
+from rayps.core.staleness_bound import ActiveRanks, Clock, PushCount
 
 WINDOW = 1024  # a push of a step this far above the first missing step, or farther, is an error
 
@@ -30,6 +31,7 @@ class LedgerJson(TypedDict):
     skipped: NotRequired[list[int]]  # one for each rank; missing if they are not counted
     active: NotRequired[list[int]]  # the active ranks; missing if the ranks do not change
     floor: NotRequired[int]  # see `ActiveRanks`
+    pushes: NotRequired[list[int]]  # see `PushCount.to_json`
     missed: NotRequired[dict[str, list[list[int]]]]  # from rank to ranges of steps, see `Ledger`
     repeats: NotRequired[dict[str, list[int]]]  # from rank to steps, see `Ledger`
 
@@ -117,9 +119,19 @@ class Ledger:
         """Return whether pushes of this rank are applied: its worker has joined, and has not left."""
         return self.active is None or rank in self.active.ranks
 
-    def begin_members(self, floor: int) -> None:
-        """Let ranks join and leave from now on. No rank takes part yet, and the slowest clock is `floor`."""
-        self.active, self.repeats = ActiveRanks(floor=floor), {}
+    def begin_members(self, floor: int, pushes: PushCount) -> None:
+        """Let ranks join and leave from now on. No rank takes part yet, and the slowest clock is `floor`.
+
+        `pushes` counts them; if this ledger has counted those that it contains, its own number holds.
+        """
+        counted = None if self.active is None else self.active.pushes.done
+        found = pushes if counted is None else replace(pushes, done=counted)
+        self.active, self.repeats = ActiveRanks(floor=floor, pushes=found), {}
+
+    def count_push(self) -> None:
+        """Count an applied push, if ranks join and leave."""
+        if self.active is not None:
+            self.active.pushes = self.active.pushes.plus(1)
 
     def admit(self, rank: int, first: int) -> int:
         """Let a worker join as `rank`; return its first step.
@@ -160,7 +172,7 @@ class Ledger:
         for rank in self.marks:
             self._pass_over(rank, step)
             self.marks[rank], self._above[rank] = step, set()
-        self.active = ActiveRanks(floor=step)
+        self.active = ActiveRanks(floor=step, pushes=PushCount() if self.active is None else self.active.pushes)
 
     def expect_repeat(self, rank: int, step: int, earlier: Iterable[tuple[int, int]]) -> None:
         """Let the push (`rank`, `step`) have no effect when it arrives, if one of the `earlier` pushes was applied.
@@ -205,11 +217,12 @@ class Ledger:
     # ---- copies
 
     def with_ranks(self, count: int, mark: int) -> Ledger:
-        """Return a copy with the ranks 0 to `count` - 1. The marks of new ranks are `mark`."""
+        """Return a copy with the ranks 0 to `count` - 1, of which none takes part. New ranks have the mark `mark`."""
         marks = [self.marks.get(rank, mark) for rank in range(count)]
         above = {rank: steps for rank, steps in self._above.items() if rank < count}
         skipped = self.skipped and {rank: self.skipped.get(rank, 0) for rank in range(count)}
-        found = Ledger(marks, above, skipped)
+        active = None if self.active is None else replace(self.active, ranks=set())
+        found = Ledger(marks, above, skipped, active)
         found.missed = {rank: list(ranges) for rank, ranges in self.missed.items() if rank < count}
         return found
 
@@ -228,6 +241,8 @@ class Ledger:
             found["skipped"] = list(self.skipped.values())
         if self.active is not None:
             found["active"], found["floor"] = sorted(self.active.ranks), self.active.floor
+            if self.active.pushes.done is not None:
+                found["pushes"] = self.active.pushes.to_json()
         if any(self.missed.values()):
             found["missed"] = {
                 str(rank): list(map(list, ranges)) for rank, ranges in sorted(self.missed.items()) if ranges
@@ -243,7 +258,10 @@ class Ledger:
             above = {int(rank): map(int, steps) for rank, steps in data["above"].items()}
             counts = data.get("skipped")
             skipped = None if counts is None else dict(zip(range(len(data["marks"])), map(int, counts), strict=True))
-            active = None if "active" not in data else ActiveRanks(set(map(int, data["active"])), int(data["floor"]))
+            active = None
+            if "active" in data:
+                pushes = PushCount.from_json(data["pushes"]) if "pushes" in data else PushCount()
+                active = ActiveRanks(set(map(int, data["active"])), int(data["floor"]), pushes)
             found = cls(map(int, data["marks"]), above, skipped, active)
             for rank, ranges in data.get("missed", {}).items():
                 found.missed[int(rank)] = [(int(low), int(high)) for low, high in ranges]
@@ -292,4 +310,5 @@ def _all_active(ledgers: list[Ledger]) -> ActiveRanks | None:
     held = [ledger.active for ledger in ledgers if ledger.active is not None]
     if not held:
         return None
-    return ActiveRanks(set().union(*(each.ranks for each in held)), max(each.floor for each in held))
+    counted = max((each.pushes for each in held), key=lambda pushes: -1 if pushes.done is None else pushes.done)
+    return ActiveRanks(set().union(*(each.ranks for each in held)), max(each.floor for each in held), counted)

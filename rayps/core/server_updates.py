@@ -35,20 +35,23 @@ def plain_servers(
     backup: int | None = None,
     late: LateWorkers | None = None,
     private: bool = False,
+    consistent: bool = False,
 ) -> Servers:
     """Return the topology of a plain parameter server with these options.
 
     The bound `staleness` also applies to pulls of the rows of sparse tables; "auto" is a bound that moves.
     `shard_resources` is {"gpu": a part of a GPU}, or None for servers on the CPU. `backup` is the number of backup
     workers; None and 0 mean that there are none. `late`: what follows if one is late in a row. `private`: whether
-    workers clip the gradient of each row, and add noise to the sum.
+    workers clip the gradient of each row, and add noise to the sum. `consistent`: whether a pull out of step has the
+    values of one moment from all servers.
 
     Raises:
         ConfigError: an option is invalid, or two options cannot be combined.
     """
-    given = SimpleNamespace(shards=shards, replay_mb=replay_mb, backup=backup)
+    given = SimpleNamespace(shards=shards, replay_mb=replay_mb, backup=backup, consistent=consistent)
     options.whole(given, "shards")
     options.whole(given, "backup", least=0, none=True)
+    options.flag(given, "consistent")
     whole = isinstance(staleness, int) and not isinstance(staleness, bool) and staleness >= 0
     if not whole and staleness not in (None, AUTO):
         raise ConfigError(
@@ -88,6 +91,7 @@ def plain_servers(
         backup=backup or 0,
         late=late or LateWorkers(),
         private=private,
+        consistent=consistent,
     )
 
 
@@ -195,7 +199,9 @@ class PlainServers:
             found |= {"adagrad": servers.adagrad}
         else:
             backup = servers.backup or None
+            consistent = servers.consistent or None
             found |= {"replicas": servers.replicas, "compression": servers.compression, "backup": backup}
+            found |= {"consistent": consistent}
         found = {name: value for name, value in found.items() if value is not None}
         return found if servers.update.spans else found | {"staleness": AUTO if servers.adaptive else servers.staleness}
 

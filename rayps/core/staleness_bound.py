@@ -12,20 +12,57 @@ be served.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True, slots=True)
+class PushCount:
+    """How far a run is whose ranks join and leave: by its pushes, because a rank's steps do not tell.
+
+    A round is `share` pushes, whichever ranks they are of. `done` pushes were applied, of `end` in the whole run. None:
+    the number is not known.
+    """
+
+    share: int = 1
+    end: int | None = None
+    done: int | None = None
+
+    @property
+    def round(self) -> int:
+        """The round of the next push. A push of what compression had left out may come after the last one."""
+        done = self.done or 0
+        return (done if self.end is None else min(done, max(0, self.end - 1))) // self.share
+
+    def to_json(self) -> list[int]:
+        """Return the numbers; 0 for an end that is not known."""
+        return [self.share, self.end or 0, self.done or 0]
+
+    @classmethod
+    def from_json(cls, found: Sequence[int]) -> PushCount:
+        """Return what `to_json` has written. Raises ValueError or TypeError if it is not that."""
+        share, end, done = map(int, found)
+        return cls(share, end or None, done)
+
+    def plus(self, pushes: int) -> PushCount:
+        """Return the count after `pushes` more."""
+        return replace(self, done=(self.done or 0) + pushes)
 
 
 @dataclass(slots=True)
 class ActiveRanks:
-    """The ranks whose clocks count. `floor` is the slowest clock while there is no such rank."""
+    """The ranks whose clocks count. `floor` is the slowest clock while there is no such rank.
+
+    `pushes` counts the pushes of all ranks, for the schedule of the learning rate.
+    """
 
     ranks: set[int] = field(default_factory=set)
     floor: int = 0
+    pushes: PushCount = PushCount()
 
     def copy(self) -> ActiveRanks:
         """Return a copy."""
-        return ActiveRanks(set(self.ranks), self.floor)
+        return replace(self, ranks=set(self.ranks))
 
 
 @dataclass(frozen=True, slots=True)

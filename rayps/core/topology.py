@@ -222,6 +222,7 @@ class Servers:
     backup: int = 0  # backup workers: in each round so many of the workers need not be waited for
     late: LateWorkers = field(default_factory=LateWorkers)  # with backup workers: workers that are late in a row
     private: bool = False  # whether each row's gradient is clipped, and noise is added to the sum (DP-SGD)
+    consistent: bool = False  # out of step: a pull from several servers has the values of one moment
 
     def __post_init__(self) -> None:
         _check_servers_with_backup(self)
@@ -244,8 +245,12 @@ class Servers:
 
     @property
     def pulls_one_moment(self) -> bool:
-        """Whether a pull from several servers has the values of one moment by default: if there is a fixed bound."""
-        return self.staleness is not None and not self.adaptive
+        """Whether a pull from several servers has the values of one moment: in step always, else if `consistent`.
+
+        A staleness bound does not need it. The bound of Ho et al. (NIPS 2013, section 3) is of each read: a value that
+        is read at round r contains all updates of rounds up to r - s - 1, on each server by itself.
+        """
+        return self.in_step or self.consistent
 
     @property
     def group_size(self) -> int:

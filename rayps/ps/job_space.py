@@ -332,7 +332,7 @@ class JobSpace:
         # without a folder only the servers have the tables: workers then continue to retain pushes, up to their limit
         if not self.tables or self._saved_tables is not None:
             for column in self._columns:
-                column.saved(snapshot.round)
+                column.saved(snapshot.clock)
 
     def move_bound(self, bound: MovedBound) -> None:
         """Replace the staleness bound of all spaces soon; while the manager does not answer, this is tried again."""

@@ -612,7 +612,8 @@ class SharedParameters:
         `pull(ids)`, where `ids` is a tensor of whole numbers, returns these rows of a table, [len(ids), width]. A table
         is a parameter of two or more dimensions; `table` is its name, required if there are several. Values are written
         to `out` if it is given (a contiguous CPU tensor of as many elements), else to new memory. With `consistent` all
-        values are of one moment; this is the default unless the group is asynchronous (`staleness=None`).
+        values are of one moment; with `staleness=0` they always are. Else each server answers for itself, within the
+        staleness bound, which is faster.
         """
         if isinstance(lo, Tensor):
             return self._server.pull_rows(lo, table, out=out, consistent=consistent)

@@ -482,7 +482,8 @@ class Driver:
         phase = self._plan.phase(state.phase)
         self._generation += 1
         self._recoveries.clear_error()
-        self._record.begin_generation(self._generation, phase.name, continues=state.rebuild is not None)
+        pushes = None if leased is None else leased.pushes
+        self._record.begin_generation(self._generation, phase.name, continues=state.rebuild is not None, pushes=pushes)
         each = self.saves and self._callbacks.each_evaluation and leased is None
         known = self._record.evaluated
         orders = phase.orders(self.spec, self._generation, known, self._plan.mailbox, each=each)
@@ -499,6 +500,8 @@ class Driver:
         if elastic is not None:
             snapshots = replace(snapshots, boundary=replace(snapshots.boundary, also=elastic.stop_round))
             orders = replace(orders, elastic=elastic.plan(state.handover))
+        if leased is not None:
+            snapshots = leased.save_after(snapshots)
         orders = replace(orders, snapshots=snapshots, recovers=recovers, reached=reached, leased=leased is not None)
         if parts is None:
             self._checkpoints.load_newest()
@@ -569,7 +572,7 @@ class Driver:
     def _rows_are_done(self) -> bool:
         """Return whether the newest state is the last one of a job whose rows are leased."""
         leased = self._plan.leased
-        return leased is not None and self._checkpoints.round == leased.end_round
+        return leased is not None and self._checkpoints.snapshot.clock == leased.end_clock
 
     def _end_generation(self, phase: PhaseRun) -> None:
         """End the generation after the last state of the phase, and write the remaining points of its rounds."""
@@ -657,7 +660,7 @@ class Driver:
         seconds = self._move.seconds if moves else LEAVE_SECONDS
         stop = None if self._plan.elastic is None else self._plan.elastic.stop_round
         end = phase.end if stop is None else min(phase.end, stop)
-        self._last = LastCheckpoint(self._group, self._checkpoints.round, end, seconds)
+        self._last = LastCheckpoint(self._group, self._checkpoints.snapshot.clock, end, seconds)
         return Findings(saving=True)
 
     def _await_checkpoint(self, phase: PhaseRun) -> Findings:
@@ -671,7 +674,7 @@ class Driver:
         if facts.dead or facts.errors:
             return Findings()
         self._collect()
-        if self._last.look(self._group, self._checkpoints.round):
+        if self._last.look(self._group, self._checkpoints.snapshot.clock):
             return Findings()
         time.sleep(POLL_SECONDS / 4)
         return Findings(saving=True)
@@ -685,7 +688,6 @@ class Driver:
         leased = self._plan.leased
         if leased is not None:
             leased.look(group, self._generation, self._checkpoints.snapshot)
-            self._record.set_joined(leased.joined)
         for point in points:
             # for later generations, and for runs that resume from this state
             self._checkpoints.snapshot.record_ring_choices(point)

@@ -248,7 +248,7 @@ class FixedServers:
     def saved(self, snapshot: Snapshot) -> None:
         """Tell the shards that the driver has saved this state."""
         for member in [member for member in self.members if not member.dead]:
-            member.handle.call("saved", snapshot.round)  # if this call is lost, workers retain their pushes longer
+            member.handle.call("saved", snapshot.clock)  # if this call is lost, workers retain their pushes longer
 
     def move_bound(self, bound: MovedBound) -> None:
         """Replace the staleness bound on all shards, and on those that will replace a shard."""

@@ -21,20 +21,22 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rayps.cluster.members import GroupMember
 from rayps.core.elastic import ElasticWorkers
 from rayps.core.errors import CheckpointError
 from rayps.core.leases import Leases, Marks, RowLease, lease_size
-from rayps.core.phase_rounds import Calendar
+from rayps.core.metrics import PushRounds
+from rayps.core.phase_rounds import OPEN, Boundary, Calendar
+from rayps.core.staleness_bound import PushCount
 from rayps.core.values import JsonObject
 from rayps.ps.client.member_requests import MemberRequests
 from rayps.ps.protocol.members import MemberChange, MemberChangeKind
 from rayps.runtime.job_size import Allowance, JobSize
 from rayps.runtime.journal import Journal
-from rayps.worker.plan import WorkerFacts
+from rayps.worker.plan import SnapshotPlan, WorkerFacts
 
 if TYPE_CHECKING:
     from rayps.runtime.worker_group import WorkerGroup
@@ -85,6 +87,7 @@ class LeasedWorker:
     joins_because: str = ""  # why it joined; "" for one of the first workers
     counted: bool = False  # whether it has joined, and is one of the workers that events count
     dismissed: str = ""  # why it leaves; "" if it stays
+    rest: int | None = None  # the step as which it was told to push what compression has left out
     since: float = field(default_factory=time.monotonic)  # when its last change was decided: that it joins or leaves
 
     @property
@@ -96,6 +99,12 @@ class LeasedWorker:
     def dismissal(self) -> Departure:
         """Its departure, when it leaves."""
         return Departure(self.dismissed, counted=self.counted, since=self.since)
+
+    @property
+    def reported(self) -> int:
+        """The step after the last one that it has reported since it trains."""
+        facts = self.member.facts
+        return max(self.first, facts.position) if isinstance(facts, WorkerFacts) else self.first
 
     def dismiss(self, reason: str) -> None:
         """Let it leave after its present round."""
@@ -118,6 +127,7 @@ class LeasedWorker:
     def end_plan(self, push_at: int | None) -> None:
         """Let its plan end after its present round: see `GenerationRun.end_leases`."""
         self.outbox.clear()
+        self.rest = push_at
         if self.stage is WorkerStage.WAITS:
             self.stage = WorkerStage.ENDED
         self.member.handle.call("end_leases", push_at)
@@ -150,17 +160,40 @@ class Visits:
         self._last = None
 
 
+@dataclass(slots=True)
+class DueCheckpoints:
+    """When a checkpoint is due: after the rounds of `boundary`, as soon as their pushes were reported."""
+
+    boundary: Boundary
+    _requested: int = 0  # the newest of these rounds after which one was requested
+
+    def take(self, saved: int, reached: int) -> bool:
+        """Return whether to request a checkpoint now. The newest state is of round `saved`."""
+        due = self.boundary.following(max(saved, self._requested) + 1)
+        if due > reached or self._requested > saved:  # the state that was requested last has not arrived
+            return False
+        self._requested = due
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class LeaseTerms:
     """The blocks of an epoch, and the block (epoch, number) before which the job ends. `least`: workers of the job.
 
-    `compresses`: whether pushes are compressed, so that a worker holds a rest of its gradients.
+    `compresses`: whether pushes are compressed, so that a worker holds a rest of its gradients. A round is `least`
+    blocks, whichever workers push them: the job has as many rounds as with the least number of workers all the time.
     """
 
     blocks: int
     end: tuple[int, int]
     least: int
     compresses: bool = False
+
+    @property
+    def pushes(self) -> int:
+        """The number of all blocks."""
+        epochs, blocks = self.end
+        return epochs * self.blocks + blocks
 
 
 class LeasedRun:
@@ -176,13 +209,19 @@ class LeasedRun:
         self._requests: MemberRequests | None = None
         self._leases: Leases | None = None  # None if no rows are left to learn from
         self._workers: dict[int, LeasedWorker] = {}
-        self._removals: dict[int, tuple[Future[Marks], Departure]] = {}  # of ranks that the servers remove
+        # of ranks that the servers remove
+        self._removals: dict[int, tuple[Future[Marks], LeasedWorker, Departure]] = {}
         self._admissions: dict[int, Future[int]] = {}
         self._end: Future[int] | None = None
         self._took_last = False  # whether the state after the end was requested
         self._count = 0  # workers that have joined
         self._visits = Visits()
         self._repeats: list[MemberChange] = []  # since the newest snapshot
+        self.pushes = self._pushes_after(0)  # counts the pushes of the generation
+        self._due = DueCheckpoints(Boundary(0, OPEN))
+
+    def _pushes_after(self, done: int) -> PushRounds:
+        return PushRounds(self._terms.least, self._terms.blocks, done, self._terms.pushes)
 
     def close(self) -> None:
         """End newcomers and requests, and stop looking for room."""
@@ -199,7 +238,7 @@ class LeasedRun:
             CheckpointError: which rows the checkpoint has learned from is not known.
         """
         snapshot.ended = [(planned, at) for planned, at in snapshot.ended if self._calendar.cut(planned, at)]
-        at, span = snapshot.round, self._calendar.spans[0]
+        at, span, terms = snapshot.clock, self._calendar.spans[0], self._terms
         if snapshot.leases is None:
             began, epoch = snapshot.origin
             epochs, rest = divmod(at - began, snapshot.steps_per_epoch)
@@ -209,13 +248,16 @@ class LeasedRun:
                     "with workers in step, and its rows were divided otherwise:\nresume with that job's strategy and "
                     "workers, or start a new run from its parameters with start_from="
                 )
-            snapshot.leases = Leases(self._terms.blocks, self._terms.end, (epoch + epochs, 0)).to_json({})
-        elif snapshot.leases.get("blocks") != self._terms.blocks:
+            leases = Leases(terms.blocks, terms.end, (epoch + epochs, 0))
+        elif snapshot.leases.get("blocks") != terms.blocks:
             raise CheckpointError(
                 f"an epoch of the checkpoint has {snapshot.leases.get('blocks')} blocks of rows, and one of this job "
-                f"{self._terms.blocks}:\nresume with the same data, batch_size and accumulate, or start a new run from "
+                f"{terms.blocks}:\nresume with the same data, batch_size and accumulate, or start a new run from "
                 "its parameters with start_from="
             )
+        else:
+            leases = Leases.from_json(snapshot.leases, terms.end, ranks=self.slots)
+        snapshot.leases = leases.to_json({}, terms.least)  # this job's rounds may have more or fewer blocks
         if len(snapshot.positions) != self.slots:
             ledgers = [(lo, hi, ledger.with_ranks(self.slots, at)) for lo, hi, ledger in snapshot.ledgers]
             snapshot.positions = [at] * self.slots
@@ -242,9 +284,10 @@ class LeasedRun:
             self._leases = Leases(self._terms.blocks, self._terms.end)
         else:
             self._leases = Leases.from_json(saved, self._terms.end, ranks=self.slots)
+        self.pushes = self._pushes_after(self._leases.done({}))
         if snapshot.round >= self._calendar.rounds or self._leases.finished:
             self._leases = None
-        self._tell_servers(group, snapshot.round)
+        self._tell_servers(group, snapshot.clock)
 
     def begun(self, group: WorkerGroup) -> None:
         """Take over the workers of a generation that has begun."""
@@ -254,21 +297,22 @@ class LeasedRun:
         self._count = len(self._workers)
 
     def _tell_servers(self, group: WorkerGroup, floor: int) -> None:
-        """Set which ranks take part in a state, of round `floor`, that is loaded into a server from now on."""
+        """Set which ranks take part in a state, of the clock `floor`, that is loaded into a server from now on."""
+        pushes = PushCount(self._terms.least, self._terms.pushes, self.pushes.begun)
         joined = [
             MemberChange(MemberChangeKind.RESUME, rank, each.first)
             for rank, each in sorted(self._workers.items())
             if each.stage in (WorkerStage.TRAINS, WorkerStage.LEAVES)
         ]
-        group.set_members([MemberChange(MemberChangeKind.BEGIN, step=floor), *joined, *self._repeats])
+        group.set_members([MemberChange.begin(floor, pushes), *joined, *self._repeats])
 
     # ---- snapshots
 
     def collected(self, snapshot: Snapshot) -> None:
         """Add to a new snapshot which blocks are not done in it."""
         if self._leases is not None:
-            snapshot.leases, snapshot.rng = self._leases.to_json(marks_of(snapshot)), {}
-        if snapshot.round == self.end_round:
+            snapshot.leases, snapshot.rng = self._leases.to_json(marks_of(snapshot), self._terms.least), {}
+        if snapshot.clock == self.end_clock:
             snapshot.ended = [*snapshot.ended, (self._calendar.rounds, snapshot.round)]
 
     def saved(self, snapshot: Snapshot, group: WorkerGroup) -> None:
@@ -278,16 +322,21 @@ class LeasedRun:
         marks = marks_of(snapshot)
         self._leases.saved(marks)
         self._repeats = [each for each in self._repeats if each.step >= marks[each.rank].low]
-        self._tell_servers(group, snapshot.round)
+        self._tell_servers(group, snapshot.clock)
+
+    def save_after(self, plan: SnapshotPlan) -> SnapshotPlan:
+        """Take over after which rounds a checkpoint is due. Return the plan of the members, who cannot count rounds."""
+        self._due = DueCheckpoints(plan.boundary)
+        return replace(plan, boundary=Boundary(0, plan.boundary.end))
 
     @property
-    def end_round(self) -> int | None:
-        """The round of the last state, when all blocks are done and the servers have ended the phase; else None."""
+    def end_clock(self) -> int | None:
+        """The clock of the last state, when all blocks are done and the servers have ended the phase; else None."""
         return self._end.result() if self._end is not None and self._end.done() else None
 
     @property
     def joined(self) -> dict[int, int]:
-        """From each rank that takes part to its first round."""
+        """From each rank that takes part to its first step."""
         return {rank: each.first for rank, each in self._workers.items() if each.stage is WorkerStage.TRAINS}
 
     @property
@@ -314,9 +363,11 @@ class LeasedRun:
             if isinstance(facts, WorkerFacts) and facts.generation == generation and not worker.member.dead:
                 self._advance(group, rank, worker, facts)
         self._end_phase()
-        if self.end_round is not None and not self._took_last:
+        if self.end_clock is not None and not self._took_last:
             self._took_last = True
-            group.take_at(self.end_round)
+            group.take_at(self.end_clock)
+        elif self.end_clock is None and self._due.take(snapshot.round, self.pushes.reached):
+            group.snapshot_once()
         if self._end is None or not self._workers:
             self._change_size(group, snapshot)
 
@@ -330,7 +381,7 @@ class LeasedRun:
 
     def before_restore(self, group: WorkerGroup, snapshot: Snapshot) -> None:
         """Prepare for servers that will be restored from `snapshot`, the newest one."""
-        self._tell_servers(group, snapshot.round)
+        self._tell_servers(group, snapshot.clock)
 
     def restored(self, snapshot: Snapshot) -> None:
         """Lease again what no worker will push again to servers that were restored from `snapshot`, the newest one.
@@ -340,11 +391,11 @@ class LeasedRun:
         requests = self._requests
         assert requests is not None, "a generation has begun"
         if self._leases is not None:
-            self._leases.restore(marks_of(snapshot))
+            self.pushes.settle(-sum(map(len, self._leases.restore(marks_of(snapshot)))))
         for rank in self._admissions.keys() & self._workers.keys():  # the others have died
             self._admissions[rank] = self._admit(rank, self._workers[rank])
-        for rank, (_, departure) in self._removals.items():
-            self._removals[rank] = requests.remove(rank), departure
+        for rank, (_, worker, departure) in self._removals.items():
+            self._removals[rank] = requests.remove(rank), worker, departure
 
     def _advance(self, group: WorkerGroup, rank: int, worker: LeasedWorker, facts: WorkerFacts) -> None:
         """Take the next step on the way of one worker."""
@@ -414,7 +465,7 @@ class LeasedRun:
             self._report_leaver(departure, rank)
         else:
             worker.stage = WorkerStage.ENDS
-            self._removals[rank] = self._requests.remove(rank), departure
+            self._removals[rank] = self._requests.remove(rank), worker, departure
 
     def _take_answers(self, group: WorkerGroup, snapshot: Snapshot) -> None:
         """Process the servers' answers."""
@@ -422,14 +473,19 @@ class LeasedRun:
         for rank in [rank for rank, each in self._admissions.items() if each.done()]:
             self._admitted(rank, self._admissions.pop(rank).result())
             changed = True
-        for rank, (removal, departure) in list(self._removals.items()):
+        for rank, (removal, leaver, departure) in list(self._removals.items()):
             if removal.done() and rank not in self._admissions:
                 del self._removals[rank]
                 self._repeats = [each for each in self._repeats if each.rank != rank]  # no push of them will come
-                self._removed(group, rank, removal.result(), departure)
+                if self._leases is not None and rank in self._leases.ranks:
+                    marks = removal.result()
+                    applied = min(marks.low, self._leases.end_of(rank))
+                    self.pushes.settle(applied - leaver.reported)
+                    self._leases.leave(rank, marks, leaver.rest)
+                self._removed(group, rank, departure)
                 changed = True
         if changed:
-            self._tell_servers(group, snapshot.round)
+            self._tell_servers(group, snapshot.clock)
 
     def _admitted(self, rank: int, first: int) -> None:
         worker = self._workers.get(rank)
@@ -440,10 +496,8 @@ class LeasedRun:
                 worker.counted = True
                 self._resized(1, worker.joins_because, worker.since, UNDISTURBED)
 
-    def _removed(self, group: WorkerGroup, rank: int, marks: Marks, departure: Departure) -> None:
-        worker, leases = self._workers.get(rank), self._leases
-        if leases is not None and rank in leases.ranks:
-            leases.leave(rank, marks)
+    def _removed(self, group: WorkerGroup, rank: int, departure: Departure) -> None:
+        worker = self._workers.get(rank)
         if worker is not None and departure.waits:
             worker.stage = WorkerStage.WAITS
             return
@@ -510,11 +564,10 @@ class LeasedRun:
         if not reason:
             return
         self.size.changed(before, self._count, self._speed())
-        positions = [w.member.facts.position for w in self._workers.values() if isinstance(w.member.facts, WorkerFacts)]
         event: JsonObject = {
             "from": before,
             "to": self._count,
-            "round": min(filter(None, positions), default=0),
+            "round": self.pushes.reached,
             "seconds": time.monotonic() - since,
             "reason": reason,
             "lost": list(lost),

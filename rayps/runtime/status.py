@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rayps.cluster.members import GroupMember
 from rayps.core.data_wait import DataWait
 from rayps.core.grid import Grid
 from rayps.core.job_status import Status
-from rayps.core.metrics import Rounds, Throughput
+from rayps.core.metrics import PushRounds, Rounds, Throughput
 from rayps.core.phase_rounds import Calendar
 from rayps.core.records import Event, OutcomeRecord, Point, ProgressRecord, ShardLine, WorkerLine
 from rayps.core.strategy import StrategyView
@@ -94,10 +94,6 @@ class RunRecord:
         self.flush()
         self._workers = workers
 
-    def set_joined(self, joined: Mapping[int, int]) -> None:
-        """Set the ranks that take part, each with its first round, if workers join and leave at any time."""
-        self._rounds.joined = joined
-
     def set_calendar(self, calendar: Calendar) -> None:
         """Set the calendar, from which epochs are computed."""
         self._report.calendar = calendar
@@ -115,15 +111,18 @@ class RunRecord:
         progress = self._report.progress(done, facts)
         self._journal.progress(progress, now=now)
 
-    def begin_generation(self, number: int, strategy: str, *, continues: bool) -> None:
+    def begin_generation(
+        self, number: int, strategy: str, *, continues: bool, pushes: PushRounds | None = None
+    ) -> None:
         """Start the generation with this number.
 
         `continues`: the generation continues the rounds of the previous one, whose points are retained. If False, those
-        points are dropped.
+        points are dropped. `pushes` collects the points if workers join and leave at any time.
         """
+        self._report.pushes = pushes
         if not continues:
-            self._rounds = Rounds(self._workers, number, strategy)
-        self._rounds.generation = number
+            self._rounds = Rounds(self._workers, number, strategy) if pushes is None else pushes
+        self._rounds.generation, self._rounds.strategy = number, strategy
 
     def repeat_from(self, generation: int, begin: int) -> None:
         """Drop the points of round `begin` and of later rounds, because the next generation repeats these rounds."""
@@ -194,6 +193,7 @@ class ProgressReport:
 
     def __init__(self) -> None:
         self.calendar: Calendar | None = None  # None until it is known
+        self.pushes: PushRounds | None = None  # what counts rounds if workers join and leave at any time
         self._throughput = Throughput()  # samples per second
         self._pace = Throughput()  # rounds per second
         self._lost: dict[str, int] = {}  # from a shard's name to the number of pushes it has lost
@@ -253,6 +253,8 @@ class ProgressReport:
 
     def reached(self, done: int) -> int:
         """Return the round that all workers have reached; `done` is the round of the last snapshot."""
+        if self.pushes is not None:
+            return max(done, self.pushes.reached)
         return max(done, min((worker["round"] for worker in self._facts["workers"]), default=0))
 
     def progress(self, done: int, more: ProgressRecord) -> ProgressRecord:
@@ -262,7 +264,8 @@ class ProgressReport:
         if calendar is None:
             return facts
         done = self.reached(done)
-        pace, rounds = self._pace.rate, calendar.known_rounds
+        pace = self._pace.rate
+        rounds = calendar.known_rounds if self.pushes is None else self.pushes.rounds
         known: ProgressRecord = {
             "round": done,
             "rounds": rounds,

@@ -344,7 +344,7 @@ class WorkerGroup:
         self._orders, when = orders, orders.snapshots
         self._schedule = SnapshotSchedule(when.boundary, each=when.each_boundary, in_order=when.each_epoch)
         self.grid = orders.strategy.grid(self.slots or self.size)
-        self._collected = snapshot.round
+        self._collected = snapshot.clock
         self.workers = [self._replacement(m.rank, m) if m.dead else m for m in self.workers]
         servers = servers_of(orders.strategy)
         new = self._fixed.prepare(0 if self._uses_space else _servers(orders), 0.0 if servers is None else servers.gpus)
@@ -703,7 +703,7 @@ class WorkerGroup:
         in_step = runs_in_step(self._current_orders().strategy)
         common = set.intersection(*(set(held) for _, held in members))
         newest_first = self._schedule is None or not self._schedule.in_order
-        for newest in sorted((r for r in common if r > snapshot.round), reverse=newest_first):
+        for newest in sorted((r for r in common if r > snapshot.clock), reverse=newest_first):
             workers = [worker.handle.call("part", newest if in_step else None) for worker in self.workers]
             waits = [servers.parts(newest) for servers in self._servers()]
             timeout = self._current_orders().timeout
@@ -717,11 +717,11 @@ class WorkerGroup:
             if whole and (states is None or states.fetch_states(self.workers, newest, timeout)):
                 found = self._assemble(snapshot, worker_parts, [part for part in held if part is not None])
                 lead = next(iter(worker_parts), None)
-                early = [(self._current_orders().end, found.round)] if lead is not None and lead.met else []
+                early = [(self._current_orders().end, found.clock)] if lead is not None and lead.met else []
                 found.strategy, found.ended = snapshot.strategy, snapshot.ended + early
                 if self.slots is not None:  # ranks that do not take part may have old marks
                     found.positions = [max(each, newest) for each in found.positions]
-                self._collected = found.round
+                self._collected = found.clock
                 return found
         return None
 

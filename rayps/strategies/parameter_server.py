@@ -8,6 +8,7 @@ Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013. Th
 
 - s = 0: the servers wait for all N pushes and step once by their mean, weighted by samples.
 - s > 0: each push is applied on arrival, scaled by 1/N; a pull waits while its worker is more than s rounds ahead.
+  Each server decides for itself, as the bound is of each read (Ho et al., section 3).
 - s = None: each push is applied on arrival, scaled by 1/N; no pull waits.
 - s = "auto": each push is applied on arrival, scaled by 1/N; the bound moves by what waiting and staleness cost, as
   measured (`rayps.core.adaptive_staleness`). It may become 0, at which pulls wait for all workers' pushes, and none.
@@ -33,6 +34,8 @@ With s = 0 and `privacy=dp(...)` a step is one of DP-SGD (Abadi et al., "Deep le
 2016): see `rayps.privacy.row_level` and docs/privacy.md.
 
 - `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto): encodes the pushes, with error feedback.
+- `consistent`: with s != 0 a pull has the values of one moment: each push is in the values of all servers, or of none.
+  A pull then takes four exchanges in place of one, and delays the pushes of other workers. With s = 0 every pull is so.
 - `replica` of several workers: each worker of a replica pulls and pushes its part of the model. Each part has its own
   shards (`shards` in total, at least one for each part).
 - `shard_resources` ({"gpu": 0.25}): each shard keeps its slice and its optimizer on a part of a GPU. Only for fixed
@@ -77,6 +80,7 @@ class ParameterServer(Strategy):
     late_limit: int | None = None
     replace_late: bool | None = None
     privacy: Json | PrivacySpec = None
+    consistent: bool | None = None
     name: ClassVar[str] = "parameter_server"
 
     def __post_init__(self) -> None:
@@ -100,6 +104,7 @@ class ParameterServer(Strategy):
             backup=self.backup,
             late=options.late_workers(self),
             private=self.privacy_spec is not None,
+            consistent=False if self.consistent is None else self.consistent,
         )
 
     @property

@@ -88,8 +88,10 @@ class Recipe:
         return self.factory(params)
 
 
-def recipe_of(workload: Trainable) -> Factory:
+def recipe_of(workload: Trainable, lr_factor: float = 1.0) -> Factory:
     """Return the optimizer factory of a workload; it is a `Recipe` if the workload has a schedule.
+
+    All learning rates are multiplied by `lr_factor`.
 
     Raises:
         WorkloadError: `schedule_every` is neither "step" nor "epoch".
@@ -98,10 +100,10 @@ def recipe_of(workload: Trainable) -> Factory:
         raise WorkloadError(f"schedule_every is {workload.schedule_every!r}: give 'step' or 'epoch'")
     method = getattr(workload.schedule, "__func__", workload.schedule)
     if getattr(method, "is_none", False):
-        return factory_of(workload.optimizer)
+        return with_scaled_rates(factory_of(workload.optimizer), lr_factor)
     every = workload.schedule_every
     skips = workload.precision == "fp16" and every == "step"
-    return Recipe(factory_of(workload.optimizer), workload.schedule, every, skips)
+    return with_scaled_rates(Recipe(factory_of(workload.optimizer), workload.schedule, every, skips), lr_factor)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from rayps.core.errors import CheckpointError
+from rayps.core.leases import rounds_of
 from rayps.core.phase_rounds import OPEN, Calendar, PhaseSpan
 from rayps.core.records import Point, RingTable
 from rayps.core.repeated_pushes import Ledger, union
@@ -151,7 +152,13 @@ class Snapshot:
 
     @property
     def round(self) -> int:
-        """The number of rounds that the slowest worker has completed."""
+        """The number of complete rounds: those of the slowest worker or, if rows are leased, of the blocks done."""
+        counted = None if self.leases is None else rounds_of(self.leases)
+        return self.clock if counted is None else counted
+
+    @property
+    def clock(self) -> int:
+        """The slowest worker's clock, by which servers know the state."""
         return min(self.positions, default=0)
 
     def ledger(self, lo: int, hi: int) -> Ledger:
@@ -176,6 +183,9 @@ class Snapshot:
         """
         held = [ledger for lo, hi, ledger in self.ledgers if lo < hi]
         found = union(held) if held else Ledger([])
+        if self.leases is not None and found.active is not None:
+            counted = rounds_of(self.leases, found.active.pushes.done)
+            return 0 if counted is None else max(0, self.round - counted)
         if found.skipped is None:
             return loss_scale.skipped(self.shared)
         return found.skipped[min(found.marks, key=found.marks.__getitem__)]

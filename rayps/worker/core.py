@@ -33,7 +33,7 @@ from rayps.tensors import optim
 from rayps.tensors.clip import NormClip
 from rayps.tensors.finite import gradient_fault
 from rayps.tensors.flat import FlatModel, Gradient, Layout
-from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of, with_scaled_rates
+from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of
 from rayps.tensors.user_loss import checked_loss
 from rayps.worker.batches import BatchStream
 from rayps.worker.connections import WorkerConnections
@@ -371,9 +371,7 @@ class Worker:
         self.batches.change_data(dealt, dealt.micro_batches)
 
     def _optimizer(self) -> WorkerOptimizer:
-        elastic = self.plan.elastic
-        recipe = with_scaled_rates(recipe_of(self.workload), 1.0 if elastic is None else elastic.lr_factor)
-        factory = self.part.factory(recipe)
+        factory = self.part.factory(recipe_of(self.workload, self.plan.lr_factor))
         return LocalOptimizer(factory, self.flat, self.clip, Ticks(self.plan.origin, self.batches.steps_per_epoch))
 
     def _new_model(self) -> nn.Module:

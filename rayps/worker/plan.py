@@ -159,6 +159,11 @@ class WorkerPlan:
         return None if rest else epoch + epochs
 
     @property
+    def lr_factor(self) -> float:
+        """The factor of the learning rates of an elastic job; 1 if the number of workers is fixed."""
+        return 1.0 if self.elastic is None else self.elastic.lr_factor
+
+    @property
     def grid(self) -> Grid:
         """The layout of all workers."""
         return self.strategy.grid(self.size)

@@ -66,8 +66,12 @@ class ShardedModel:
     All processes of the mesh must run forward and backward passes equally often and in the same order.
     """
 
-    def __init__(self, workload: Workload, seed: int, mesh: DeviceMesh, ticks: Ticks | None = None) -> None:
+    def __init__(
+        self, workload: Workload, seed: int, mesh: DeviceMesh, ticks: Ticks | None = None, lr_factor: float = 1.0
+    ) -> None:
         """Build the model, divided, with memory for this process's shards. Call `draw` or `load` next.
+
+        All learning rates are multiplied by `lr_factor`.
 
         Raises:
             WorkloadError: the user's code failed, or `model()` cannot be recorded or divided.
@@ -91,7 +95,7 @@ class ShardedModel:
         trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         self.layout = Layout.of(trained)
         self.parameters = NamedParameters((p for _, p in trained), (name for name, _ in trained))
-        factory = recipe_of(workload)
+        factory = recipe_of(workload, lr_factor)
         self.optimizer = optim.made(factory, self.parameters)
         self._pace = pace_of(factory, self.layout, self.optimizer, ticks or Ticks())
 

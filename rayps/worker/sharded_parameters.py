@@ -71,7 +71,7 @@ class DividedWorker(Worker):
         try:
             with self.group.failures():
                 ticks = Ticks(plan.origin, self.batches.steps_per_epoch)
-                self.model = ShardedModel(workload, plan.seed, self.group.mesh, ticks)
+                self.model = ShardedModel(workload, plan.seed, self.group.mesh, ticks, plan.lr_factor)
         except BaseException:
             self.group.destroy()
             raise

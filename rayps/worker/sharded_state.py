@@ -268,7 +268,7 @@ class ShardedWorker(SyncWorker):
         return self.cuts.slices.allocate if self.device == "cpu" else None
 
     def _optimizer(self) -> SlicedSteps:
-        factory = self.part.factory(recipe_of(self.workload))
+        factory = self.part.factory(recipe_of(self.workload, self.plan.lr_factor))
         ticks = Ticks(self.plan.origin, self.batches.steps_per_epoch)
         return SlicedSteps(factory, self.flat, self.slices.ranges(), ticks)
 

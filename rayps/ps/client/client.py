@@ -37,7 +37,7 @@ class GroupServer:
     `defer`: a push is sent with the next request. `extras` returns the pieces that a push has for tables, as a dict
     from segment to piece; without `extras`, a push has empty pieces for tables. `step` is the number of the next push;
     -1 means the step after the last push of this rank that the servers have. `consistent` is the default of the
-    argument `consistent` of `pull`; None means True if the space has a fixed staleness bound.
+    argument `consistent` of `pull`; None means the option `consistent` of the space's strategy.
 
     Raises:
         PeerTimeout, PeerLost, StaleGeneration: as `Session.join`.

@@ -13,12 +13,14 @@ from typing import Any
 
 from rayps.core.errors import StaleGeneration
 from rayps.core.repeated_pushes import Ledger
+from rayps.core.staleness_bound import PushCount
 from rayps.ps.protocol.messages import numbers, read_numbers
 
 
 class MemberChangeKind(enum.IntEnum):
     """What a change does: see the methods of `rayps.core.repeated_pushes.Ledger`."""
 
+    # BEGIN: see `MemberChange.begin`
     BEGIN = 1  # ranks join and leave from now on; none takes part yet, and the slowest clock is `step`
     ADMIT = 2  # the worker `rank` joins, with a first step of at least `step`
     REMOVE = 3  # the worker `rank` has left: its later pushes are refused, and its clock does not count
@@ -35,6 +37,12 @@ class MemberChange:
     rank: int = -1
     step: int = 0
     earlier: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def begin(cls, floor: int, pushes: PushCount) -> MemberChange:
+        """Return the change with which ranks join and leave from now on: see `Ledger.begin_members`."""
+        share, end, done = pushes.to_json()
+        return cls(MemberChangeKind.BEGIN, done, floor, ((share, end),))
 
     def encode(self) -> bytes:
         """Return the change as bytes."""
@@ -53,7 +61,8 @@ class MemberChange:
         """Apply the change to a segment's ledger. Raises ValueError as `Ledger.admit`."""
         match self.kind:
             case MemberChangeKind.BEGIN:
-                ledger.begin_members(self.step)
+                [(share, end)] = self.earlier
+                ledger.begin_members(self.step, PushCount.from_json((share, end, self.rank)))
             case MemberChangeKind.ADMIT:
                 first = ledger.admit(self.rank, self.step)
                 if ledger.skipped is not None:  # a schedule counts the newcomer's steps from where the others are
@@ -83,7 +92,8 @@ def with_members(ledger: Ledger, changes: Sequence[MemberChange]) -> Ledger:
     Without changes, all ranks take part, and none joins or leaves.
     """
     found = ledger.copy()
-    found.active = None
+    if not changes:
+        found.active = None
     for change in changes:
         change.apply_to(found)
     return found

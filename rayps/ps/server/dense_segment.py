@@ -509,10 +509,12 @@ class Shard:
         elif by_reference and not self._borrows:
             value, by_reference = value.clone(), False
         if count:
-            optimizer.begin(area, step if self.ledger.skipped is None else self.tick(rank, step))
+            optimizer.begin(area, self.tick(rank, step))
             self.strategy.on_push(self, value, weight)
         if self.ledger.skipped is not None and not count and not weight and self._open is None:
             self.ledger.skipped[rank] += self.rounds
+        else:
+            self.ledger.count_push()
         if self.changes.kind == PUSHED:
             self.changes.seq += 1
         if self._open is not None:
@@ -534,7 +536,12 @@ class Shard:
                 self.ledger.skip(rank, step + 1)
 
     def tick(self, rank: int, step: int) -> int:
-        """Return round `step` of `rank` as a schedule counts rounds: without the rounds that were skipped in fp16."""
+        """Return round `step` of `rank` as a schedule counts rounds: without the rounds that were skipped in fp16.
+
+        If ranks join and leave, a rank's steps only identify its pushes, and the pushes of all ranks are counted.
+        """
+        if self.ledger.active is not None:
+            return self.ledger.active.pushes.round
         skipped = self.ledger.skipped
         return step if skipped is None else max(0, step - skipped[rank])
 
