@@ -44,7 +44,14 @@ from rayps.strategies.catalogue import parse
 
 pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 PLAIN = "fedavg:local_epochs=2,deadline=500"
+given_pause = remote_replies._VOID_PAUSE
 STEP = 5 / (2**19 - 1)
+
+
+@pytest.fixture(autouse=True)
+def brief_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Void rounds follow each other at once."""
+    monkeypatch.setattr(remote_replies, "_VOID_PAUSE", 0.02)
 
 
 def secure(least: int, more: str = "") -> str:
@@ -81,7 +88,7 @@ def test_masked_sums_are_the_plain_mean_and_nothing_else_leaves(
     assert 0 < error <= STEP / 2 * 3 / 75 * 1.001  # half a step times clients over the sum of their 75 samples
     (event,) = cohorts(job)
     assert (event["replied"], event["trained"], event["dropped"]) == (3, ["h0", "h1", "h2"], [])
-    assert all("20 samples that stay secret" in h.over().said[0] for h in hospitals[:1])
+    assert all("20 samples, which are not sent" in h.over().said[0] for h in hospitals[:1])
     assert [each["samples"] for each in clinic.joined(job).values()] == [0, 0, 0]
     assert [each["doing"] for each in clinic.joined(job).values()] == ["has sent round 0"] * 3
     (point,) = (point for point in job.metrics() if point.get("kind") == "round")
@@ -349,7 +356,8 @@ def test_void_rounds_pause_before_the_next(clinic: Clinic, monkeypatch: pytest.M
     ]
 
 
-def test_void_rounds_last_for_minutes() -> None:
+def test_void_rounds_last_for_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_replies, "_VOID_PAUSE", given_pause)
     pauses = [remote_replies.pause_after(voids) for voids in range(5000)]
     assert pauses[:4] == [0, 1, 2, 4] and pauses == sorted(pauses) and pauses[-1] == 60
     assert sum(pauses[:30]) > 20 * 60
@@ -893,6 +901,8 @@ def test_a_client_of_a_secure_job_follows_no_plain_order(tmp_path: Path) -> None
         ("fedavg:clients=remote,secure=secagg(clip=1,threshold=0.3)", "from 0.5 to below 1"),
         ("fedavg:clients=remote,secure=secagg(clip=1,verify=2)", "true or false"),
         ("fedavg:clients=remote,secure=secagg(clip=1,neighbours=1)", "or auto"),
+        ("fedavg:clients=remote(least=10),secure=secagg(clip=1,neighbours=2)", "each needs 9 .* neighbours=9 or more"),
+        ("fedavg:clients=remote(least=200),secure=secagg(clip=1,neighbours=60)", "neighbours=[67][0-9] or more"),
         ("fedavg:clients=remote,secure=secagg(clip=1,top_k=3)", "no option 'top_k'"),
         ("fedavg:clients=remote,rule=median,secure=secagg(clip=1)", "robust rule"),
         ("fedavg:clients=remote,clip=1,secure=secagg(clip=1)", "clips updates itself"),

@@ -255,7 +255,7 @@ class ClientProcess:
 
     def join(self) -> None:
         """Join the job and receive this client's number. A client that joins again receives the same number."""
-        samples = f"{self.trainer.samples} samples" + (" that stay secret" if self._secure.required else "")
+        samples = f"{self.trainer.samples} samples" + (", which are not sent" if self._secure.required else "")
         sent = None if self._secure.required else self.trainer.samples
         body = {"name": self.name, "key": self._folder.key, "samples": sent, "job": self.job}
         found = self._connection.call("POST", "/api/v1/client/join", json=body).json()

@@ -364,7 +364,7 @@ class RemoteReplies:
                 return
             facts = self._summary()
             joined = f"{_clients(self.count)} {'has' if self.count == 1 else 'have'} joined"
-            rows = "their numbers of samples are secret" if self._secure else f"with {facts['rows']} samples"
+            rows = "their numbers of samples are not sent" if self._secure else f"with {facts['rows']} samples"
             self._engine.w.event("clients", f"{joined}, {rows}", **facts)
 
 
