@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -12,13 +13,15 @@ from urllib.parse import urljoin
 
 import httpx2
 import pytest
-from rayps_api import folder, pages
+from rayps_api import folder, pages, routes_root
 from rayps_api.guard import is_private
 from rayps_api.rollup import Rollup, Rollups
+from rayps_api.service import Service
 from service_site import Site
 
 from rayps.cluster.warm import WarmState
 from rayps.core.job_status import Status
+from rayps.service import store
 from rayps.service.scheduler import Scheduler, View
 
 
@@ -427,6 +430,23 @@ def test_cluster_strategies_metrics_docs(site: Site) -> None:
     assert 'rayps_jobs{status="QUEUED"}' in text and "rayps_ray_ready 0.0" in text
     assert "/api/v1/jobs" in site.http.get("/docs").text
     assert "rayps_warm" not in text
+
+
+def test_a_waiting_job_costs_metrics_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of jobs may wait: none of their rows is read, and none of their folders."""
+    for _ in range(3):
+        site.add()
+    started = site.add()
+    site.start(started)
+    rows, folders = [], []
+    monkeypatch.setattr(store, "_record", lambda row: rows.append(row))
+    monkeypatch.setattr(Service, "progress", lambda self, job: folders.append(job))
+    try:
+        asyncio.run_coroutine_threadsafe(routes_root.prometheus(site.service), site.loop).result(60)
+    finally:
+        monkeypatch.undo()
+    assert rows == [] and started in folders
+    assert set(folders) == {job["id"] for job in site.http.get("/api/v1/jobs?status=STARTING").json()["jobs"]}
 
 
 def test_the_memory_of_warm_processes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -11,11 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from rayps_api.stream import TOPICS
 from service_site import Site
 
 from rayps.cli.main import main
@@ -140,6 +144,116 @@ def test_a_stream_ends_with_its_token(site: Site) -> None:
         site.http.delete(f"/api/v1/tokens/{made['id']}")
         site.store("change_status", job, Status.STOPPED, message="secret", reason="secret")
         assert "STOPPED" not in "".join(lines)
+
+
+STREAMS = ["", "?job={job}", *[f"?job={{job}}&topics={topic}" for topic in TOPICS], "?group=*", "?group=g"]
+
+
+def test_every_stream_ends_when_its_token_expires(site: Site) -> None:
+    """Also one in which nothing happens, and without a change of the store."""
+    job, group = site.add(), {"name": "g"}
+    assert site.http.post("/api/v1/server-groups", json=group).status_code == 201
+    made = site.http.post("/api/v1/tokens", json={"name": "reader", "days": 5 / 86400}).json()
+
+    def read(query: str) -> tuple[int, bool]:
+        """Return the status, and whether the service ended the stream."""
+        url = f"{site.url}/api/v1/stream{query.format(job=job)}"
+        headers = {"Authorization": f"Bearer {made['token']}"}
+        with httpx2.stream("GET", url, timeout=60, headers=headers) as answer:
+            for _ in answer.iter_lines():
+                if time.time() > datetime.fromisoformat(made["expires_at"]).timestamp() + 10:
+                    return answer.status_code, False
+            return answer.status_code, True
+
+    with ThreadPoolExecutor(len(STREAMS)) as pool:
+        found = dict(zip(STREAMS, pool.map(read, STREAMS), strict=True))
+    assert set(found.values()) == {(200, True)}, found
+    assert site.service.streams == 0
+
+
+# what a token is given: (method, path, body), and where the answer has the secret
+MINTS: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "/api/v1/tokens": ("token", {"name": "made"}),
+    "/api/v1/tokens/{token_id}/rotate": ("token", None),
+    "/api/v1/client-tokens": ("token", {"name": "made"}),
+    "/api/v1/client-tokens/{token_id}/rotate": ("token", None),
+    "/api/v1/codes": ("code", None),
+    "/api/v1/session": ("cookie", {}),
+}
+
+
+def test_the_mints_are_all_routes_that_give_a_secret(site: Site) -> None:
+    interface = site.http.get("/openapi.json").json()
+
+    def gives(what: Any) -> bool:
+        text = json.dumps([each.get("content") for each in what["responses"].values()])
+        names = re.findall(r"#/components/schemas/(\w+)", text)
+        return any("token" in interface["components"]["schemas"][name].get("properties", {}) for name in names)
+
+    found = {path for path, verbs in interface["paths"].items() for what in verbs.values() if gives(what)}
+    assert found | {"/api/v1/codes", "/api/v1/session"} == set(MINTS)
+
+
+@pytest.mark.parametrize("path", MINTS)
+@pytest.mark.parametrize("lives", [40.0, None])
+def test_no_secret_lives_longer_than_the_token_that_asked_for_it(site: Site, path: str, lives: float | None) -> None:
+    where, body = MINTS[path]
+    days = {} if lives is None else {"days": lives / 86400}
+    sender = site.http.post("/api/v1/tokens", json={"name": "sender", **days}).json()
+    ends = None if lives is None else datetime.fromisoformat(sender["expires_at"]).timestamp()
+    http = httpx2.Client(base_url=site.url, headers={"Authorization": f"Bearer {sender['token']}"}, timeout=60)
+    if "{token_id}" in path:
+        given = {"name": "old"} if lives is None else {"name": "old", "days": 20 / 86400}
+        base = path.partition("/{")[0]
+        shorter = site.http.post(base, json=given).json()["id"]
+        longer = site.http.post(base, json={"name": "longer"}).json()["id"]
+        assert http.post(path.format(token_id=longer)).status_code == (201 if lives is None else 403)
+        path = path.format(token_id=shorter)
+    if where == "cookie":
+        http.headers.pop("Authorization")
+        body = {"token": sender["token"]}
+    answer = http.post(path, json=body)
+    assert answer.is_success, answer.text
+    if where == "token":
+        found = answer.json()["expires_at"]
+        found = None if found is None else datetime.fromisoformat(found).timestamp()
+    else:
+        if where == "code":
+            answer = http.post("/api/v1/session", json={"code": answer.json()["code"]})
+        secret = next(iter(answer.cookies.values()))
+        found = asyncio.run_coroutine_threadsafe(site.service.store.holder(secret), site.loop).result(60).expires_at
+    if ends is None:
+        assert found is None or found > time.time() + 29 * 86400
+    else:
+        assert found is not None and found <= ends
+    if ends is not None and body is not None and "name" in body:
+        refused = http.post(path, json={**body, "days": 1})
+        assert refused.status_code == 422 and refused.json()["errors"][0]["pointer"] == "/days"
+    http.close()
+
+
+def test_a_changed_code_opens_no_session(site: Site) -> None:
+    sender = site.http.post("/api/v1/tokens", json={"name": "sender", "days": 1}).json()
+    headers = {"Authorization": f"Bearer {sender['token']}"}
+    code = httpx2.post(f"{site.url}/api/v1/codes", headers=headers).json()["code"]
+    head, _, end = code.rpartition(".")
+    for changed in (head, f"{head}.{int(end) + 86400}", f"{head}.inf"):
+        assert httpx2.post(f"{site.url}/api/v1/session", json={"code": changed}).status_code == 401
+    assert httpx2.post(f"{site.url}/api/v1/session", json={"code": code}).status_code == 204
+
+
+@pytest.mark.parametrize("name", ["local", "id"])
+def test_only_the_services_own_token_replaces_itself(site: Site, name: str) -> None:
+    listed = site.http.get("/api/v1/tokens").json()["tokens"]
+    own = next(each["id"] for each in listed if each["name"] == "local") if name == "id" else "local"
+    other = site.http.post("/api/v1/tokens", json={"name": "other"}).json()["token"]
+    before = site.settings.token_file.read_text()
+    url = f"{site.url}/api/v1/tokens/{own}/rotate"
+    refused = httpx2.post(url, headers={"Authorization": f"Bearer {other}"})
+    assert refused.status_code == 403 and "itself" in refused.json()["detail"] and not SECRET.search(refused.text)
+    assert site.settings.token_file.read_text() == before and status(site, site.token) == 200
+    assert site.http.post(url).status_code == 201
+    assert status(site, site.token) == 401 and site.settings.token_file.read_text() != before
 
 
 def test_a_browser_makes_no_tokens(site: Site) -> None:

@@ -8,7 +8,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 
 from rayps.federated.remote.signed_orders import Key
 from rayps.service import adoption
@@ -42,6 +42,7 @@ from rayps_api.schemas import FIELDS, GROUP_FIELDS, NOTICE_FIELDS, SWEEP_FIELDS
 from rayps_api.schemas_clients import CLIENT_FIELDS
 from rayps_api.schemas_tokens import TOKEN_FIELDS
 from rayps_api.service import Service
+from rayps_api.strict_requests import refuse_ignored
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +135,6 @@ def create_app(
         routes_root.router,
         stream.router,
     ):
-        app.include_router(router)
+        app.include_router(router, dependencies=[Depends(refuse_ignored)])
     pages.install(app)
     return app

@@ -104,6 +104,13 @@ class Guard:
                 await answer(scope, receive, with_headers)
 
     async def _refuse(self, request: Request) -> Response | None:
+        if "content-length" in request.headers and "transfer-encoding" in request.headers:
+            return problem(  # RFC 9112, section 6.1: a proxy may have read another end of this request
+                request,
+                400,
+                "the request has both Content-Length and Transfer-Encoding: send one of them",
+                headers={"Connection": "close"},
+            )
         host = _host(request.headers.get("host", ""))
         if host not in self._hosts:
             return problem(
@@ -139,13 +146,13 @@ class Guard:
         if HEADER in request.headers:
             return await self._member(request, None)
         if scheme.lower() == "bearer" and token:
-            if await store.accepts_secret(token.strip()):
-                request.scope.update(rayps_user=True, rayps_bearer=True, rayps_secret=token.strip())
+            if (holder := await store.holder(token.strip())) is not None:
+                request.scope.update(rayps_user=holder, rayps_bearer=True, rayps_secret=token.strip())
                 return None
-        elif cookie and await store.accepts_secret(cookie):
+        elif cookie and (holder := await store.holder(cookie)) is not None:
             if no_origin:
                 return problem(request, 403, "a write with a session cookie needs an Origin header", code="bad_origin")
-            request.scope.update(rayps_user=True, rayps_secret=cookie)
+            request.scope.update(rayps_user=holder, rayps_secret=cookie)
             return None
         return self.refuse_unauthenticated(request)
 

@@ -12,9 +12,9 @@ _TOKENS = "/api/v1/tokens"
 
 
 def interface(derived: dict[str, Any], cookie: str) -> dict[str, Any]:
-    """Complete the derived OpenAPI document: authentication schemes, and the answers 429 and 415.
+    """Complete the derived OpenAPI document: authentication schemes, and the answers 400, 412, 415, 422 and 429.
 
-    429 is added to routes that need authentication, 415 to routes whose requests have a JSON body.
+    429 is added to routes that need authentication, 415 to routes whose requests have a JSON body, the others to all.
     """
     found = copy.deepcopy(derived)
     found.setdefault("components", {})["securitySchemes"] = {
@@ -30,6 +30,8 @@ def interface(derived: dict[str, Any], cookie: str) -> dict[str, Any]:
     for path, verbs in found["paths"].items():
         for verb, operation in verbs.items():
             operation["security"] = security(verb.upper(), path)
+            for status in (400, 412, 422):
+                _add(operation, status)
             if operation["security"]:
                 _add(operation, 429)
                 operation["responses"]["429"].setdefault(

@@ -39,6 +39,7 @@ _CODES = {
     403: "forbidden",
     404: "not_found",
     405: "method_not_allowed",
+    412: "precondition_failed",
     413: "too_large_body",
     415: "unsupported_media_type",
     422: "invalid",

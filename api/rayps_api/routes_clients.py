@@ -47,7 +47,7 @@ from rayps_api.schemas_clients import (
     UpdateOut,
     WorkOut,
 )
-from rayps_api.service import RunningService, Service
+from rayps_api.service import RunningService, SentBy, Service, expiry_of, refuse_longer
 from rayps_api.update_parts import begin_of_range, part_size, span_of
 
 LONGEST_WAIT = 30.0  # seconds that a request for work may wait
@@ -117,13 +117,16 @@ Joined = Annotated[Caller, Depends(_joined)]
 
 
 @router.post("/client-tokens", status_code=201, response_model=NewToken)
-async def create_token(body: TokenIn, running: RunningService) -> Any:
-    """Create a token for clients. The answer is the only one that shows the token."""
+async def create_token(body: TokenIn, running: RunningService, sender: SentBy) -> Any:
+    """Create a token for clients, which lives at most as long as the token of this request.
+
+    The answer is the only one that shows the token.
+    """
     job = None if body.job is None else await running.record(body.job)
     if job is not None:
         _check_remote(job)
-    seconds = None if body.days is None else body.days * 86400
-    grant, text = await running.client_tokens.create(job.id if job else None, body.name, seconds)
+    ends = expiry_of(sender, body.days)
+    grant, text = await running.client_tokens.create(job.id if job else None, body.name, ends)
     return {**_token(grant), "token": text}
 
 
@@ -143,15 +146,17 @@ async def revoke(token_id: Annotated[str, InPath(min_length=1, max_length=100)],
 
 
 @router.post("/client-tokens/{token_id}/rotate", status_code=201, response_model=NewToken)
-async def rotate(token_id: Annotated[str, InPath(min_length=1, max_length=100)], running: RunningService) -> Any:
+async def rotate(
+    token_id: Annotated[str, InPath(min_length=1, max_length=100)], running: RunningService, sender: SentBy
+) -> Any:
     """Replace a token by a new one for the same job, client and expiry. The old token is revoked."""
     old = await running.client_tokens.get(token_id)
-    seconds = None if old.expires_at is None else old.expires_at - time.time()
-    if old.revoked_at is not None or (seconds is not None and seconds <= 0):
+    refuse_longer(sender, old.expires_at, f"client token {old.id}")
+    if old.revoked_at is not None or (old.expires_at is not None and old.expires_at <= time.time()):
         raise Conflict(
             f"client token {old.id} was revoked or has expired: create another with `rayps token create`", status=409
         )
-    grant, text = await running.client_tokens.create(old.job, old.name, seconds)
+    grant, text = await running.client_tokens.create(old.job, old.name, old.expires_at)
     await revoke(token_id, running)
     return {**_token(grant), "token": text}
 

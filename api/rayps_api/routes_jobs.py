@@ -21,7 +21,7 @@ from rayps.core.goodput import FILE as TIME_FILE
 from rayps.core.goodput import read_job_time
 from rayps.core.job_status import Status
 from rayps.core.time_report import report_of
-from rayps.core.urls import is_url
+from rayps.core.urls import is_url, is_web
 from rayps.core.warm_start import StartFrom
 from rayps.core.workload_name import misnamed
 from rayps.service import job_folders, strategy_check
@@ -341,6 +341,12 @@ async def _checkpoint(resume: str, working_dir: str | None, running: Service) ->
             why = "has no checkpoint" if job.status.terminal else "has not ended: wait, or stop it"
             raise ConfigError(f"resume is {resume!r}: job {job.id} {why}", field="resume")
         return job.checkpoint
+    if is_url(resume) and is_web(resume):
+        raise ConfigError(
+            f"resume is {resume!r}: a checkpoint cannot be read from a web server: give the id of an ended job, "
+            "ID:best, a checkpoint's folder, or its URL in an object store such as s3://bucket/run",
+            field="resume",
+        )
     if is_url(resume):  # the driver reads it: the service has no credentials of a job's places
         return resume
     path = Path(working_dir or "/") / resume

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import html
 import os
 from collections.abc import Sequence
@@ -16,11 +17,10 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 import rayps.strategies.catalogue
 from rayps.core.errors import ConfigError
 from rayps.core.job_status import Status
-from rayps.service.store import JobRecord
 from rayps_api.guard import Guard
 from rayps_api.openapi import interface
 from rayps_api.schemas import ClusterOut, Login, Ready, StrategyOut, problems
-from rayps_api.service import RunningService, Service
+from rayps_api.service import RunningService, SentBy, Service
 
 router = APIRouter(responses=problems(401, 403))
 _SILENT_SECONDS = 300.0  # seconds without a tick after which /healthz answers 503; a slow tick can take minutes
@@ -35,8 +35,8 @@ async def login(body: Login, request: Request) -> Response:
     session = None
     if body.code is not None:
         session = await running.store.login(body.code)
-    elif body.token is not None and await running.store.accepts_secret(body.token):
-        session = await running.store.login(await running.store.login_code())
+    elif body.token is not None and (sender := await running.store.holder(body.token)) is not None:
+        session = await running.store.login(await running.store.login_code(most=sender.expires_at))
     if session is None:
         guard: Guard = request.scope["rayps_guard"]
         return guard.refuse_unauthenticated(
@@ -70,9 +70,12 @@ async def logout(request: Request, running: RunningService) -> Response:
 
 
 @router.post("/api/v1/codes", status_code=201, tags=["session"])
-async def code(running: RunningService) -> dict[str, str]:
-    """Create a one-time code for a browser, valid for five minutes."""
-    return {"code": await running.store.login_code()}
+async def code(running: RunningService, sender: SentBy) -> dict[str, str]:
+    """Create a one-time code for a browser, valid for five minutes.
+
+    The session that a browser gets for it lives at most as long as the token of this request.
+    """
+    return {"code": await running.store.login_code(most=sender.expires_at)}
 
 
 @router.get("/api/v1/cluster", response_model=ClusterOut, tags=["cluster"])
@@ -144,8 +147,9 @@ async def prometheus(running: RunningService) -> Response:
             processes.labels(state).set(number)
         Gauge("rayps_warm_bytes", "Memory of the warm processes", registry=registry).set(view.warm.memory)
     _of_groups(running, registry)
-    _of_times(running, await running.store.unfinished(), registry)
-    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    started = [status for status in Status if not status.terminal and status is not Status.QUEUED]
+    await _of_times(running, await running.store.ids(started), registry)
+    return Response(await asyncio.to_thread(generate_latest, registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def _of_groups(running: Service, registry: CollectorRegistry) -> None:
@@ -167,15 +171,16 @@ def _of_groups(running: Service, registry: CollectorRegistry) -> None:
                 gauge.labels(group["name"], str(space.get("name"))).set(space.get(key) or 0)
 
 
-def _of_times(running: Service, records: Sequence[JobRecord], registry: CollectorRegistry) -> None:
+async def _of_times(running: Service, jobs: Sequence[str], registry: CollectorRegistry) -> None:
     goodput = Gauge("rayps_job_goodput", "Useful share of the time of a job's workers", ["job"], registry=registry)
     seconds = Gauge("rayps_job_seconds", "Seconds of a job's workers by part", ["job", "part"], registry=registry)
-    for record in records:
-        account = (running.progress(record.id) or {}).get("account") or {}
+    for job in jobs:
+        await asyncio.sleep(0)  # each reads a file
+        account = (running.progress(job) or {}).get("account") or {}
         if account.get("goodput") is not None:
-            goodput.labels(record.id).set(account["goodput"])
+            goodput.labels(job).set(account["goodput"])
         for part, amount in (account.get("seconds") or {}).items():
-            seconds.labels(record.id, part).set(amount)
+            seconds.labels(job, part).set(amount)
 
 
 @router.get("/openapi.json", include_in_schema=False)

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, HTTPException, Path, Request
 
-from rayps.service.user_tokens import UserToken
+from rayps.service.user_tokens import LOCAL, UserToken
 from rayps_api.schemas import problems, timestamp
 from rayps_api.schemas_tokens import NewUserToken, UserTokenIn, UserTokenOut, UserTokensOut
-from rayps_api.service import RunningService, Service
+from rayps_api.service import RunningService, SentBy, Service, expiry_of, refuse_longer
 
 router = APIRouter(prefix="/api/v1/tokens", tags=["tokens"], responses=problems(400, 401, 403, 404, 409, 413, 422))
 
@@ -32,9 +32,12 @@ Bearer = Annotated[Service, Depends(_bearer)]
 
 
 @router.post("", status_code=201, response_model=NewUserToken)
-async def create(body: UserTokenIn, running: Bearer) -> Any:
-    """Create a token for a user. The answer is the only one that shows the token."""
-    found, text = await running.user_tokens.create(body.name, None if body.days is None else body.days * 86400)
+async def create(body: UserTokenIn, running: Bearer, sender: SentBy) -> Any:
+    """Create a token for a user, which lives at most as long as the token of this request.
+
+    The answer is the only one that shows the token.
+    """
+    found, text = await running.user_tokens.create(body.name, expiry_of(sender, body.days))
     return {**_shown(found), "token": text}
 
 
@@ -45,8 +48,19 @@ async def page(running: Bearer) -> Any:
 
 
 @router.post("/{token_id}/rotate", status_code=201, response_model=NewUserToken)
-async def rotate(token_id: TokenId, running: Bearer) -> Any:
-    """Replace a token by a new one. The old token is revoked at once, and all browser sessions end."""
+async def rotate(token_id: TokenId, running: Bearer, sender: SentBy) -> Any:
+    """Replace a token by a new one. The old token is revoked at once, and all browser sessions end.
+
+    The service's own token is replaced only by itself, and one that lives longer than that of this request is not.
+    """
+    old = await running.user_tokens.find(token_id)
+    if old.name == LOCAL and old.revoked_at is None and not sender.hash.startswith(old.id):
+        raise HTTPException(
+            403,
+            "the service's own token is replaced only by itself: send the token in the file `token` of the service's "
+            "state directory, or delete this file and restart the service",
+        )
+    refuse_longer(sender, old.expires_at, f"token {old.id} ({old.name})")
     found, text = await running.user_tokens.rotate(token_id)
     return {**_shown(found), "token": text}
 

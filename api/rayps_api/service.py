@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import Depends, Request
+from fastapi import Depends, HTTPException, Request
 
-from rayps.core.errors import Unauthorized
+from rayps.core.errors import ConfigError, Unauthorized
 from rayps.core.records import read_json
 from rayps.federated.remote.mailbox import FOLDER, Mailbox
 from rayps.service.client_tokens import ClientTokens
@@ -22,7 +23,7 @@ from rayps.service.groups import Groups
 from rayps.service.members import Members, members_of, named_grant
 from rayps.service.scheduler import Scheduler
 from rayps.service.settings import Settings
-from rayps.service.store import JobRecord, Store
+from rayps.service.store import Holder, JobRecord, Store
 from rayps.service.user_tokens import UserTokens
 from rayps_api.rollup import Rollups
 from rayps_api.schemas import finite, job_out
@@ -130,3 +131,43 @@ def service(request: Request) -> Service:
 
 
 RunningService = Annotated[Service, Depends(service)]
+
+
+def holder(request: Request, running: RunningService) -> Holder:
+    """Return who sent a request of a user: no secret that the request gets may live longer."""
+    found: Holder = request.scope["rayps_user"]
+    return found
+
+
+SentBy = Annotated[Holder, Depends(holder)]
+
+
+def expiry_of(sender: Holder, days: float | None) -> float | None:
+    """Return when a new secret expires: after so many days, or (None) when the sender's own does.
+
+    Raises:
+        ConfigError: this is later than the sender's own. The error names the field `days`.
+    """
+    if days is None:
+        return sender.expires_at
+    found = time.time() + days * 86400
+    if not sender.outlives(found):
+        left = ((sender.expires_at or 0.0) - time.time()) / 86400
+        raise ConfigError(
+            f"days is {days:g}, and the token of this request is valid for {left:.3g} days: a token makes none that "
+            "lives longer; give fewer days, or none",
+            field="days",
+        )
+    return found
+
+
+def refuse_longer(sender: Holder, expires_at: float | None, what: str) -> None:
+    """Refuse to give the sender a new secret in place of one that lives longer than the sender's own.
+
+    Raises:
+        HTTPException: it does (status 403).
+    """
+    if not sender.outlives(expires_at):
+        raise HTTPException(
+            403, f"{what} lives longer than the token of this request: rotate it with a token that lives as long"
+        )

@@ -23,7 +23,7 @@ from rayps.core.errors import ConfigError, NotFound
 from rayps_api import folder
 from rayps_api.routes_servers import list_groups, show_group
 from rayps_api.schemas import problems
-from rayps_api.service import MOST_STREAMS, RunningService, Service
+from rayps_api.service import MOST_STREAMS, RunningService, SentBy, Service
 
 TOPICS = ("job", "metrics", "logs", "events")
 _PAUSE = 0.25  # seconds between two reads of a job's files
@@ -89,6 +89,7 @@ async def _check_request(
 async def stream(
     running: RunningService,
     request: Request,
+    sender: SentBy,
     at: Annotated[Cursor, Depends(_check_request)],
     job: Annotated[str | None, Query(max_length=100)] = None,
     topics: Annotated[str, Query(max_length=100)] = ",".join(TOPICS),
@@ -98,26 +99,43 @@ async def stream(
 
     With `group`, stream the changes of this server group instead; `*` means all server groups.
     """
+    reader = _Reader(running, request.scope["rayps_secret"], sender.expires_at)
     if group is not None:
-        messages = _group_messages(running, group)
+        messages = _group_messages(reader, group)
     elif job is None:
-        messages = _list_messages(running)
+        messages = _list_messages(reader)
     else:
         chosen = {topic for topic in TOPICS if topic in topics.split(",")}
-        messages = _job_messages(running, (await running.record(job)).id, chosen, at)
-    secret, version = request.scope["rayps_secret"], running.store.version
+        messages = _job_messages(reader, (await running.record(job)).id, chosen, at)
     async for message in messages:
-        if version != running.store.version:  # the token may have been revoked since
-            version = running.store.version
-            if not await running.store.accepts_secret(secret):
-                return
+        if not await reader.may_read():
+            return
         yield message
 
 
-async def _job_messages(running: Service, job_id: str, topics: set[str], at: Cursor) -> AsyncIterator[ServerSentEvent]:
-    shown, version, record = "", -1, None
-    began = time.monotonic()
-    while not running.closing.is_set() and time.monotonic() - began < _LONGEST:
+class _Reader:
+    """Who reads a stream, and whether it goes on: every stream asks before it looks again and before it sends."""
+
+    def __init__(self, running: Service, secret: str, expires_at: float | None) -> None:
+        self.running, self._secret, self._expires_at = running, secret, expires_at
+        self._ends, self._version = time.monotonic() + _LONGEST, running.store.version
+
+    async def may_read(self) -> bool:
+        """Return whether the service runs, the stream is not too old, and its token is valid."""
+        store = self.running.store
+        if self.running.closing.is_set() or time.monotonic() >= self._ends:
+            return False
+        if self._expires_at is not None and time.time() >= self._expires_at:
+            return False
+        if self._version != store.version:  # the token may have been revoked since
+            self._version = store.version
+            return await store.accepts_secret(self._secret)
+        return True
+
+
+async def _job_messages(reader: _Reader, job_id: str, topics: set[str], at: Cursor) -> AsyncIterator[ServerSentEvent]:
+    running, shown, version, record = reader.running, "", -1, None
+    while await reader.may_read():
         if version != running.store.version or record is None:
             version = running.store.version
             try:
@@ -160,11 +178,10 @@ async def _read_new(running: Service, job_id: str, topic: str, at: Cursor) -> di
     return {"events": events} if events else None
 
 
-async def _list_messages(running: Service) -> AsyncIterator[ServerSentEvent]:
+async def _list_messages(reader: _Reader) -> AsyncIterator[ServerSentEvent]:
     shown: dict[str, str] = {}
-    version, records = -1, []
-    began = time.monotonic()
-    while not running.closing.is_set() and time.monotonic() - began < _LONGEST:
+    running, version, records = reader.running, -1, []
+    while await reader.may_read():
         if version != running.store.version:
             version = running.store.version
             records = await running.store.page(limit=_LIST)
@@ -180,11 +197,10 @@ async def _list_messages(running: Service) -> AsyncIterator[ServerSentEvent]:
         await _pause(running, _LIST_PAUSE)
 
 
-async def _group_messages(running: Service, name: str) -> AsyncIterator[ServerSentEvent]:
+async def _group_messages(reader: _Reader, name: str) -> AsyncIterator[ServerSentEvent]:
     """Stream one group, or the summary of all groups, after each change. A stream of one group ends with `end`."""
-    shown = ""
-    began = time.monotonic()
-    while not running.closing.is_set() and time.monotonic() - began < _LONGEST:
+    running, shown = reader.running, ""
+    while await reader.may_read():
         try:
             data = await list_groups(running) if name == ALL_GROUPS else await show_group(running, name)
         except NotFound as error:

@@ -16,6 +16,11 @@ def is_url(given: object) -> bool:
     return isinstance(given, str) and _URL.match(given) is not None
 
 
+def is_web(given: str) -> bool:
+    """Return whether a URL, or the one inside of a chain of protocols, is of the web, which cannot be listed."""
+    return re.search(r"(^|::)https?://", given, re.IGNORECASE) is not None
+
+
 def location_of(given: Location) -> Location:
     """Return a path as Path, and a URL as text, without a slash at its end."""
     return given.rstrip("/") if isinstance(given, str) and is_url(given) else Path(given)

@@ -54,8 +54,8 @@ class ClientTokens:
     def __init__(self, store: Store, key: Key) -> None:
         self._store, self.key = store, key
 
-    async def create(self, job: str | None, name: str | None, seconds: float | None = None) -> tuple[Grant, str]:
-        """Create a token that expires after `seconds` (None means never); return its grant and its text.
+    async def create(self, job: str | None, name: str | None, expires_at: float | None = None) -> tuple[Grant, str]:
+        """Create a token that expires at `expires_at` (None means never); return its grant and its text.
 
         The text is not stored.
 
@@ -65,7 +65,7 @@ class ClientTokens:
         if job is None and name is None:
             raise ConfigError("a client token needs a job, a client's name, or both: give job or name", field="job")
         token, now = ClientToken.create(job, self.key, name), time.time()
-        grant = Grant(secrets.token_hex(4), job, name, now, None if seconds is None else now + seconds, None)
+        grant = Grant(secrets.token_hex(4), job, name, now, expires_at, None)
         async with self._store.writing() as tx:
             await tx.execute(
                 _table.insert().values(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import secrets
 import sqlite3
 import time
@@ -156,6 +157,18 @@ class JobRecord:
     scale_to: int | None = None  # the most workers of an elastic job that the user wants now; None: as many as it may
     allowed: int | None = None  # the workers that an elastic job may have now; None: its least number
     allowed_at: float | None = None  # when `allowed` was set
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who sent a request: the hash of its token or session, and when this expires (None: never)."""
+
+    hash: str
+    expires_at: float | None
+
+    def outlives(self, expires_at: float | None) -> bool:
+        """Return whether this secret lives at least as long as one that expires then (None: never)."""
+        return self.expires_at is None or (expires_at is not None and expires_at <= self.expires_at)
 
 
 class Store:
@@ -350,6 +363,12 @@ class Store:
         query = _jobs.select().where(_jobs.c.status.in_(_UNFINISHED)).order_by(_jobs.c.id)
         async with self.reading() as tx:
             return [_record(row) for row in await tx.execute(query)]
+
+    async def ids(self, statuses: Collection[Status]) -> list[str]:
+        """List the ids of the jobs with these statuses, oldest first."""
+        query = sa.select(_jobs.c.id).where(_jobs.c.status.in_([s.value for s in statuses])).order_by(_jobs.c.id)
+        async with self.reading() as tx:
+            return list((await tx.execute(query)).scalars())
 
     async def get_many(self, ids: Collection[str]) -> list[JobRecord]:
         """List the jobs with these ids, oldest first. Ids of deleted jobs are ignored."""
@@ -634,24 +653,33 @@ class Store:
 
     async def accepts_secret(self, secret: str, now: float | None = None) -> bool:
         """Return whether a token's or session's secret is known, not revoked and not expired."""
+        return await self.holder(secret, now) is not None
+
+    async def holder(self, secret: str, now: float | None = None) -> Holder | None:
+        """Return the facts of a token's or session's secret; None if it is unknown, was revoked or has expired."""
         now = time.time() if now is None else now
-        query = sa.select(_tokens.c.hash).where(
+        query = sa.select(_tokens.c.hash, _tokens.c.expires_at).where(
             _tokens.c.hash == _sha256(secret),
             _tokens.c.revoked_at.is_(None),
             sa.or_(_tokens.c.expires_at.is_(None), _tokens.c.expires_at > now),
         )
         async with self.reading() as tx:
-            return (await tx.execute(query)).first() is not None
+            row = (await tx.execute(query)).first()
+        return None if row is None else Holder(row.hash, row.expires_at)
 
     async def revoke(self, secret: str) -> None:
         """Revoke a token or a session at once."""
         async with self.writing() as tx:
             await tx.execute(_tokens.update().where(_tokens.c.hash == _sha256(secret)).values(revoked_at=time.time()))
 
-    async def login_code(self, now: float | None = None) -> str:
-        """Create a code that a browser can exchange for a session once, within five minutes."""
+    async def login_code(self, now: float | None = None, most: float | None = None) -> str:
+        """Create a code that a browser can exchange for a session once, within five minutes.
+
+        `most`: when the session expires at the latest, in seconds since the epoch. It is the code's end, so that it
+        cannot be changed: the store has the hash of the whole code.
+        """
         now = time.time() if now is None else now
-        code = secrets.token_urlsafe(24)
+        code = secrets.token_urlsafe(24) + ("" if most is None else f".{int(most)}")
         async with self.writing() as tx:
             await tx.execute(_codes.delete().where(_codes.c.expires_at < now))
             await tx.execute(_codes.insert().values(hash=_sha256(code), expires_at=now + _CODE_SECONDS))
@@ -664,7 +692,8 @@ class Store:
             used = await tx.execute(_codes.delete().where(_codes.c.hash == _sha256(code), _codes.c.expires_at > now))
             if used.rowcount != 1:
                 return None
-        return await self._add_token("session", now + _SESSION_SECONDS)
+        most = float(code.rpartition(".")[2]) if "." in code else math.inf
+        return await self._add_token("session", min(most, now + _SESSION_SECONDS))
 
     async def _add_token(self, kind: str, expires_at: float | None) -> str:
         secret = f"rps_{secrets.token_urlsafe(32)}"

@@ -89,8 +89,8 @@ class UserTokens:
         self._file.chmod(0o600)
         return text, made
 
-    async def create(self, name: str, seconds: float | None = None) -> tuple[UserToken, str]:
-        """Create a token that expires after `seconds` (None means never); return its record and its text.
+    async def create(self, name: str, expires_at: float | None = None) -> tuple[UserToken, str]:
+        """Create a token that expires at `expires_at` (None means never); return its record and its text.
 
         The text is not stored.
 
@@ -103,7 +103,7 @@ class UserTokens:
             )
         text = _secret()
         async with self._store.writing() as tx:
-            await _add(tx, text, _USER, name, None if seconds is None else time.time() + seconds)
+            await _add(tx, text, _USER, name, expires_at)
         return await self.find(_id(text)), text
 
     async def all(self) -> list[UserToken]:

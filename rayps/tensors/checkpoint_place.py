@@ -36,7 +36,7 @@ import fsspec
 
 from rayps.core.errors import CheckpointError, PlaceError, first_line
 from rayps.core.failpoint import passing
-from rayps.core.urls import Location, is_url
+from rayps.core.urls import Location, is_url, is_web
 
 MANIFEST = "manifest.json"
 BLOCK = 8 << 20  # bytes that are read, hashed, written or sent at a time
@@ -115,6 +115,12 @@ class CheckpointPlace(ABC):
             return LocalFolder(Path(given))
         if str(given).lower().startswith("file://"):
             return LocalFolder(Path(str(given)[len("file://") :]))
+        if is_web(str(given)):
+            raise CheckpointError(
+                f"{given} is an address of a web server, which is no place for checkpoints: give a folder, or a URL of "
+                "an object store such as s3://bucket/run",
+                place=str(given),
+            )
         return ObjectStore(str(given).rstrip("/"), seconds)
 
     @property
