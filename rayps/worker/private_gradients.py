@@ -135,6 +135,11 @@ class BudgetedLoop(Loop):
         self.w.sums.releases.begin(stopped)
         end_by_budget(self.w, self.w.sums.releases)
 
+    def run_round(self) -> None:
+        """Run a step, with random numbers of the model that nobody can draw again. See `Loop`."""
+        self.w.sums.releases.seed_step(self.w.position)
+        super().run_round()
+
     def end_round(self) -> None:
         """End the phase if the budget allows no further step. See `Loop`."""
         end_by_budget(self.w, self.w.sums.releases)

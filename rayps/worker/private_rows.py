@@ -23,6 +23,7 @@ from rayps.privacy.ledger import open_ledger
 from rayps.privacy.mechanism import ROW
 from rayps.privacy.noise import KeyedNoise, NoiseSource, SecretNoise
 from rayps.privacy.row_level import RowPrivacy
+from rayps.tensors.random_state import seed_torch
 from rayps.worker.batches import BatchStream, step_of
 from rayps.worker.plan import WorkerPlan
 from rayps.workload.base import Workload
@@ -130,6 +131,14 @@ class RowReleases:
         part.copy_(part.double() + torch.from_numpy(noise).to(part.device))
         passing("privacy: noised, not released")
         return {"epsilon": account.epsilon, "releases": account.releases}
+
+    def seed_step(self, step: int) -> None:
+        """Set torch's random state, from which the model's dropout is drawn in `step`, from the secret source.
+
+        Which random numbers a row gets depends on how many rows were drawn before it. If they could be drawn again, the
+        sum would depend on a single row by more than the clip.
+        """
+        seed_torch(int(self._source.uniform(1, step, self._rank, 1)[0] * 2**53))
 
     def close(self) -> None:
         """Close the ledger."""
