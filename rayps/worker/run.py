@@ -437,6 +437,8 @@ class PlanRun:
             loop.begin_round()
             loop.run_round()
             loop.end_round()
+            if plan.private is not None:  # how many random numbers a round has used depends on its secret draws
+                loop.seed_after(w.position)
             if self._trace is not None:
                 self._trace.round_over()
             loop.average_weights()
