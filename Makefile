@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-# Test processes that run at once: one more than there are cores, since tests wait for each other's deadlines and processes.
-JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
+# Test processes that run at once: two more than there are cores, since tests wait for deadlines and for processes.
+JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 2 : 8)))
 SOAK ?= 8h
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import numpy as np
 import torch
 from fake_manager import ThreadPlace
+from hospital_work import SIZES, All, Own, Server, rows  # noqa: F401  those that tests import from here
 from rayps_client.client_folder import ClientFolder
 from rayps_client.connection import Line, ServiceConnection
 from rayps_client.members.consent import Consent
@@ -27,14 +27,12 @@ from rayps_client.secure.pinned_keys import PeerKeys
 from rayps_client.signed_orders import ClientToken
 from service_site import Site
 
-import rayps
 from rayps.clients.workload_trainer import WorkloadTrainer
 from rayps.cluster.local import surrounding
 from rayps.service.client import Client, Job
 from rayps.tensors import checkpoint
 from rayps.tensors.snapshot import Snapshot
 
-SIZES = (20, 25, 30)
 WORK = """
 import os, time
 import torch
@@ -49,80 +47,11 @@ class Slow(client_site.Own):  # the client of a process: which one, and how slow
 """
 
 
-def rows(k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of hospital k."""
-    made = torch.Generator().manual_seed(100 + k)
-    x = torch.randn(SIZES[k % 3], 5, generator=made, dtype=torch.float64)
-    return x, torch.sin(x.sum(dim=1, keepdim=True)) + 0.3 * k
+class Hospitals:
+    """The user of a service, and the clients of the user's jobs as threads of this process."""
 
-
-class Server(rayps.Workload):
-    """A regression whose rows are elsewhere."""
-
-    def model(self):
-        return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
-
-    def data(self):
-        raise RuntimeError("the server has no training data")
-
-    def evaluation_data(self):
-        return rayps.data.tensors(*rows(9), batch_size=8)
-
-    def loss(self, model, batch):
-        return ((model(batch.x) - batch.y) ** 2).mean()
-
-    def optimizer(self, params):
-        return torch.optim.SGD(params, lr=0.05)
-
-    def evaluate(self, model, batch):
-        return {"error": (model(batch.x) - batch.y).abs().mean()}
-
-
-class Own(Server):
-    """The same where the rows of one hospital are."""
-
-    def __init__(self, k=0, pause=0.0, gate=None):
-        self.k, self.pause, self.gate, self.calls = k, pause, gate, 0
-
-    def data(self):
-        return rayps.data.tensors(*rows(self.k), batch_size=8)
-
-    def loss(self, model, batch):
-        self.calls += 1
-        if self.calls == 1:  # it is tried out before it joins
-            return super().loss(model, batch)
-        time.sleep(self.pause)
-        if self.gate is not None:
-            self.gate.wait(60)
-        return super().loss(model, batch)
-
-
-class All(Server):
-    """The same with everyone's rows here: simulated clients."""
-
-    def __init__(self, clients):
-        self.clients = clients
-
-    def data(self):
-        parts = [rows(k) for k in range(self.clients)]
-        who = np.concatenate([np.full(len(x), k) for k, (x, _) in enumerate(parts)])
-        x, y = (torch.cat(each) for each in zip(*parts, strict=True))
-        return rayps.data.tensors(x, y, batch_size=8, client=who)
-
-
-class Clinic(Site):
-    """A service, its jobs and their clients, all in this process."""
-
-    def __init__(self, path: Path, port: int = 0, **settings: Any) -> None:
-        place = ThreadPlace()
-        place.threads = surrounding()  # type: ignore[assignment]  # where a driver in a thread starts its workers
-        super().__init__(path / "state", port, place, **settings)
-        (path / "work.py").write_text(WORK)
-        self.path, self.running = path, list[Hospital]()
-        self.user = Client(self.url, self.token)
-
-    def job(self, strategy: str, rounds: int = 3, **options: Any) -> Job:
-        return self.user.submit("work.py:Server", working_dir=self.path, strategy=strategy, epochs=rounds, **options)
+    def __init__(self, path: Path, user: Client) -> None:
+        self.path, self.user, self.running = path, user, list[Hospital]()
 
     def invite(self, job: Job, **more: Any) -> dict[str, Any]:
         found: dict[str, Any] = self.user.call("POST", "/api/v1/client-tokens", json={"job": job.id, **more})
@@ -149,11 +78,33 @@ class Clinic(Site):
     def reason(self, job: Job) -> str:
         return str(job.refresh().data["reason"] or "")
 
-    def trained(self, job: Job) -> torch.Tensor:
+    def trained(self, job: Job, seconds: float = 60.0) -> torch.Tensor:
         """The parameters with which a job ended."""
-        data = job.wait(60).data
+        data = job.wait(seconds).data
         assert data["status"] == "SUCCEEDED", data["reason"]
         return Snapshot.from_state(checkpoint.load(data["checkpoint"])).params
+
+    def close(self) -> None:
+        for job in self.user.jobs():
+            if not job.status.terminal:
+                job.stop()
+        for each in self.running:
+            each.end()
+        self.user.close()
+
+
+class Clinic(Site, Hospitals):
+    """A service, its jobs and their clients, all in this process."""
+
+    def __init__(self, path: Path, port: int = 0, **settings: Any) -> None:
+        place = ThreadPlace()
+        place.threads = surrounding()  # type: ignore[assignment]  # where a driver in a thread starts its workers
+        Site.__init__(self, path / "state", port, place, **settings)
+        Hospitals.__init__(self, path, Client(self.url, self.token))
+        (path / "work.py").write_text(WORK)
+
+    def job(self, strategy: str, rounds: int = 3, **options: Any) -> Job:
+        return self.user.submit("work.py:Server", working_dir=self.path, strategy=strategy, epochs=rounds, **options)
 
     def workers(self) -> list[str]:
         return [
@@ -168,13 +119,8 @@ class Clinic(Site):
             cluster.kill(cluster.find(name))  # type: ignore[arg-type]
 
     def close(self) -> None:
-        for job in self.user.jobs():
-            if not job.status.terminal:
-                job.stop()
-        for each in self.running:
-            each.end()
-        self.user.close()
-        super().close()
+        Hospitals.close(self)
+        Site.close(self)
 
 
 class Hospital(threading.Thread):
@@ -182,7 +128,7 @@ class Hospital(threading.Thread):
 
     def __init__(
         self,
-        clinic: Clinic,
+        home: Hospitals,
         job: Job,
         k: int,
         token: str | ClientToken,
@@ -202,10 +148,10 @@ class Hospital(threading.Thread):
         self.error: Exception | None = None
         workload = Own(k, pause, gate)
         found = token if isinstance(token, ClientToken) else ClientToken.read(token)
-        self.folder = ClientFolder(state or clinic.path / f"hospital-{job.id}-{name or k}")
+        self.folder = ClientFolder(state or home.path / f"hospital-{job.id}-{name or k}")
         line = Line(auth=None if member is None else SignedRequests(member, found.fingerprint))
         bearer = str(found) if found.secret else ""
-        self.connection = ServiceConnection(clinic.url, bearer, 20.0, self.said.append, transport, line=line)
+        self.connection = ServiceConnection(home.user.url, bearer, 20.0, self.said.append, transport, line=line)
         self.outside = ClientProcess(
             WorkloadTrainer(workload, workload.data()),
             found,

@@ -2,6 +2,7 @@
 
 import compileall
 import gc
+import importlib.util
 import os
 import random
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import lanes
 import pytest
 import torch
+from lanes import uses_ray, uses_service
 from traces import Traces
 
 from rayps.runtime import driver
@@ -59,12 +61,15 @@ def pytest_collection():
     """Collect without the garbage collector, then freeze what was collected: two million objects, in each worker.
 
     They stay until the end, and a search among them takes seconds: half of the collection, and most of a test that
-    calls `gc.collect()`.
+    calls `gc.collect()`. The tests' bytecode is written also under PYTHONDONTWRITEBYTECODE: without it each worker
+    compiles all tests in each run, 40% of a collection.
     """
     gc.disable()
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, False
     try:
         return (yield)
     finally:
+        sys.dont_write_bytecode = before
         gc.collect()
         gc.freeze()
         gc.enable()
@@ -74,16 +79,15 @@ def pytest_report_header():
     return f"seed of random tests: {SEED} (set RAYPS_TEST_SEED to repeat)"
 
 
-def uses_ray(item):
-    if "ray_cluster" in getattr(item, "fixturenames", ()):
-        return True
-    return hasattr(item, "callspec") and item.callspec.params.get("cluster") == "ray"  # it asks for Ray when it runs
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item):
     if item.path.name.startswith("test_bench"):
         item.add_marker("bench")
+
+
+def last(item):
+    """Sorts the dear tests to the end, those that share a service or a Ray together."""
+    return uses_ray(item), uses_service(item), any(map(item.get_closest_marker, ("ray", "browser")))
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist's own hook reads the groups that this one writes
@@ -91,7 +95,9 @@ def pytest_collection_modifyitems(items):
     if os.environ.get("PYTEST_XDIST_WORKER"):
         lanes.group(items)
     else:
-        items.sort(key=lambda item: (uses_ray(item), any(map(item.get_closest_marker, ("ray", "browser")))))
+        items.sort(
+            key=lambda item: (uses_ray(item), uses_service(item), any(map(item.get_closest_marker, ("ray", "browser"))))
+        )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -103,12 +109,14 @@ def pytest_xdist_node_collection_finished(ids):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-    """End the shared Ray before the first test that does not use it: `train()` would find that Ray in this process."""
+    """End what is shared before the first test that does not use it: `train()` would find that Ray in this process."""
     try:
         return (yield)
     finally:
+        if not uses_service(nextitem):
+            SHARED.end_service()
         if SHARED.cluster is not None and not uses_ray(nextitem):
-            SHARED.end()
+            SHARED.end_ray()
         elif SHARED.cluster is None and (ray := sys.modules.get("ray")) is not None and ray.is_initialized():
             ray.shutdown()  # later tests of this process would run on that Ray
             pytest.fail(f"{item.nodeid} left this process connected to a Ray")
@@ -128,13 +136,13 @@ def missing(what):
     pytest.skip(f"there is no {what}")
 
 
-class SharedRay:
-    """One Ray for all tests of this process that need one; nothing of it may be left at the end."""
+class Shared:
+    """One Ray and one job service for all tests of this process; nothing of them may be left at the end."""
 
     def __init__(self):
-        self.cluster = self.traces = None
+        self.cluster = self.traces = self.service = None
 
-    def get(self):
+    def ray(self):
         if self.cluster is None:
             try:
                 from rayps.cluster.ray_cluster import RayCluster  # loads ray, which most tests do without
@@ -146,18 +154,42 @@ class SharedRay:
                 self.cluster = RayCluster.local(cpus=16)
         return self.cluster
 
-    def end(self):
+    def end_ray(self):
         cluster, self.cluster = self.cluster, None
         if cluster is not None:
             cluster.close()
             gc.collect()  # results of earlier tests, with their folders, may be in cycles
             assert not self.traces.left()
 
+    def running_service(self):
+        if self.service is None:
+            if importlib.util.find_spec("ray") is None:
+                missing("ray")
+            from real_service import SharedService  # loads the service's client, which most tests do without
 
-SHARED = SharedRay()
+            self.service = SharedService(Path(tempfile.mkdtemp(prefix="s", dir=os.environ["RAYPS_TEST_FOLDER"])))
+        return self.service
+
+    def end_service(self):
+        service, self.service = self.service, None
+        if service is not None:
+            service.end()
+
+
+SHARED = Shared()
 
 
 @pytest.fixture
 def ray_cluster():
     """The shared local Ray with 16 CPUs; it starts with the first test that uses it."""
-    return SHARED.get()
+    return SHARED.ray()
+
+
+@pytest.fixture
+def ray_service():
+    """The shared `rayps serve` with a Ray of its own, 8 CPUs; it starts with the first test that uses it.
+
+    A test finds no job, server group or token there, and what it leaves is stopped and deleted when it ends.
+    """
+    with SHARED.running_service().lent() as serve:
+        yield serve

@@ -7,7 +7,9 @@ written by `make durations`); then no worker is left with a long group at the en
 
 import json
 import os
+import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,19 +25,33 @@ def key(item):
     return f"{Path(item.path).relative_to(TABLE.parent).as_posix()}::{getattr(item, 'originalname', None) or item.name}"
 
 
-def known():
+def known(table=TABLE):
     """Seconds by test function, all parameters together; empty without a table."""
     try:
-        return json.loads(TABLE.read_text(encoding="utf-8"))
+        return json.loads(table.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
+
+
+def uses_ray(item):
+    """Whether this item runs on the shared Ray."""
+    if "ray_cluster" in getattr(item, "fixturenames", ()):
+        return True
+    return hasattr(item, "callspec") and item.callspec.params.get("cluster") == "ray"  # it asks for Ray when it runs
+
+
+def uses_service(item):
+    """Whether this item submits to the shared service."""
+    return "ray_service" in getattr(item, "fixturenames", ())
 
 
 def shared(item):
     """What this item shares with others for longer than one test; None = nothing."""
     names = item.fixturenames
-    if "ray_cluster" in names:
+    if uses_ray(item):
         return "ray"
+    if uses_service(item):
+        return "service"
     if "chromium" in names and not item.get_closest_marker("ray"):
         return "browser"
     found = item._fixtureinfo.name2fixturedefs
@@ -63,7 +79,7 @@ def group(items):
     files, bound = defaultdict(float), set()
     for item in items:
         files[item.path] += cost[item]
-        if shared(item):
+        if shared(item) == Path(item.path).stem:
             bound.add(item.path)
     names = {}
     for item in items:
@@ -77,17 +93,55 @@ def group(items):
 
 
 class Stopwatch:
-    """Collects how long each test function took; writes the table at the end where that is asked for."""
+    """Collects how long each test function took, and merges that into the table at the end.
 
-    def __init__(self):
-        self.seconds = defaultdict(float)
+    A function whose every case was skipped has no duration of this run: it keeps the one of an earlier run, if any.
+    """
+
+    def __init__(self, table=TABLE):
+        self.table = table
+        self.seconds = defaultdict(float)  # by case: the name that pytest gives it
+        self.skipped = set()
 
     def pytest_runtest_logreport(self, report):
-        path, _, rest = report.nodeid.removeprefix("tests/").partition("::")
-        name = rest.partition("@")[0].partition("[")[0]
-        self.seconds[f"{path}::{name.rpartition('::')[2]}"] += report.duration
+        case = report.nodeid
+        self.seconds[case] += report.duration
+        if report.skipped and not hasattr(report, "wasxfail"):
+            self.skipped.add(case)
 
-    def pytest_sessionfinish(self, session):
+    def durations(self):
+        """Seconds by test function, all cases together that ran."""
+        found = defaultdict(float)
+        for case, seconds in self.seconds.items():
+            if case not in self.skipped:
+                found[function_of(case)] += seconds
+        return {name: round(seconds, 1) for name, seconds in found.items()}
+
+    def pytest_sessionfinish(self):
         if os.environ.get("PYTEST_XDIST_WORKER") is None:
-            table = {name: round(value, 1) for name, value in sorted(self.seconds.items()) if value >= 0.5}
-            TABLE.write_text(json.dumps(table, indent=0) + "\n", encoding="utf-8")
+            table = merged(known(self.table), self.durations(), self.table.parent)
+            self.table.write_text(json.dumps(table, indent=0) + "\n", encoding="utf-8")
+
+
+def function_of(case):
+    """The test function of a case, as the table names it; pytest-xdist adds the group to a case's name, after an @."""
+    path, _, rest = case.removeprefix("tests/").partition("::")
+    return f"{path}::{rest.partition('@')[0].partition('[')[0].rpartition('::')[2]}"
+
+
+def merged(before, now, folder):
+    """The table of an earlier run and of this one; a function that is not in the tests any more is left out."""
+    return {name: seconds for name, seconds in sorted({**before, **now}.items()) if exists(name, folder)}
+
+
+def exists(name, folder):
+    path, _, function = name.partition("::")
+    try:
+        return re.search(rf"^\s*(async )?def {re.escape(function)}\(", text_of(folder / path), re.MULTILINE) is not None
+    except FileNotFoundError:
+        return False
+
+
+@cache
+def text_of(path):
+    return path.read_text(encoding="utf-8")

@@ -42,14 +42,14 @@ class Handle:
 
 
 class ProcessPlace:
-    """A place whose drivers are processes; each begins by itself, whoever started it."""
+    """A place whose drivers are processes; each begins by itself, whoever started it. A job of more CPUs waits."""
 
     owned = False
     address = "processes"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cpus: float = 64.0) -> None:
         folder.mkdir(exist_ok=True)
-        self._folder = folder
+        self._folder, self._cpus = folder, cpus
 
     def capacity(self) -> None:
         return None
@@ -64,7 +64,7 @@ class ProcessPlace:
         pass
 
     def free(self) -> dict[str, float]:
-        return {"cpu": 64.0, "gpu": 0.0}
+        return {"cpu": self._cpus, "gpu": 0.0}
 
     total = free
 

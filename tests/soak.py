@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from test_service import VICTIMS, WORK, Serve, rounds
+from real_service import Serve
+from test_service import VICTIMS, WORK, rounds
 
 from rayps.service import processes
 from rayps.service.ray_daemon import read_record

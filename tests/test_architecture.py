@@ -104,8 +104,15 @@ def files():
     return found
 
 
+class Trees(dict):
+    """Syntax trees by module, parsed when they are asked for: each process that collects tests imports this file."""
+
+    def __missing__(self, name):
+        return self.setdefault(name, ast.parse(FILES[name].read_text(encoding="utf-8")))
+
+
 FILES = files()
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
+TREES = Trees()
 
 
 def typing_only(tree):

@@ -32,7 +32,7 @@ from rayps.service.settings import Settings
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("service")
     os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent)])
-    site = Site(folder / "state", place=ProcessPlace(folder / "actors"))
+    site = Site(folder / "state", place=ProcessPlace(folder / "actors", cpus=8.0))  # a job of 9 workers waits
     yield site
     site.close()
 
@@ -135,7 +135,7 @@ def test_code_that_was_deleted_between_upload_and_submission_is_sent_again(
             site.service.code.remove(packed.hash)
 
     monkeypatch.setattr(client, "_send_code", lost_once)
-    job = client.submit("src/line.py:Line", working_dir=home)
+    job = client.submit("src/line.py:Line", working_dir=home, workers=9)
     assert len(uploads) == 2 and archives(site) == {job.data["spec"]["code"]}
     drop(job)
 
@@ -145,7 +145,7 @@ def test_a_cloned_job_has_byte_for_byte_the_same_code(
 ) -> None:
     monkeypatch.setenv("RAYPS_URL", site.url)
     monkeypatch.setenv("RAYPS_TOKEN", site.token)
-    first = client.submit("src/line.py:Line", working_dir=home, workers=2, seed=5)
+    first = client.submit("src/line.py:Line", working_dir=home, workers=9, seed=5)
     packed = pack_code(home)
     (home / "src/late.py").write_text("SHIFT = 9.0\n")
     target = tmp_path / "copy"
@@ -158,9 +158,9 @@ def test_a_cloned_job_has_byte_for_byte_the_same_code(
     assert main(["clone", first.id, str(tmp_path / "other"), "--no-submit"]) == 0
     assert main(["clone", first.id, str(target), "--no-submit"]) == 2  # it is not empty
     capsys.readouterr()
-    assert main(["submit", "--clone", first.id, "--set", "workers=3"]) == 0
+    assert main(["submit", "--clone", first.id, "--set", "workers=10"]) == 0
     third = client.job(capsys.readouterr().out.strip())
-    assert third.data["spec"] == {**first.data["spec"], "workers": 3}
+    assert third.data["spec"] == {**first.data["spec"], "workers": 10}
     assert main(["submit"]) == 2 and main(["submit", "--clone", first.id, "--set", "wokers=3"]) == 2
     capsys.readouterr()
     assert main(["get", first.id]) == 0

@@ -14,10 +14,8 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import textwrap
-import time
 from contextlib import redirect_stdout
 from functools import cache, wraps
 from itertools import pairwise
@@ -180,29 +178,10 @@ def test_python_runs(page, folder, threads):
     execute(page)
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    """`rayps serve` with a Ray of its own; its state directory."""
-    state = tmp_path_factory.mktemp("service") / "state"
-    log = state.parent / "service.log"
-    command = [sys.executable, "-m", "rayps.cli", "serve", "--state-dir", str(state), "--port", "0", "--cpus", "8"]
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 240
-        while not (state / "service.json").exists():
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-        yield state
-    finally:
-        process.terminate()
-        process.wait(timeout=240)
-
-
 @pytest.mark.ray
 @pytest.mark.parametrize("page", SERVICE, ids=name_of)
-def test_python_runs_with_a_service(page, service, folder, monkeypatch):
-    monkeypatch.setenv("RAYPS_STATE_DIR", str(service))
+def test_python_runs_with_a_service(page, ray_service, folder, monkeypatch):
+    monkeypatch.setenv("RAYPS_STATE_DIR", str(ray_service.state))
     execute(page)
 
 
@@ -268,8 +247,8 @@ def test_an_example_of_a_docstring_runs(name, threads):
 
 
 @pytest.mark.ray
-def test_the_example_of_the_client_runs(service, folder, monkeypatch):
-    monkeypatch.setenv("RAYPS_STATE_DIR", str(service))
+def test_the_example_of_the_client_runs(ray_service, folder, monkeypatch):
+    monkeypatch.setenv("RAYPS_STATE_DIR", str(ray_service.state))
     run_example("Client")
 
 

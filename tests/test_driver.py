@@ -19,6 +19,8 @@ from small_work import SEEN, Small, Watched, distance, kinds, plain, train
 import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import PROTOCOL, LocalCluster, surrounding, until
+from rayps.comm.link import Listener
+from rayps.comm.ring import form_mesh
 from rayps.core.errors import CheckpointError, ClusterError, ConfigError, DataError, TrainingError, WorkloadError
 from rayps.core.job_status import Status
 from rayps.runtime.driver import Driver
@@ -82,6 +84,53 @@ def test_several_die_at_once_and_that_is_one_failure(tag):
     cluster.kill_when(tag, 50, ("WorkerActor", 0), ("WorkerActor", 2))
     result = train(work, AllReduce(), cluster, workers=3, epochs=2, max_failures=2)
     assert distance(result.model(), plain(work, 3, epochs=2)[0]) < EXACT
+
+
+def two_deaths(tag, cluster):
+    """A job of three whose worker 0 dies; the test ends worker 2 while the next generation forms its ring."""
+    work = Small(n=60, pause=0.004, tag=tag)
+    cluster.kill_when(tag, 50, ("WorkerActor", 0))
+    result = train(work, AllReduce(), cluster, workers=3, epochs=2, max_failures=2)
+    assert kinds(result).count("restarted") <= 2
+    assert distance(result.model(), plain(work, 3, epochs=2)[0]) < EXACT
+
+
+class SecondDeath(Watched):
+    """Ends worker 2 when worker 0 has been replaced."""
+
+    def spawn(self, target, *args, **kwargs):
+        handle = super().spawn(target, *args, **kwargs)
+        if self.spawned["WorkerActor", 0] == 2 and self.spawned["WorkerActor", 2] == 1:
+            threading.Thread(target=self.kill, args=(self.actors["WorkerActor", 2],), daemon=True).start()
+        return handle
+
+
+def test_a_worker_that_dies_while_the_next_generation_forms_its_ring_is_one_failure(tag):
+    """The ranks that wait for it in that ring must not take the connections of the generation after it."""
+    two_deaths(tag, SecondDeath())
+
+
+def test_a_thread_that_accepts_after_its_generation_has_ended_disturbs_no_ring(tag, monkeypatch):
+    """The same two deaths, in the one order of threads that was a third failure."""
+    cluster, begun = Watched(), threading.Event()
+    connect, begin = form_mesh.connect, Listener.begin_generation
+
+    def held(address, *, name, generation, **options):
+        link = connect(address, name=name, generation=generation, **options)
+        if (name, generation) == ("worker:1", 2):
+            cluster.kill(cluster.actors["WorkerActor", 2])
+            assert begun.wait(60)
+        return link
+
+    def begins(listener, generation):
+        begin(listener, generation)
+        if (listener.name, generation) == ("worker-1", 3):
+            begun.set()
+
+    monkeypatch.setattr(form_mesh, "connect", held)
+    monkeypatch.setattr(Listener, "begin_generation", begins)
+    two_deaths(tag, cluster)
+    assert begun.is_set()
 
 
 @pytest.mark.parametrize("strategy", LOOSE, ids=str)

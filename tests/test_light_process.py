@@ -35,7 +35,7 @@ from rayps_client.client_folder import ClientFolder
 from rayps_client.client_options import ClientOptions
 from rayps_client.command import assignments_of, proxy_address, run_client, service_address
 from rayps_client.connection import Line, ServiceConnection
-from rayps_client.errors import ConfigError, Conflict, Unauthorized, Unreachable
+from rayps_client.errors import ConfigError, Conflict, RaypsError, ServiceError, Unauthorized, Unreachable
 from rayps_client.limits import DailyTraffic, Pace, memory_refusal, traffic_refusal, used_memory
 from rayps_client.load_workload import load
 from rayps_client.local_trainer import LocalTask, LocalTrainer, RoundStart
@@ -661,6 +661,46 @@ def test_an_older_service_gets_the_whole_of_a_masked_update_after_a_cut(no_pause
     connection = ServiceConnection("http://x", "t", 60.0, lambda _: None, httpx2.MockTransport(older))
     connection.upload("/stage", service.whole, {}, ask="/stage/received")
     assert spans == [f"bytes 0-{len(service.whole) - 1}/{len(service.whole)}"] * 2
+
+
+DAMAGED = [(400, "bad_request"), (422, "invalid"), (409, "superseded")]
+
+
+@pytest.mark.parametrize(("status", "code"), DAMAGED)
+def test_bytes_that_arrive_damaged_are_sent_again_and_are_no_mistake_of_the_users(
+    no_pauses: None, status: int, code: str
+) -> None:
+    service, refused = Cutting(10**6), list[int]()
+
+    def damages(most: int) -> ServiceConnection:
+        refused.clear()
+        service.parts.clear()
+
+        def handle(request: httpx2.Request) -> httpx2.Response:
+            if request.method == "PUT" and len(refused) < most:
+                refused.append(status)
+                return httpx2.Response(status, json={"detail": "0 of 276 bytes have arrived", "code": code})
+            return service.handle_request(request)
+
+        return ServiceConnection("http://x", "t", 60.0, lambda _: None, httpx2.MockTransport(handle))
+
+    damages(2).upload("/update", service.whole, {})
+    assert bytes(service.parts) == service.whole and len(refused) == 2
+    with pytest.raises(ServiceError, match="0 of 276") as found:
+        damages(100).upload("/update", service.whole, {})
+    assert 2 < len(refused) < 10 and found.value.exit_code != 2
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+@pytest.mark.parametrize("path", ["key", "join", "work", "rounds/1/withdraw", "rounds/1/stages/unmasking", "leave"])
+def test_exit_code_2_is_a_mistake_in_what_the_user_has_given(no_pauses: None, status: int, path: str) -> None:
+    answer = httpx2.Response(status, json={"detail": "no"})
+    connection = ServiceConnection("http://x", "t", 60.0, lambda _: None, httpx2.MockTransport(lambda request: answer))
+    with pytest.raises(RaypsError) as found:
+        connection.call("POST", f"/api/v1/client/{path}")
+    assert (found.value.exit_code == 2) == (path in ("key", "join"))
+    with pytest.raises(ServiceError):
+        connection.download(f"/api/v1/client/{path}", {})
 
 
 def test_a_request_of_another_thread_is_counted_with_the_next_call(no_pauses: None) -> None:

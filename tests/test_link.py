@@ -29,7 +29,7 @@ TRANSPORTS = ["shm", "unix", "tcp"]
 def pair(prefer="auto", generation=0):
     """Two ends of one link: (of "server" at the caller, of "client" at the listener)."""
     with Listener("server", SECRET, generation) as listener, ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(listener.accept, 10)
+        accepted = pool.submit(listener.accept, generation, 10)
         near = connect(listener.address, name="client", secret=SECRET, generation=generation, timeout=60, prefer=prefer)
         far = accepted.result()
         try:
@@ -37,6 +37,13 @@ def pair(prefer="auto", generation=0):
         finally:
             near.close()
             far.close()
+
+
+@contextlib.contextmanager
+def connected(listener, generation, timeout=60):
+    """The call of "c" for a connection, as a future: its handshake needs somebody who accepts."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(connect, listener.address, name="c", secret=SECRET, generation=generation, timeout=timeout)
 
 
 def descriptors():
@@ -113,7 +120,7 @@ def test_auto_takes_shared_memory_and_tcp_where_there_is_none():
             (listener.address.rsplit("/", 1)[0] + "/rayps-nobody", "tcp"),
             (listener.address.rsplit("/", 1)[0] + "/", "tcp"),
         ):
-            far = pool.submit(listener.accept, 10)
+            far = pool.submit(listener.accept, 0, 10)
             with connect(address, name="c", secret=SECRET, generation=0, timeout=60) as near, far.result():
                 assert near.transport == transport
 
@@ -277,7 +284,7 @@ def test_memory_can_be_offered_to_the_peer():
 @pytest.mark.parametrize("prefer", TRANSPORTS)
 def test_a_wrong_secret_is_refused_on_both_sides(prefer):
     with Listener("server", SECRET) as listener, ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(listener.accept, 0.3)
+        accepted = pool.submit(listener.accept, 0, 0.3)
         with pytest.raises(LinkError, match="'server' does not know this job's secret"):
             connect(listener.address, name="c", secret=b"other", generation=0, timeout=60, prefer=prefer)
         with pytest.raises(PeerTimeout, match="no peer connected to 'server'"):
@@ -286,8 +293,8 @@ def test_a_wrong_secret_is_refused_on_both_sides(prefer):
 
 def test_an_outdated_caller_is_refused():
     with Listener("server", SECRET, generation=1) as listener, ThreadPoolExecutor(1) as pool:
-        listener.generation = 2
-        accepted = pool.submit(listener.accept, 0.3)
+        listener.begin_generation(2)
+        accepted = pool.submit(listener.accept, 2, 0.3)
         with pytest.raises(StaleGeneration, match="'server' is at generation 2 and refused generation 1"):
             connect(listener.address, name="c", secret=SECRET, generation=1, timeout=60)
         with pytest.raises(PeerTimeout):
@@ -298,9 +305,9 @@ def test_a_caller_that_is_ahead_waits_for_the_listener_to_catch_up():
     with Listener("server", SECRET, generation=1) as listener, ThreadPoolExecutor(1) as pool:
         near = pool.submit(connect, listener.address, name="c", secret=SECRET, generation=2, timeout=60)
         with pytest.raises(PeerTimeout):
-            listener.accept(0.2)
-        listener.generation = 2
-        with listener.accept(10) as far, near.result():
+            listener.accept(1, 0.2)
+        listener.begin_generation(2)
+        with listener.accept(2, 10) as far, near.result():
             assert far.generation == 2
 
 
@@ -310,7 +317,7 @@ def test_strangers_and_silent_callers_do_not_keep_others_out():
         where = (address.host, address.port)
         with socket.create_connection(where), socket.create_connection(where) as loud:
             loud.sendall(b"GET / HTTP/1.1\r\n\r\n" * 40)
-            far = pool.submit(listener.accept, 10)
+            far = pool.submit(listener.accept, 0, 10)
             with connect(listener.address, name="c", secret=SECRET, generation=0, timeout=60), far.result():
                 pass
 
@@ -321,31 +328,53 @@ def test_accept_can_wait_for_one_name_and_keeps_the_others():
             pool.submit(connect, listener.address, name=n, secret=SECRET, generation=0, timeout=60)
             for n in ("one", "two")
         ]
-        with listener.accept(10, lambda peer: peer == "two") as two, listener.accept(10) as one:
+        with listener.accept(0, 10, lambda peer: peer == "two") as two, listener.accept(0, 10) as one:
             assert (two.peer, one.peer) == ("two", "one")
         for call in calls:
             call.result().close()
 
 
 def test_who_accepts_for_an_ended_generation_takes_no_connection_of_the_next_one():
+    with Listener("server", SECRET, 1) as listener:
+        listener.begin_generation(2)
+        with connected(listener, generation=2) as near:
+            for _ in range(3):  # a caller of generation 1 that had not begun to accept when that generation ended
+                with pytest.raises(StaleGeneration, match="no connection of generation 1: it is at generation 2"):
+                    listener.accept(1, 20, lambda peer: peer == "c")
+            with listener.accept(2, 20, lambda peer: peer == "c") as link, near.result():
+                assert link.generation == 2
+
+
+def test_who_waits_for_a_peer_of_an_ended_generation_takes_no_connection_of_the_next_one():
     for _ in range(20):  # whichever of the two threads looks first
-        with Listener("server", SECRET, 1) as listener, ThreadPoolExecutor(2) as pool:
-            old = pool.submit(listener.accept, 20, lambda peer: peer == "c")
+        with Listener("server", SECRET, 1) as listener, ThreadPoolExecutor(1) as pool:
+            old = pool.submit(listener.accept, 1, 20, lambda peer: peer == "c")
             time.sleep(0.002)
             listener.begin_generation(2)
-            new = pool.submit(connect, listener.address, name="c", secret=SECRET, generation=2, timeout=20)
-            with listener.accept(20, lambda peer: peer == "c") as link:
-                assert link.generation == 2
-            with pytest.raises(StaleGeneration, match="generation 2 has begun"):
-                old.result()
-            new.result().close()
+            with connected(listener, generation=2) as near:
+                with listener.accept(2, 20, lambda peer: peer == "c") as link, near.result():
+                    assert link.generation == 2
+                with pytest.raises(StaleGeneration):
+                    old.result()
+
+
+def test_a_connection_that_nobody_took_does_not_outlive_its_generation():
+    with Listener("server", SECRET, 1) as listener:
+        with connected(listener, generation=1) as near, pytest.raises(PeerTimeout):
+            listener.accept(1, 0.3, lambda peer: peer == "another")
+        listener.begin_generation(2)
+        with pytest.raises(PeerTimeout):
+            listener.accept(2, 0.1)
+        with near.result() as link, pytest.raises(PeerLost):
+            link.recv(20)
 
 
 def test_a_generation_that_has_ended_does_not_begin_again():
     with Listener("server", SECRET, 2) as listener:
         with pytest.raises(StaleGeneration):
             listener.begin_generation(1)
-        assert listener.generation == 2
+        with connected(listener, generation=2) as near, listener.accept(2, 20), near.result():
+            pass
 
 
 def test_nobody_there_is_named_after_the_deadline():
@@ -390,7 +419,7 @@ def test_a_frozen_process_is_a_timeout_and_a_killed_one_is_lost():
     with Listener("parent", SECRET) as listener:
         child = get_context("spawn").Process(target=_echo, args=(listener.address,), daemon=True)
         child.start()
-        with listener.accept(30) as link:
+        with listener.accept(0, 30) as link:
             link.send(Message(1), b"hello", timeout=60)
             assert bytes(link.recv(10).payload) == b"hello"
             os.kill(child.pid, signal.SIGSTOP)
@@ -438,7 +467,7 @@ child = os.fork()
 if not child:
     connect(listener.address, name="worker", secret=b"s" * 32, generation=0, timeout=60, prefer="tcp").close()
     os._exit(0)
-assert listener.accept(60).peer == "worker"
+assert listener.accept(0, 60).peer == "worker"
 assert os.waitpid(child, 0)[1] == 0
 print(looks)
 """

@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_service import ROOT, Serve, one, serve, until  # noqa: F401  fixtures
+from real_service import Serve, until
 
 from rayps.service.client import Job
 
 pytestmark = pytest.mark.ray
+ROOT = Path(__file__).resolve().parent.parent
 
 LOOP = """
 import os, signal, time
@@ -44,22 +45,24 @@ def train_fn(lr: float = 0.1, steps: int = 12, kill_at: int = -1, pause: float =
 """
 
 
-@pytest.fixture(scope="module")
-def whole(one: Serve, tmp_path_factory: pytest.TempPathFactory) -> Job:  # noqa: F811
+@pytest.fixture
+def whole(ray_service: Serve, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """The job that nothing happens to; whoever compares waits for it."""
-    if one.process is None:
-        one.start()
     folder = tmp_path_factory.mktemp("whole")
     (folder / "loop.py").write_text(LOOP)
-    return one.client().submit(run="loop.py:train_fn", working_dir=folder, workers=2, name="whole")
+    return ray_service.client().submit(run="loop.py:train_fn", working_dir=folder, workers=2, name="whole")
 
 
-def test_a_loop_is_a_job_and_goes_on_after_kill_9(serve: Serve, whole: Job, tmp_path: Path) -> None:  # noqa: F811
+def test_a_loop_is_a_job_and_goes_on_after_kill_9(ray_service: Serve, whole: Job, tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
-    client = serve.client()
+    client = ray_service.client()
     command = [sys.executable, "-m", "rayps.cli", "submit", "--run", "loop.py:train_fn", "--workers", "2"]
     given = ["--set", "params.kill_at=5", "--set", "name=killed"]
-    environment = os.environ | {"RAYPS_URL": serve.url, "RAYPS_STATE_DIR": str(serve.state), "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {
+        "RAYPS_URL": ray_service.url,
+        "RAYPS_STATE_DIR": str(ray_service.state),
+        "PYTHONPATH": str(ROOT),
+    }
     said = subprocess.run(
         [*command, *given], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
@@ -102,10 +105,10 @@ def test_a_loop_is_a_job_and_goes_on_after_kill_9(serve: Serve, whole: Job, tmp_
 
 
 @pytest.mark.chaos
-def test_a_loop_whose_driver_is_killed_has_an_equal_result(serve: Serve, whole: Job, tmp_path: Path) -> None:  # noqa: F811
+def test_a_loop_whose_driver_is_killed_has_an_equal_result(ray_service: Serve, whole: Job, tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
-    job = serve.client().submit(run="loop.py:train_fn", working_dir=tmp_path, workers=2, params={"pause": 0.3})
-    home = serve.state / "jobs" / job.id
+    job = ray_service.client().submit(run="loop.py:train_fn", working_dir=tmp_path, workers=2, params={"pause": 0.3})
+    home = ray_service.state / "jobs" / job.id
     until(lambda: any((home / "checkpoints").glob("step-*")), 120)
     os.kill(json.loads((home / "driver.json").read_text())["pid"], signal.SIGKILL)
     job.wait(timeout=240)

@@ -13,7 +13,7 @@ import torch
 from federated_work import Fed, Normed, drawn, trained
 from small_work import distance, train, vector
 
-from rayps import Ditto, FedAdam, FedAvg, FedAvgM, FedPer, FedProx, Scaffold, dp
+from rayps import FedAdam, FedAvg, FedAvgM, FedPer, FedProx, Scaffold, dp
 from rayps.core.errors import ConfigError
 from rayps.federated.check import federated
 from rayps.privacy import accountant
@@ -73,9 +73,9 @@ def test_secret_noise_differs_in_each_run_and_has_the_size_that_is_claimed():
         FedAdam(fraction=0.5, privacy=seeded(sampling="fixed")),
         FedAvg(fraction=0.5, privacy=seeded(sampling="all"), dropout=0.3),
         FedAvg(fraction=0.34, privacy=seeded(mechanism="tree")),
-        Ditto(fraction=0.5, privacy=seeded()),
+        FedPer(fraction=0.5, privacy=seeded()),
     ],
-    ids=["fedprox", "adaptive", "fixed", "all", "tree", "ditto"],
+    ids=["fedprox", "adaptive", "fixed", "all", "tree", "fedper"],
 )
 def test_what_can_be_private_runs_and_says_nothing_of_single_clients(strategy):
     result = train(Fed(), strategy, workers=2, epochs=3)
@@ -188,7 +188,14 @@ def test_no_record_says_who_took_part(tmp_path):
     ("strategy", "message"),
     [
         ("fedbuff:privacy={}", "privacy cannot be proven under fedbuff"),
-        ("scaffold:privacy={}", "privacy cannot be proven under scaffold"),
+        ("scaffold:privacy={}", "privacy cannot be proven under scaffold.*use fedavg, fedprox or a server optimizer"),
+        ("ditto:privacy={}", "ditto stores a state of each client.*use fedavg, fedprox or a server optimizer"),
+        (
+            "fedper:private=head,privacy={}",
+            "private=head stores a state of each client.*leave private out; or let real",
+        ),
+        ("fedrep:private=(a,b),privacy={}", "private=a,b stores a state of each client.*say who took part"),
+        ("fedavg:buffers=keep,privacy={}", "buffers=keep stores a state of each client.*leave buffers out"),
         ("fedavg:rule=median,privacy={}", "a robust rule is none"),
         ("fedavg:rule=krum(f=2),privacy={}", r"rule is 'krum\(f=2\)', but privacy adds noise"),
         ("fedavg:clip=1.0,privacy={}", r"write privacy=dp\(clip=1,...\)"),
@@ -207,9 +214,21 @@ def test_what_would_void_the_claim_is_refused(strategy, message):
         parse(strategy.format("dp(noise_multiplier=1)"))
 
 
+@pytest.mark.parametrize("strategy", ["ditto", "fedper:private=head", "fedrep:private=head", "fedavg:buffers=keep"])
+def test_real_clients_keep_their_states_under_privacy(strategy):
+    text = f"{strategy}{',' if ':' in strategy else ':'}clients=remote(least=3),privacy=dp(noise_multiplier=1)"
+    assert parse(text)[0].strategy.federation.client_side.stateful
+
+
 def test_a_model_with_unclipped_buffers_is_refused():
-    with pytest.raises(ConfigError, match="GroupNorm"):
+    """The advice to keep them is for real clients only: those of simulated clients would be in checkpoints."""
+    with pytest.raises(ConfigError, match="GroupNorm") as refused:
         train(Normed(), FedAvg(privacy=seeded()), workers=1, epochs=1)
+    assert "buffers=keep" not in str(refused.value)
+    with pytest.raises(ConfigError, match="GroupNorm instead of BatchNorm, or buffers=keep"):
+        federated(
+            FedAvg(clients="remote(least=3)", privacy=dp(noise_multiplier=Z, clip=C)), Normed(), Normed().data(), 0
+        )
 
 
 def test_delta_that_is_too_large_warns():
@@ -253,7 +272,10 @@ def test_the_warning_about_noise_counts_what_clients_send():
 
     (note,) = warned(FedAvg(privacy=seeded(noise_multiplier=8.0, sampling="all")))  # 8 * sqrt(50) / 9 clips
     assert "about 6.3 times" in note and "with 50 parameters, 9 clients a round are few" in note
-    few, many = (FedPer(private="0", privacy=seeded(noise_multiplier=z, sampling="all")) for z in (8.0, 20.0))
+    few, many = (
+        FedPer(private="0", clients="remote(least=9)", privacy=seeded(noise_multiplier=z, sampling="all"))
+        for z in (8.0, 20.0)
+    )
     assert not [each for each in warned(few) if "noise" in each]  # 8 * sqrt(8) / 9: the layer 0 is not sent
     (note,) = [each for each in warned(many) if "noise" in each]
     assert "about 6.3 times" in note and "with 8 shared parameters, 9 clients" in note

@@ -17,6 +17,7 @@ from torch import nn
 import rayps
 from rayps.core.errors import ConfigError, WorkloadError
 from rayps.data.base import Batch
+from rayps.data.single_rows import stacks_of
 from rayps.privacy.ledger import ReleaseLedger
 from rayps.privacy.mechanism import Mechanism
 from rayps.privacy.noise import KeyedNoise, SecretNoise
@@ -117,12 +118,11 @@ def test_without_noise_and_clipping_it_is_sgd_on_poisson_batches():
 
 
 def sum_of(work, model, batch, clip=1.0, slow=False):
-    part = Whole(work, model)
-    sums, total = ClippedSum(work, part, clip), torch.zeros(part.layout.size, dtype=part.layout.dtype)
+    sums = ClippedSum(work, Whole(work, model), clip)
     if slow:
         sums.slow = "the test asks for it"
-    sums.add(batch, total)
-    return total, sums
+    held = rayps.data.tensors(batch.x, batch.y)
+    return sums.of(stacks_of(held, np.arange(batch.size), 100)), sums
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -201,10 +201,7 @@ def test_dropout_is_drawn_for_each_row():
     work, model = Words(), Words().model()
     same = Batch(words().x[:1].expand(6, -1), words().y[:1].expand(6), 6)
     torch.manual_seed(5)
-    part = Whole(work, model)
-    gradients = ClippedSum(work, part, 1.0)
-    one = torch.zeros(part.layout.size)
-    gradients.add(same, one)
+    one, gradients = sum_of(work, model, same)
     assert gradients.slow is None
     alone = [sum_of(work, model.eval(), Batch(same.x[:1], same.y[:1], 1))[0]]
     assert not torch.allclose(one, 6 * alone[0], atol=1e-4)
@@ -225,7 +222,7 @@ def test_in_fp16_a_row_that_overflows_is_computed_with_a_smaller_scale():
     y = torch.tensor([[1e-3], [30.0]])  # 30 * 2^16 is not finite in fp16, 30 * 2^8 is
     for slow in (False, True):
         total, _ = sum_of(work, model, Batch(x, y, 2), 1e4, slow=slow)
-        assert torch.allclose(total, torch.tensor([60.0 + 1e-3, 30.0 + 1e-3, 30.0 + 1e-3]), rtol=1e-3)
+        assert torch.allclose(total.float(), torch.tensor([60.0 + 1e-3, 30.0 + 1e-3, 30.0 + 1e-3]), rtol=1e-3)
 
 
 def test_a_loss_that_changes_a_buffer_is_refused():

@@ -561,7 +561,7 @@ class Quiet:
         self._site = site
 
     def _run(self):
-        self._link = self.listener.accept(SECONDS)
+        self._link = self.listener.accept(0, SECONDS)
         while not self._closing.is_set():
             time.sleep(0.001)
             with self._lock:

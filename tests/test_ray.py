@@ -1,12 +1,15 @@
 """Training on real Ray actors, all on one shared cluster: few tests, since each actor costs seconds."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+from ipaddress import ip_address
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 import torch
@@ -15,6 +18,7 @@ from traces import Traces
 
 import rayps
 from rayps import AllReduce, ParameterServer, Ring, ServerGroup
+from rayps.cluster.local import host_address
 from rayps.cluster.ray_cluster import cause_of_death
 from rayps.ps.group import start
 
@@ -52,6 +56,26 @@ def test_workers_run_at_ordinary_priority(ray_cluster):
         return os.nice(0)
 
     assert ray.get(niceness.remote(), timeout=60) == os.nice(0) + int(os.environ["RAY_worker_niceness"])  # noqa: SIM112
+
+
+def test_it_listens_on_the_loopback_address_only(ray_cluster):
+    """All of its processes: the gcs, the raylet, its agents, the workers, and this driver."""
+
+    @ray.remote(num_cpus=0)
+    def addresses():
+        return ray.util.get_node_ip_address(), host_address()
+
+    assert ray.get(addresses.remote(), timeout=60) == ("127.0.0.1", "127.0.0.1")
+    driver = psutil.Process()
+    listening = {}
+    for process in [driver, *driver.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for found in process.net_connections("inet"):
+                if found.status == psutil.CONN_LISTEN:
+                    listening.setdefault(found.laddr.ip, set()).add(process.name())
+    loopback = {each for each in listening if ip_address(each.removeprefix("::ffff:")).is_loopback}
+    assert {"gcs_server", "raylet"} <= set().union(*(listening[each] for each in loopback))
+    assert set(listening) == loopback, listening
 
 
 def own_actor():

@@ -12,7 +12,7 @@ import pytest
 
 from rayps.cluster.code_folder import JobCode, enter_code
 from rayps.cluster.local import until
-from rayps.cluster.scratch import Scratch, sweep
+from rayps.cluster.scratch import Scratch, kill_users, sweep
 from rayps.service import processes
 from rayps.service.code_files import pack_code
 
@@ -92,3 +92,17 @@ def test_a_private_ray_whose_owner_is_killed_leaves_nothing_after_the_next_start
     assert until(lambda: not processes.left_by_ray(path, None), 60)  # Ray's processes end with their owner
     Scratch().close()
     assert not Path(path).exists()
+
+
+def test_who_uses_a_folder_is_ended_and_nobody_else(tmp_path):
+    wait = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    named = subprocess.Popen([*wait, str(folder / "config")], stdin=subprocess.PIPE)
+    with (folder / "log").open("w") as log, (tmp_path / "mine too").open("w") as other:
+        writes = subprocess.Popen(wait, stdin=subprocess.PIPE, stdout=log)
+        neither = subprocess.Popen(wait, stdin=subprocess.PIPE, stdout=other)
+    kill_users(folder)
+    assert (named.wait(20), writes.wait(20)) == (-signal.SIGKILL, -signal.SIGKILL)
+    assert neither.poll() is None
+    neither.communicate(timeout=20)

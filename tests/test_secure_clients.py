@@ -16,6 +16,7 @@ import pytest
 import torch
 from client_site import All, Clinic, Own, cohorts, until
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from rayps_api import routes_clients
 from rayps_api.update_parts import PartWriter
 from rayps_client.errors import ConfigError, Conflict, Unauthorized
 from rayps_client.secure import lease
@@ -31,7 +32,7 @@ from rayps.cli.main import main
 from rayps.clients.workload_trainer import WorkloadTrainer
 from rayps.federated import remote_replies, secure_rounds
 from rayps.federated.population.cohort import cohort_size
-from rayps.federated.remote import stage_folder
+from rayps.federated.remote import mailbox, stage_folder
 from rayps.federated.remote.mailbox import Mailbox
 from rayps.federated.remote.secure_options import secure_of
 from rayps.federated.remote.stage_folder import StageFolder
@@ -43,7 +44,14 @@ from rayps.strategies.catalogue import parse
 
 pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 PLAIN = "fedavg:local_epochs=2,deadline=500"
+given_pause = remote_replies._VOID_PAUSE
 STEP = 5 / (2**19 - 1)
+
+
+@pytest.fixture(autouse=True)
+def brief_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Void rounds follow each other at once."""
+    monkeypatch.setattr(remote_replies, "_VOID_PAUSE", 0.02)
 
 
 def secure(least: int, more: str = "") -> str:
@@ -80,7 +88,7 @@ def test_masked_sums_are_the_plain_mean_and_nothing_else_leaves(
     assert 0 < error <= STEP / 2 * 3 / 75 * 1.001  # half a step times clients over the sum of their 75 samples
     (event,) = cohorts(job)
     assert (event["replied"], event["trained"], event["dropped"]) == (3, ["h0", "h1", "h2"], [])
-    assert all("20 samples that stay secret" in h.over().said[0] for h in hospitals[:1])
+    assert all("20 samples, which are not sent" in h.over().said[0] for h in hospitals[:1])
     assert [each["samples"] for each in clinic.joined(job).values()] == [0, 0, 0]
     assert [each["doing"] for each in clinic.joined(job).values()] == ["has sent round 0"] * 3
     (point,) = (point for point in job.metrics() if point.get("kind") == "round")
@@ -247,11 +255,14 @@ def test_a_job_with_a_round_that_counts_succeeds_though_the_last_is_void(clinic:
     assert [event["skipped"] for event in cohorts(job)] == [False, True]
 
 
-def test_a_client_without_a_usable_update_takes_no_part(clinic: Clinic) -> None:
-    class Bad(Own):
-        def loss(self, model: Any, batch: Any) -> Any:
-            return super().loss(model, batch) * float("nan")
+class Bad(Own):
+    """A client whose updates are not finite."""
 
+    def loss(self, model: Any, batch: Any) -> Any:
+        return super().loss(model, batch) * float("nan")
+
+
+def test_a_client_without_a_usable_update_takes_no_part(clinic: Clinic) -> None:
     job = clinic.job(secure(4), rounds=1, seed=5)
     hospitals = [clinic.hospital(job, k) for k in range(4)]
     hospitals[3].outside.trainer = WorkloadTrainer(Bad(3), Bad(3).data())
@@ -260,6 +271,96 @@ def test_a_client_without_a_usable_update_takes_no_part(clinic: Clinic) -> None:
     assert torch.isfinite(clinic.trained(job)).all()
     (event,) = cohorts(job)
     assert event["dropped"] == [["h3", "its update or loss contains values that are not finite"]]
+
+
+class Works(Own):
+    """A client that trains, or evaluates, until the test says otherwise."""
+
+    def __init__(self, k: int, kind: str, gate: threading.Event) -> None:
+        super().__init__(k)
+        self.kind, self.goes_on, self.begun = kind, gate, threading.Event()
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        if self.calls:
+            self._wait("training")
+        return super().loss(model, batch)
+
+    def evaluate(self, model: Any, batch: Any) -> Any:
+        self._wait("evaluation")
+        return super().evaluate(model, batch)
+
+    def _wait(self, kind: str) -> None:
+        if kind == self.kind:
+            self.begun.set()
+            assert self.goes_on.wait(60)
+
+
+@pytest.mark.parametrize("kind", ["training", "evaluation"])
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "secure"])
+def test_a_client_that_works_is_present(
+    clinic: Clinic, monkeypatch: pytest.MonkeyPatch, masked: bool, kind: str
+) -> None:
+    monkeypatch.setattr(lease, "PRESENT_SECONDS", 0.2)
+    monkeypatch.setattr(mailbox, "AWAY_SECONDS", 3.0)
+    monkeypatch.setattr(routes_clients, "_SEEN_SECONDS", 0.2)
+    more = f"{PLAIN},client_evaluation=true,clients=remote(least=2,wait=100)"
+    job, gate = (
+        clinic.job(f"{more},secure=secagg(clip=5,bits=20)" if masked else more, rounds=1, seed=5),
+        threading.Event(),
+    )
+    works = [Works(k, kind, gate) for k in range(2)]
+    for k, work in enumerate(works):
+        hospital = clinic.hospital(job, k)
+        hospital.outside.trainer = WorkloadTrainer(work, work.data())
+        hospital.begin()
+    box = clinic.service.mailbox(job.id)
+
+    def states() -> set[str]:
+        return {str(each["state"]) for each in clinic.joined(job).values()}
+
+    def last_request(number: int) -> float:
+        return (box.folder / "seen" / str(number)).stat().st_mtime
+
+    try:
+        # threads of one process evaluate one after another
+        until(lambda: sum(work.begun.is_set() for work in works) == (2 if kind == "training" else 1))
+        begun = time.time()  # from now on they send no other request, for longer than `AWAY_SECONDS`
+        until(lambda: all(last_request(k) > begun + 3.5 for k in range(2)) or "away" in states())
+        assert states() == {"here"}
+    finally:
+        gate.set()
+    clinic.trained(job)
+    assert [event["dropped"] for event in cohorts(job)] == [[]]
+
+
+def test_void_rounds_pause_before_the_next(clinic: Clinic, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_replies, "_VOID_PAUSE", 0.2)
+    said, write = list[str](), Mailbox.write_waits
+
+    def keep(self: Mailbox, waits: str | None) -> None:
+        if waits and "void" in waits and (not said or said[-1] != waits):
+            said.append(waits)
+        write(self, waits)
+
+    monkeypatch.setattr(Mailbox, "write_waits", keep)
+    job = clinic.job(secure(2), rounds=4, seed=5)
+    clinic.hospital(job, 0).begin()
+    other = clinic.hospital(job, 1)
+    other.outside.trainer = WorkloadTrainer(Bad(1), Bad(1).data())
+    other.begin()
+    assert job.wait(60).data["status"] == "FAILED"
+    assert said == [
+        "round 1 begins 0.2 s after the last one, because a round was void",
+        "round 2 begins 0.4 s after the last one, because 2 rounds were void",
+        "round 3 begins 0.8 s after the last one, because 3 rounds were void",
+    ]
+
+
+def test_void_rounds_last_for_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_replies, "_VOID_PAUSE", given_pause)
+    pauses = [remote_replies.pause_after(voids) for voids in range(5000)]
+    assert pauses[:4] == [0, 1, 2, 4] and pauses == sorted(pauses) and pauses[-1] == 60
+    assert sum(pauses[:30]) > 20 * 60
 
 
 # ---- whatever is killed
@@ -408,7 +509,7 @@ class ByHand:
     def __init__(self, clinic: Clinic, job: Any, name: str) -> None:
         token = clinic.invite(job)["token"]
         self.http = httpx2.Client(base_url=clinic.url, headers={"Authorization": f"Bearer {token}"})
-        body = {"name": name, "key": name * 20}
+        body = {"name": name, "key": name * 20, "samples": 20}
         number = self.http.post("/api/v1/client/join", json=body).raise_for_status().json()["number"]
         self.http.headers["Rayps-Client"] = f"{job.id}:{number}:{name * 20}"
 
@@ -440,6 +541,50 @@ def test_what_does_not_belong_into_a_stage_is_refused_unread(clinic: Clinic) -> 
     (event,) = cohorts(job)
     assert (event["replied"], event["dropped"]) == (2, [["hand", "its message cannot be read"]])
     assert hand.http.post("/api/v1/client/rounds/1/withdraw", json={"reason": "too late"}).status_code == 204
+
+
+@pytest.mark.parametrize("kind", ["stage", "update"])
+@pytest.mark.parametrize("moment", ["between two blocks", "after the last block", "before the hash is checked"])
+def test_whatever_arrives_as_its_round_closes_is_late_and_nothing_else(
+    clinic: Clinic, monkeypatch: pytest.MonkeyPatch, kind: str, moment: str
+) -> None:
+    job = clinic.job(secure(2) if kind == "stage" else f"{PLAIN},clients=remote(least=2,wait=100)", rounds=1, seed=5)
+    hands = [ByHand(clinic, job, name) for name in ("one", "two")]
+    hand = hands[0]
+    until(
+        lambda: all(one.http.get("/api/v1/client/work", params={"wait": 5}).json()["kind"] == "round" for one in hands)
+    )
+    box, raw, written = clinic.service.mailbox(job.id), b"x" * 276, list[int]()
+
+    def close() -> None:  # as the worker does
+        if kind == "stage":
+            box.stages(1).close(Stage.ADVERTISE)
+        elif box.close_round(1) is not None:
+            box.write_verdicts(1, {})
+
+    def write(self: PartWriter, at: int, block: bytes) -> None:
+        kept(self, at, block)
+        written.append(at + len(block))
+        if moment == "after the last block" and block and written[-1] == len(raw):
+            close()
+        if moment == "before the hash is checked" and not block:  # the empty block at the end of a request
+            close()
+
+    def body() -> Any:
+        yield raw[:200]
+        until(lambda: written)
+        if moment == "between two blocks":
+            close()
+        yield raw[200:]
+
+    kept = PartWriter.write
+    monkeypatch.setattr(PartWriter, "write", write)
+    named = {"Rayps-Sha256": hashlib.sha256(raw).hexdigest(), "Content-Range": "bytes 0-275/276"}
+    path = "1/stages/advertise_keys" if kind == "stage" else "1/update"
+    found = hand.http.put(f"/api/v1/client/rounds/{path}", content=body(), headers=named)
+    assert (found.status_code, found.json()["code"]) == (409, "late"), found.text
+    assert not [path for path in box.round_folder(1).rglob("*") if named["Rayps-Sha256"] in path.name]
+    job.stop().wait(30)
 
 
 class CutOnce(httpx2.BaseTransport):
@@ -756,6 +901,8 @@ def test_a_client_of_a_secure_job_follows_no_plain_order(tmp_path: Path) -> None
         ("fedavg:clients=remote,secure=secagg(clip=1,threshold=0.3)", "from 0.5 to below 1"),
         ("fedavg:clients=remote,secure=secagg(clip=1,verify=2)", "true or false"),
         ("fedavg:clients=remote,secure=secagg(clip=1,neighbours=1)", "or auto"),
+        ("fedavg:clients=remote(least=10),secure=secagg(clip=1,neighbours=2)", "each needs 9 .* neighbours=9 or more"),
+        ("fedavg:clients=remote(least=200),secure=secagg(clip=1,neighbours=60)", "neighbours=[67][0-9] or more"),
         ("fedavg:clients=remote,secure=secagg(clip=1,top_k=3)", "no option 'top_k'"),
         ("fedavg:clients=remote,rule=median,secure=secagg(clip=1)", "robust rule"),
         ("fedavg:clients=remote,clip=1,secure=secagg(clip=1)", "clips updates itself"),

@@ -15,7 +15,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rayps_client.errors import ConfigError, Conflict, TrainingError
 from rayps_client.secure import noise, noise_sizes, shamir
-from rayps_client.secure.graph import draw_graph, failures, neighbours_for, shares_needed
+from rayps_client.secure.graph import draw_graph, failures, least_neighbours, neighbours_for, shares_needed
 from rayps_client.secure.masks import Keystream, add_mask, new_private, public_of
 from rayps_client.secure.pinned_keys import PinnedKeys, public_text, read_peers
 from rayps_client.secure.protocol import AdvertisedKeys, RoundName, Stage, VoidRound, bytes_of, decode, encode
@@ -136,7 +136,13 @@ def test_masks_cancel_in_both_moduli(word: Any) -> None:
     assert total.dtype == word and np.array_equal(total, sum(round.plain[k] for k in (0, 2, 3, 4)))
 
 
-def test_a_sparse_graph_gives_the_same_sum() -> None:
+@pytest.fixture
+def any_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test choose a graph that is below the bound."""
+    monkeypatch.setattr("rayps_client.secure.server_sum.least_neighbours", lambda clients, threshold: 0)
+
+
+def test_a_sparse_graph_gives_the_same_sum(any_graph: None) -> None:
     for dead in range(0, 20, 3):
         round = Round(20, 0.5, 8, dies={dead: Stage.MASK, (dead + 7) % 20: Stage.UNMASK, (dead + 3) % 20: Stage.SHARE})
         assert np.array_equal(round.run(), round.expected())
@@ -146,6 +152,50 @@ def test_a_sparse_graph_gives_the_same_sum() -> None:
         assert np.array_equal(alone.run(), alone.expected())
     except VoidRound as void:
         assert "mask each other" in str(void)
+
+
+def parts_of(graph: Mapping[int, Any], clients: set[int]) -> list[set[int]]:
+    """The connected parts of these clients: by merging, the slow twin of `is_connected`."""
+    parts = [{client} for client in clients]
+    for one in clients:
+        for other in clients.intersection(graph[one]):
+            near = [part for part in parts if one in part or other in part]
+            parts = [part for part in parts if part not in near] + [set().union(*near)]
+    return parts
+
+
+@pytest.mark.parametrize(("n", "k", "threshold"), [(8, 2, 0.5), (10, 2, 0.5), (11, 4, 0.5), (10, 2, 0.7)])
+def test_no_sum_of_a_part_of_the_survivors_is_seen(any_graph: None, n: int, k: int, threshold: float) -> None:
+    made, seen = np.random.default_rng(n), {"exact": 0, "apart": 0, "few": 0}
+    for _ in range(40):
+        dead = made.permutation(n)[: made.integers(0, n // 2 + 1)].tolist()
+        round = Round(n, threshold, k, dies=dict.fromkeys(dead, Stage.MASK))
+        try:
+            found = round.run()
+        except VoidRound as void:
+            apart = len(parts_of(round.server.graph, set(range(n)) - set(dead))) > 1
+            assert ("do not all mask" in str(void)) <= apart
+            seen["apart" if "do not all mask" in str(void) else "few"] += 1
+        else:
+            assert len(parts_of(round.server.graph, set(range(n)) - set(dead))) == 1, dead
+            assert np.array_equal(found, round.expected())
+            seen["exact"] += 1
+    assert seen["exact"] > 3 and (seen["apart"] > 0 or k > 2 or threshold > 0.5), seen
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 10, 60, 120])
+@pytest.mark.parametrize("threshold", [0.5, 0.7])
+@pytest.mark.parametrize("given", [2, 10, 80, None])
+def test_no_round_has_fewer_neighbours_than_the_bound(n: int, threshold: float, given: int | None) -> None:
+    server = ServerSum(ServerRules(ROUND, threshold, 2, given))
+    keys = {k: AdvertisedKeys(f"c{k}", public_of(new_private()), public_of(new_private())) for k in range(n)}
+    server.advertised({k: encode(each.facts()) for k, each in keys.items()})
+    (degree,) = {len(others) for others in server.graph.values()}
+    assert degree == n - 1 or failures(n, degree, threshold)[0] <= 2.0**-40
+    least = least_neighbours(n, threshold)
+    assert degree >= least and (given is None or degree == min(n - 1, max(given, least)))
+    if 2 < least < n - 1:  # and no fewer would do
+        assert max(failures(n, less, threshold)[0] for less in (least - 2, least - 4) if less > 1) > 2.0**-40
 
 
 def test_a_server_that_starts_again_gives_the_same_answers() -> None:
@@ -332,13 +382,23 @@ def test_a_client_sends_an_update_once(tmp_path: Path) -> None:
     record.send_update(3, "round 1 from abc")
     again = ReleaseRecord(tmp_path)
     again.begin(4)
-    with pytest.raises(Conflict, match="difference of two sums"):
+    with pytest.raises(Conflict, match="sent these numbers from the same parameters before"):
         again.send_update(4, "round 1 from abc")
     again.send_update(4, "round 1 from abd")
     with pytest.raises(Conflict, match="not the one"):
         again.release(3, [1], [2])
     with pytest.raises(Conflict, match="second kind"):
         again.release(4, [1, 2], [2])
+
+
+def test_a_client_remembers_the_newest_names_of_each_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayps_client.secure.release_record._KEPT", 3)
+    record = ReleaseRecord(tmp_path)
+    names = ["evaluation of abc", *(f"round {at} from abc" for at in range(9))]
+    assert all(record.add_once(name) for name in names)
+    again = ReleaseRecord(tmp_path)
+    assert not again.add_once("evaluation of abc")  # however many void rounds came after it
+    assert [again.add_once(f"round {at} from abc") for at in (8, 7, 6, 5)] == [False, False, False, True]
 
 
 def test_too_few_survivors_get_nothing_of_a_client() -> None:
@@ -483,7 +543,8 @@ def test_sums_of_whole_numbers_do_not_wrap_and_are_near_the_plain_sum(
         for _ in range(clients)
     ]
     total = quantiser.read_sum(_summed(quantiser, some))
-    assert total.weight == sum(each.weight for each in some) and total.samples == min(7, max_weight * 127) * clients
+    counted = 7 if max_weight > 1 else 0  # with equal weights nothing tells how many samples a client has
+    assert total.weight == sum(each.weight for each in some) and total.samples == counted * clients
     plain = sum(each.weight * each.update for each in some)
     assert np.abs(total.update - plain).max() <= quantiser.step * clients / 2 * (1 + 1e-9)
     assert math.isclose(total.loss, sum(s.weight * s.loss for s in some), abs_tol=128 * clients / quantiser.levels)

@@ -1,6 +1,7 @@
 """The whole way with a real Ray: by HTTP alone to a result, and through every death on the way.
 
-One service for all tests; each leaves it running, and the last one ends it and looks for what is left.
+One service for all tests, which kill it or its Ray; each leaves it running, and the last one ends it and looks for what
+is left.
 """
 
 from __future__ import annotations
@@ -10,19 +11,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from real_service import Serve, shared_memory, until
 
 from rayps.cli import main as cli
-from rayps.core.failpoint import VARIABLE
 from rayps.core.job_status import Status
 from rayps.service import processes
-from rayps.service.client import Client
 from rayps.service.ray_daemon import read_record
 
 pytestmark = pytest.mark.ray
@@ -53,58 +52,6 @@ class Slow(Line):
 """
 
 
-class Serve:
-    """`rayps serve` as a user starts it."""
-
-    def __init__(self, state: Path, *options: str) -> None:
-        self.state = state
-        self.options = options
-        self.process: subprocess.Popen[str] | None = None
-        self.url = ""
-        self.log = state.parent / "service.log"
-        self.shared = shared_memory()
-
-    def start(self, failpoint: str = "") -> Serve:
-        (self.state / "service.json").unlink(missing_ok=True)
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "rayps.cli",
-                "serve",
-                "--state-dir",
-                str(self.state),
-                "--port",
-                "0",
-                "--cpus",
-                "4",
-                "--idle",
-                "120",
-                *self.options,
-            ],
-            stdout=self.log.open("a"),
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, VARIABLE: failpoint},
-        )
-        until(lambda: (self.state / "service.json").exists(), 120)
-        self.url = json.loads((self.state / "service.json").read_text())["url"]
-        return self
-
-    def client(self) -> Client:
-        return Client(self.url, (self.state / "token").read_text().strip())
-
-    def kill(self) -> None:
-        assert self.process is not None
-        self.process.kill()
-        self.process.wait()
-
-    def end(self) -> int:
-        assert self.process is not None
-        self.process.terminate()
-        return self.process.wait(60)
-
-
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
     (tmp_path / "line.py").write_text(WORK)
@@ -128,18 +75,6 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
 @pytest.fixture
 def serve(one: Serve) -> Serve:
     return one.start() if one.process is None or one.process.poll() is not None else one
-
-
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
-
-
-def until(ready: Callable[[], Any], seconds: float = 60.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := ready()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
-    return found
 
 
 def rounds(home: Path) -> list[int]:

@@ -7,15 +7,18 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rayps.cluster.local import until
+from rayps.core.errors import StaleGeneration
 from rayps.core.grid import Grid
-from rayps.recovery.backup_assignment import HeldRounds, Source, backup_holders, plan_rebuild
+from rayps.recovery.backup_assignment import BackupAssignment, HeldRounds, Source, backup_holders, plan_rebuild
 from rayps.recovery.peer_replication import BackupConnection, PeerReplication, fetch_missing_part, fetch_state
 from rayps.recovery.state_slots import StateSlots, pack, parse, read_state, tensors_of
+from rayps.recovery.worker_backup import WorkerBackup
 
 SECRET = b"s" * 32
 CONTEXT = multiprocessing.get_context("spawn")
@@ -135,6 +138,27 @@ def pair():
     yield made
     for holder in made:
         holder.close()
+
+
+def test_a_thread_of_an_ended_generation_ends_no_commits_of_the_next_one():
+    workers = [WorkerBackup(rank, SECRET, "127.0.0.1") for rank in range(2)]
+    assignment = BackupAssignment(1, tuple(each.backup_address() for each in workers), 1, False)
+    old, new = (
+        SimpleNamespace(rank=0, generation=number, start=0, timeout=60.0, backup_assignment=assignment)
+        for number in (7, 8)
+    )
+    part = SimpleNamespace(module=torch.nn.Identity(), beside={})
+    try:
+        committer = workers[0].begin_commits(new, lambda: False)
+        with pytest.raises(StaleGeneration):  # it built its model while the next generation began
+            workers[0].begin_commits(old, lambda: True)
+        for rounds in (1, 2):
+            committer.commit(SimpleNamespace(position=rounds, part=part, committed_state=lambda: (torch.ones(3), {})))
+        assert workers[0].held_rounds(1)[0].rounds == (1, 2) == workers[1].held_rounds(1)[0].rounds
+        assert workers[0].cost is not None
+    finally:
+        for each in workers:
+            each.close()
 
 
 @pytest.mark.parametrize("prefer", ["auto", "tcp"])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rayps.cluster.which_ray import Move, Owner, busy, foreign, head, move, token_refused
+from rayps.cluster.which_ray import Move, Owner, busy, foreign, head, move, slow_start, token_refused, too_slow
 from rayps.core.errors import ClusterError
 
 FACTS = list(itertools.product(Owner, [False, True], [False, True], [False, True]))
@@ -177,6 +177,27 @@ def environment(**more):
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "slow"),
+    [
+        ("The current node timed out during startup. This could happen because some of the raylet failed", True),
+        ("Failed to start GCS.  Last 0 lines of error files:.", True),
+        ("Timed out after 30 seconds while waiting for node to startup.", True),
+        ("Head node temp_dir not found in NodeInfo, either GCS or head node's raylet may not have started", True),
+        ("num_cpus must be an integer", False),
+        ("AF_UNIX path length cannot exceed 107 bytes", False),
+    ],
+)
+def test_only_a_start_that_took_too_long_is_tried_again(text, slow):
+    assert too_slow(Exception(text)) == slow
+
+
+def test_a_start_that_took_too_long_says_the_load_and_what_to_do():
+    error = slow_start(61.2, 23.4, 2, "The current node timed out during startup.")
+    assert all(word in str(error) for word in ("two tries (61 s)", "load", "23.4 with 2 processors", "address='auto'"))
+    assert "ray start --head" in str(error) and error.data["load"] == 23.4
+
+
 TOKEN = secrets.token_hex(32)
 
 
@@ -295,6 +316,54 @@ class TestOnRay:
             refused(joined.free, "has left the Ray")
         """,
         )
+
+    def test_a_start_that_takes_too_long_is_tried_once_more_and_leaves_nothing(self):
+        """The first Ray has its processes, but does not register in time."""
+        script = """
+            import os, ray
+            from ray._private import services
+            from rayps.cluster.ray_cluster import RayCluster
+            from rayps.core.errors import ClusterError
+            from rayps.service.processes import command, descendants
+
+            def late(*given, **options):
+                tries.append(options.get("_temp_dir"))
+                services.get_node = real
+                raise Exception("The current node timed out during startup. This could happen")
+
+            def running():
+                return sorted(found for pid in descendants(os.getpid())
+                              if (found := os.path.basename(command(pid)[0])) in ("gcs_server", "raylet"))
+
+            def named():
+                return {key: value for key, value in os.environ.items() if key.startswith("RAY_")}
+
+            real, tries, before = services.get_node, [], named()
+            services.get_node = late
+            cluster = RayCluster.local(cpus=1)
+            assert cluster.total()["cpu"] == 1 and running() == ["gcs_server", "raylet"], running()
+            assert len(tries) == 1
+            cluster.close()
+            assert named() == before
+            tries, ray.init = [], late
+            try:
+                RayCluster.local(cpus=1)
+            except ClusterError as error:
+                assert "two tries" in str(error) and "timed out during startup" in str(error), error
+                assert error.data["load"] > 0
+            assert len(set(tries)) == 2 and not ray.is_initialized() and named() == before
+            assert not [name for name in os.listdir(os.environ["TMPDIR"]) if name.startswith("rayps-")]
+        """
+        with tempfile.TemporaryDirectory(prefix="rs", dir="/tmp") as temp:  # Ray's sockets need a short path
+            done = subprocess.run(
+                [sys.executable, "-c", textwrap.dedent(script)],
+                env={k: v for k, v in environment(TMPDIR=temp).items() if k != "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"},
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
+            )
+        assert done.returncode == 0, done.stdout + done.stderr
 
     def test_a_foreign_ray_is_never_left_and_named(self, heads):
         child(

@@ -19,9 +19,20 @@ _ALIVE_SECONDS = 2.0  # seconds between two calls of `alive`
 
 
 async def receive(
-    request: Request, path: Path, upload: Upload, span: Span, order: RoundOrder, digest: str, alive: Callable[[], None]
-) -> None:
-    """Write the request's body into the part at `path`, block by block, and check that its SHA-256 is `digest`.
+    request: Request,
+    part: Callable[[], Path],
+    upload: Upload,
+    span: Span,
+    order: RoundOrder,
+    digest: str,
+    alive: Callable[[], None],
+) -> Path:
+    """Write the request's body into the part at `part()`, block by block, and check that its SHA-256 is `digest`.
+
+    Return the part's path.
+
+    `part` raises Conflict if the round or stage is closed. When it closes, what has arrived is deleted, which must not
+    look like a fault of the client: `part` is asked again before a body is refused.
 
     `alive` is called every few seconds as blocks arrive, which they must do at a rate that meets the order's deadline.
 
@@ -29,11 +40,20 @@ async def receive(
         HTTPException: the body is too long or incomplete, does not begin where the part ends, or has another hash.
         Conflict: the round or stage is closed, or a newer request of the client has begun.
     """
-    writer = upload.open(path)
+    writer = upload.open(await asyncio.to_thread(part))
     upload.begin(_expected(request, span), order.begun + order.deadline - time.time())
-    await _write(request, writer, upload, span, order.most_bytes, alive)
-    upload.complete()
-    await _seal(writer, span, digest)
+    try:
+        await _write(request, writer, upload, span, order.most_bytes, alive)
+        upload.complete()
+        await _seal(writer, span, digest)
+    except HTTPException:
+        try:
+            await asyncio.to_thread(part)
+        except Conflict:
+            await asyncio.to_thread(writer.drop)
+            raise
+        raise
+    return writer.path
 
 
 def _expected(request: Request, span: Span) -> int | None:

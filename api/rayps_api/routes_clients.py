@@ -331,9 +331,9 @@ async def update(
         if order is None:
             return JSONResponse({"serial": serial, "again": True}, 200)
         await check_accepted(caller, serial, rayps_sha256)
-        path = await asyncio.to_thread(caller.mailbox.part, serial, caller.member.number, rayps_sha256)
+        part = partial(caller.mailbox.part, serial, caller.member.number, rayps_sha256)
         alive = partial(caller.mailbox.record_request, caller.member.number)
-        await receive(request, path, upload, span, order, rayps_sha256, alive)
+        path = await receive(request, part, upload, span, order, rayps_sha256, alive)
         still_valid(request, caller.service.members)
         new = await asyncio.to_thread(caller.mailbox.deliver, serial, caller.member.number, path)
     return JSONResponse({"serial": serial, "again": not new}, 201 if new else 200)

@@ -69,9 +69,9 @@ async def message(
         if stage is Stage.MASK:
             await check_accepted(caller, serial, rayps_sha256)
         with _void_said(caller, order):
-            part = await asyncio.to_thread(stages.part, stage, number, rayps_sha256)
-            await receive(request, part, upload, span, order, rayps_sha256, partial(stages.renew, number))
-            new = await asyncio.to_thread(stages.deliver, stage, number, part)
+            part = partial(stages.part, stage, number, rayps_sha256)
+            path = await receive(request, part, upload, span, order, rayps_sha256, partial(stages.renew, number))
+            new = await asyncio.to_thread(stages.deliver, stage, number, path)
     return JSONResponse({"serial": serial, "again": not new}, 201 if new else 200)
 
 
@@ -118,7 +118,7 @@ async def answer(
 
 @router.post("/client/rounds/{serial}/lease", status_code=204)
 async def renew(serial: Serial, caller: Joined) -> Response:
-    """Record that a client is in the stages of a secure round now: no stage waits long for one that is silent."""
+    """Record that a client works on an order now: it is present. In a secure round this renews its lease too."""
     await asyncio.to_thread(caller.mailbox.stages(serial).renew, caller.member.number)
     return Response(status_code=204)
 

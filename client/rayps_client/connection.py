@@ -20,6 +20,10 @@ from rayps_client.service_answers import checked
 MOST_PAUSE_SECONDS = 30.0  # longest pause between two attempts
 _CALL_SECONDS = 60.0  # time-out of one HTTP call
 _BLOCK = 1 << 16  # bytes of a block of an upload
+_DAMAGED = (400, 409, 422)  # the answers to bytes that were cut off, changed or crossed on their way, among others
+_CROSSED = "superseded"  # the code of a 409 that ends an upload in favour of a newer one of the same bytes
+_MOST_SENT = 6  # times that bytes are sent which the service says have arrived damaged
+_GIVEN_BY_USER = ("/api/v1/client/key", "/api/v1/client/join", "/api/v1/client/statement")
 
 
 class Meter(Protocol):
@@ -90,7 +94,8 @@ class ServiceConnection:
         Raises:
             Unreachable: there was no answer for `patience` seconds.
             Unauthorized: the service refused the token, or has another certificate than the trusted one.
-            NotFound, Conflict, ConfigError, ServiceError: the service refused the request.
+            ConfigError: the service refused what the user has given, such as the client's name.
+            NotFound, Conflict, ServiceError: the service refused the request.
         """
 
         def once() -> httpx2.Response:
@@ -99,7 +104,7 @@ class ServiceConnection:
             self._meter.received(answer.num_bytes_downloaded)
             return answer
 
-        return self._until_answered(once)
+        return self._until_answered(once, of_user=path in _GIVEN_BY_USER)
 
     def download(self, path: str, headers: Mapping[str, str]) -> bytes:
         """Return the bytes at `path`. After a cut the rest alone is requested. Raises the errors of `call`."""
@@ -126,15 +131,16 @@ class ServiceConnection:
         """Send bytes to `path`. After a cut the service is asked what it has, and the rest alone is sent.
 
         The header Rayps-Sha256 names the bytes. `begun`: the service may have a part of them already. `ask`: the path
-        at which it says what it has, if not `path`; an older service has no such path, and gets the whole. Raises the
-        errors of `call`.
+        at which it says what it has, if not `path`; an older service has no such path, and gets the whole.
+
+        Bytes that have arrived damaged are sent again, a few times: they were whole here. Raises the errors of `call`.
         """
         named = {**headers, "Rayps-Sha256": hashlib.sha256(raw).hexdigest(), "Content-Type": "application/octet-stream"}
-        cut = begun
+        cut, left = begun, _MOST_SENT
 
         def once() -> httpx2.Response:
-            nonlocal cut
-            at = 0
+            nonlocal cut, left
+            at, left = 0, left - 1
             if cut:
                 answer = self._http.get(ask or path, headers=named)
                 self._count(answer)
@@ -149,7 +155,7 @@ class ServiceConnection:
             self._meter.received(_size(answer.headers) + answer.num_bytes_downloaded)
             return answer
 
-        self._until_answered(once)
+        self._until_answered(once, again=lambda answer: left > 0 and _is_damaged(answer))
 
     def try_once(self, method: str, path: str, seconds: float, **options: Any) -> None:
         """Send a request once and ignore a failure. Another thread may call this: the meter counts it later."""
@@ -161,18 +167,27 @@ class ServiceConnection:
         """Close the connection."""
         self._http.close()
 
-    def _until_answered(self, once: Callable[[], httpx2.Response]) -> httpx2.Response:
-        """Call `once` until it returns an answer that is not a temporary failure. Raises the errors of `call`."""
+    def _until_answered(
+        self,
+        once: Callable[[], httpx2.Response],
+        *,
+        of_user: bool = False,
+        again: Callable[[httpx2.Response], bool] = lambda answer: False,
+    ) -> httpx2.Response:
+        """Call `once` until it returns an answer that is not a temporary failure. Raises the errors of `call`.
+
+        `of_user`: whether the request says what the user has given. `again`: which refusals are temporary failures too.
+        """
         since, attempt, reported = time.monotonic(), 0, False
         while True:
             cause = ""
             try:
                 answer = once()
-                if answer.status_code < 500 and answer.status_code != 429:
+                if answer.status_code < 500 and answer.status_code != 429 and not again(answer):
                     if reported:
                         self._report("the service answers again")
                     if not answer.is_success:
-                        checked(answer)
+                        checked(answer, of_user=of_user)
                     return answer
                 cause = f"HTTP status {answer.status_code}"
             except httpx2.TransportError as error:
@@ -213,6 +228,20 @@ class ServiceConnection:
 
 def _size(headers: httpx2.Headers) -> int:
     return sum(len(name) + len(value) + 4 for name, value in headers.raw)
+
+
+def _is_damaged(answer: httpx2.Response) -> bool:
+    """Return whether the service refused an upload because of what has arrived of it, and not for what it is."""
+    if answer.request.method != "PUT" or answer.status_code not in _DAMAGED:
+        return False
+    return answer.status_code != 409 or _code(answer) == _CROSSED
+
+
+def _code(answer: httpx2.Response) -> str:
+    try:
+        return str(answer.json().get("code"))
+    except (ValueError, AttributeError):
+        return ""
 
 
 def _refuse_certificate(error: BaseException, url: str) -> None:

@@ -4,7 +4,8 @@ In clear: for each metric the sum over the rows and its weight (the number of ro
 masks only means, as elements of one vector, whose sum over clients is all that the service learns:
 
     v_1 .. v_K          the means of the job's model, each limited to [-bound, bound]
-    u_1 .. u_K, bound   the same of the client's personal model; zeros if it has none. Only if the job has such models
+    u_1 .. u_K, bound   the same of the client's personal model. Only if the job has such models; zeros if the client
+                        has none, and the job is private: without noise it then takes no part
 
 All are times the client's weight, min(its rows, max_weight). The vector's norm is at most bound sqrt(its length), so
 `Quantiser` never scales it down.

@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypedDict
 
 import numpy as np
@@ -29,9 +30,12 @@ from rayps_client.local_trainer import LocalReply, LocalTask, LocalTrainer, Roun
 from rayps_client.members.consent import Consent
 from rayps_client.own_metrics import OwnMetrics, VectorLayout, encode_metrics, vector_of
 from rayps_client.raw_tensors import RawTensor
+from rayps_client.secure import lease
+from rayps_client.secure.lease import LeaseThread
 from rayps_client.secure.pinned_keys import PeerKeys
 from rayps_client.secure.quantise import ClientNumbers
 from rayps_client.secure.secure_replies import JoinedAs, SecureReplies
+from rayps_client.secure.service_stages import lease_path
 from rayps_client.signed_orders import DEADLINE, EVALUATION, ROUND, ClientToken, OrderFacts, verified
 from rayps_client.update_codec import decode_start, encode_update
 from rayps_client.upload_coding import UploadCoder, bytes_of_round, without_rest
@@ -217,11 +221,16 @@ class ClientProcess:
         if refused is not None:
             self._report_once(f"round {order['round']}: left out: {refused}")
             return
-        if order["kind"] == EVALUATION:
-            self.evaluate_model(order)
-        else:
-            self.train_round(order)
+        with LeaseThread(partial(self._say_present, order["serial"]), lease.PRESENT_SECONDS):
+            if order["kind"] == EVALUATION:
+                self.evaluate_model(order)
+            else:
+                self.train_round(order)
         self._warn()
+
+    def _say_present(self, serial: int) -> None:
+        """Tell the service, once, that this client works on an order. A failure is ignored."""
+        self._connection.try_once("POST", lease_path(serial), lease.RENEW_SECONDS, headers=self._headers())
 
     def _warn(self) -> None:
         warning = self._conditions.trained()
@@ -246,7 +255,7 @@ class ClientProcess:
 
     def join(self) -> None:
         """Join the job and receive this client's number. A client that joins again receives the same number."""
-        samples = f"{self.trainer.samples} samples" + (" that stay secret" if self._secure.required else "")
+        samples = f"{self.trainer.samples} samples" + (", which are not sent" if self._secure.required else "")
         sent = None if self._secure.required else self.trainer.samples
         body = {"name": self.name, "key": self._folder.key, "samples": sent, "job": self.job}
         found = self._connection.call("POST", "/api/v1/client/join", json=body).json()
@@ -349,8 +358,8 @@ class ClientProcess:
                 why = self._add_metrics(order, found) or ""
         except (WorkloadError, DataError) as error:  # a client may lack evaluation data, and still train
             found, why = OwnMetrics(0, {}), error.message
-            if secure:
-                self._secure.withdraw(order, self._joined(), why)
+            if secure:  # the reason stays here: it may name rows and values
+                self._secure.withdraw(order, self._joined(), "its evaluation failed, and the client says why")
         if not secure:
             try:
                 raw = encode_metrics(found)
@@ -365,9 +374,24 @@ class ClientProcess:
         self._report(f"round {order['round']}: no metrics of this client count: {why}" if why else text)
 
     def _add_metrics(self, order: OrderFacts, found: OwnMetrics) -> str | None:
-        """Take part in the sum of the clients' metrics. Return None, or why this client's are not in it."""
-        facts = order["metrics"]
-        vector = vector_of(found, VectorLayout(facts["names"], facts["bound"], order.get("personal", False)))
+        """Take part in the sum of the clients' metrics. Return None, or why this client's are not in it.
+
+        The metrics of its personal model are sent once for each personal model, also if the job's model has changed
+        since, and a client that has none takes no part: a sum over the others would show who has what. In a private
+        job the noise hides it.
+
+        Raises:
+            DataError: it cannot take part.
+        """
+        facts, has_personal = order["metrics"], order.get("personal", False)
+        if has_personal and order["strategy"].get("privacy") is None:
+            own = np.array([found.personal[name].mean for name in sorted(found.personal)])
+            if not found.personal or not self._secure.is_first(own.tobytes()):
+                raise DataError(
+                    "this client has trained no personal model since its last evaluation, and a sum with it could show "
+                    "that of another client"
+                )
+        vector = vector_of(found, VectorLayout(facts["names"], facts["bound"], has_personal))
         numbers = ClientNumbers(vector, found.rows, 0.0, 0)
         return self._secure.send(order, numbers, self._joined(), self._verified_text)
 

@@ -19,8 +19,12 @@ _ERRORS: dict[int, type[RaypsError]] = {
 }
 
 
-def checked(answer: httpx2.Response) -> Any:
-    """Return the JSON of a response, or raise the error that belongs to the response's HTTP status."""
+def checked(answer: httpx2.Response, *, of_user: bool = True) -> Any:
+    """Return the JSON of a response, or raise the error that belongs to the response's HTTP status.
+
+    `of_user`: whether the request says what a user has given. If not, a request that the service cannot use is no
+    mistake of the user's: the error is then a ServiceError, and no ConfigError.
+    """
     if answer.is_success:
         return answer.json() if answer.content else None
     try:
@@ -29,5 +33,7 @@ def checked(answer: httpx2.Response) -> Any:
         problem = {}
     detail = str(problem.get("detail") or f"the service answered {answer.status_code}")
     kind = _ERRORS.get(answer.status_code, ServiceError)
+    if kind is ConfigError and not of_user:
+        kind = ServiceError
     facts = {name: problem.get(name) for name in ("code", "request_id", *(["ended"] if "ended" in problem else []))}
     raise kind(detail, status=answer.status_code, **facts)

@@ -92,6 +92,9 @@ def check_rounds(history: JobHistory) -> HistoryCheck:
     whole = history.status == "SUCCEEDED" and history.rounds is not None and not ended_early
     end = max([*seen, (history.rounds or 0) - 1 if whole else -1], default=-1) + 1
     missing = sorted(set(range(min(seen, default=0), end)) - seen)
+    beyond = sorted(number for number in seen if whole and number >= (history.rounds or 0))
+    if beyond:
+        return HistoryCheck("every round", False, f"the job has {history.rounds} rounds, and points of {beyond[:5]}")
     if missing:
         return HistoryCheck("every round", False, f"{len(missing)} of {end} rounds have no point: {missing[:5]}")
     return HistoryCheck("every round", True, f"{len(seen)} rounds, none is missing")

@@ -1,12 +1,14 @@
 """Run jobs for hours on a service of its own, several at a time, under faults; watch what the service and Ray use.
 
-Each job's workload is the ledger (`rayps.chaos.ledger_work`), under another strategy than the job before. When a job
-has ended, its records and its result are checked, the job is deleted, and the next one is submitted.
+Each job's workload is the ledger (`rayps.chaos.ledger_work`), under another strategy than the job before. Some
+are elastic, and grow and shrink with the room that the others leave. When a job has ended, its records and its result
+are checked, the job is deleted, and the next one is submitted.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 import time
@@ -40,13 +42,49 @@ from rayps.core.values import JsonObject
 from rayps.service import processes
 from rayps.service.ray_daemon import read_record
 
-STRATEGIES: tuple[JsonObject, ...] = (
-    {"name": "all_reduce"},
-    {"name": "parameter_server", "staleness": None, "shards": 2},
-    {"name": "parameter_server", "staleness": 0, "shards": 2},
-    {"name": "parameter_server", "staleness": 2, "shards": 2},
+
+@dataclass(frozen=True, slots=True)
+class SoakKind:
+    """A kind of job of a soak. `least` and `most` workers; the job is elastic if they differ."""
+
+    strategy: JsonObject
+    least: int = 2
+    most: int = 2
+
+    def fields(self, number: int, seconds: float) -> JsonObject:
+        """Return the fields of the job with this number, which takes `seconds` with two workers and without faults."""
+        elastic, in_step = self.most > self.least, self.strategy.get("staleness", 0) == 0
+        rows = math.ceil(2 * seconds / _PAUSE / _STEP_ROWS) * _STEP_ROWS
+        step_rows = _STEP_ROWS if elastic and in_step else self.least
+        params = {"rows": rows, "pause": _PAUSE, "step_rows": step_rows, "steps": rows // step_rows}
+        return {
+            "workload": LEDGER,
+            "working_dir": None,
+            "strategy": dict(self.strategy),
+            "workers": [self.least, self.most] if elastic else self.least,
+            "elastic": {"global_batch": step_rows} if elastic and in_step else {"cooldown": 15.0} if elastic else None,
+            "epochs": 1,
+            "checkpoint_every": 40,
+            "max_failures": 1000,
+            "seed": number,
+            "params": {**params, "signs": elastic and not in_step},
+        }
+
+
+_PAUSE = 0.05  # seconds of each row
+_STEP_ROWS = 6  # the rows of a round of an elastic job in step: a multiple of each number of its workers
+_ASYNCHRONOUS: JsonObject = {"name": "parameter_server", "staleness": None, "shards": 2}
+_BOUNDED: JsonObject = {"name": "parameter_server", "staleness": 2, "shards": 2}
+KINDS = (
+    SoakKind({"name": "all_reduce"}),
+    SoakKind(_ASYNCHRONOUS, 1, 3),
+    SoakKind({"name": "all_reduce"}, 1, 3),
+    SoakKind(_BOUNDED, 1, 3),
+    SoakKind(_ASYNCHRONOUS),
+    SoakKind({"name": "parameter_server", "staleness": 0, "shards": 2}),
+    SoakKind(_BOUNDED),
 )
-_WORKERS, _PAUSE = 2, 0.05
+_WORKERS = 2  # of a job, usually
 _LOOK_SECONDS = 1.0
 _PATIENCE = 1200.0  # seconds without a new round after which a job counts as hanging
 _FEWEST_SAMPLES, _MOST_SECONDS = 400, 30.0  # samples of a whole soak, and the most seconds between two
@@ -256,19 +294,7 @@ def _inject(wanted: Sequence[FaultOn], pace: float, options: SoakOptions, site: 
 
 
 def _fields(number: int, options: SoakOptions) -> JsonObject:
-    strategy = dict(STRATEGIES[number % len(STRATEGIES)])
-    rows = _WORKERS * round(options.job_seconds / _PAUSE)
-    return {
-        "workload": LEDGER,
-        "working_dir": None,
-        "strategy": strategy,
-        "workers": _WORKERS,
-        "epochs": 1,
-        "checkpoint_every": 40,
-        "max_failures": 1000,
-        "seed": number,
-        "params": {"step_rows": _WORKERS, "rows": rows, "pause": _PAUSE},
-    }
+    return KINDS[number % len(KINDS)].fields(number, options.job_seconds)
 
 
 def _has_ended(job: JobUnderChaos) -> bool:
@@ -296,7 +322,8 @@ def _check(job: JobUnderChaos, history: JobHistory, report: SoakReport, tell: Ca
         checks += check_results(job, None)
     report.ended[str(history.status)] += 1
     wrong = [check for check in checks if not check.good]
-    strategy = str(job.job.data["spec"]["strategy"])
+    spec = job.job.data["spec"]
+    strategy = f"{spec['strategy']}{', elastic' if spec.get('elastic') else ''}"
     report.failed += [f"{job.job.id} {strategy}: {check.name}: {check.words}" for check in wrong]
     tell(
         f"job {job.job.id} ({strategy}) ended {history.status} after {history.ended - history.begun:.0f} s: "

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import ray
-from ray._private import services
+from ray._private import ray_constants, services
 from ray._private.state import available_resources_per_node as _available_resources_per_node
 from ray._private.state import state as _global_state
 from ray._private.worker import global_worker
@@ -48,7 +48,7 @@ from rayps.cluster.local import (
 )
 from rayps.cluster.notices import PREFIX, Notice, StoredNotice
 from rayps.cluster.placement import within
-from rayps.cluster.scratch import Scratch
+from rayps.cluster.scratch import Scratch, kill_users
 from rayps.cluster.termination import REASON, TermHandler, grace_seconds
 from rayps.cluster.warm import (
     IDLE_SECONDS,
@@ -64,7 +64,19 @@ from rayps.cluster.warm import (
     to_end,
     to_start,
 )
-from rayps.cluster.which_ray import AUTO, RAY_ADDRESS, Move, Owner, busy, foreign, head, move, token_refused
+from rayps.cluster.which_ray import (
+    AUTO,
+    RAY_ADDRESS,
+    Move,
+    Owner,
+    busy,
+    foreign,
+    head,
+    move,
+    slow_start,
+    token_refused,
+    too_slow,
+)
 from rayps.core.errors import ActorDied, ClusterError, NoResources, RaypsError, first_line
 from rayps.core.loading import without_collection
 from rayps.core.values import JsonObject, Keywords
@@ -413,6 +425,7 @@ class _Session:
                 ray.shutdown()
         finally:
             if self._temp is not None:
+                kill_users(self._temp.path)  # what Ray has not ended would write files while the folder is removed
                 self._temp.close()
             self._environment.restore()
 
@@ -579,7 +592,11 @@ class RayCluster:
     def local(cls, cpus: int, gpus: int | None = None) -> RayCluster:
         """Start a private Ray on this machine with `cpus` logical CPUs. `close` ends this Ray and removes its files.
 
-        If the process is in a Ray already, that Ray is used.
+        It listens on the loopback address only, unless RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER is 1 in the environment. If
+        the process is in a Ray already, that Ray is used.
+
+        Raises:
+            ClusterError: Ray took too long to start, also when it was started once more.
         """
         with _process.exclusive():
             if move(_process.owner(), named=False, same=False, busy=False) is Move.STAY:
@@ -857,7 +874,26 @@ class RayCluster:
 
 
 def _started(cpus: int, gpus: int | None) -> _Session:
-    """Start a private Ray."""
+    """Start a private Ray. If it takes Ray too long, try once more.
+
+    Raises:
+        ClusterError: it took too long both times.
+    """
+    began = time.monotonic()
+    for last in (False, True):
+        try:
+            return _start(cpus, gpus)
+        except Exception as error:
+            if not too_slow(error):
+                raise
+            if last:
+                seconds, load = time.monotonic() - began, os.getloadavg()[0]
+                raise slow_start(seconds, load, os.cpu_count() or 1, first_line(error)) from error
+            log.warning("Ray took too long to start (%s): starting it once more", first_line(error))
+    raise AssertionError("the last try returns or raises")
+
+
+def _start(cpus: int, gpus: int | None) -> _Session:
     temp, environment = Scratch(), _Environment()
     _private_token()
     os.environ.setdefault("RAY_worker_niceness", WORKER_NICENESS)
@@ -865,13 +901,35 @@ def _started(cpus: int, gpus: int | None) -> _Session:
     _silence_death_reports()
     try:
         below = str(temp.path / "r")  # Ray's folder is readable by all users, but the folder above it is private
-        ray.init(address="local", num_cpus=cpus, num_gpus=gpus, namespace=NAMESPACE, _temp_dir=below, **_QUIET)
+        with _loopback():
+            ray.init(address="local", num_cpus=cpus, num_gpus=gpus, namespace=NAMESPACE, _temp_dir=below, **_QUIET)
     except BaseException:
+        ray.shutdown()
+        kill_users(temp.path)  # a Ray that did not start in time has processes that nobody else ends
         temp.close()
         environment.record_changes()
         environment.restore()
         raise
     return _process.record_session(Owner.STARTED, environment, temp)
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """Let a Ray that starts inside the block listen on the loopback address only, unless the environment decides.
+
+    With "0", Ray takes 127.0.0.1 as this node's address; Linux reads the variable too. Ray's processes inherit it. In
+    this process Ray has read it already.
+    """
+    name, constants = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants
+    if name in os.environ:
+        yield
+        return
+    before, os.environ[name], constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, "0", False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
+        del os.environ[name]
 
 
 def _joined(address: str, namespace: str, *, auto: bool) -> _Session:

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
 import tempfile
 import time
 import weakref
@@ -129,6 +130,35 @@ def close_shared() -> None:
     """Release all shared folders of this process, which is about to be killed. Files that are mapped stay readable."""
     for each in list(_open_here):
         each.close()
+
+
+def kill_users(folder: Path, seconds: float = 5.0) -> None:
+    """Kill the children of this process, and orphans, that name a folder in their command or have a file of it open.
+
+    Wait at most `seconds` for their ends. Without /proc, kill none.
+    """
+    deadline = time.monotonic() + seconds
+    while (found := _users(folder)) and time.monotonic() < deadline:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _users(folder: Path) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent in (1, os.getpid()) and _uses(entry, folder):
+                found.append(int(entry.name))
+    return found
+
+
+def _uses(process: Path, folder: Path) -> bool:
+    if bytes(folder) in (process / "cmdline").read_bytes():
+        return True
+    return any(str(link.readlink()).startswith(f"{folder}/") for link in (process / "fd").iterdir())
 
 
 def sweep(parent: Path) -> list[Path]:

@@ -136,3 +136,23 @@ def token_refused(address: str, *, sent: bool) -> ClusterError:
         address=address,
         reason="token",
     )
+
+
+def too_slow(error: Exception) -> bool:
+    """Return whether Ray failed to start because its processes took too long: another try may succeed."""
+    words = str(error).lower()
+    return any(sign in words for sign in ("timed out", "failed to start gcs", "may not have started"))
+
+
+def slow_start(seconds: float, load: float, cpus: int, reason: str) -> ClusterError:
+    """Return the error for a Ray that took too long to start, also at its second try.
+
+    `load` is the average number of processes that wanted a processor in the last minute, `reason` what Ray said.
+    """
+    return ClusterError(
+        f"Ray did not start in two tries ({seconds:.0f} s): {reason}\n"
+        f"the load of this machine is {load:.1f} with {cpus} processors: try again when it is lower, or start a Ray "
+        "once by `ray start --head` and use it by address='auto'",
+        load=load,
+        cpus=cpus,
+    )

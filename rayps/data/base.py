@@ -14,7 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -111,7 +111,12 @@ class Data(ABC):
 
     `keeps_rows`: whether a rank has the same rows in every epoch, in a new order. If the rows are divided into clients,
     all rows are then sorted by client and cut into one contiguous part of equal length for each rank.
+
+    `separate_rows`: whether `take` makes of each row what it would make of it alone, and x and y are tensors whose
+    first dimension is the rows. It holds for the class that says so, and not for classes derived from it.
     """
+
+    separate_rows: ClassVar[bool] = False
 
     batch_size: int
     client: GivenClients = None

@@ -50,6 +50,8 @@ class ImageFolder(InMemory):
     `classes` are the names of the class folders, sorted; the label of an image is the index of its class.
     """
 
+    separate_rows = True
+
     def __init__(
         self,
         folder: Path,

@@ -59,6 +59,8 @@ class MappedFile:
 class MappedArrays(InMemory):
     """A data source: the rows of an array `x`, and labels `y` of the same length. A pickled object has their paths."""
 
+    separate_rows = True
+
     def __init__(
         self,
         x: ArrayGiven,

@@ -111,6 +111,8 @@ Rows = torch.Tensor | NDArray[np.generic]
 class TensorData(InMemory):
     """A data source: the rows of a tensor `x`, and labels `y` of the same length. Their dtypes do not change."""
 
+    separate_rows = True
+
     def __init__(
         self, x: Rows, y: Rows | None = None, *, batch_size: int = 32, shuffle: bool = True, client: GivenClients = None
     ) -> None:

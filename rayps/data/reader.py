@@ -44,6 +44,8 @@ _CHUNK = 2 << 20  # approximate number of bytes that are decoded at a time
 class ParquetData(Data):
     """A data source that reads the rows of Parquet files. A pickled object has only the paths and the options."""
 
+    separate_rows = True
+
     def __init__(
         self,
         files: Files,

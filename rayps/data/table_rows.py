@@ -58,6 +58,8 @@ class RowTableData(InMemory):
     as far as it has them; the function is pickled, the table is not.
     """
 
+    separate_rows = True
+
     def __init__(
         self, name: str, open_table: Callable[[list[str]], RowTable], choice: ColumnChoice, options: ColumnOptions
     ) -> None:

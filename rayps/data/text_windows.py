@@ -59,6 +59,8 @@ Tokenizer = Encoder | Callable[[str], Encoded]
 class TextWindows(InMemory):
     """A data source whose rows are windows of tokens. A pickled object has the paths and the tokenizer only."""
 
+    separate_rows = True
+
     def __init__(
         self,
         files: LocalFiles,

@@ -107,9 +107,10 @@ def _check_privacy(side: ClientSide, workload: Workload, job: PrivateJob | None)
     if not side.keeps_buffers:
         names = [name for name, value in model.named_buffers() if value.is_floating_point()]
         if names:
+            also = ", or buffers=keep (each client has its own)" if job.real else ""
             raise ConfigError(
                 f"the model has buffers that clients change and that no clip bounds ({names[0]}), so privacy cannot be "
-                "proven: use torch.nn.GroupNorm instead of BatchNorm, or buffers=keep (each client has its own)",
+                f"proven: use torch.nn.GroupNorm instead of BatchNorm{also}",
                 field="privacy",
             )
     warnings = []

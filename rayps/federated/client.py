@@ -31,6 +31,7 @@ from rayps.tensors import optim
 from rayps.tensors.clip import NormClip
 from rayps.tensors.flat import FlatModel, dense
 from rayps.tensors.learning_rate import rates_of, recipe_of
+from rayps.tensors.random_state import seed_torch
 from rayps.workload.accumulate import accumulate
 from rayps.workload.base import Workload
 from rayps.workload.loss_result import LossResult, loss_result
@@ -447,13 +448,6 @@ class Trainer:
 def personal_buffers(state: Mapping[str, Tensor]) -> Tensors:
     """Return the buffers of the client's personal model from `state`, or {} if that model was never trained."""
     return {name.removeprefix(_PERSONAL): value for name, value in state.items() if name.startswith(_PERSONAL)}
-
-
-def seed_torch(seed: int) -> None:
-    """Do what torch.manual_seed does, without the milliseconds that torch.manual_seed takes if no GPU is in use."""
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(seed)
 
 
 def _value(loss: Tensor) -> float:

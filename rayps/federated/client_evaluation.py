@@ -18,7 +18,6 @@ out.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 from collections.abc import Callable
 
@@ -42,7 +41,7 @@ from rayps.federated.private_rounds import PrivateRounds
 from rayps.federated.remote.mailbox import Mailbox, RoundOrder
 from rayps.federated.remote.secure_options import LEAST, SecureOptions
 from rayps.federated.remote.signed_orders import OrderFacts
-from rayps.federated.secure_rounds import SecureRounds, SecureTotal
+from rayps.federated.secure_rounds import SecureRounds
 from rayps.federated.strategy_interface import Federation
 
 MOST_SECONDS = 300.0  # the longest deadline: the driver waits 600 s for the evaluation at the end of a phase
@@ -93,7 +92,7 @@ class ClientEvaluation:
             used = self._in_clear(own, asked, parameters, wait_for)
             found = _added(used, layout, quantiser_of(sums.facts(len(asked))))
             return self._noised(found, layout, facts), ""
-        total = self._under_masks(sums, {**own, "secure": sums.facts(len(asked))}, asked, parameters, pause)
+        total, _ = sums.sum_of(own, asked, self._deadline, parameters, pause)
         if total.numbers is None:
             return {}, str(total.void) if self._private is None else "too few clients have sent theirs"
         if self._private is not None:
@@ -112,23 +111,6 @@ class ClientEvaluation:
         if files:
             self._mailbox.write_verdicts(order.serial, {})
         return [reply for reply in replies if not isinstance(reply, str) and reply.rows]
-
-    def _under_masks(
-        self,
-        sums: SecureRounds,
-        facts: OrderFacts,
-        asked: dict[int, str],
-        parameters: bytes,
-        pause: Callable[[str], None],
-    ) -> SecureTotal:
-        """Return the sum, or the stored one of the same evaluation."""
-        total = sums.stored(facts, hashlib.sha256(parameters).hexdigest())
-        if total is None:
-            most = sums.most_bytes(facts["secure"])
-            order = self._mailbox.open_round(facts, asked, self._deadline, most, parameters)
-            total = sums.run(order, pause)
-            self._mailbox.close_round(order.serial)
-        return total
 
     def _noised(self, total: Vector, layout: VectorLayout, facts: OrderFacts) -> Totals:
         """Return the metrics of a private job: the noised sum, divided by the fixed number of asked clients."""

@@ -180,6 +180,7 @@ class Aggregate:
             asynchronous: whether replies may have started from older models, so that only w_k - w_t can be summed.
             divisor: the number by which the sum of a private job's updates is divided; None: the job is not private.
                 The result then says nothing about single replies: not how many there were, nor which were rejected.
+                Neither does the size of what workers exchange.
             reports: what sees each update before it is clipped; None: nothing does.
         """
         self.rule, self.clip = rule_of(rule), clip
@@ -205,8 +206,9 @@ class Aggregate:
         `w_t` must not change until `combine` has returned. `buffers` are the model's packed buffers before the round;
         None if the model has no buffers.
         """
-        if self._sums is None or len(clients) > self._sums.places:
-            self._sums = _ReplySums(self._kinds(), max(1, len(clients)))
+        places = max(1, len(clients) if self._divisor is None else 0)  # what is sent must not show how many clients
+        if self._sums is None or places > self._sums.places:
+            self._sums = _ReplySums(self._kinds(), places)
         self._sums.clear()
         place = {int(client): place for place, client in enumerate(dict.fromkeys(clients))}
         self._now = _OpenRound(round, w_t.detach().cpu(), buffers, place, self._sums)
@@ -265,9 +267,9 @@ class Aggregate:
         why = self._refusal(sent, samples)
         if why is None:
             why = self._add_update(client, (reply.detach().cpu(), base.detach().cpu()), weight, sent)
-        if why is not None:
+        if why is not None and self._divisor is None:
             self._now.refuse(client, why)
-        elif not self.rule.robust:
+        elif why is None and not self.rule.robust:
             for name, each in self._weighted(sent, samples).items():
                 self._now.sums.others[name].add(each)
             if BITS in self._extras:

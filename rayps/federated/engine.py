@@ -162,8 +162,8 @@ class FederatedEngine:
         """
         w = self.w
         if summed is not None and (self.private is None or summed[1] is None):
-            if summed[1] is not None and self._has_losses:
-                w.meter.add_loss(summed[1].loss / summed[1].weight, summed[1].samples, summed[1].samples)
+            if summed[1] is not None and summed[1].counts and self._has_losses:
+                w.meter.add_loss(summed[1].loss / summed[1].weight, summed[1].weight, summed[1].samples)
             return summed[0]
         if summed is not None and summed[1] is not None:
             self._aggregate.add_noise(torch.from_numpy(summed[1].update), {})  # the sum itself; the noise follows

@@ -47,6 +47,11 @@ class PrivateJob:
         return self.spec.sampling or (ALL if self.real else POISSON)
 
     @property
+    def hides_cohorts(self) -> bool:
+        """Whether it is secret which clients take part. Without sampling, the job's seed says who is asked."""
+        return not self.real and self.kind != ALL
+
+    @property
     def drawn(self) -> int:
         """The number of clients of a round with a fixed number."""
         return cohort_size(self.clients, self.fraction)

@@ -8,7 +8,6 @@ joined.
 
 from __future__ import annotations
 
-import hashlib
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
 
 PAUSE = 0.05  # seconds between two polls
+_VOID_PAUSE, _MOST_VOID_PAUSE = 1.0, 60.0  # seconds after the first of void rounds in a row, and at most
 _LISTED = 60  # the largest number of clients in a summary
 
 
@@ -72,6 +72,7 @@ class RemoteReplies:
         self._like: tuple[Tensor, Mapping[str, Tensor]] = engine.w.flat.vector, {}
         self._codings = RoundCodings(self._given.real)
         self._secure = secure_rounds_of(engine, self._mailbox)  # None: the service sees each update
+        self._voids = 0  # void rounds in a row, up to now
 
     # ---- clients
 
@@ -115,6 +116,7 @@ class RemoteReplies:
         Raises:
             TrainingError: too few clients connected within `wait` seconds.
         """
+        self._pause_after_void(t)
         with self.waits_for(CLIENTS):
             there = self._wait_for_clients(t)
         w, fraction, private = self._engine.w, self._given.fraction, self._engine.private
@@ -193,21 +195,18 @@ class RemoteReplies:
         return found
 
     def _secure_round(self, secure: SecureRounds, facts: OrderFacts, asked: dict[int, str], raw: bytes) -> Round:
-        """Run a secure round, or take the stored sum of the same round."""
-        facts = {**facts, "secure": secure.facts(len(asked))}
-        total, begun, refused = secure.stored(facts, hashlib.sha256(raw).hexdigest()), time.time(), ""
-        if total is None:
-            order = self._mailbox.open_round(
-                facts, asked, self._given.deadline, secure.most_bytes(facts["secure"]), raw
-            )
-            total, begun = secure.run(order, self._wait_with), order.begun
-            self._mailbox.close_round(order.serial)
+        """Run a secure round, or take the stored sum of an earlier round from the same parameters."""
+        begun, refused = time.time(), ""
+        total, order = secure.sum_of(facts, asked, self._given.deadline, raw, self._wait_with)
+        if order is not None:
+            begun = order.begun
             for notice in exclude_blamed(self._mailbox, order, total.refusals, frozenset(total.survivors)):
                 self._engine.w.event("warning", notice.text, **notice.facts)
             self._open, refused = order, refusals_text(total.refusals, order.sampled)
         self._mailbox.write_waits(None)
         self._mailbox.record_secure_round(total.void, refused)
         secure.total, self.refused = total, []
+        self._voids = 0 if total.void is None else self._voids + 1
         if total.void is not None and self._engine.private is not None:  # other jobs have the event `cohort`
             self._report_void(total)
         return Round(total.sampled, sorted(total.dropped.items()), begun, time.time(), total.survivors)
@@ -284,6 +283,14 @@ class RemoteReplies:
 
     # ---- waiting
 
+    def _pause_after_void(self, t: int) -> None:
+        """After void rounds, wait before round `t`: a job must not use up its rounds while clients are away."""
+        seconds = pause_after(self._voids)
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends:
+            rounds = "a round was" if self._voids == 1 else f"{self._voids} rounds were"
+            self._wait_with(f"round {t} begins {_seconds(seconds)} after the last one, because {rounds} void")
+
     def _wait_for_clients(self, t: int) -> Ints:
         """Wait until enough clients are connected. Return the numbers of the connected clients."""
         began = time.monotonic()
@@ -357,8 +364,13 @@ class RemoteReplies:
                 return
             facts = self._summary()
             joined = f"{_clients(self.count)} {'has' if self.count == 1 else 'have'} joined"
-            rows = "their numbers of samples are secret" if self._secure else f"with {facts['rows']} samples"
+            rows = "their numbers of samples are not sent" if self._secure else f"with {facts['rows']} samples"
             self._engine.w.event("clients", f"{joined}, {rows}", **facts)
+
+
+def pause_after(voids: int) -> float:
+    """Return for how many seconds a job waits after so many void rounds in a row."""
+    return min(_MOST_VOID_PAUSE, _VOID_PAUSE * 2.0 ** min(voids - 1, 20)) if voids else 0.0
 
 
 def create_mailbox(folder: Path | None) -> str:

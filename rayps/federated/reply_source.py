@@ -87,10 +87,14 @@ class SimulatedReplies:
 
     def round(self, t: int, w_t: Tensor, shared: dict[str, Tensor], buffers: Tensors) -> Round:
         """Plan round `t`, choose the trainings that this worker runs, and return the round's clients."""
-        clock = shared[_CLOCK].cpu().numpy() if _CLOCK in shared and t else clock_at()
         private = self._engine.private
+        hidden = private is not None and private.job.hides_cohorts
+        if hidden:  # the time of the slowest client would tell who took part, and no option of such a job uses it
+            shared.pop(_CLOCK, None)
+        clock = shared[_CLOCK].cpu().numpy() if _CLOCK in shared and t else clock_at()
         plan, clock = self._events.round(t, clock, None if private is None else private.cohort(self._engine.w.position))
-        shared[_CLOCK] = torch.from_numpy(clock.copy())
+        if not hidden:
+            shared[_CLOCK] = torch.from_numpy(clock.copy())
         trainings, needed = plan.trainings, set(plan.needed)
         wanted = needed | {each.version for each in trainings}
         if needed:

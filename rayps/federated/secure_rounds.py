@@ -4,9 +4,9 @@ Clients train first and exchange keys afterwards: a client that fails or is late
 the others nothing; and keys live for seconds, not for the hours of a training. No client's update exists on this side:
 the worker reads messages of which only the sum of all masked vectors can be unmasked.
 
-A worker that is lost is replaced by one that continues with the same messages (`ServerSum` has no secret). The sum of a
-round is stored before it is used: if the job returns to a checkpoint and repeats the round from the same parameters,
-the stored sum is used again. A second sum over other clients would show, by its difference, the update of one.
+A worker that is lost is replaced by one that continues with the same messages (`ServerSum` has no secret). A sum is
+stored before it is used: whenever the job comes back to the same parameters, from a checkpoint or after void rounds,
+the stored sum is used again. A second sum over other clients would show, by its difference, the number of one.
 """
 
 from __future__ import annotations
@@ -18,25 +18,29 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from rayps_client.secure.protocol import Answer, RoundName, Stage, VoidRound
 from rayps_client.secure.quantise import EXTRAS, Quantiser, SummedNumbers, Words
 from rayps_client.secure.secure_facts import SecureFacts
 from rayps_client.secure.server_sum import ServerRules, ServerSum
+from rayps_client.secure.sum_names import name_sum
 from rayps_client.secure.take_part import quantiser_of
+from rayps_client.signed_orders import ROUND
 from torch import Tensor
 
 from rayps.core.errors import ConfigError
+from rayps.core.values import JsonObject
 from rayps.federated.buffer_statistics import BufferStatistics
 from rayps.federated.combine_replies import RoundAggregate
 from rayps.federated.remote.blamed_clients import Refusal, Refusals
 from rayps.federated.remote.client_state import WHY_SILENT
-from rayps.federated.remote.mailbox import Mailbox, RoundOrder, SecureOutcome
+from rayps.federated.remote.mailbox import Mailbox, RoundOrder, SecureOutcome, write_json
 from rayps.federated.remote.secure_options import SecureOptions
 from rayps.federated.remote.signed_orders import OrderFacts
 from rayps.federated.remote.stage_leases import StageLeases
+from rayps.federated.strategy_interface import Federation
 
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
@@ -48,6 +52,9 @@ _MESSAGE_BYTES = 1 << 16  # largest message of a stage, except for what grows wi
 _BYTES_PER_CLIENT = 512
 _LOOK_SECONDS = 0.5  # between two looks at the clients' leases
 _SHOWN = 5  # the largest number of names in a message
+_OTHER_SUM = "another sum of the clients' numbers from the same parameters was released before"
+
+Pause: TypeAlias = Callable[[str], None]
 
 
 @dataclass(slots=True)
@@ -61,19 +68,33 @@ class SecureTotal:
     dropped: dict[int, str] = field(default_factory=dict)  # the other asked clients, and why
     refusals: Refusals = field(default_factory=Refusals)  # which clients have refused others' messages
 
+    @property
+    def has_no_update(self) -> bool:
+        """Whether the sum of the updates is 0, so that the parameters stay as they are."""
+        return self.numbers is not None and not self.numbers.update.any()
+
 
 class SecureRounds:
     """The secure rounds of a job with real clients."""
 
     def __init__(
-        self, mailbox: Mailbox, options: SecureOptions, least: int, size: int, *, private: PrivateRounds | None = None
+        self,
+        mailbox: Mailbox,
+        options: SecureOptions,
+        least: int,
+        size: int,
+        *,
+        private: PrivateRounds | None = None,
+        losses: bool = True,
     ) -> None:
         """`least`: the fewest clients with which a round counts. `size`: the number of parameters that clients send.
+
+        `losses`: whether the sums have the clients' losses and processed samples.
 
         `private`: the noise, which makes the sensitivity of the sums count, or None. If the clients add the noise, the
         release of a sum is recorded before they are asked to unmask it.
         """
-        self.options, self._private = options, private
+        self.options, self._private, self._losses = options, private, losses
         self.total: SecureTotal | None = None  # the result of the newest round; None before the first
         self._mailbox, self._least, self._size = mailbox, least, size
 
@@ -88,11 +109,35 @@ class SecureRounds:
         words = (self._size + EXTRAS) * quantiser_of(facts).word.itemsize
         return max(words, _MESSAGE_BYTES + _BYTES_PER_CLIENT * facts["clients"])
 
-    def run(self, order: RoundOrder, pause: Callable[[str], None]) -> SecureTotal:
-        """Run the stages of a round until its sum is known or the round is void, and store the sum.
+    def sum_of(
+        self, facts: OrderFacts, asked: dict[int, str], deadline: float, parameters: bytes, pause: Pause
+    ) -> tuple[SecureTotal, RoundOrder | None]:
+        """Return the sum over the clients of a training or an evaluation that starts from `parameters`.
 
-        `pause` is called with what is waited for, and pauses for a moment.
+        `facts`: those of the order without its entry `secure`. `asked`: names of clients by number. `deadline`: seconds
+        for all stages. `pause` is called with what is waited for, and pauses for a moment.
+
+        Returns:
+            The result, and the order by which the clients were asked; None: the sum is the stored one of an earlier
+            order from the same parameters, and nobody is asked.
+
+        Raises:
+            ConfigError: the sum of so many clients might wrap.
         """
+        earlier = self._stored(facts, parameters)
+        if earlier is not None and not (earlier.has_no_update and facts["kind"] == ROUND):
+            return earlier, None
+        secure = self.facts(len(asked))
+        if earlier is not None or not self._losses:  # after a round of the rate 0 they would be released twice
+            secure["counts"] = False
+        given: OrderFacts = {**facts, "secure": secure}
+        order = self._mailbox.open_round(given, asked, deadline, self.most_bytes(secure), parameters)
+        found = self._run(order, pause)
+        self._mailbox.close_round(order.serial)
+        return found, order
+
+    def _run(self, order: RoundOrder, pause: Pause) -> SecureTotal:
+        """Run the stages of a round until its sum is known or the round is void, and store the sum."""
         facts, stages = order.facts["secure"], self._mailbox.stages(order.serial)
         name, quantiser = RoundName(self._mailbox.job, order.serial), quantiser_of(facts)
         server = ServerSum(ServerRules(name, facts["threshold"], facts["least"], self.options.degree))
@@ -139,46 +184,78 @@ class SecureRounds:
 
     # ---- the sums of past rounds
 
-    def stored(self, facts: OrderFacts, parameters: str) -> SecureTotal | None:
-        """Return the result of an earlier order with the same training, if its sum is stored.
+    def _stored(self, facts: OrderFacts, parameters: bytes) -> SecureTotal | None:
+        """Return the result of an earlier order of this kind from the same parameters, or None if there was no sum.
 
-        `parameters`: the SHA-256 hash of the parameters that clients start from.
+        A sum of other numbers than those of `facts` is no sum for it, and no other one is released: the result is void.
         """
-        path = self._path(facts, parameters)
-        try:
-            about = json.loads(path.with_suffix(".json").read_bytes())
-            quantiser = quantiser_of(about["secure"])
-            numbers = quantiser.read_sum(quantiser.read_words(path.read_bytes()))
-        except FileNotFoundError:
+        name = _hash_of(facts["kind"], hashlib.sha256(parameters).hexdigest())
+        found = self._file(name)
+        if found is None:
             return None
+        about = json.loads(self._about(name).read_bytes())
+        path, at = found
+        now = facts["phase"] + facts["round"]
+        if now > at:  # it is deleted when the job can no longer return to the newest round that uses it
+            path = path.rename(path.with_name(f"{now}-{name}.sum"))
+        quantiser = quantiser_of(about["secure"])
+        words = quantiser.read_words(path.read_bytes())
         dropped = {int(number): why for number, why in about["dropped"].items()}
-        return SecureTotal(about["sampled"], about["survivors"], numbers, None, dropped)
+        if len(words) != self._size + EXTRAS or about["what"] != _what(facts):
+            return SecureTotal(about["sampled"], void=_OTHER_SUM)
+        return SecureTotal(about["sampled"], about["survivors"], quantiser.read_sum(words), None, dropped)
 
     def _store(self, facts: OrderFacts, found: SecureTotal, total: Words) -> None:
         """Store the sum of a round, and delete the sums of rounds to which the job never returns."""
-        path = self._path(facts, facts["parameters"]["sha256"])
-        about = {"sampled": found.sampled, "survivors": found.survivors}
-        path.parent.mkdir(exist_ok=True, mode=0o700)
-        path.with_suffix(".json").write_text(
-            json.dumps({**about, "dropped": found.dropped, "secure": facts["secure"]}), encoding="utf-8"
+        name, at = _hash_of(facts["kind"], facts["parameters"]["sha256"]), facts["phase"] + facts["round"]
+        before, about = self._file(name), self._about(name)
+        about.parent.mkdir(exist_ok=True, mode=0o700)
+        write_json(
+            about,
+            {
+                "sampled": found.sampled,
+                "survivors": found.survivors,
+                "dropped": found.dropped,
+                "secure": facts["secure"],
+                "what": _what(facts),
+            },
         )
-        part = path.with_suffix(".part")
+        part = about.with_suffix(".part")
         with part.open("wb") as file:
             file.write(total.tobytes())
             file.flush()
             os.fsync(file.fileno())
-        part.replace(path)  # last: a sum without this file does not exist
-        for old in path.parent.glob("*.sum"):
-            if int(old.name.partition("-")[0]) < facts["since"]:
+        newest = at if before is None else max(at, before[1])
+        path = part.replace(about.with_name(f"{newest}-{name}.sum"))  # last: a sum without this file does not exist
+        if before is not None and before[0] != path:
+            before[0].unlink(missing_ok=True)
+        for old in about.parent.glob("*.sum"):
+            last, _, named = old.stem.partition("-")
+            if int(last) < facts["since"]:
                 old.unlink(missing_ok=True)
-                old.with_suffix(".json").unlink(missing_ok=True)
+                self._about(named).unlink(missing_ok=True)
 
-    def _path(self, facts: OrderFacts, parameters: str) -> Path:
-        """Return the file of the sum of a round, which is named by what its clients have trained from."""
-        at = facts["phase"] + facts["round"]
-        what = [facts["kind"], at, facts["seed"], facts["strategy"], facts.get("tick"), parameters]
-        digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
-        return self._mailbox.folder / "sums" / f"{at}-{digest}.sum"
+    def _file(self, name: str) -> tuple[Path, int] | None:
+        """Return the file of the sum with this name, and the newest round that has used it; None if there is none."""
+        found = [(int(path.name.partition("-")[0]), path) for path in self._about(name).parent.glob(f"*-{name}.sum")]
+        if not found:
+            return None
+        at, path = max(found)  # there are two if a worker was killed in `_store`
+        return path, at
+
+    def _about(self, name: str) -> Path:
+        """Return the file of what is known about the sum with this name."""
+        return self._mailbox.folder / "sums" / f"{name}.json"
+
+
+def _hash_of(kind: str, parameters: str) -> str:
+    return hashlib.sha256(name_sum(kind, parameters).encode()).hexdigest()
+
+
+def _what(facts: OrderFacts) -> JsonObject:
+    """Return which numbers are summed, as far as this changes in a job."""
+    metrics = facts.get("metrics")
+    return {"metrics": None if metrics is None else list(metrics["names"]), "personal": facts["personal"]}
 
 
 def secure_rounds_of(engine: FederatedEngine, mailbox: Mailbox) -> SecureRounds | None:
@@ -187,8 +264,7 @@ def secure_rounds_of(engine: FederatedEngine, mailbox: Mailbox) -> SecureRounds 
     Raises:
         ConfigError: the model has buffers that clients would send.
     """
-    options = engine.federation.secure
-    if options is None:
+    if engine.federation.secure is None:
         return None
     part = engine.private_layers
     sent = {} if engine.federation.client_side.keeps_buffers else part.without_private(engine.trainer.buffers)
@@ -199,8 +275,18 @@ def secure_rounds_of(engine: FederatedEngine, mailbox: Mailbox) -> SecureRounds 
             "model",
             field="secure",
         )
-    least = engine.federation.aggregation.min_replies
-    return SecureRounds(mailbox, options, least, part.shared_size, private=engine.private)
+    return secure_rounds(engine.federation, mailbox, part.shared_size, engine.private)
+
+
+def secure_rounds(given: Federation, mailbox: Mailbox, size: int, private: PrivateRounds | None = None) -> SecureRounds:
+    """Return the secure rounds of a strategy that has the option `secure`, for `size` parameters.
+
+    If clients evaluate too, the sums of rounds have no losses: the loss of a training that has one step is that of an
+    evaluation of the same parameters on the same rows.
+    """
+    assert given.secure is not None, "`secure_rounds_of` has asked"
+    least, losses = given.aggregation.min_replies, not given.real.client_evaluation
+    return SecureRounds(mailbox, given.secure, least, size, private=private, losses=losses)
 
 
 def aggregate_of(total: SecureTotal, w_t: Tensor) -> RoundAggregate:
@@ -224,7 +310,7 @@ class _StageRun:
         order: RoundOrder,
         mailbox: Mailbox,
         server: ServerSum,
-        pause: Callable[[str], None],
+        pause: Pause,
         before_unmasking: Callable[[RoundOrder], None],
     ) -> None:
         self.server, self._order, self._mailbox, self._pause = server, order, mailbox, pause

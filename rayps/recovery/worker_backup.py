@@ -19,7 +19,7 @@ from torch import Tensor
 from rayps.comm.link import memory
 from rayps.core import failpoint
 from rayps.core.costs import amount
-from rayps.core.errors import LinkError, PeerLost
+from rayps.core.errors import LinkError, PeerLost, StaleGeneration
 from rayps.core.records import Point
 from rayps.core.values import JsonObject
 from rayps.recovery.backup_assignment import BackupAssignment, HeldRounds
@@ -271,15 +271,19 @@ class WorkerBackup:
             missed = [] if own is None else list(own.facts.get("points", []))
         return with_state(snapshot, plan.rank, state, rest), missed
 
-    def begin_commits(self, plan: BackedPlan) -> Committer | None:
+    def begin_commits(self, plan: BackedPlan, ended: Callable[[], bool]) -> Committer | None:
         """Return the committer of the worker's state, or None if the plan has no backups.
 
-        Raises LinkError if the holder of the backup does not answer, or there is no shared memory.
+        `ended()` returns whether the plan was ended; `end_commits` is called after that. The states of later plans are
+        then left as they are.
+
+        Raises:
+            LinkError: the holder of the backup does not answer, or there is no shared memory.
+            StaleGeneration: the plan was ended.
         """
         assignment = plan.backup_assignment
         if assignment is None or self._replication is None:
             return None
-        self._replication.drop_states(assignment.base_generation, plan.start)
         connection = BackupConnection(
             self._replication,
             assignment.addresses[assignment.holder],
@@ -287,9 +291,14 @@ class WorkerBackup:
             timeout=plan.timeout,
             has_counterpart=assignment.has_counterpart,
         )
-        connection.slots.open(assignment.base_generation, plan.start, plan.generation)
-        self._committer = Committer(connection, plan.generation, lambda: self._unconfirmed)
-        return self._committer
+        with self._lock:
+            if not ended():
+                self._replication.drop_states(assignment.base_generation, plan.start)
+                connection.slots.open(assignment.base_generation, plan.start, plan.generation)
+                self._committer = Committer(connection, plan.generation, lambda: self._unconfirmed)
+                return self._committer
+        connection.close()
+        raise StaleGeneration(f"generation {plan.generation} was ended before its first commit", peer="driver")
 
     @property
     def cost(self) -> CommitCost | None:
@@ -298,7 +307,8 @@ class WorkerBackup:
 
     def end_commits(self) -> None:
         """End the generation's commits. Any thread may call it."""
-        committer, self._committer = self._committer, None
+        with self._lock:
+            committer, self._committer = self._committer, None
         if committer is not None:
             committer.close()
 

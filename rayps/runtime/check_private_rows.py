@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -49,6 +50,8 @@ def private_rows(
     _check_data(workload, data)
     _check_fields(workload)
     _check_layers(model)
+    if strategy.loop == PRIVATE_PUSHES and grid.data > 1:
+        _check_pushes(model)
     if strategy.rows != Reshuffled() or strategy.loop not in (PRIVATE_GRADIENTS, PRIVATE_PUSHES):
         raise ConfigError(
             f"{strategy.name} has privacy, and rows or a loop of its own: leave out `rows` and `loop`, or privacy",
@@ -106,6 +109,19 @@ def _check_layers(model: nn.Module) -> None:
             raise ConfigError(
                 f"layer {name!r} is a {type(layer).__name__}, whose statistics mix rows and would be released without "
                 f"noise: replace it by {new}, which normalizes each row alone, or leave out privacy",
+                field="privacy",
+            )
+
+
+def _check_pushes(model: nn.Module) -> None:
+    """Refuse parameters in whose dtype a worker's part of the sum would be rounded by more than one row adds."""
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.element_size() < torch.float32.itemsize:
+            dtype = str(p.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"parameter {name!r} is {dtype}, and workers push their parts of a private sum to servers in this "
+                "dtype, before the noise is in all of them: use all_reduce, which adds them in float32, one worker, or "
+                "float32 parameters with precision='bf16'",
                 field="privacy",
             )
 

@@ -47,6 +47,7 @@ from rayps.parallel.division.build import blank
 from rayps.parallel.division.divide import divide, sample_of
 from rayps.parallel.division.division import Division
 from rayps.parallel.pipeline.loss_proxy import parts
+from rayps.privacy.options import privacy_in
 from rayps.privacy.row_level import RowPrivacy
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.server.dense_segment import optimizer_factory
@@ -298,7 +299,8 @@ def _refuse_fields(workload: Workload, replica: Replica) -> None:
 def _check_topologies(
     phases: list[Phase], spec: JobSpec, tables: tuple[SparseTable, ...], clip_norm: float | None
 ) -> None:
-    """Raise ConfigError if a strategy cannot be combined with the job's tables, branch, clip_norm or server group."""
+    """Raise ConfigError if a strategy cannot be combined with the job's tables, branch, clip_norm, group or traces."""
+    _check_profile(phases, spec)
     names = [phase.name for phase in phases]
     topologies = [phase.strategy.topology for phase in phases]
     facts = JobFacts(tables=tuple(table.name for table in tables), clip_norm=clip_norm, group=spec.server_group)
@@ -376,6 +378,17 @@ def _check_activations(workload: Workload, phases: list[Phase], model: nn.Module
                 f"set {FIELD} to False, and {way} for less memory",
                 field=FIELD,
             )
+
+
+def _check_profile(phases: list[Phase], spec: JobSpec) -> None:
+    """Refuse the traces of a private job. Raises ConfigError."""
+    if spec.profile and any(privacy_in(phase.strategy) is not None for phase in phases):
+        raise ConfigError(
+            "profile was given for a private job: a trace has each operation of a round with its shapes, and so shows "
+            "which rows or clients were drawn; leave privacy out of the strategy for the trace, on data that may be "
+            "seen, or leave out profile",
+            field="profile",
+        )
 
 
 def _check_fp16(workload: Workload, phases: list[Phase], tables: tuple[SparseTable, ...]) -> None:

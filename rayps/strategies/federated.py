@@ -62,6 +62,7 @@ from rayps.core.traffic import Sizes, TrafficCost
 from rayps.core.values import Json
 from rayps.federated.aggregation_options import Aggregation
 from rayps.federated.local_training import LocalTraining
+from rayps.federated.population.cohort import cohort_size
 from rayps.federated.population.options import PopulationSpec, check_fraction
 from rayps.federated.remote.client_options import RealClients
 from rayps.federated.remote.coding_options import check_codings
@@ -184,6 +185,7 @@ class Federated(FlatOptions, Strategy):
             part = "" if self.fraction == 1 else f" and fraction={self.fraction:g}"
             why = f"with least={joining.least}{part} a round may ask one client, and is void: the sum is its update"
             ways.append((joining.least < needed, f"{why}; give clients=remote(least={needed}) or more"))
+            ways.append(secure.too_few_neighbours(cohort_size(joining.least, self.fraction)))
         for wrong, why in ways:
             if wrong:
                 raise ConfigError(f"secure is {quoted(real.secure)}, but {why}", field="secure")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rayps.core.errors import ConfigError
 from rayps.core.text import quoted
-from rayps.federated.strategy_interface import Federation
+from rayps.federated.strategy_interface import ClientSide, Federation
 from rayps.privacy.options import ALL, FIXED, POISSON, TREE, PrivacySpec
 
 
@@ -47,21 +47,39 @@ def _refuse_algorithm(name: str, given: Federation) -> None:
     if given.buffered is not None:
         raise ConfigError(
             f"privacy cannot be proven under {name}: how old updates are, and how often a client takes part, depends "
-            "on the clients' speeds; use fedavg, fedprox, ditto or a server optimizer (fedavgm, fedadam, ...)",
+            "on the clients' speeds; use fedavg, fedprox or a server optimizer (fedavgm, fedadam, ...)",
             field="privacy",
         )
     if side.sums:
         raise ConfigError(
             f"privacy cannot be proven under {name}: its clients also send {', '.join(side.sums)}, which has no clip; "
-            "use fedavg, fedprox or ditto",
+            "use fedavg, fedprox or a server optimizer (fedavgm, fedadam, ...)",
             field="privacy",
         )
+    if side.stateful and given.joining is None:
+        _refuse_states(name, side)
     if side.finetune is not None:
         raise ConfigError(
             "finetune measures models on the clients' rows without noise, which would void the claim of privacy: leave "
             "finetune out, and fine-tune where the rows are",
             field="finetune",
         )
+
+
+def _refuse_states(name: str, side: ClientSide) -> None:
+    """Refuse what simulated clients store between rounds: it is in checkpoints, without noise. Raises ConfigError."""
+    if side.private:
+        what, field, way = f"private={','.join(side.private)}", "private", "leave private out"
+    elif side.keeps_buffers:
+        what, field, way = "buffers=keep", "buffers", "leave buffers out, and use torch.nn.GroupNorm, not BatchNorm"
+    else:
+        what, field, way = name, "privacy", "use fedavg, fedprox or a server optimizer (fedavgm, fedadam, ...)"
+    raise ConfigError(
+        f"{what} stores a state of each client. The checkpoints of simulated clients have these states without noise, "
+        f"and thereby say who took part, so privacy cannot be proven: {way}; or let real clients keep their states "
+        "(clients=remote)",
+        field=field,
+    )
 
 
 def _refuse_options(name: str, given: Federation, spec: PrivacySpec) -> None:

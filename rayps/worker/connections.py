@@ -7,6 +7,7 @@ import threading
 
 from rayps.comm.link import Listener
 from rayps.comm.ring import Ring
+from rayps.comm.ring.form_mesh import Formation
 from rayps.core.errors import RaypsError
 from rayps.core.member_times import SERVERS, LineFacts
 from rayps.core.topology import servers_of
@@ -33,13 +34,14 @@ class WorkerConnections:
         self.rings: dict[str, Ring] = {}  # from an axis to the ring of the replica's workers along this axis
         self.server: GroupServer | None = None  # the servers that hold the parameters
         self.session: Session | None = None  # the session with the job's space
+        self._formation = Formation()
         self._map = seat.source if seat is not None and isinstance(seat.source, StaticMap) else None
 
     def form(self, plan: WorkerPlan, snapshot: Snapshot, listener: Listener, device: str = "cpu") -> None:
         """Connect to all peers of the plan. `device` is where this worker's tensors are.
 
         Raises:
-            PeerTimeout, PeerLost, StaleGeneration: a peer did not connect, or this generation has ended.
+            PeerTimeout, PeerLost, StaleGeneration: a peer did not connect, or this generation or `abort` has ended it.
         """
         servers, seat = servers_of(plan.strategy), plan.peers.seat
         if seat is not None:
@@ -57,6 +59,7 @@ class WorkerConnections:
                 name=f"worker-{plan.rank}",
                 keep=keep,
             )
+            self._formation.check()  # after the assignment: an `abort` at the same time hangs it up, or is seen here
         if servers is None:
             self.ring = self._ring(plan, "data", plan.peers.ring, listener, snapshot, device)
         else:
@@ -90,6 +93,7 @@ class WorkerConnections:
             algorithm="ring" if pairs else "auto",
             streams=int(pairs),
             device="cpu" if pairs else device,
+            formation=self._formation,
         )
 
     def waits(self, plan: WorkerPlan) -> dict[str, float]:
@@ -133,9 +137,14 @@ class WorkerConnections:
             log.info("%s", str(error))
 
     def abort(self) -> None:
-        """Break off all exchanges. Peers that wait for this worker get an error. Any thread may call this method."""
-        for each in self._all():
-            each.abort() if isinstance(each, Ring) else each.hang_up()
+        """Break off all exchanges, also those by which connections are formed. Any thread may call this method.
+
+        Peers that wait for this worker get an error.
+        """
+        self._formation.abort()
+        for each in (self.server, self.session):
+            if each is not None:
+                each.hang_up()
 
     def close(self) -> None:
         """Close all connections, after the plan's thread has ended."""

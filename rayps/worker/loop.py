@@ -19,6 +19,7 @@ from rayps.core.rank_seed import rank_seed, seed_after
 from rayps.core.records import Point
 from rayps.tensors import optim, weight_average
 from rayps.tensors.local_state import LocalState
+from rayps.tensors.random_state import seed_torch
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.batches import cursor_of
 from rayps.worker.connections import WorkerConnections
@@ -248,12 +249,20 @@ class Loop:
         if average is not None and weight_average.STEPS in w.shared:  # servers have stepped after the last pull
             steps = snapshot.round - w.scaling.skipped_by_all
             weight_average.update(average, w.shared, snapshot.params.to(w.device), steps)
-        if w.plan.elastic is not None:
-            torch.manual_seed(seed_after(w.plan.seed, w.plan.rank, w.plan.start))
+        if w.plan.elastic is not None or w.plan.private is not None:
+            self.seed_after(w.plan.start)
         elif w.plan.rank in snapshot.rng:
             torch.set_rng_state(snapshot.rng[w.plan.rank])
         else:  # the workers of a tensor group, which share each layer, draw the same random numbers
             torch.manual_seed(rank_seed(w.plan.seed, w.plan.rank - w.plan.place.tensor))
+
+    def seed_after(self, round: int) -> None:
+        """Set torch's random state to one that follows from the seed, the rank and `round`, and from nothing else."""
+        seed_torch(seed_after(self.w.plan.seed, self.w.plan.rank, round))
+
+    def _random_state(self) -> Tensor | None:
+        """Return what a checkpoint has of torch's random state. A private job saves none: its draws are secret."""
+        return None if self.w.plan.private is not None else torch.get_rng_state()
 
     def buffers(self) -> dict[str, Tensor]:
         """Return a dict from the names of the model's buffers to copies on the CPU.
@@ -315,12 +324,12 @@ class Loop:
         found = w.batches.cursor()
         cursor = None if found is None else found.to_json()
         if w.rank and not w.plan.leased:
-            return WorkerPart(w.position, None, {}, {}, torch.get_rng_state(), own, {}, w.done, cursor)
+            return WorkerPart(w.position, None, {}, {}, self._random_state(), own, {}, w.done, cursor)
         if moments is None:
             moments = {} if w.local is None else w.local.moments()
         shared = {name: value.cpu().clone() for name, value in w.shared.items()} | w.scaling.state()
         held = None if params is None else params.cpu().clone()
-        return WorkerPart(w.position, held, moments, self.buffers(), torch.get_rng_state(), own, shared, w.done, cursor)
+        return WorkerPart(w.position, held, moments, self.buffers(), self._random_state(), own, shared, w.done, cursor)
 
     def _load(self, state: Snapshot | LocalState) -> None:
         """Copy parameters, moments and buffers into the worker."""

@@ -208,7 +208,7 @@ class WorkerPart:
     params: Tensor | None
     moments: optim.Moments
     buffers: dict[str, Tensor]
-    rng: Tensor
+    rng: Tensor | None  # torch's random state; None in a private job, which saves none
     own: LocalState | None = None  # the worker's own state if workers train separately; else None
     shared: dict[str, Tensor] = field(default_factory=dict)  # values that are equal on all workers
     met: bool = False  # whether the strategy's stop rule was met in this round, which ends the phase

@@ -44,14 +44,13 @@ class NoisedSums:
     def part(self, batch: Batch) -> Tensor:
         """Return the sum of the clipped gradients of a step's rows, on rank 0 with noise. [size], at least float32.
 
+        It is rounded once, after the noise.
+
         Raises WorkloadError if the user's loss fails, and OSError if the ledger cannot be written.
         """
         w = self._w
         with w.meter.computing():
-            dtype = torch.promote_types(w.flat.vector.dtype, torch.float32)
-            total = torch.zeros(w.layout.size, dtype=dtype, device=w.flat.vector.device)
-            for rows in micro_batches(batch):
-                self._rows.add(rows, total)
+            total = self._rows.of(micro_batches(batch))
             said = self.releases.release(w.position - 1, total)
         if said:
             w.say(**said)
@@ -62,7 +61,7 @@ class NoisedSums:
                 f"loss ({self._rows.slow}): avoid item(), data-dependent if, and layers that vmap does not support",
             )
             self._reported = True
-        return total
+        return total.to(torch.promote_types(w.layout.dtype, torch.float32))
 
     @property
     def batch(self) -> int:
@@ -134,6 +133,11 @@ class BudgetedLoop(Loop):
         super().begin(stopped)
         self.w.sums.releases.begin(stopped)
         end_by_budget(self.w, self.w.sums.releases)
+
+    def run_round(self) -> None:
+        """Run a step, with random numbers of the model that nobody can draw again. See `Loop`."""
+        self.w.sums.releases.seed_step(self.w.position)
+        super().run_round()
 
     def end_round(self) -> None:
         """End the phase if the budget allows no further step. See `Loop`."""

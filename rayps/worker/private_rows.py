@@ -18,11 +18,13 @@ from rayps.core.errors import StaleGeneration
 from rayps.core.failpoint import passing
 from rayps.core.user_code import user_code
 from rayps.data.base import Batch, Data
+from rayps.data.single_rows import stacks_of
 from rayps.privacy.account import PrivacyAccount
 from rayps.privacy.ledger import open_ledger
 from rayps.privacy.mechanism import ROW
 from rayps.privacy.noise import KeyedNoise, NoiseSource, SecretNoise
 from rayps.privacy.row_level import RowPrivacy
+from rayps.tensors.random_state import seed_torch
 from rayps.worker.batches import BatchStream, step_of
 from rayps.worker.plan import WorkerPlan
 from rayps.workload.base import Workload
@@ -31,7 +33,7 @@ COARSE = 1 / 8  # relative number of releases between two at which a worker comp
 
 
 class PrivateRows(BatchStream):
-    """The drawn rows of one worker, in micro-batches of `physical` rows. `position` is the number of steps."""
+    """The drawn rows of one worker, in stacks of at most `physical` rows. `position` is the number of steps."""
 
     def __init__(self, data: Data, plan: WorkerPlan, steps: int) -> None:
         """Draw from the rows of `data`. An epoch has `steps` steps."""
@@ -55,9 +57,8 @@ class PrivateRows(BatchStream):
         """
         drawn = self._draws.rows(self.position, self.rank, self.size)
         self.position += 1
-        cuts = range(0, len(drawn), self.physical)
         with user_code("data"):
-            return step_of(tuple(self.data.take(drawn[at : at + self.physical]) for at in cuts))
+            return step_of(stacks_of(self.data, drawn, self.physical))
 
 
 class RowDraws:
@@ -112,7 +113,7 @@ class RowReleases:
             )
 
     def release(self, step: int, part: Tensor) -> dict[str, float]:
-        """Charge the release of `step`, then add the noise to `part` [size], in place.
+        """Charge the release of `step`, then add the noise to `part` [size], float64, in place.
 
         Return the numbers for the round's point. Only rank 0 does this; others return {}, and change nothing.
 
@@ -127,9 +128,17 @@ class RowReleases:
             raise StaleGeneration(f"the plan was ended before step {step}", peer="driver")
         account.charge(step)
         noise = self._source.normal(part.numel(), self.privacy.std, step)
-        part.copy_(part.double() + torch.from_numpy(noise).to(part.device))
+        part += torch.from_numpy(noise).to(part.device)
         passing("privacy: noised, not released")
         return {"epsilon": account.epsilon, "releases": account.releases}
+
+    def seed_step(self, step: int) -> None:
+        """Set torch's random state, from which the model's dropout is drawn in `step`, from the secret source.
+
+        Which random numbers a row gets depends on how many rows were drawn before it. If they could be drawn again, the
+        sum would depend on a single row by more than the clip.
+        """
+        seed_torch(int(self._source.uniform(1, step, self._rank, 1)[0] * 2**53))
 
     def close(self) -> None:
         """Close the ledger."""

@@ -326,7 +326,7 @@ class GenerationRun:
         run.account, run.trains_here, run.round_over = self._account, self._times.trains_here, self._times.round_over
         if plan.times.traced:
             run.deliver_trace = self._deliver_trace
-        committer = None if self._backup is None else self._backup.begin_commits(plan)
+        committer = None if self._backup is None else self._backup.begin_commits(plan, self._stop.is_set)
         if committer is not None:
             run.commit = lambda: committer.commit(loop.w)
         self._run = run
@@ -437,6 +437,8 @@ class PlanRun:
             loop.begin_round()
             loop.run_round()
             loop.end_round()
+            if plan.private is not None:  # how many random numbers a round has used depends on its secret draws
+                loop.seed_after(w.position)
             if self._trace is not None:
                 self._trace.round_over()
             loop.average_weights()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +12,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from real_service import Serve
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.browser, pytest.mark.ray]
@@ -66,9 +65,9 @@ class Clients(Digits):
 
 
 class Site:
-    """A running service and what is known about it."""
+    """The shared service, with the workloads of these tests and a login code."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, service: Serve) -> None:
         self.home = home
         data = ROOT / "examples/data"
         (home / "digits.py").write_text(
@@ -77,25 +76,9 @@ class Site:
             .replace("{test!r}", repr(str(data / "digits_test.parquet")))
         )
         (home / "clients.py").write_text(CLIENTS.replace("{train!r}", repr(str(data / "digits.parquet"))))
-        self.log = (home / "service.log").open("w")
-        # a process of its own: its Ray must not meet the one that the other tests share
-        serve = [sys.executable, "-m", "rayps.cli", "serve", "--port", "0", "--cpus", "8"]
-        self.process = subprocess.Popen(
-            [*serve, "--state-dir", str(home / "state")],
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        )
-        assert self.process.stdout is not None
-        said = ""
-        while (found := re.search(r"dashboard: (http\S+/)", said)) is None:
-            line = self.process.stdout.readline()
-            assert line, (home / "service.log").read_text()
-            said += line
-        self.url = found[1]
-        token = (home / "state" / "token").read_text().strip()
-        self.http = httpx2.Client(base_url=self.url, headers={"Authorization": f"Bearer {token}"}, timeout=60)
+        self.url = f"{service.url}/"
+        assert f"dashboard: {self.url}" in service.log.read_text()
+        self.http = httpx2.Client(base_url=self.url, headers={"Authorization": f"Bearer {service.token}"}, timeout=60)
         self.code = self.http.post("api/v1/codes").raise_for_status().json()["code"]  # no terminal: none was printed
 
     def submit(self, **fields: Any) -> str:
@@ -104,21 +87,12 @@ class Site:
         assert answer.status_code == 201, answer.text
         return str(answer.json()["id"])
 
-    def close(self) -> None:
-        self.http.close()
-        self.process.terminate()
-        try:
-            self.process.wait(60)
-        finally:
-            self.process.kill()
-            self.log.close()
-
 
 @pytest.fixture
-def site(tmp_path: Path, chromium: Any) -> Iterator[Site]:
-    running = Site(tmp_path)
+def site(tmp_path: Path, chromium: Any, ray_service: Serve) -> Iterator[Site]:
+    running = Site(tmp_path, ray_service)
     yield running
-    running.close()
+    running.http.close()
 
 
 def until(what: str, look: Callable[[], Any], seconds: float = 120) -> Any:

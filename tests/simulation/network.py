@@ -301,13 +301,10 @@ class SimListener:
         self._ready.append(link)
         self.waiters.wake_all()
 
-    def accept_ready(self, want: Callable[[str], bool] | None = None) -> SimLink | None:
+    def accept_ready(self) -> SimLink | None:
         if self.fileno() < 0:
             raise PeerLost(f"the listener of {self.name!r} has been closed", peer=self.name)
-        for at, link in enumerate(self._ready):
-            if want is None or want(link.peer):
-                return self._ready.pop(at)
-        return None
+        return self._ready.pop(0) if self._ready else None
 
     def close(self) -> None:
         if self._network.listeners.get(self._at) is self:

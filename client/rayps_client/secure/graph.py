@@ -12,7 +12,11 @@ one. Three events must be rare, with a fraction `corrupt` of clients that collud
 
 H is the hypergeometric distribution: a client's neighbours are a random sample of the others. `neighbours_for` returns
 the smallest even k for which broken + disconnected is at most 2^-40 and void at most 2^-30, the values of the paper.
-These are bounds by the union over clients. `void` costs a round, and nothing else.
+These are bounds by the union over clients. `void` costs a round, and nothing else: therefore `least_neighbours`, below
+which no k is used, is the smallest one for which broken + disconnected is at most 2^-40.
+
+Whether the survivors of a round fall apart is also looked at exactly (`is_connected`), and the round is then void. That
+does not replace the bound, which counts clients that collude with the server: they connect nobody.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 CORRUPT, DROPPED = 0.2, 0.2  # fractions of clients that the choice of k bears
 SECURITY, CORRECTNESS = 40, 30  # bits: the events above have at most the probabilities 2^-40 and 2^-30
@@ -37,19 +41,40 @@ def neighbours_for(clients: int, threshold: float) -> int:
     """Return k, the number of neighbours of each of `clients` clients; clients - 1 means the complete graph."""
     if failures(clients, clients - 1, threshold)[1] > 2.0**-CORRECTNESS:
         return clients - 1  # few clients
+    return _fewest(clients, threshold, CORRECTNESS)
+
+
+def least_neighbours(clients: int, threshold: float) -> int:
+    """Return the smallest k that keeps every vector masked, whatever it costs in void rounds; at most clients - 1."""
+    return _fewest(clients, threshold, 0)
+
+
+def _fewest(clients: int, threshold: float, correctness: int) -> int:
+    """Return the smallest even k for which vectors are seen and rounds are void rarely enough; at most clients - 1."""
+
+    def is_safe(k: int) -> bool:
+        broken, void = failures(clients, min(k, clients - 1), threshold)
+        return broken <= 2.0**-SECURITY and void <= 2.0**-correctness
+
     low, high = 1, (clients - 1) // 2
     while low < high:  # the failures fall with k, up to the rounding of t, which the last loop makes good
         middle = (low + high) // 2
-        low, high = (low, middle) if _is_safe(clients, 2 * middle, threshold) else (middle + 1, high)
+        low, high = (low, middle) if is_safe(2 * middle) else (middle + 1, high)
     k = 2 * low
-    while k < clients - 1 and not all(_is_safe(clients, more, threshold) for more in (k, k + 2)):
+    while k < clients - 1 and not (is_safe(k) and is_safe(k + 2)):
         k += 2
     return min(k, clients - 1)
 
 
-def _is_safe(clients: int, k: int, threshold: float) -> bool:
-    broken, void = failures(clients, k, threshold)
-    return broken <= 2.0**-SECURITY and void <= 2.0**-CORRECTNESS
+def is_connected(graph: Mapping[int, Sequence[int]], clients: Collection[int]) -> bool:
+    """Return whether these clients are connected in the graph, by edges among themselves."""
+    left = set(clients)
+    edge = [left.pop()] if left else []
+    while edge:
+        near = left.intersection(graph[edge.pop()])
+        left -= near
+        edge.extend(near)
+    return not left
 
 
 def failures(clients: int, k: int, threshold: float) -> tuple[float, float]:

@@ -39,7 +39,7 @@ class ClientNumbers:
     update: Floats  # w_k - w_t
     weight: int  # n_k before it is limited
     loss: float  # mean loss of the training
-    samples: int  # samples processed, with repetitions
+    samples: int  # samples processed, with repetitions; not summed with the largest weight 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,7 @@ class SummedNumbers:
     weight: int  # sum of the n_k
     loss: float  # sum of n_k times the mean loss
     samples: int
+    counts: bool = True  # whether the loss and the processed samples were summed; else they are 0
 
     @property
     def mean(self) -> Floats:
@@ -112,6 +113,8 @@ class Quantiser:
         found[-EXTRAS:] = (weight, round(loss), min(numbers.samples, self.max_weight * self.levels))
         if not self.counts:
             found[1 - EXTRAS :] = 0
+        elif self.max_weight == 1:  # so that nothing tells how many samples a client has
+            found[-1] = 0
         return found
 
     def read_words(self, raw: bytes) -> Words:
@@ -127,4 +130,4 @@ class Quantiser:
         signed = total.view(np.int32 if self.word.itemsize == 4 else np.int64)
         weight, loss, samples = (int(value) for value in signed[-EXTRAS:])
         update = signed[:-EXTRAS].astype(np.float64) * self.step
-        return SummedNumbers(update, weight, loss * MOST_LOSS / self.levels, samples)
+        return SummedNumbers(update, weight, loss * MOST_LOSS / self.levels, samples, self.counts)

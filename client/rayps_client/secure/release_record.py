@@ -2,8 +2,8 @@
 
 A round's serial number is used once, and its secrets are in memory alone. A client that is killed within a round and
 started again has lost them: it takes no further part in that round, and so cannot release a second kind of share. The
-record also refuses a second vector of one update: if the job returns to a checkpoint and asks for the same round from
-the same parameters, the sums over two sets of clients would differ by the update of one client.
+record also refuses a second vector of the same numbers (`rayps_client.secure.sum_names`): the sums over two sets of
+clients would differ by the number of one client.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from rayps_client.errors import Conflict
 
 _FILE = "released.json"
-_KEPT = 1000  # updates that are remembered
+_KEPT = 1000  # names of each kind that are remembered
 
 
 class ReleaseRecord:
@@ -33,7 +33,7 @@ class ReleaseRecord:
         self._serial: int = found.get("serial", 0)  # the newest round that was begun
         self._seeds: list[int] = found.get("seeds", [])  # clients about whose seeds shares were released in it
         self._keys: list[int] = found.get("keys", [])  # the same about mask keys
-        self._updates: list[str] = found.get("updates", [])  # updates of which a masked vector was sent
+        self._updates: list[str] = found.get("updates", [])  # names of what was sent under masks
 
     def begin(self, serial: int) -> None:
         """Record that round `serial` begins, before its first message is sent.
@@ -51,20 +51,32 @@ class ReleaseRecord:
         self._save()
 
     def send_update(self, serial: int, update: str) -> None:
-        """Record that a masked vector is sent. `update` names what it was trained from: the round and the parameters.
+        """Record that a masked vector is sent. `update` names its numbers (`sum_names.name_vector`).
 
         Raises:
-            Conflict: a masked vector of this update was sent in an earlier order.
+            Conflict: a masked vector of this name was sent in an earlier order.
         """
         self._check(serial)
-        if update in self._updates:
+        if not self.add_once(update):
             raise Conflict(
-                "this client has sent an update of this round from these parameters before: a second one would show "
-                "its update in the difference of two sums",
+                "this client has sent these numbers from the same parameters before: a second sum would show them by "
+                "its difference from the first",
                 code="repeated",
             )
-        self._updates = [*self._updates[1 - _KEPT :], update]
+
+    def add_once(self, name: str) -> bool:
+        """Record a name of what is about to be sent under masks. Return False if it was recorded before.
+
+        Of each kind, the first word of a name, the newest are remembered.
+        """
+        if name in self._updates:
+            return False
+        kind = name.partition(" ")[0]
+        same = [each for each in self._updates if each.partition(" ")[0] == kind]
+        old = set(same[: max(0, len(same) + 1 - _KEPT)])
+        self._updates = [*(each for each in self._updates if each not in old), name]
         self._save()
+        return True
 
     def release(self, serial: int, seeds: Collection[int], keys: Collection[int]) -> None:
         """Record about whose seeds and about whose mask keys shares are released, before they are sent.

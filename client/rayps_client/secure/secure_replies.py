@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from rayps_client.secure.pinned_keys import PeerKeys
 from rayps_client.secure.quantise import ClientNumbers
 from rayps_client.secure.release_record import ReleaseRecord
 from rayps_client.secure.service_stages import Connection, ServiceStages
+from rayps_client.secure.sum_names import name_vector
 from rayps_client.secure.take_part import SecureClient, check_verify, take_part
 
 Sending = Callable[[Mapping[str, Any], bytes], None]
@@ -79,6 +81,14 @@ class SecureReplies:
             check_verify(self._pinned, bool(order["secure"]["verify"]))
         return found
 
+    def is_first(self, numbers: bytes) -> bool:
+        """Record that these numbers are about to be sent under masks. Return False if they were before.
+
+        So a client adds the metrics of its personal model to one sum only, though that model may stay the same while
+        the job's model changes.
+        """
+        return self._record.add_once(f"numbers {hashlib.sha256(numbers).hexdigest()}")
+
     def withdraw(self, order: Mapping[str, Any], joined: JoinedAs, reason: str) -> None:
         """Tell the service that this client takes no part in a secure order, so that no stage waits for it."""
         about = (joined.job, joined.number, int(order["serial"]))
@@ -106,7 +116,7 @@ class SecureReplies:
         client = SecureClient(joined.job, joined.number, joined.name, self._record, self._pinned)
         try:
             with LeaseThread(stages.renew):
-                take_part(client, serial, order["secure"], (numbers, _name(order)), stages)
+                take_part(client, serial, order["secure"], (numbers, name_vector(order)), stages)
         except (Conflict, NotFound, TrainingError) as error:
             if isinstance(error, TrainingError) or error.data.get("code") in _OWN_REASONS:
                 stages.withdraw(error.message, error.data.get("refused", ()))
@@ -118,9 +128,3 @@ class SecureReplies:
 
 def _never(text: str, signature: str) -> Mapping[str, Any]:
     raise AssertionError("a client that takes no part gets no answers")
-
-
-def _name(order: Mapping[str, Any]) -> str:
-    """Return the name of what a client sends numbers of: the same name means the same numbers."""
-    at = int(order["phase"]) + int(order["round"])
-    return f"{order['kind']} {at} from {order['parameters']['sha256']} with seed {order['seed']}"

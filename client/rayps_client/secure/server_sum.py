@@ -13,7 +13,15 @@ import numpy as np
 
 from rayps_client.errors import ConfigError
 from rayps_client.secure import shamir
-from rayps_client.secure.graph import Graph, draw_graph, neighbours_for, seed_of, shares_needed
+from rayps_client.secure.graph import (
+    Graph,
+    draw_graph,
+    is_connected,
+    least_neighbours,
+    neighbours_for,
+    seed_of,
+    shares_needed,
+)
 from rayps_client.secure.masks import add_mask, agree, is_key, public_of
 from rayps_client.secure.protocol import (
     AdvertisedKeys,
@@ -39,7 +47,7 @@ class ServerRules:
     round: RoundName
     threshold: float  # more than this fraction of a closed neighbourhood must hold shares of a secret to recover it
     least: int  # with fewer survivors the round is void; at least 2
-    neighbours: int | None = None  # k; None: as many as `neighbours_for` says
+    neighbours: int | None = None  # k, which `least_neighbours` may raise; None: as many as `neighbours_for` says
 
 
 class ServerSum:
@@ -75,7 +83,8 @@ class ServerSum:
                 self.unusable[number] = NO_KEYS
         self._check_count(self._keys, "sent their keys")
         count = len(self._keys)
-        k = self._rules.neighbours or neighbours_for(count, self._rules.threshold)
+        threshold, given = self._rules.threshold, self._rules.neighbours
+        k = neighbours_for(count, threshold) if given is None else max(given, least_neighbours(count, threshold))
         seed = seed_of({number: keys.seal + keys.mask for number, keys in self._keys.items()})
         self.graph = draw_graph(list(self._keys), k, seed)
         return {
@@ -112,11 +121,16 @@ class ServerSum:
         """Return to each client the survivors, whose masked vectors came in time.
 
         Raises:
-            VoidRound: too few clients have survived.
+            VoidRound: too few clients have survived, or the survivors' graph falls apart.
         """
         self._survivors = self._shared & frozenset(numbers)
         self._check_count(self._survivors, "sent their masked update")
         self._check_neighbourhoods(self._shared, self._survivors, "sent their masked update")
+        if not is_connected(self.graph, self._survivors):
+            raise VoidRound(
+                "secure aggregation: so many clients have dropped out that the others do not all mask each other, "
+                "directly or through others: the sum of a part of them would be seen"
+            )
         answer: Answer = {"survivors": sorted(self._survivors)}
         return dict.fromkeys(sorted(self._survivors), answer)
 

@@ -105,11 +105,15 @@ class ServiceStages:
 
     def renew(self) -> None:
         """Tell the service, once, that this client is in the stages of the round. A failure is ignored."""
-        path = f"/api/v1/client/rounds/{self._about[2]}/lease"
-        self._connection.try_once("POST", path, RENEW_SECONDS, headers=self._headers)
+        self._connection.try_once("POST", lease_path(self._about[2]), RENEW_SECONDS, headers=self._headers)
 
     def _path(self, stage: Stage) -> str:
         return f"/api/v1/client/rounds/{self._about[2]}/stages/{stage}"
+
+
+def lease_path(serial: int) -> str:
+    """Return the path by which a client says that it works on an order, secure or not: each request says it."""
+    return f"/api/v1/client/rounds/{serial}/lease"
 
 
 def answer_text(job: str, client: int, serial: int, stage: Stage, answer: Json) -> str:

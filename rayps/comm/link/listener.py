@@ -31,6 +31,7 @@ __all__ = ["Link", "Listener", "ListenerAddress", "Message", "connect", "parse_a
 GREETING_SECONDS = 10.0  # seconds after which a connection without a complete handshake is closed
 _ABSTRACT = sys.platform == "linux"
 _RETRY = (0.005, 0.2)  # first and longest pause between two attempts, in seconds
+_CHECK_SECONDS = 0.05  # seconds between two calls of `check`, while `accept` or `connect` waits
 
 Prefer = Literal["auto", "shm", "unix", "tcp"]
 
@@ -101,13 +102,12 @@ class _PendingHandshake:
 class Listener:
     """The two sockets, unix and TCP, at which an actor accepts connections from peers that know the secret.
 
-    With `port` 0 the system chooses a free TCP port. Several threads may accept: one that began in an earlier
-    generation gets no connection of a later one.
+    With `port` 0 the system chooses a free TCP port. Several threads may accept, each for the generation that it names.
     """
 
     def __init__(self, name: str, secret: bytes, generation: int = 0, host: str = "127.0.0.1", port: int = 0) -> None:
         self.name = name
-        self.generation = generation
+        self._generation = generation
         self._secret = secret
         self._selector = selectors.DefaultSelector()
         self._ready: list[Link] = []
@@ -144,18 +144,27 @@ class Listener:
         """Return a descriptor for a selector, or -1 once closed. It is readable if `accept_ready` has work to do."""
         return -1 if self._selector.get_map() is None else self._selector.fileno()
 
-    def accept(self, timeout: float, want: Callable[[str], bool] | None = None) -> Link:
-        """Wait for the next peer whose handshake succeeds, and return its connection.
+    def accept(
+        self,
+        generation: int,
+        timeout: float,
+        want: Callable[[str], bool] | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> Link:
+        """Wait for the next peer of this generation whose handshake succeeds, and return its connection.
 
-        A peer whose handshake fails is dropped. With `want`, only the connection of a peer for whose name `want`
-        returns True is returned. The connections of other peers are kept for a later call.
+        `generation` is that of the caller when it began, not that of the listener now: a caller of an ended generation
+        gets no connection of a later one. A peer whose handshake fails is dropped. With `want`, only the connection of
+        a peer for whose name `want` returns True is returned. The connections of other peers are kept for a later call.
+        `check` is called while the wait lasts, and ends it by an error.
 
         Raises:
             PeerTimeout: there is none within `timeout` seconds.
-            StaleGeneration: meanwhile another generation has begun.
+            StaleGeneration: another generation has begun.
         """
-        deadline, generation = time.monotonic() + timeout, self.generation
+        deadline = time.monotonic() + timeout
         while True:
+            check()
             link = self._accept_of(generation, want)
             if link is not None:
                 return link
@@ -166,33 +175,35 @@ class Listener:
                     peer="anyone",
                     seconds=timeout,
                 )
-            self._selector.select(min(left, 1.0))
+            self._selector.select(min(left, _CHECK_SECONDS))
 
-    def accept_ready(self, want: Callable[[str], bool] | None = None) -> Link | None:
-        """Return the next connection as `accept` does, or None, without waiting, if no handshake is complete."""
-        with self._lock:
-            return self._accept_of(self.generation, want)
+    def accept_ready(self) -> Link | None:
+        """Return the next connection of generation 0, or None, without waiting, if no handshake is complete.
+
+        It is for listeners whose generation is always 0, such as those of servers.
+        """
+        return self._accept_of(0, None)
 
     def begin_generation(self, generation: int) -> None:
         """Accept connections of this generation only from now on. Raises StaleGeneration if a later one has begun."""
         with self._lock:
-            if generation < self.generation:
+            if generation < self._generation:
                 raise self._stale(generation)
-            self.generation = generation
+            self._generation = generation
 
     def _stale(self, generation: int) -> StaleGeneration:
         return StaleGeneration(
-            f"{self.name!r} has ended generation {generation}: generation {self.generation} has begun",
+            f"{self.name!r} accepts no connection of generation {generation}: it is at generation {self._generation}",
             peer=self.name,
             generation=generation,
-            expected=self.generation,
+            expected=self._generation,
         )
 
     def _accept_of(self, generation: int, want: Callable[[str], bool] | None) -> Link | None:
         with self._lock:
             if self.fileno() < 0:
                 raise PeerLost(f"the listener of {self.name!r} has been closed", peer=self.name)
-            if generation != self.generation:
+            if generation != self._generation:
                 raise self._stale(generation)
             self._progress()
             for i, link in enumerate(self._ready):
@@ -227,7 +238,7 @@ class Listener:
         if unix and not _same_user(sock):
             sock.close()
             return
-        steps = link_hello.listener(self.name, self._secret, lambda: self.generation)
+        steps = link_hello.listener(self.name, self._secret, lambda: self._generation)
         pending = _PendingHandshake(sock, steps, "unix" if unix else "tcp")
         self._selector.register(sock, selectors.EVENT_READ, pending)
 
@@ -301,12 +312,19 @@ def _make_link(sock: socket.socket, peer: str, generation: int, transport: str) 
 
 
 def connect(
-    address: str, *, name: str, secret: bytes, generation: int, timeout: float, prefer: Prefer = "auto"
+    address: str,
+    *,
+    name: str,
+    secret: bytes,
+    generation: int,
+    timeout: float,
+    prefer: Prefer = "auto",
+    check: Callable[[], None] = lambda: None,
 ) -> Link:
     """Connect to the listener at `address`. Failed attempts are repeated for `timeout` seconds.
 
     `prefer` is a transport or "auto", which selects shared memory if both peers are on one host, else TCP. "unix" sends
-    headers and payloads on the unix socket.
+    headers and payloads on the unix socket. `check` is called while the wait lasts, and ends it by an error.
 
     Raises:
         PeerLost: there is no listener at the address.
@@ -320,8 +338,9 @@ def connect(
     pause = _RETRY[0]
     while True:
         for transport in transports:
+            check()
             try:
-                return _call(target, transport, (name, secret, generation), deadline)
+                return _call(target, transport, (name, secret, generation), deadline, check)
             except TimeoutError as error:
                 raise _silent(target, timeout) from error
             except StaleGeneration as error:
@@ -361,12 +380,14 @@ def _silent(target: ListenerAddress, timeout: float) -> PeerTimeout:
     )
 
 
-def _call(target: ListenerAddress, transport: str, who: tuple[str, bytes, int], deadline: float) -> Link:
+def _call(
+    target: ListenerAddress, transport: str, who: tuple[str, bytes, int], deadline: float, check: Callable[[], None]
+) -> Link:
     sock = _dial(target, transport, deadline)
     try:
         name, secret, generation = who
         hello = link_hello.caller(name, secret, generation, transport == "shm")
-        greeted = _drive(sock, hello, deadline)
+        greeted = _drive(sock, hello, deadline, check)
         if not greeted.accepted:
             raise StaleGeneration(
                 f"{greeted.peer!r} is at generation {greeted.generation} and refused generation {generation}",
@@ -393,7 +414,9 @@ def _dial(target: ListenerAddress, transport: str, deadline: float) -> socket.so
     return sock
 
 
-def _drive(sock: socket.socket, steps: link_hello.Steps, deadline: float) -> link_hello.Greeted:
+def _drive(
+    sock: socket.socket, steps: link_hello.Steps, deadline: float, check: Callable[[], None]
+) -> link_hello.Greeted:
     data: bytes | None = None
     while True:
         try:
@@ -401,15 +424,26 @@ def _drive(sock: socket.socket, steps: link_hello.Steps, deadline: float) -> lin
         except StopIteration as end:
             greeted: link_hello.Greeted = end.value
             return greeted
-        sock.settimeout(max(0.001, deadline_left(deadline)))
         if isinstance(step, bytes):
+            sock.settimeout(max(0.001, deadline_left(deadline)))
             sock.sendall(step)
             data = None
             continue
         data = b""
         while len(data) < step:
-            sock.settimeout(max(0.001, deadline_left(deadline)))
-            part = sock.recv(step - len(data))
+            part = _receive(sock, step - len(data), deadline, check)
             if not part:
                 raise ConnectionResetError("the connection was closed during the handshake")
             data += part
+
+
+def _receive(sock: socket.socket, size: int, deadline: float, check: Callable[[], None]) -> bytes:
+    while True:
+        left = deadline_left(deadline)
+        sock.settimeout(max(0.001, min(left, _CHECK_SECONDS)))
+        try:
+            return sock.recv(size)
+        except TimeoutError:
+            if left <= _CHECK_SECONDS:
+                raise
+            check()

@@ -1,8 +1,8 @@
 """The connections between the ranks of a ring, and the operation that every algorithm is built on: `exchange`.
 
 A rank polls all its connections in one thread. It therefore notices the death of any rank at once. A mesh that has
-failed cannot be used again. A mesh only sends and receives bytes; `rayps.comm.ring.algorithms` adds numbers. `link_up`
-forms a mesh from the ranks' addresses: of two ranks, the higher one connects to the lower one.
+failed cannot be used again. A mesh only sends and receives bytes; `rayps.comm.ring.algorithms` adds numbers.
+`rayps.comm.ring.form_mesh` forms a mesh.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from rayps.comm.link import Link, Listener, Message, Prefer, connect
-from rayps.comm.link.socket_link import deadline_left
+from rayps.comm.link import Link, Message
 from rayps.comm.ring.connections import Place, RingConnections
 from rayps.comm.ring.messages import (
     EARLY,
@@ -31,15 +30,13 @@ from rayps.comm.ring.messages import (
     must_match,
     ranks,
 )
-from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout
+from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.member_times import LineFacts
 from rayps.core.values import Buffer
 
 LINGER_SECONDS = 0.25  # seconds during which a rank that closes tries to send its last messages
 # the last seconds of a timeout, in which the other ranks must answer an ASK; the error names the ranks that do not
 GRACE_SECONDS = 0.5
-MOST_STREAMS = 16
-TRIED_STREAMS = 4  # number of streams that are opened between two ranks to measure the best number
 WATCH_SPIN_SECONDS = 200e-6  # seconds during which a rank yields its core, before it sleeps between two looks
 _LISTEN_SECONDS = 1e-3  # seconds between two looks at the connections, while a rank waits for a device
 _AHEAD_BYTES = 1 << 20  # bytes that a relay keeps queued, so that data is sent while the rank adds
@@ -535,94 +532,3 @@ class RingLock:
             return True
         finally:
             self._lock.release()
-
-
-def link_up(
-    rank: int,
-    addresses: list[str],
-    listener: Listener,
-    *,
-    secret: bytes,
-    generation: int,
-    timeout: float,
-    label: str,
-    prefer: Prefer,
-    streams: int,
-) -> Mesh:
-    """Form a mesh: connect this rank to every other rank.
-
-    A rank that is reached by TCP gets `streams` connections. If `streams` is 0, it gets `TRIED_STREAMS` connections, of
-    which the backend later keeps the best number.
-
-    Raises:
-        PeerTimeout: a rank did not join within `timeout` seconds. The error names the missing ranks.
-        PeerLost: there is no listener at the address of a rank.
-        StaleGeneration: a rank has another generation, or a later one has begun at `listener`.
-        ConfigError: `rank` or `streams` is out of range.
-    """
-    size = len(addresses)
-    if not 0 <= rank < size:
-        raise ConfigError(f"rank {rank} is not one of {size} ranks (0 to {size - 1})", rank=rank)
-    if not 0 <= streams <= MOST_STREAMS:
-        raise ConfigError(
-            f"streams is {streams}: give a number from 1 to {MOST_STREAMS}, or 0 to measure the best number",
-            streams=streams,
-        )
-    listener.begin_generation(generation)
-    links: dict[Place, Link] = {}
-    deadline = time.monotonic() + timeout
-    streams = streams or TRIED_STREAMS
-
-    def call(peer: int, stream: int) -> Link:
-        return connect(
-            addresses[peer],
-            name=_name(label, rank, stream),
-            secret=secret,
-            generation=generation,
-            timeout=deadline_left(deadline),
-            prefer="tcp" if stream else prefer,
-        )
-
-    try:
-        for peer in range(rank):
-            links[peer, 0] = call(peer, 0)
-            if links[peer, 0].transport == "tcp":
-                links.update({(peer, stream): call(peer, stream) for stream in range(1, streams)})
-        _accept_above(range(rank + 1, size), links, listener, deadline, (label, timeout, streams))
-    except BaseException:
-        for link in links.values():
-            link.close()
-        raise
-    return Mesh(rank, size, links, timeout)
-
-
-def _name(label: str, rank: int, stream: int) -> str:
-    return f"{label}:{rank}" + (f":{stream}" if stream else "")
-
-
-def _accept_above(
-    above: range, links: dict[Place, Link], listener: Listener, deadline: float, whom: tuple[str, float, int]
-) -> None:
-    """Accept the connections of all ranks in `above`. Raises PeerTimeout, which names the missing ranks."""
-    label, timeout, streams = whom
-    names: dict[str, Place] = {_name(label, peer, 0): (peer, 0) for peer in above}
-    while missing := sorted({place[0] for place in names.values() if place not in links}):
-        try:
-            link = listener.accept(deadline_left(deadline), names.__contains__)
-        except PeerTimeout as error:
-            raise PeerTimeout(
-                f"ring {label!r}: {ranks(missing)} did not join within {timeout:g} s (the knob is `timeout`)",
-                peer=ranks(missing),
-                seconds=timeout,
-                missing=missing,
-            ) from error
-        peer, stream = names[link.peer]
-        if (peer, stream) in links:
-            link.close()
-            raise LinkError(
-                f"ring {label!r}: two workers connected as rank {peer}: give each worker another rank",
-                peer=f"rank {peer}",
-            )
-        links[peer, stream] = link
-        if stream == 0 and link.transport == "tcp":
-            names.update({_name(label, peer, more): (peer, more) for more in range(1, streams)})

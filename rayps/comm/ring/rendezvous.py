@@ -50,7 +50,7 @@ def _collect(name: str, size: int, values: KeyValues, host: str, until: tuple[fl
     try:
         values.put(_key(name), f"{listener.address}\n{generation}\n{secret.hex()}".encode())
         while len(found) < size - 1:
-            _accept_rank(listener, found, deadline)
+            _accept_rank(listener, generation, found, deadline)
     except PeerTimeout:
         missing = [peer for peer in range(1, size) if peer not in found]
         error = _missing(name, missing, timeout)
@@ -70,8 +70,8 @@ def _collect(name: str, size: int, values: KeyValues, host: str, until: tuple[fl
     return listener, secret, generation, addresses
 
 
-def _accept_rank(listener: Listener, found: dict[int, tuple[str, Link]], deadline: float) -> None:
-    link = listener.accept(deadline_left(deadline), lambda peer: peer.startswith("join:"))
+def _accept_rank(listener: Listener, generation: int, found: dict[int, tuple[str, Link]], deadline: float) -> None:
+    link = listener.accept(generation, deadline_left(deadline), lambda peer: peer.startswith("join:"))
     try:
         message = link.recv(_TRY_SECONDS)
     except LinkError:

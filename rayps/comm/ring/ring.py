@@ -22,7 +22,8 @@ from rayps.comm.ring.collectives import HALF, CollectiveHandle, Collectives, Ten
 from rayps.comm.ring.describe import RingChoices, describe
 from rayps.comm.ring.device_transport import DeviceTransport
 from rayps.comm.ring.form_device_transport import form_device_transport
-from rayps.comm.ring.mesh import Mesh, link_up
+from rayps.comm.ring.form_mesh import Formation, link_up
+from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.p2p import PointToPoint
 from rayps.comm.ring.rendezvous import find_ranks
 from rayps.comm.ring.shared_memory import tensor_of
@@ -91,6 +92,7 @@ class Ring:
         streams: int = 0,
         device: str | Device = "cpu",
         device_transport: GpuTransport | None = None,
+        formation: Formation | None = None,
     ) -> Ring:
         """Form a ring: connect to every rank of `addresses` (the addresses of the ranks' listeners, in order).
 
@@ -99,15 +101,17 @@ class Ring:
         of an earlier ring: with the same choices, sums have the same bits. `streams` is the number of TCP connections
         between two ranks; with 0, the ranks measure the best number. `device` is where the ranks' large tensors are;
         all ranks must give one of the same kind. `device_transport` is nccl, ipc or staging; by default the ranks
-        choose by their facts (`choose_gpu_transport`). With a transport given, "cpu" is the twin of a GPU.
+        choose by their facts (`choose_gpu_transport`). With a transport given, "cpu" is the twin of a GPU. Another
+        thread can end the forming by `formation`.
 
         Raises:
             PeerTimeout: a rank did not join in time. The error names the missing ranks.
             PeerLost: there is no listener at the address of a rank, or a rank was lost.
-            StaleGeneration: a rank has another generation.
+            StaleGeneration: a rank or the listener has another generation, or `formation` was ended.
             ConfigError: an argument is not valid.
         """
         streams = (streams or (table or {}).get("streams", 0)) if backend == "own" else 1
+        formation = formation or Formation()
         mesh = link_up(
             rank,
             addresses,
@@ -118,18 +122,23 @@ class Ring:
             label=label,
             prefer=prefer,
             streams=streams,
+            formation=formation,
         )
         try:
-            folder = (
-                Autotuner(mesh, algorithm, table, streams)
-                if backend == "own"
-                else TorchGroup(mesh, backend, addresses[0])
-            )
-            there = device if isinstance(device, Device) else Device.of(device)
-            transport: DeviceTransport | None = None
-            if isinstance(folder, Autotuner) and mesh.size > 1 and (there.kind != "cpu" or device_transport):
-                host = parse_address(addresses[0]).host
-                transport, folder.choices["device"] = form_device_transport(mesh, folder, there, device_transport, host)
+            with mesh.hold:  # the thread that ends `formation` closes nothing that this thread uses
+                formation.add(mesh)
+                folder = (
+                    Autotuner(mesh, algorithm, table, streams)
+                    if backend == "own"
+                    else TorchGroup(mesh, backend, addresses[0])
+                )
+                there = device if isinstance(device, Device) else Device.of(device)
+                transport: DeviceTransport | None = None
+                if isinstance(folder, Autotuner) and mesh.size > 1 and (there.kind != "cpu" or device_transport):
+                    host = parse_address(addresses[0]).host
+                    transport, folder.choices["device"] = form_device_transport(
+                        mesh, folder, there, device_transport, host
+                    )
         except BaseException:
             mesh.close()
             raise

@@ -2,11 +2,13 @@
 
 clip             largest L2 norm of an update, which is scaled down to it; the whole numbers of the sum follow from it
 bits=16          bits of an element of an update, before it is multiplied by the client's number of samples
-max_weight=1000  largest weight: a client with more samples counts as one with so many; 1: all clients count equally
+max_weight=1000  largest weight: a client with more samples counts as one with so many; 1: all clients count equally,
+                 and nothing tells how many samples one has
 threshold=0.5    more than this fraction of a client and its neighbours must survive, or the round is void; a client's
                  vector can be unmasked only by so many of them together
 neighbours=auto  clients with which each client exchanges masks; auto: all of them, or for many clients as few as
-                 `rayps_client.secure.graph` finds safe
+                 `rayps_client.secure.graph` finds safe. A number below its bound is refused, for the smallest round;
+                 rounds with more clients use the bound where it is larger
 verify=false     whether clients check each other's keys and the survivors with keys of their own (--peers)
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rayps_client.secure.graph import least_neighbours
 from rayps_client.secure.noise_sizes import margin_of, rounding
 from rayps_client.secure.secure_facts import MOST_BITS, MOST_WEIGHT, SecureFacts, levels_of, word_bits
 
@@ -81,6 +84,15 @@ class SecureOptions:
     def degree(self) -> int | None:
         """The number of a client's neighbours, or None for auto."""
         return None if isinstance(self.neighbours, str) else self.neighbours
+
+    def too_few_neighbours(self, clients: int) -> tuple[bool, str]:
+        """Return whether the number of neighbours is below the bound for `clients` clients, and what to do about it."""
+        least, degree = least_neighbours(clients, self.threshold), self.degree
+        return degree is not None and degree < least, (
+            f"with neighbours={degree} the clients that remain when others drop out, or collude with the server, may "
+            f"fall into parts, whose sums would be seen: of {clients} clients each needs {least} neighbours; give "
+            f"neighbours={least} or more, or leave it out"
+        )
 
 
 def secure_of(given: Json) -> SecureOptions | None:
