@@ -29,6 +29,7 @@ from rayps.core.job_status import Status
 from rayps.core.metrics import evaluation_point
 from rayps.core.phase_rounds import Calendar
 from rayps.core.records import Point, ProgressRecord
+from rayps.core.returned_rounds import counted
 from rayps.core.strategy import Phase
 from rayps.core.strategy_families import (
     Rebuild,
@@ -392,7 +393,7 @@ class Driver:
             self._record.evaluated = self._callbacks.known(first.round) if known is None else known
         self._callbacks.start(first.round, plan.calendar.epoch_of(first.round))
         earlier = self.journal.earlier_points()
-        self._callbacks.deliver_earlier(earlier, first.round)
+        self._callbacks.deliver_earlier(counted(earlier), first.round)
         self._record.times.continues(earlier)
         if self._callbacks.may_end(first.round):  # an earlier driver has died between the stop and the end
             self._end_early()
