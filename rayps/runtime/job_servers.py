@@ -289,7 +289,11 @@ class FixedServers:
 
 
 def _waiting(replies: Sequence[ActorReply]) -> Callable[[float], list[ShardPart | None]]:
-    return lambda timeout: [reply.result(timeout) for reply in replies]
+    def wait(timeout: float) -> list[ShardPart | None]:
+        end = time.monotonic() + timeout
+        return [reply.result(max(0.0, end - time.monotonic())) for reply in replies]
+
+    return wait
 
 
 def space_of(

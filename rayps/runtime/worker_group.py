@@ -707,9 +707,10 @@ class WorkerGroup:
             workers = [worker.handle.call("part", newest if in_step else None) for worker in self.workers]
             waits = [servers.parts(newest) for servers in self._servers()]
             timeout = self._current_orders().timeout
+            end = time.monotonic() + timeout  # for all of them: workers that wait for rows are not polled meanwhile
             try:
-                worker_parts = [part.result(timeout) for part in workers]
-                held = [part for wait in waits for part in wait(timeout)]
+                worker_parts = [part.result(max(0.0, end - time.monotonic())) for part in workers]
+                held = [part for wait in waits for part in wait(max(0.0, end - time.monotonic()))]
             except (ClusterError, TimeoutError):
                 return None  # a member died or does not answer: the next polls show which
             whole = all(part is not None for part in ([*worker_parts, *held] if in_step else held))
