@@ -301,8 +301,8 @@ def as_batch(items):
 COLLATES = {
     each.__name__: each
     for each in (
-        default_collate, apart, mixup, padded, centred, ranked, with_statistic, sequence_first, time_first, lines, encoding,
-        of_numpy, as_batch,
+        default_collate, apart, mixup, padded, centred, ranked, with_statistic, sequence_first, time_first, lines,
+        encoding, of_numpy, as_batch,
     )
 }  # fmt: skip
 
