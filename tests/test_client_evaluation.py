@@ -98,6 +98,8 @@ def test_under_masks_the_metrics_are_the_same_and_nobody_is_seen(
     for name, value in law(learnt, [0, 1]).items():
         assert value < 4 and found[f"client_{name}"] == pytest.approx(value, abs=4 * 3 / 2**22)
     assert 0 < found["personal_error"] < 4 and found["client_replies"] == 2 and not uploads
+    files = [path.read_bytes() for path in clinic.service.folder(job.id).rglob("*") if path.is_file()]
+    assert not any(b"no such rows" in each for each in files)  # what a client says of its rows stays with it
     assert [hospital.over().ended.rounds for hospital in hospitals] == [1, 1, 1]
 
 

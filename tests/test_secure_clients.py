@@ -658,6 +658,22 @@ def test_a_closed_stage_has_no_parts_and_takes_none(tmp_path: Path) -> None:
         stages.part(Stage.ADVERTISE, 0, "a" * 64)
 
 
+def test_a_stage_that_closes_while_a_part_is_named_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = StageFolder(tmp_path)
+    stages.open(Stage.ADVERTISE)
+    glob = Path.glob
+
+    def closes(path: Path, pattern: str) -> Any:
+        if path.name == "parts":
+            stages.close(Stage.ADVERTISE)
+            raise FileNotFoundError  # as a folder that is gone does
+        return glob(path, pattern)
+
+    monkeypatch.setattr(Path, "glob", closes)
+    with pytest.raises(Conflict, match="goes on without"):
+        stages.part(Stage.ADVERTISE, 0, "0" * 64)
+
+
 def test_a_client_that_has_dropped_out_is_late_in_each_later_stage(tmp_path: Path) -> None:
     box = Mailbox(tmp_path / "job" / "clients")
     box.prepare()

@@ -66,7 +66,7 @@ from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Recipe, Ticks, rates_of, recipe_of
 from rayps.tensors.named_parameters import NamedParameters
-from rayps.tensors.named_tensors import ModelNames, StartPoint, start_point
+from rayps.tensors.named_tensors import ModelNames, StartPoint, start_point, usable_start
 from rayps.tensors.optim import made
 from rayps.tensors.user_loss import checked_loss
 from rayps.worker.check_sharded_parameters import check_fields as check_sharded_fields
@@ -144,13 +144,14 @@ def preflight(
             field="compile",
         )
     layout = Layout.of((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    begin, warnings = (None, []) if begin is None else usable_start(begin, spec.working_dir)
     start = None if begin is None else start_point(begin, ModelNames.of(model), spec.working_dir)
     _refuse_closure(optim.build(recipe_of(workload), layout))
     _try_schedule(workload, phases, layout, tables)
     both = list(zip([phase.strategy for phase in phases], grids, strict=True))
     divisions = [_division(workload, strategy, grid, model, data) for strategy, grid in both]
     federated_strategies = [strategy for strategy, _ in both if isinstance(strategy, FederatedView)]
-    warnings = misspelt(workload)
+    warnings += misspelt(workload)
     checked = [federated(strategy, workload, data, spec.seed) for strategy in federated_strategies]
     warnings += [warning for found in checked for warning in found.warnings]
     clients = tuple(found.private for found in checked if found.private is not None)

@@ -207,7 +207,7 @@ class Snapshot:
 
     def averaged(self, average: Average | None) -> Snapshot:
         """Return the snapshot with the workload's average in place of the parameters, if there is one by now."""
-        step = self.round - loss_scale.skipped_by_all(self.shared)
+        step = self.clock - loss_scale.skipped_by_all(self.shared)  # workers count the steps of their averages alone
         found = weight_average.averaged(average, self.shared, self.params, step)
         return self if found is None else replace(self, params=found)
 

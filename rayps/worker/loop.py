@@ -247,7 +247,7 @@ class Loop:
         w.shared = {name: value.clone().to(w.device) for name, value in shared.items()}
         average = w.workload.average
         if average is not None and weight_average.STEPS in w.shared:  # servers have stepped after the last pull
-            steps = snapshot.round - w.scaling.skipped_by_all
+            steps = snapshot.clock - w.scaling.skipped_by_all
             weight_average.update(average, w.shared, snapshot.params.to(w.device), steps)
         if w.plan.elastic is not None or w.plan.private is not None:
             self.seed_after(w.plan.start)

@@ -61,9 +61,12 @@ class StageFolder:
             shutil.rmtree(parts, ignore_errors=True)
             raise self._too_late(stage)
         found = parts / f"{number}-{digest}"
-        for other in parts.glob(f"{number}-*"):
-            if other != found:
-                other.unlink(missing_ok=True)
+        try:
+            others = [other for other in parts.glob(f"{number}-*") if other != found]
+        except FileNotFoundError:  # closed in the meantime
+            raise self._too_late(stage) from None
+        for other in others:
+            other.unlink(missing_ok=True)
         return found
 
     def has_message(self, stage: Stage, number: int) -> bool:
