@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import lanes
 import pytest
 import torch
@@ -23,6 +24,10 @@ pytest_plugins = ["clinic_fixtures"]
 # workers of pytest-xdist inherit it
 os.environ.setdefault("RAYPS_TEST_SEED", str(random.SystemRandom().randrange(2**31)))
 SEED = int(os.environ["RAYPS_TEST_SEED"])
+
+# no test depends on how fast the machine is: neither an example's 200 ms nor the time that drawing takes
+hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("tests")
 
 
 def pytest_addoption(parser):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import hypothesis
 import lanes
 import pytest
 
@@ -51,6 +52,7 @@ def test_skipped(): pass
 """
 CONFTEST = """
 from pathlib import Path
+import hypothesis
 import lanes
 
 def pytest_configure(config):
@@ -97,3 +99,9 @@ def test_all_that_share_something_dear_are_one_group(fixtures, params, group):
         path="test_x.py",
     )
     assert lanes.shared(item) == group
+
+
+@hypothesis.given(hypothesis.strategies.booleans())
+def test_no_example_of_a_property_has_a_deadline(value):
+    chosen = hypothesis.settings()
+    assert chosen.deadline is None and hypothesis.HealthCheck.too_slow in chosen.suppress_health_check

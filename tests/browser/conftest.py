@@ -4,6 +4,7 @@ RAYPS_REQUIRE_ALL=1 such a skip is a failure.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import shutil
@@ -26,22 +27,54 @@ def missing(reason: str) -> Any:
     pytest.skip(reason)
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    """A browser for a file. Playwright's event loop runs in this thread, so it ends before the next file's tests."""
-    found = next((path for name in CHROMIUM if (path := shutil.which(name))), None)
-    if found is None:
-        missing("no Chromium: install Debian's `chromium`")
+class Shared:
+    """One browser for all tests of this process that need it."""
+
+    def __init__(self) -> None:
+        self.ends: contextlib.ExitStack | None = None
+        self.browser: Any = None
+
+    def get(self) -> Any:
+        if self.ends is None:
+            found = next((path for name in CHROMIUM if (path := shutil.which(name))), None)
+            if found is None:
+                missing("no Chromium: install Debian's `chromium`")
+            try:
+                from playwright.sync_api import sync_playwright
+            except ImportError:
+                missing("no playwright: pip install playwright")
+            if not (ROOT / "dashboards/dist/index.html").is_file():
+                missing("the dashboard is not built: npm ci && npm run build in dashboards/")
+            self.ends = contextlib.ExitStack()
+            play = self.ends.enter_context(sync_playwright())
+            options = ["--no-sandbox", "--disable-dev-shm-usage"]
+            self.browser = play.chromium.launch(executable_path=found, args=options)
+            self.ends.callback(self.browser.close)
+        return self.browser
+
+    def end(self) -> None:
+        ends, self.ends = self.ends, None
+        if ends is not None:
+            ends.close()
+
+
+SHARED = Shared()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(nextitem: Any) -> Iterator[None]:
+    """End the browser before the first test that does not use it: Playwright's event loop runs in this thread."""
     try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        missing("no playwright: pip install playwright")
-    if not (ROOT / "dashboards/dist/index.html").is_file():
-        missing("the dashboard is not built: npm ci && npm run build in dashboards/")
-    with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        yield browser
-        browser.close()
+        return (yield)
+    finally:
+        if "chromium" not in getattr(nextitem, "fixturenames", ()):
+            SHARED.end()
+
+
+@pytest.fixture
+def chromium() -> Any:
+    """The shared browser; it starts with the first test that uses it."""
+    return SHARED.get()
 
 
 class Tab:
