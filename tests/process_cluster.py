@@ -66,6 +66,9 @@ class ProcessCluster:
 
     free = total
 
+    def last_output(self, handle):
+        return ""
+
     def held(self):
         return None
 

@@ -15,7 +15,7 @@ from rayps.cluster.local import LocalCluster
 from rayps.core import user_code
 from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.job_status import Status
-from rayps.runtime.callbacks import SeenRounds
+from rayps.core.returned_rounds import SeenRounds
 from rayps.runtime.driver import Driver
 from rayps.runtime.early_stopping import MetricWatch
 from rayps.runtime.journal import Journal

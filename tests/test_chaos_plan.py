@@ -6,8 +6,20 @@ import math
 import pytest
 
 from rayps.chaos.expected_processes import expected_facts, possible_facts
-from rayps.chaos.faults import ALL_FAULTS, KINDS, FaultOn, FaultRole, Scope, parse_faults, parse_scopes, scope_of
-from rayps.chaos.plan import USUAL_FAULTS, ChaosFacts, draw_plan, too_many_failures, why_not
+from rayps.chaos.faults import (
+    ALL_FAULTS,
+    KINDS,
+    NEWBORN,
+    NEWBORN_SECONDS,
+    FaultOn,
+    FaultRole,
+    Scope,
+    parse_faults,
+    parse_scopes,
+    scope_of,
+)
+from rayps.chaos.inject import cannot_inject
+from rayps.chaos.plan import USUAL_FAULTS, ChaosFacts, draw_newborn_plan, draw_plan, too_many_failures, why_not
 from rayps.chaos.run import ChaosOptions
 from rayps.chaos.soak import SoakOptions
 from rayps.core.errors import ConfigError
@@ -104,7 +116,7 @@ def test_a_plan_without_an_end_has_twenty_faults_and_begins_every_longer_plan():
 def test_a_time_too_short_for_a_fault_is_refused():
     short = ChaosOptions(0, ALL_FAULTS, ALL, every=15.0, seconds=2.0)
     with pytest.raises(ConfigError, match="no fault fits into --for 2 with --every 15"):
-        short.draw(ChaosFacts(MANY))
+        short.draw(ChaosFacts(MANY), 3)
 
 
 @pytest.mark.parametrize(
@@ -186,3 +198,30 @@ def test_the_words_name_target_and_duration():
     plan = draw_plan(3, parse_faults("stop:worker"), ChaosFacts(MANY), ALL, TIMES)
     words = plan.faults[0].words
     assert words.startswith("worker-") and "SIGSTOP" in words and words.endswith(" s")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_newborn_faults_hit_each_attempt_in_its_first_seconds(seed):
+    wanted, facts = parse_faults(NEWBORN), ChaosFacts(MANY | {FaultRole.MANAGER: 0})
+    plan = draw_newborn_plan(seed, wanted, facts, ALL, 3)
+    assert plan == draw_newborn_plan(seed, wanted, facts, ALL, 3) != draw_newborn_plan(seed + 1, wanted, facts, ALL, 3)
+    assert list(plan.left_out) == [FaultOn(NEWBORN, FaultRole.MANAGER)]
+    assert len(plan.faults) == 3
+    for planned in plan.faults:
+        assert 0 <= planned.at <= NEWBORN_SECONDS
+        assert planned.fault.kind == NEWBORN and 0 <= planned.number < MANY[planned.fault.role]
+    assert too_many_failures(plan, facts, 3) is None
+
+
+def test_newborn_faults_come_alone_and_with_a_job_file():
+    assert parse_faults("newborn:worker") == (FaultOn(NEWBORN, FaultRole.WORKER),)
+    assert not any(fault.kind == NEWBORN for fault in parse_faults("all"))
+    with pytest.raises(ConfigError, match="give newborn alone"):
+        parse_faults("kill,newborn")
+    with pytest.raises(ConfigError, match="max_failures of the job is 0"):
+        draw_newborn_plan(0, parse_faults(NEWBORN), ChaosFacts(MANY), ALL, 0)
+    facts = ChaosFacts(MANY, cannot=cannot_inject(own_service=False))
+    with pytest.raises(ConfigError, match="give a job file"):
+        draw_newborn_plan(0, parse_faults(NEWBORN), facts, ALL, 3)
+    with pytest.raises(ConfigError, match="--soak has no newborn faults"):
+        SoakOptions(60.0, 0, parse_faults(NEWBORN))

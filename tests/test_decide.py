@@ -4,8 +4,12 @@ from dataclasses import replace
 import pytest
 
 from rayps.core.errors import (
+    ActorDied,
+    CheckpointError,
     ClusterError,
+    ConfigError,
     LinkError,
+    NoResources,
     PeerLost,
     PeerTimeout,
     RaypsError,
@@ -13,24 +17,31 @@ from rayps.core.errors import (
     TrainingError,
     WorkloadError,
 )
-from rayps.core.strategy_families import Rebuild, ReplaceOne, RestartAll
+from rayps.core.strategy_families import Rebuild, RegroupLiving, ReplaceOne, RestartAll
 from rayps.runtime.decide_recovery import (
     GRACE_SECONDS,
+    LONGEST_PAUSE,
+    PAUSE_SECONDS,
     Continue,
     Fail,
+    FailureCount,
     Finish,
     RebuildLost,
+    Regroup,
     Replace,
     Restart,
     RunFacts,
     Stop,
+    death_of,
     decide,
+    pause_before,
     recovery_now,
 )
 
 LOST = PeerLost("worker-1 closed the connection", peer="worker-1")
 SLOW = PeerTimeout("worker-1 was silent", peer="worker-1", seconds=5)
 STALE = StaleGeneration("refused", peer="worker-0")
+GONE = ActorDied("a server of the loop died", actor="shard", reason="killed")
 USERS = WorkloadError("loss() raised ValueError")
 NAN = TrainingError("the loss became nan", rank=0, round=3)
 
@@ -40,20 +51,29 @@ ERRORS = [
     (("worker-0", LOST),),
     (("worker-0", SLOW),),
     (("worker-0", STALE),),
+    (("worker-0", GONE),),
     (("worker-0", USERS),),
     (("worker-0", LOST), ("worker-1", NAN)),
 ]
-DEAD = [(), (("worker-1", "killed"),), (("shard-0", "killed"),), (("worker-1", "killed"), ("shard-0", "gone"))]
+MANAGER = "manager of a group"
+DEAD = [
+    (),
+    (("worker-1", "killed"),),
+    (("shard-0", "killed"),),
+    (("worker-1", "killed"), ("shard-0", "gone")),
+    ((MANAGER, "killed"),),
+]
+RECOVERIES = [RestartAll(), ReplaceOne(), Rebuild(), RegroupLiving()]
 EVERY = list(
     itertools.product(
-        FINISHED, ERRORS, DEAD, [0.0, GRACE_SECONDS], [0, 2, 3], [RestartAll(), ReplaceOne(), Rebuild()], [True, False]
+        FINISHED, ERRORS, DEAD, [0.0, GRACE_SECONDS], [0, 2, 3], RECOVERIES, [True, False], [True, False], [0, 1, 3]
     )
 )
 
 
 def law(facts):
     """The same rules, said once more in another way: the kind of decision that is right."""
-    hopeless = [e for _, e in facts.errors if not isinstance(e, LinkError)]
+    hopeless = [e for _, e in facts.errors if not isinstance(e, (LinkError, ActorDied))]
     waits = facts.error_age < GRACE_SECONDS  # for the death behind a lost connection, and for all who lost it
     trouble = bool(facts.dead) or (bool(facts.errors) and not waits)
     if facts.stop:
@@ -63,24 +83,71 @@ def law(facts):
     if trouble:
         if facts.failures >= facts.max_failures:
             return Fail
-        return {RestartAll(): Restart, ReplaceOne(): Replace, Rebuild(): RebuildLost}[facts.recovery]
+        alone = facts.planned and MANAGER not in dict(facts.dead)  # one member can be replaced
+        return {
+            RestartAll(): Restart,
+            ReplaceOne(): Replace if alone else Restart,
+            Rebuild(): RebuildLost,
+            RegroupLiving(): Regroup,
+        }[facts.recovery]
     return Finish if len(facts.finished) == facts.size else Continue
 
 
 def test_every_combination_of_facts():
     kinds = set()
-    for finished, errors, dead, broken, failures, recovery, stop in EVERY:
-        facts = RunFacts(2, finished, errors, dead, broken, failures, 3, recovery, stop)
+    for finished, errors, dead, broken, failures, recovery, stop, planned, in_row in EVERY:
+        facts = RunFacts(2, finished, errors, dead, broken, failures, 3, recovery, stop, planned=planned, in_row=in_row)
         decision = decide(facts)
         assert type(decision) is law(facts), facts
         kinds.add(type(decision))
-        if isinstance(decision, (Restart, RebuildLost, Replace)):
+        if isinstance(decision, (Restart, RebuildLost)):
+            assert decision.pause == pause_before(in_row)
+        if isinstance(decision, (Restart, RebuildLost, Replace, Regroup)):
             members = {name for name, _ in dead}
             assert set(decision.lost) == members if dead else True
             assert decision.reason
         if isinstance(decision, Fail):
             assert len(decision.reason.splitlines()) <= 3
-    assert kinds == {Continue, Finish, Stop, Restart, RebuildLost, Replace, Fail}
+    assert kinds == {Continue, Finish, Stop, Restart, RebuildLost, Replace, Regroup, Fail}
+
+
+def test_restarts_in_a_row_wait_longer_each_time():
+    pauses = [pause_before(restarts) for restarts in range(100)]
+    assert pauses[:4] == [0.0, PAUSE_SECONDS, 2 * PAUSE_SECONDS, 4 * PAUSE_SECONDS]
+    assert pauses == sorted(pauses) and pauses[-1] == LONGEST_PAUSE
+    count = FailureCount(2)
+    count.add(), count.add()
+    assert (count.failures, count.in_row) == (4, 2)
+    count.progressed()
+    assert (count.failures, count.in_row) == (4, 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "who"),
+    [
+        (ActorDied("actor x died: killed", actor="worker-1", reason="killed"), ("worker-1", "killed")),
+        (ActorDied("it is dead"), ("a process of the job", "it is dead")),
+        (PeerLost("closed", peer="worker:1"), ("worker-1", "closed")),
+        (SLOW, ("worker-1", "worker-1 was silent")),
+        (USERS, None),
+        (NAN, None),
+        (ConfigError("x"), None),
+        (CheckpointError("x"), None),
+        (NoResources("x"), None),
+        (ClusterError("actor x did not start: ConfigError: no"), None),
+    ],
+    ids=str,
+)
+def test_a_start_that_failed_names_who_died_and_a_refusal_is_nobodys_death(error, who):
+    assert death_of(error) == who
+
+
+def test_the_last_failure_quotes_what_the_dead_process_wrote():
+    dead = (("worker-0", "killed"), ("worker-1", "killed"))
+    facts = RunFacts(2, dead=dead, failures=3, planned=False, outputs={"worker-0": "", "worker-1": "no such device"})
+    assert decide(facts).reason.endswith("the last output of worker-1:\nno such device")
+    assert "worker-0 died while the members started (killed)" in decide(facts).reason
+    assert "no such device" not in decide(replace(facts, failures=2)).reason
 
 
 @pytest.mark.parametrize(

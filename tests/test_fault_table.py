@@ -261,6 +261,14 @@ TABLE = {
             "versions::a_driver_of_another_version_is_never_asked",
         ),
     ),
+    "F28": Proven(
+        "a process is killed in its first seconds, at each attempt",
+        (
+            "newborn::a_process_that_dies_at_each_step_of_its_start",
+            "newborn::a_job_whose_process_always_dies_ends_after_max_failures",
+            "newborn::the_error_after_the_last_attempt_quotes_what_the_process_wrote",
+        ),
+    ),
 }
 NAMED = sorted({test for proven in TABLE.values() for test in proven.tests})
 
@@ -274,7 +282,7 @@ def names_in(stem):
 
 
 def test_every_fault_is_there_and_has_tests_or_a_reason():
-    assert list(TABLE) == [f"F{number}" for number in range(1, 28)]
+    assert list(TABLE) == [f"F{number}" for number in range(1, 29)]
     assert [number for number, proven in TABLE.items() if bool(proven.tests) is bool(proven.untested)] == []
 
 

@@ -18,6 +18,7 @@ from rayps.cluster.notices import Notice
 from rayps.core.errors import ConfigError
 from rayps.core.job_status import Status
 from rayps.ps.client.member_requests import MemberRequests
+from rayps.ps.server.shard_actor import ShardActor
 from rayps.runtime.leased_run import WorkerStage
 from rayps.runtime.worker_actor import WorkerActor
 from rayps.runtime.worker_group import WorkerGroup
@@ -177,6 +178,27 @@ def test_rows_of_a_worker_that_waits_are_applied_once_when_a_server_dies(tag):
     finally:
         over.set()
     assert job.counts() == [1] * 60
+
+
+def test_servers_that_do_not_answer_the_driver_cost_no_worker(tag, monkeypatch):
+    """The driver waits for their parts of a state, and polls no worker meanwhile: the workers' rows run out."""
+    part, asked, over = ShardActor.part, [], threading.Event()
+
+    def frozen(shard, rounds):
+        if len(asked) < 2:
+            asked.append(rounds)
+            over.wait(20)
+        return part(shard, rounds)
+
+    monkeypatch.setattr(ShardActor, "part", frozen)
+    job = Job(Counted(n=300, tag=tag), Counting(shards=2, staleness=None), workers=(2, 2), epochs=2, timeout=2.0)
+    try:
+        assert job.counts() == [2] * 300
+    finally:
+        over.set()
+    assert asked
+    lost = [event for event in job.journal.events if event["kind"] == "resized" and event["to"] < event["from"]]
+    assert not lost and "restarted" not in [event["kind"] for event in job.journal.events]
 
 
 @pytest.mark.parametrize(("owner", "name"), [(MemberRequests, "end"), (WorkerGroup, "take_at")], ids=["end", "take"])

@@ -21,7 +21,7 @@ from torch import nn
 import rayps
 from rayps.cluster.local import LocalCluster, until
 from rayps.comm.ring.choose_algorithm import Autotuner
-from rayps.core.errors import ConfigError
+from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.job_status import Status
 from rayps.core.nested_options import options_of
 from rayps.federated.combine_replies import Aggregate
@@ -304,13 +304,13 @@ def run(folder, strategy, workers, work=None):
     assert outcome.status is Status.SUCCEEDED, outcome.message
 
 
-def run_twice(folder, strategy, workers):
+def run_twice(folder, strategy, workers, work=None):
     """Run the job of a strategy with two secret draws; return both folders, and what was drawn in each run."""
     homes, draws = [], []
     for name in ("first", "second"):
         with pytest.MonkeyPatch.context() as patch:
             draws.append(Draws(name, patch))
-            run(folder / "job", strategy, workers)  # in the same place, whose path is in the files
+            run(folder / "job", strategy, workers, work)  # in the same place, whose path is in the files
         homes.append((folder / "job").rename(folder / name))
     return homes, draws
 
@@ -377,6 +377,48 @@ def test_other_secret_draws_change_no_file(case, tmp_path):
         assert draws[0].drawn != draws[1].drawn  # so that a file could show it
     assert different(*map(records, homes)) == []
     assert draws[0].seeds.isdisjoint(draws[1].seeds)  # of a step's dropout: see `RowReleases.seed_step`
+
+
+class Counting(Drawing):
+    """Counts its forward passes in a buffer."""
+
+    def model(self):
+        model = super().model()
+        model.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+        return model
+
+    def loss(self, model, batch):
+        model.passes.add_(1)
+        return super().loss(model, batch)
+
+
+class Following(Drawing):
+    """Has a copy of its last layer without a gradient, which follows that layer in each forward pass."""
+
+    def model(self):
+        model = super().model()
+        model.register_parameter("follower", nn.Parameter(model[3].weight.detach().clone(), requires_grad=False))
+        return model
+
+    def loss(self, model, batch):
+        with torch.no_grad():
+            model.follower.lerp_(model[3].weight, 0.1)
+        return super().loss(model, batch)
+
+
+def test_a_buffer_that_counts_is_the_same_after_each_client(tmp_path):
+    homes, draws = run_twice(tmp_path, asked("fedavg", {}, {}), 1, Counting())
+    assert draws[0].drawn != draws[1].drawn
+    assert different(*map(records, homes)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "work", "tensor"),
+    [("fedavg", Following, "follower"), ("all_reduce", Following, "follower"), ("all_reduce", Counting, "passes")],
+)
+def test_a_loss_that_changes_what_no_sum_contains_is_refused(name, work, tensor):
+    with pytest.raises(WorkloadError, match=f"changed '{tensor}' of the model.*would disclose rows"):
+        train(work(), asked(name, {}, {}), **({"epochs": 1} if name == "fedavg" else {"steps": 2}))
 
 
 # ---- what REST and the page show, which is read from these files

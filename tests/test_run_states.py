@@ -82,9 +82,17 @@ def law(state, found):
     }
     lost = dict.fromkeys((Restart, RebuildLost, Replace), Recover)
     return {
-        StartWorkers: RunEnded if found.stopped else EnterPhase,
+        StartWorkers: {Stop: RunEnded, Fail: RunEnded, **dict.fromkeys(lost, StartWorkers)}.get(
+            decision, RunEnded if found.stopped else EnterPhase
+        ),
         EnterPhase: BeginGeneration if found.work else EnterPhase,
-        BeginGeneration: RunEnded if found.stopped else BeginGeneration if found.waiting else Train,
+        BeginGeneration: RunEnded
+        if found.stopped or (decision is Stop and not found.waiting)
+        else BeginGeneration
+        if found.waiting
+        else Evaluate
+        if decision is Finish and found.complete
+        else after_poll.get(decision, Train),
         Train: Evaluate if decision is Finish and found.complete else after_poll.get(decision, Train),
         Recover: BeginGeneration,
         ReplaceMembers: Train,
@@ -103,7 +111,7 @@ def test_every_state_with_every_finding():
         assert type(after) is (RunEnded if last else law(state, found)), (state, found)
         assert after.terminal is isinstance(after, RunEnded)
         reached.add(type(after))
-    assert reached == {type(state) for state in STATES} - {StartWorkers}
+    assert reached == {type(state) for state in STATES}
 
 
 def test_what_is_handed_on():
@@ -131,11 +139,14 @@ def test_what_is_handed_on():
                 assert after.reason == str(after.error)
 
 
+DIED = [Findings(decision=decision) for decision in (RESTART, DECISIONS[4])]
+
+
 def matters(state):
     """The findings that a state can tell apart, one of each."""
     match state:
         case StartWorkers():
-            return [Findings(), Findings(stopped=True)]
+            return [Findings(), Findings(stopped=True), *DIED]
         case EnterPhase(n):
             return [Findings(phases=PHASES, work=work) for work in (FLAGS if n < PHASES else [True])]
         case Train():
@@ -145,7 +156,7 @@ def matters(state):
             return [Findings(decision=decision) for decision in [None, Stop(), DECISIONS[4], RESTART]]
         case BeginGeneration(_, rebuild):
             waits = [Findings(waiting=True, rebuild=each) for each in ([None, rebuild] if rebuild else [None])]
-            return [Findings(), Findings(stopped=True), *waits]
+            return [Findings(), Findings(stopped=True), *waits, *DIED]
         case Recover(_, RebuildLost()):
             return [Findings(), Findings(rebuild=REBUILD)]
         case RequestCheckpoint() | AwaitCheckpoint():
@@ -179,7 +190,10 @@ class Nested:
         return next(self.script)
 
     def run(self):
-        if self.find(StartWorkers()).stopped:
+        while (found := self.find(StartWorkers())).decision is not None:
+            if isinstance(found.decision, Fail):
+                return Status.FAILED
+        if found.stopped:
             return Status.STOPPED
         for phase in range(PHASES):
             if self.find(EnterPhase(phase)).work:
@@ -198,7 +212,9 @@ class Nested:
             if found.waiting:
                 rebuild = found.rebuild
                 continue
-            broken = self.watch(phase)
+            if isinstance(found.decision, Fail):
+                return Status.FAILED
+            broken = found.decision or self.watch(phase)
             if not isinstance(broken, (Restart, RebuildLost)):
                 return broken
             rebuild = self.find(Recover(phase, broken)).rebuild

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rayps.core.returned_rounds import counted
 from rayps.service.store import StoredEvent
 from rayps_api.schemas import finite
 
@@ -46,6 +47,15 @@ def objects(path: Path, cursor: int, limit: int) -> tuple[list[dict[str, Any]], 
     found, after = lines(path, cursor, limit)
     parsed = [_object(line) for line, _ in found]
     return [value for value in parsed if value is not None], after
+
+
+def points(path: Path, cursor: int, limit: int) -> tuple[list[dict[str, Any]], int]:
+    """Read up to `limit` lines of metric points from byte offset `cursor` on; return those that count, and the cursor.
+
+    A point of the kind "returned" says that rounds which were read before, from its round on, do not count.
+    """
+    found, after = objects(path, cursor, limit)
+    return counted(found, tell=True), after
 
 
 def log_lines(path: Path, cursor: int, limit: int) -> tuple[list[dict[str, str]], int]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rayps.core.records import GROWING_FIELDS, ROUND_FIELDS
+from rayps.core.returned_rounds import RETURNED, Returns, SeenRounds, counted, is_void
 from rayps_api.folder import objects
 
 _MOST = 8192
@@ -110,6 +111,8 @@ class Rollup:
         self.evaluations: list[dict[str, Any]] = []
         self.newest = 0
         self._cursor = 0
+        self._returns, self._seen = Returns(), SeenRounds(-1)  # below 0: until the first round
+        self._torn = False  # whether a bucket has rounds that count beside some that do not
 
     def read(self, path: Path) -> None:
         """Read the metric points that were written since the last call, and add them."""
@@ -120,17 +123,52 @@ class Rollup:
             self._cursor = after
             for point in points:
                 self.add(point)
+            if self._torn:
+                self._rebuild(path, after)
 
     def add(self, point: dict[str, Any]) -> None:
-        """Add one metric point."""
+        """Add one metric point. A round that is repeated takes the place of the one before."""
+        back = self._returns.of(point)
+        if back is not None:
+            self._return(back)
         if point.get("kind") == "evaluation":
+            self.evaluations = [each for each in self.evaluations if each["round"] != point["round"]]
             if len(self.evaluations) < _EVALUATIONS:
                 self.evaluations.append(point)
-        elif isinstance(point.get("round"), int):
+        elif isinstance(point.get("round"), int) and point.get("kind") != RETURNED:
             self.newest = max(self.newest, point["round"])
+            if self._seen.below < 0:
+                self._seen = SeenRounds(point["round"])
+            if not self._seen.add(point["round"]):
+                if self.size > 1:  # the parts of a bucket are not kept: the first point of a step stays
+                    return
+                del self.buckets[point["round"]]
             self.buckets.setdefault(point["round"] // self.size, Bucket()).add(point)
             if len(self.buckets) > _MOST:
                 self.size, self.buckets = self._coarser(self.size * 2)
+
+    def _return(self, back: int) -> None:
+        """Drop what does not count after a return to the state of round `back`."""
+        self.evaluations = [each for each in self.evaluations if not is_void(each, back)]
+        self._torn |= any(index * self.size < back <= index * self.size + self.size - 1 for index in self.buckets)
+        self.buckets = {index: each for index, each in self.buckets.items() if index * self.size < back}
+        self._seen = SeenRounds(-1) if not self.buckets else self._seen
+        self._seen.forget(back)
+        self.newest = min(self.newest, max(back - 1, 0))
+
+    def _rebuild(self, path: Path, end: int) -> None:
+        """Read the file again up to byte `end`, and add only what counts."""
+        self.buckets, self.evaluations, self.newest = {}, [], 0
+        self._returns, self._seen, self._torn = Returns(), SeenRounds(-1), False
+        found, at = list[dict[str, Any]](), 0
+        while at < end:
+            points, after = objects(path, at, 10_000)
+            if after == at:
+                break
+            found, at = found + points, after
+        self._cursor = at
+        for point in counted(found):
+            self.add(point)
 
     def series(self, most: int) -> list[dict[str, Any]]:
         """Return the buckets as JSON data, merged into larger ones if there are more than `most`."""

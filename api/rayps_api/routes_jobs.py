@@ -222,12 +222,16 @@ async def metrics(
     limit: Annotated[int, Query(ge=1, le=10_000)] = 2000,
     max_points: Annotated[int | None, Query(ge=2, le=5000)] = None,
 ) -> Any:
-    """Show metric points from a cursor, or the whole run in at most `max_points` buckets of consecutive rounds."""
+    """Show metric points from a cursor, or the whole run in at most `max_points` buckets of consecutive rounds.
+
+    After a return to an earlier state rounds are repeated: a point of the kind "returned" then comes first, and says
+    from which `round` on earlier points do not count.
+    """
     job_id = (await running.record(job_id)).id
     path = running.folder(job_id) / "metrics.jsonl"
     if max_points is not None:
         return JSONResponse(await asyncio.to_thread(running.rollups.read, path, max_points))
-    points, after = await asyncio.to_thread(folder.objects, path, cursor, limit)
+    points, after = await asyncio.to_thread(folder.points, path, cursor, limit)
     return JSONResponse({"points": points, "cursor": after})
 
 

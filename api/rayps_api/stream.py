@@ -168,7 +168,7 @@ async def _read_new(running: Service, job_id: str, topic: str, at: Cursor) -> di
     """Return the next data of one topic, and advance the cursor `at`. Return None if there is no new data."""
     home = running.folder(job_id)
     if topic == "metrics":
-        found, at.m = await asyncio.to_thread(folder.objects, home / "metrics.jsonl", at.m, 2000)
+        found, at.m = await asyncio.to_thread(folder.points, home / "metrics.jsonl", at.m, 2000)
         return {"points": found} if found else None
     if topic == "logs":
         lines, at.l = await asyncio.to_thread(folder.log_lines, home / "log.txt", at.l, 1000)

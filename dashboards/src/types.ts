@@ -207,7 +207,14 @@ export interface EvaluationPoint {
   metrics: Record<string, number | null>;
 }
 
-export type MetricPoint = RoundPoint | EvaluationPoint;
+/** The run returned to the state after `round` rounds: what was said of this round and of later ones does not count. */
+export interface ReturnedPoint {
+  kind: "returned";
+  round: number;
+  time?: number;
+}
+
+export type MetricPoint = RoundPoint | EvaluationPoint | ReturnedPoint;
 
 export interface LogLine {
   time: string;

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from rayps.chaos.faults import FaultRole
+from rayps.chaos.faults import NEWBORN, FaultOn, FaultRole
 from rayps.chaos.inject import ChaosMeans, injected
 from rayps.chaos.measure_recovery import InjectedFault
 from rayps.chaos.plan import PlannedFault
-from rayps.chaos.targets import ChaosProcess
+from rayps.chaos.targets import ChaosProcess, NewbornProcesses
 from rayps.core.errors import ClusterError
 
 _FIND_SECONDS = 5.0  # seconds in which a target must be there: a process of this role may just have died
@@ -55,6 +55,39 @@ def carry_out(
     return found
 
 
+def kill_newborn(
+    faults: Sequence[PlannedFault], site: ChaosSite, newborn: NewbornProcesses, seconds: float
+) -> list[InjectedFault]:
+    """Carry out faults on newborn processes in order, each on a process that was started after the one before it died.
+
+    If there is no newborn process of the planned role, one of the other roles of the plan is killed. `seconds`: the
+    longest wait for one. End early when `site.over()` is true.
+    """
+    roles, found = list(dict.fromkeys(planned.fault.role for planned in faults)), list[InjectedFault]()
+    for planned in faults:
+        deadline = time.monotonic() + seconds
+        while not (there := _newborn(planned, newborn, roles)) and time.monotonic() < deadline:
+            if not _wait(time.monotonic() + 0.05, site.over):
+                return found
+        if there is None:
+            break
+        if not _wait(time.monotonic() + planned.at - newborn.age(there), site.over):
+            break
+        actual = replace(planned, fault=FaultOn(NEWBORN, there.role), number=there.number)
+        found.append(_hit(actual, there, [], site))
+        newborn.since = time.time()
+        site.revive()
+    return found
+
+
+def _newborn(planned: PlannedFault, newborn: NewbornProcesses, roles: Sequence[FaultRole]) -> ChaosProcess | None:
+    for role in [planned.fault.role, *roles]:
+        there = newborn.find(role)
+        if there:
+            return there[planned.number % len(there)]
+    return None
+
+
 def _wait(until: float, over: Callable[[], bool]) -> bool:
     """Wait until a time of time.monotonic; return False if `over()` became true."""
     pause = threading.Event()
@@ -77,6 +110,10 @@ def _carry_out(planned: PlannedFault, site: ChaosSite) -> InjectedFault:
         for each in site.processes.find(role)
         if each != target
     ]
+    return _hit(planned, target, others, site)
+
+
+def _hit(planned: PlannedFault, target: ChaosProcess, others: Sequence[ChaosProcess], site: ChaosSite) -> InjectedFault:
     site.tell(f"{planned.words} (process {target.pid})")
     at = time.time()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rayps.core.errors import ConfigError
@@ -51,11 +52,15 @@ _PROCESSES = (
     FaultRole.RAYLET,
     FaultRole.GCS,
 )
+_STARTED = (FaultRole.WORKER, FaultRole.SERVER, FaultRole.MANAGER, FaultRole.DRIVER)
 _LINES = (FaultRole.WORKER, FaultRole.SERVER)
+NEWBORN = "newborn"
+NEWBORN_SECONDS = 8.0  # the age up to which a process is newborn
 KINDS = {
     kind.name: kind
     for kind in (
         FaultKind("kill", _PROCESSES, "is killed (SIGKILL)"),
+        FaultKind("newborn", _STARTED, "is killed (SIGKILL) in its first seconds"),
         FaultKind("stop", _PROCESSES, "is stopped (SIGSTOP), and continued afterwards", (1.0, 5.0)),
         FaultKind(
             "throttle",
@@ -86,7 +91,8 @@ class FaultOn:
         return f"{self.kind}:{self.role}"
 
 
-ALL_FAULTS = tuple(FaultOn(kind.name, role) for kind in KINDS.values() for role in kind.roles)
+# the faults on a job that trains; a job has newborn processes when it is submitted, and after each other fault
+ALL_FAULTS = tuple(FaultOn(kind.name, role) for kind in KINDS.values() for role in kind.roles if kind.name != NEWBORN)
 
 
 def scope_of(role: FaultRole, *, shared_group: bool) -> Scope:
@@ -99,10 +105,12 @@ def scope_of(role: FaultRole, *, shared_group: bool) -> Scope:
 
 
 def parse_faults(text: str) -> tuple[FaultOn, ...]:
-    """Parse faults such as `kill,stop:server`; a kind without a role means all its roles; `all` means everything.
+    """Parse faults such as `kill,stop:server`; a kind without a role means all its roles.
+
+    `all` means every kind except newborn, which is given alone.
 
     Raises:
-        ConfigError: there is no such kind, or the kind cannot hit the role.
+        ConfigError: there is no such kind, the kind cannot hit the role, or newborn is given with other kinds.
     """
     found: list[FaultOn] = []
     for part in (part.strip() for part in text.split(",")):
@@ -122,7 +130,18 @@ def parse_faults(text: str) -> tuple[FaultOn, ...]:
                 f"the fault {name} cannot hit {role!r}: give one of {', '.join(kind.roles)}", field="faults"
             )
         found += [FaultOn(name, each) for each in kind.roles if not colon or each == role]
+    if hits_newborn(found) and any(fault.kind != NEWBORN for fault in found):
+        raise ConfigError(
+            f"--faults {text} has newborn and other faults: give newborn alone, because it begins when the job is "
+            "submitted, and the others begin when it trains",
+            field="faults",
+        )
     return tuple(dict.fromkeys(found))
+
+
+def hits_newborn(faults: Iterable[FaultOn]) -> bool:
+    """Return whether one of these faults kills processes in their first seconds."""
+    return any(fault.kind == NEWBORN for fault in faults)
 
 
 def parse_scopes(text: str) -> frozenset[Scope]:

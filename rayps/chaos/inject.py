@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rayps.chaos import lines
-from rayps.chaos.faults import SLOW_BYTES, THROTTLED_SHARE, FaultOn, FaultRole
+from rayps.chaos.faults import KINDS, NEWBORN, SLOW_BYTES, THROTTLED_SHARE, FaultOn, FaultRole
 from rayps.chaos.plan import PlannedFault
 from rayps.chaos.targets import ChaosProcess
 from rayps.core.errors import ClusterError
@@ -52,6 +52,8 @@ def cannot_inject(*, own_service: bool) -> dict[FaultOn, str]:
         found[FaultOn("clock", FaultRole.SERVICE)] = (
             "only the clock of a service that this command has started can be shifted: give a job file"
         )
+        words = "only a job that this command submits has processes in their first seconds: give a job file"
+        found |= {FaultOn(NEWBORN, role): words for role in KINDS[NEWBORN].roles}
     if reason := lines.cannot_change():
         for role in (FaultRole.WORKER, FaultRole.SERVER):
             found |= {FaultOn(kind, role): reason for kind in ("slow_line", "cut_line")}
@@ -72,7 +74,7 @@ def injected(
     if not target.alive:
         raise ClusterError(f"process {target.pid} ({planned.target}) has ended", pid=target.pid)
     match planned.fault.kind:
-        case "kill":
+        case "kill" | "newborn":
             _signal(target, signal.SIGKILL)
             yield f"SIGKILL to process {target.pid}"
         case "stop":

@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rayps.chaos.faults import KINDS, SHIFTS, FaultOn, FaultRole, Scope, scope_of
+from rayps.chaos.faults import KINDS, NEWBORN, NEWBORN_SECONDS, SHIFTS, FaultOn, FaultRole, Scope, scope_of
 from rayps.core.errors import ConfigError
 
 _JITTER = 0.3  # of the time between two faults
@@ -31,7 +31,7 @@ class ChaosFacts:
 class PlannedFault:
     """One fault of a plan. `number` is the target's number among the processes of its role when the plan was drawn."""
 
-    at: float  # seconds after the start
+    at: float  # seconds after the start; of a newborn fault, the age in seconds at which the process is killed
     fault: FaultOn
     number: int
     seconds: float  # duration; 0 if the fault has none
@@ -82,7 +82,7 @@ def check_seconds(option: str, seconds: float) -> None:
 def counts_as_failure(fault: FaultOn, facts: ChaosFacts) -> bool:
     """Return whether a fault counts as a failure of the job, of which it survives `max_failures`."""
     managed = fault.role is FaultRole.SERVER and facts.counts.get(FaultRole.MANAGER, 0) > 0
-    return fault.kind == "kill" and fault.role in _COUNTED and not managed
+    return fault.kind in ("kill", NEWBORN) and fault.role in _COUNTED and not managed
 
 
 def too_many_failures(plan: ChaosPlan, facts: ChaosFacts, max_failures: int) -> str | None:
@@ -116,12 +116,7 @@ def draw_plan(
     check_seconds("--every", every)
     if whole is not None:
         check_seconds("--for", whole)
-    reasons = {fault: why_not(fault, facts, allowed) for fault in dict.fromkeys(wanted)}
-    left_out = {fault: reason for fault, reason in reasons.items() if reason is not None}
-    usable = [fault for fault in reasons if fault not in left_out]
-    if not usable:
-        first = next(iter(left_out.items()), ("", "no fault was named"))
-        raise ConfigError(f"no fault can be injected; for instance {first[0]}: {first[1]}", field="faults")
+    usable, left_out = _usable(wanted, facts, allowed)
     chance = random.Random(seed)
     found, deck = list[PlannedFault](), list[FaultOn]()
     at = every * (_CALM + _JITTER * chance.random())
@@ -141,3 +136,36 @@ def draw_plan(
         )
         at += max(every * chance.uniform(1 - _JITTER, 1 + _JITTER), found[-1].seconds + _PAUSE_SECONDS)
     return ChaosPlan(seed, tuple(found), left_out)
+
+
+def draw_newborn_plan(
+    seed: int, wanted: Sequence[FaultOn], facts: ChaosFacts, allowed: frozenset[Scope], attempts: int
+) -> ChaosPlan:
+    """Return a plan of `attempts` faults on newborn processes: one in the first seconds of each attempt of a job.
+
+    `facts` are those of the job when it will train.
+
+    Raises:
+        ConfigError: no wanted fault can be injected, or `attempts` is 0.
+    """
+    if attempts < 1:
+        raise ConfigError("max_failures of the job is 0, and a killed process is a failure: set it to 1 or more")
+    usable, left_out = _usable(wanted, facts, allowed)
+    chance, found = random.Random(seed), list[PlannedFault]()
+    for _ in range(attempts):
+        age, fault = chance.uniform(0.0, NEWBORN_SECONDS), chance.choice(usable)
+        found.append(PlannedFault(round(age, 3), fault, chance.randrange(facts.counts[fault.role]), 0.0))
+    return ChaosPlan(seed, tuple(found), left_out)
+
+
+def _usable(
+    wanted: Sequence[FaultOn], facts: ChaosFacts, allowed: frozenset[Scope]
+) -> tuple[list[FaultOn], dict[FaultOn, str]]:
+    """Return the faults that can be injected, and why the others are left out. Raises ConfigError if none can be."""
+    reasons = {fault: why_not(fault, facts, allowed) for fault in dict.fromkeys(wanted)}
+    left_out = {fault: reason for fault, reason in reasons.items() if reason is not None}
+    usable = [fault for fault in reasons if fault not in left_out]
+    if not usable:
+        first = next(iter(left_out.items()), ("", "no fault was named"))
+        raise ConfigError(f"no fault can be injected; for instance {first[0]}: {first[1]}", field="faults")
+    return usable, left_out

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rayps.chaos.campaign import ChaosSite, carry_out
+from rayps.chaos.campaign import ChaosSite, carry_out, kill_newborn
 from rayps.chaos.compare_results import (
     check_slots,
     compare_metrics,
@@ -17,13 +17,21 @@ from rayps.chaos.compare_results import (
     promises_bits,
 )
 from rayps.chaos.expected_processes import expected_facts, possible_facts
-from rayps.chaos.faults import FaultOn, Scope
+from rayps.chaos.faults import NEWBORN, FaultOn, Scope, hits_newborn
 from rayps.chaos.history import HistoryBounds, HistoryCheck, JobHistory, check_history, read_history, read_lines
 from rayps.chaos.inject import ChaosMeans, cannot_inject
 from rayps.chaos.own_service import ChaosService
-from rayps.chaos.plan import USUAL_FAULTS, ChaosFacts, ChaosPlan, check_seconds, draw_plan, too_many_failures
+from rayps.chaos.plan import (
+    USUAL_FAULTS,
+    ChaosFacts,
+    ChaosPlan,
+    check_seconds,
+    draw_newborn_plan,
+    draw_plan,
+    too_many_failures,
+)
 from rayps.chaos.report import ChaosReport, make_report
-from rayps.chaos.targets import JobProcesses
+from rayps.chaos.targets import JobProcesses, NewbornProcesses
 from rayps.core.errors import CheckpointError, ClusterError, ConfigError, ServiceError
 from rayps.core.records import read_json
 from rayps.core.values import JsonObject
@@ -63,8 +71,18 @@ class ChaosOptions:
         check_seconds("--deadline", self.deadline)
         check_seconds("--longest-gap", self.longest_gap)
 
-    def draw(self, facts: ChaosFacts) -> ChaosPlan:
-        """Return the plan. Raises ConfigError if no wanted fault can be injected, or none fits into the time."""
+    @property
+    def newborn(self) -> bool:
+        """Whether processes are killed in their first seconds, from the submission of the job on."""
+        return hits_newborn(self.wanted)
+
+    def draw(self, facts: ChaosFacts, max_failures: int) -> ChaosPlan:
+        """Return the plan for a job that survives `max_failures`.
+
+        Raises ConfigError if no wanted fault can be injected, or none fits into the time.
+        """
+        if self.newborn:
+            return draw_newborn_plan(self.seed, self.wanted, facts, self.allowed, max_failures)
         plan = draw_plan(self.seed, self.wanted, facts, self.allowed, (self.every, self.seconds))
         if not plan.faults:
             raise ConfigError(
@@ -164,7 +182,7 @@ def chaos_on_job(
         )
     under.wait_training()
     site = ChaosSite(under.processes, ChaosMeans(), tell, lambda: under.over)
-    return _campaign(under, site, options, None)
+    return _campaign(under, site, options, None, under.facts(site.means))
 
 
 def chaos_on_file(fields: JsonObject, options: ChaosOptions, tell: Callable[[str], None]) -> ChaosReport | ChaosPlan:
@@ -181,15 +199,17 @@ def chaos_on_file(fields: JsonObject, options: ChaosOptions, tell: Callable[[str
     strategies = [phase.strategy for phase in parse(spec.strategy, spec.working_dir or Path.cwd())]
     facts = expected_facts(spec, strategies, cannot_inject(own_service=True))
     if options.dry_run:
-        plan = options.draw(facts)
-        if options.seconds is None:
+        plan = options.draw(facts, spec.max_failures)
+        if options.seconds is None and not options.newborn:
             tell(
                 "faults are injected for about as long as the job without faults takes, unless --for is given: the "
                 f"first {USUAL_FAULTS} are planned here"
             )
         tell_plan(plan, facts, spec.max_failures, tell)
         return plan
-    options.draw(possible_facts(spec, facts))  # refuses faults that the job can never have, before anything starts
+    options.draw(
+        possible_facts(spec, facts), spec.max_failures
+    )  # refuses faults that the job can never have, before anything starts
     with ChaosService(cpus=max(4, 2 * spec.workers)) as service:
         service.start()
         tell(f"a service runs in {service.state}")
@@ -200,25 +220,48 @@ def chaos_on_file(fields: JsonObject, options: ChaosOptions, tell: Callable[[str
             reason = law.job.data.get("reason") or law.job.data["status"]
             raise ClusterError(f"the job without faults did not succeed: {reason}", job=law.job.id)
         trained = law.history()
-        if options.seconds is None:
+        if options.seconds is None and not options.newborn:
             times = [point["time"] for point in trained.points]
             options = replace(options, seconds=max(0.8 * (max(times) - min(times)), options.every))
         under = JobUnderChaos(client, client.submit(**dict(fields)), service.state)  # type: ignore[arg-type]
         tell(f"job {under.job.id} runs with faults")
+        return chaos_from_submission(under, service, options, law, facts, tell)
+
+
+def chaos_from_submission(
+    under: JobUnderChaos,
+    service: ChaosService,
+    options: ChaosOptions,
+    law: JobUnderChaos | None,
+    expected: ChaosFacts,
+    tell: Callable[[str], None],
+) -> ChaosReport | ChaosPlan:
+    """Inject faults into a job that was just submitted to `service`, and return the report.
+
+    Faults on newborn processes begin at once, with the plan for the `expected` processes. Others begin when the job
+    trains. `law`: the same job without faults; None if there was none.
+    """
+    facts = expected
+    if not options.newborn:
         under.wait_training()
-        site = ChaosSite(under.processes, service.means, tell, lambda: under.over, service.start)
-        return _campaign(under, site, options, law)
+        facts = under.facts(service.means)
+    site = ChaosSite(under.processes, service.means, tell, lambda: under.over, service.start)
+    return _campaign(under, site, options, law, facts)
 
 
 def _campaign(
-    under: JobUnderChaos, site: ChaosSite, options: ChaosOptions, law: JobUnderChaos | None
+    under: JobUnderChaos, site: ChaosSite, options: ChaosOptions, law: JobUnderChaos | None, facts: ChaosFacts
 ) -> ChaosReport | ChaosPlan:
-    facts = under.facts(site.means)
-    plan = options.draw(facts)
-    tell_plan(plan, facts, int(under.job.data["spec"]["max_failures"]), site.tell)
+    max_failures = int(under.job.data["spec"]["max_failures"])
+    plan = options.draw(facts, max_failures)
+    tell_plan(plan, facts, max_failures, site.tell)
     if options.dry_run:
         return plan
-    done = carry_out(plan.faults, site)
+    if options.newborn:
+        newborn = NewbornProcesses(under.processes.state_dir, under.begun)
+        done = kill_newborn(plan.faults, site, newborn, _START_SECONDS)
+    else:
+        done = carry_out(plan.faults, site)
     site.revive()
     ended = under.wait_end(options.deadline, site.tell)
     history = under.history()
@@ -246,7 +289,8 @@ def tell_plan(plan: ChaosPlan, facts: ChaosFacts, max_failures: int, tell: Calla
     for reason, faults in by_reason.items():
         tell(f"not injected, because {reason}: {', '.join(faults)}")
     for planned in plan.faults:
-        tell(f"planned: at {planned.at:7.1f} s {planned.words}")
+        when = "at an age of" if planned.fault.kind == NEWBORN else "at"
+        tell(f"planned: {when} {planned.at:7.1f} s {planned.words}")
     if (warning := too_many_failures(plan, facts, max_failures)) is not None:
         tell(warning)
 

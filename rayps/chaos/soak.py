@@ -29,7 +29,7 @@ from rayps.chaos.curves import (
     write_samples,
 )
 from rayps.chaos.draw_curves import svg
-from rayps.chaos.faults import FaultOn, FaultRole, Scope
+from rayps.chaos.faults import FaultOn, FaultRole, Scope, hits_newborn
 from rayps.chaos.history import HistoryBounds, HistoryCheck, JobHistory, check_history
 from rayps.chaos.measure_recovery import InjectedFault, KindCost, by_kind, costs
 from rayps.chaos.own_service import ChaosService
@@ -115,6 +115,8 @@ class SoakOptions:
         check_seconds("--soak", self.seconds)
         check_seconds("--every", self.every)
         check_seconds("--every-service", self.every_service)
+        if hits_newborn(self.wanted):
+            raise ConfigError("--soak has no newborn faults: give --faults newborn with a job file", field="faults")
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ The job's folder and the state directory name the processes: `progress.json` (wo
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -133,6 +134,34 @@ class JobProcesses:
                 names = _TITLES[role]
                 pids = [pid for pid in under if any(name in "".join(processes.command(pid)[:1]) for name in names)]
                 return {number: (pid, now) for number, pid in enumerate(sorted(pids))}
+
+
+class NewbornProcesses:
+    """The processes of one job that were started since `since` (seconds since the epoch), before files name them.
+
+    The job must be the only one of its service that has been submitted since then.
+    """
+
+    def __init__(self, state_dir: Path, since: float) -> None:
+        self._state_dir, self.since = state_dir, since
+
+    def find(self, role: FaultRole) -> list[ChaosProcess]:
+        """Return the processes of a role, oldest first."""
+        daemon, now = read_record(self._state_dir), time.time()
+        found: list[tuple[float, int, int]] = []
+        for pid in [] if daemon is None or not daemon.alive else processes.descendants(daemon.pid):
+            facts = process_facts(pid, now, under_ray=True)
+            since = processes.start_time(pid)
+            if since is None or facts.started_at is None or refusal(role, facts, os.geteuid()) is not None:
+                continue
+            if facts.started_at >= self.since:
+                found.append((facts.started_at, pid, since))
+        return [ChaosProcess(role, number, pid, since) for number, (_, pid, since) in enumerate(sorted(found))]
+
+    def age(self, process: ChaosProcess) -> float:
+        """Return the seconds since a process was started; infinity if it has ended."""
+        facts = process_facts(process.pid, time.time(), under_ray=True)
+        return math.inf if facts.started_at is None or not process.alive else time.time() - facts.started_at
 
 
 def process_facts(pid: int, named_at: float, *, under_ray: bool) -> ProcessFacts:

@@ -42,7 +42,7 @@ def chaos(
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed draws the same plan.")] = 0,
     faults: Annotated[
-        str, typer.Option(help=f"all, or some of {', '.join(KINDS)}; kill:worker names one role.")
+        str, typer.Option(help=f"all, or some of {', '.join(KINDS)}; kill:worker names one role; newborn alone.")
     ] = "all",
     allow: Annotated[
         str,

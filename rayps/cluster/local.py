@@ -137,6 +137,12 @@ class Cluster(Actors, Protocol):
     def share(self, value: _Shared) -> _Shared:
         """Store a value once for several calls. Pass the returned reference to these calls instead of the value."""
 
+    def last_output(self, handle: ActorHandle) -> str:
+        """Return the last lines that an actor's process wrote; "" if they are not known on this host.
+
+        The process may have died.
+        """
+
     def held(self) -> list[Bundle] | None:
         """Return the free bundles inside which this process reserves, such as those of a trial of Ray Tune.
 
@@ -368,6 +374,10 @@ class LocalCluster:
     def hosts(self, free: bool = True) -> dict[str, Bundle]:
         """Return all resources, as those of one host."""
         return {"here": dict(self._total)}
+
+    def last_output(self, handle: ActorHandle) -> str:
+        """Return "": the actors write to the output of this process."""
+        return ""
 
     def held(self) -> list[Bundle] | None:
         """Return None: reservations use no resources."""

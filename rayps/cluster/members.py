@@ -16,7 +16,7 @@ from typing import Any
 from rayps.cluster.local import ActorHandle, ActorReply, surrounding, until
 from rayps.cluster.notices import Notice, earliest
 from rayps.cluster.reservation import WorkerResources
-from rayps.core.errors import ClusterError
+from rayps.core.errors import ActorDied, ClusterError
 from rayps.core.user_code import START_SECONDS, overdue
 
 _LEAVE_SECONDS = 2.0
@@ -123,7 +123,8 @@ def place(
 ) -> None:
     """Set `place`, the host and address, of new members. A member that does not start within `seconds` is dead.
 
-    `check` is called repeatedly during the wait. If it raises an exception, the wait ends.
+    `check` is called repeatedly during the wait. If it raises an exception, the wait ends. An error of an actor's
+    constructor is raised: another process would get it, too.
     """
     asked = [(member, member.handle.call("place")) for member in members]
 
@@ -140,7 +141,7 @@ def place(
                 f"it did not start within {seconds:g} s: is the cluster overloaded? "
                 "`rayps doctor` shows memory and cores"
             )
-        except ClusterError as error:
+        except ActorDied as error:
             member.dead = str(error.data.get("reason", error))
 
 

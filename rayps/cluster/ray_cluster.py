@@ -16,10 +16,12 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 from ray._private import ray_constants, services
+from ray._private import worker as worker_module
 from ray._private.state import available_resources_per_node as _available_resources_per_node
 from ray._private.state import state as _global_state
 from ray._private.worker import global_worker
@@ -34,6 +36,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from rayps.cluster.last_output import exception_of, last_output
 from rayps.cluster.local import (
     WORKER_NICENESS,
     ActorHandle,
@@ -118,6 +121,8 @@ class RayReply:
         except ray.exceptions.RayTaskError as error:
             raise _cause(error) from None
         except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
+            if isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed:
+                raise ClusterError(f"actor {self._actor} did not start: {exception_of(str(error))}") from error
             reason = cause_of_death(str(error))
             raise ActorDied(f"actor {self._actor} died: {reason}", actor=self._actor, reason=reason) from error
         except ray.exceptions.RayError as error:
@@ -677,7 +682,7 @@ class RayCluster:
         """Return the running actor of this name, or None if there is none."""
         self._check()
         for known in (name, _alias(name)):
-            if known is not None and (actor := _named(known)) is not None:
+            if known is not None and (actor := _named(known)) is not None and not _has_died(actor):
                 return RayHandle(name, actor)
         return None
 
@@ -765,6 +770,18 @@ class RayCluster:
             now = _available_resources_per_node()
             alive = {name: now.get(name, {}) for name in alive}
         return {name: _bundle(has) | {"memory": has.get("memory", 0.0)} for name, has in alive.items()}
+
+    def last_output(self, handle: ActorHandle) -> str:
+        """Return the last lines of an actor's process from Ray's files; "" if they are on another host, or removed."""
+        self._check()
+        assert isinstance(handle, RayHandle)
+        node = worker_module._global_node
+        try:
+            pid = _global_state.actor_table(handle.actor._actor_id.hex()).get("Pid")
+        except ray.exceptions.RayError as error:
+            log.debug("the process of actor %s is not known: %s", handle.name, error)
+            return ""
+        return last_output(Path(node.get_logs_dir_path()), pid) if pid and node is not None else ""
 
     def held(self) -> list[Bundle] | None:
         """Return the free bundles of the placement group of this process's task or actor, if it captures its children.
@@ -1034,11 +1051,16 @@ def _living_warm(place: str) -> dict[str, int]:
 
 
 def _named(name: str) -> ray.actor.ActorHandle | None:
-    """Return the living actor of Ray with this name, or None."""
+    """Return the actor of Ray with this name, or None: it may have died if this process holds a handle of it."""
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
         return None
+
+
+def _has_died(actor: ray.actor.ActorHandle) -> bool:
+    """Return whether an actor has died: in a process that holds a handle, Ray still finds it by its name."""
+    return bool(_global_state.actor_table(actor._actor_id.hex()).get("State") == "DEAD")
 
 
 def _alias(name: str) -> str | None:

@@ -440,6 +440,10 @@ class Trainer:
         for name, value in buffers.items():
             self.buffers[name].detach().copy_(value)
 
+    def fixed_versions(self) -> dict[str, int]:
+        """Return, by name, how often each parameter that needs no gradient was changed."""
+        return {name: p._version for name, p in self.flat.model.named_parameters() if not p.requires_grad}
+
     def copy_buffers(self) -> Tensors:
         """Return copies of the model's buffers."""
         return {name: value.detach().clone() for name, value in self.buffers.items()}

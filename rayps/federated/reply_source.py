@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rayps.core.errors import WorkloadError
 from rayps.core.metrics import Totals
 from rayps.core.user_code import user_code
 from rayps.data.base import Data
-from rayps.federated.client import ClientReply, Task, Tensors
+from rayps.federated.client import ClientReply, Task, Tensors, Trainer
 from rayps.federated.personal_metrics import personal
 from rayps.federated.population.cohort import Ints, pack
 from rayps.federated.population.events import clock_at
@@ -153,8 +154,26 @@ class SimulatedReplies:
                 self._buffers | own,
                 engine.tick(each.version),
             )
+            fixed = engine.trainer.fixed_versions() if engine.private is not None else {}
             reply = engine.trainer.train(engine.strategy, task, self.rows.of(each.client))
+            must_be_fixed(fixed, engine.trainer)
             yield TrainingTask(each.client, each.version, each.staleness), reply
+
+
+def must_be_fixed(before: dict[str, int], trainer: Trainer) -> None:
+    """Raise WorkloadError if a client's training has changed a parameter that needs no gradient.
+
+    `before` are the parameters' versions before the training. Such a parameter is not in the client's update, and keeps
+    its value when the next client is trained, and in checkpoints.
+    """
+    now = trainer.fixed_versions()
+    changed = next((name for name, version in before.items() if now[name] != version), None)
+    if changed is not None:
+        raise WorkloadError(
+            f"loss(model, batch) changed {changed!r} of the model, which needs no gradient: its value would disclose "
+            "rows of single clients without noise\nleave it unchanged in training, or leave out privacy",
+            parameter=changed,
+        )
 
 
 def parameters_of(shared: dict[str, Tensor], version: int, w_t: Tensor) -> Tensor:

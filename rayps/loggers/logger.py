@@ -12,6 +12,7 @@ from typing import Any
 
 from rayps.core.errors import ConfigError, first_line
 from rayps.core.records import Event, OutcomeRecord, Point
+from rayps.core.returned_rounds import RETURNED
 from rayps.core.text import written
 from rayps.workload.callback import Callback, RunView
 
@@ -64,6 +65,15 @@ class Logger(Callback):
             numbers = {f"train/{name}": value for name, value in numbers_of(point).items()}
             self._attempt(run, lambda: self.write_numbers(numbers, point["round"] + 1))
         self._write_events(run)
+
+    def on_return(self, run: RunView, round: int) -> None:
+        """Log that the numbers of steps after `round` do not count: the run repeats these rounds."""
+        self._attempt(run, lambda: self.write_return(round))
+
+    def write_return(self, round: int) -> None:
+        """Say that the numbers of steps after `round` do not count, before they are logged again."""
+        message = f"returned to round {round}: the numbers of later rounds before this do not count"
+        self.write_event({"kind": RETURNED, "message": message}, round)
 
     def on_evaluation(self, run: RunView, metrics: Mapping[str, float]) -> None:
         """Log the metrics of an evaluation under "evaluation/<name>", at step `run.round`."""

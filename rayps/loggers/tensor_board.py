@@ -28,6 +28,7 @@ class TensorBoard(Logger):
         super().__init__(every)
         self.folder, self.name = Path(folder), name
         self._make = needed("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        self._records: Any = needed("tensorboard.compat.proto.event_pb2", "tensorboard")
         self._writer: Any = None
 
     def on_start(self, run: RunView) -> None:
@@ -36,6 +37,12 @@ class TensorBoard(Logger):
         self._writer = self._make(str(self.folder / (self.name or run.name)), purge_step=purge)
         for name, value in params_of(run).items():
             self._writer.add_text(f"params/{name}", str(value), run.round)
+
+    def write_return(self, round: int) -> None:
+        """Let TensorBoard hide what was written for later steps, and say why."""
+        session = self._records.SessionLog(status=self._records.SessionLog.START)
+        self._writer.file_writer.add_event(self._records.Event(step=round + 1, session_log=session))
+        super().write_return(round)
 
     def write_numbers(self, numbers: Mapping[str, float], round: int) -> None:
         """Write scalars at step `round`."""

@@ -49,11 +49,21 @@ _REPEATABLE = frozenset(
 
 
 class ManagerClient:
-    """A client of a group's manager, for any process of the group's cluster. May be passed to actors."""
+    """A client of a group's manager, for any process of the group's cluster. May be passed to actors.
 
-    def __init__(self, name: str, handle: ActorHandle | None = None, cluster: Cluster | None = None) -> None:
+    `restarts`: whether the cluster may start the manager again after its death.
+    """
+
+    def __init__(
+        self, name: str, handle: ActorHandle | None = None, cluster: Cluster | None = None, *, restarts: bool = True
+    ) -> None:
         self.name = name
-        self._handle, self._cluster = handle, cluster
+        self._handle, self._cluster, self._restarts = handle, cluster, restarts
+
+    @property
+    def gone(self) -> bool:
+        """Whether there is no manager, and the cluster will not start it again."""
+        return not self._restarts and (self._cluster or surrounding()).find(manager_actor(self.name)) is None
 
     def contact(self) -> dict[str, Any]:
         """Return {"address", "secret"}: the manager's address, and the secret with which a worker connects."""
@@ -203,7 +213,7 @@ class ManagerClient:
                 return self._handle.call(method, *args).result(timeout)
             except ActorDied:  # Ray may restart the manager, which then continues from its record
                 self._handle = None
-                if method not in _REPEATABLE or time.monotonic() > deadline:
+                if method not in _REPEATABLE or time.monotonic() > deadline or self.gone:
                     raise
             except TimeoutError as error:
                 raise PeerTimeout(
@@ -224,7 +234,8 @@ class ManagerClient:
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"name": self.name, "_handle": None, "_cluster": None}  # the receiver finds the manager by its name
+        # the receiver finds the manager by its name
+        return {"name": self.name, "_handle": None, "_cluster": None, "_restarts": self._restarts}
 
     def __enter__(self) -> ManagerClient:
         return self
@@ -288,7 +299,7 @@ def start(
         **more,
         options={"detached": detached, "cpus": cpus, "silence": silence, "balance": balance, "scale": scale},
     )
-    group = ManagerClient(name, handle, home)
+    group = ManagerClient(name, handle, home, restarts=folder is not None)
     try:
         _await_servers(group, timeout)
     except BaseException:

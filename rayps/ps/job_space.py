@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rayps.core.errors import ActorDied, CheckpointError, ConfigError, NotFound, RaypsError
+from rayps.core.errors import ActorDied, CheckpointError, ClusterError, ConfigError, NotFound, RaypsError
 from rayps.core.grid import Grid
 from rayps.core.member_times import MemberTimes
 from rayps.core.staleness_bound import MovedBound
@@ -133,8 +133,8 @@ class SpaceTerms:
 class JobSpace:
     """The spaces of the job `name` on `group`. Implements `rayps.runtime.job_servers.JobServers`.
 
-    `own`: the group was started for this job alone, and ends with the job. `factory`, `tables`, `timeout` and
-    `scheduled`: see `SpaceTerms`.
+    `own`: the group was started for this job alone, and ends with the job; `renew` starts it again, with the same name,
+    after the death of its manager. `factory`, `tables`, `timeout` and `scheduled`: see `SpaceTerms`.
     """
 
     def __init__(
@@ -147,10 +147,12 @@ class JobSpace:
         tables: tuple[SparseTable, ...] = (),
         quota: Quota | None = None,
         own: bool = False,
+        renew: Callable[[], object] | None = None,
         timeout: float = 60.0,
         scheduled: bool = False,
     ) -> None:
         self.group, self.name, self.own, self.tables = group, name, own, tables
+        self._renew = renew
         # worker -> its position, and the step below which its replay buffer has evicted pushes
         self.reached: dict[int, tuple[int, int]] = {}
         self._terms = SpaceTerms(workers, factory, tables, quota or Quota(), timeout, scheduled)
@@ -219,6 +221,8 @@ class JobSpace:
 
     def begin(self, orders: ServedPhase, snapshot: Snapshot, parts: Sequence[Snapshot]) -> None:
         """Begin a generation: open its spaces and load the state `snapshot`. `parts` is this state by column."""
+        if self.group.gone:
+            self._start_group_again()
         strategy = orders.strategy
         dense_too = servers_of(strategy) is not None
         follows = strategy if dense_too else _of_tables(strategy)
@@ -236,6 +240,30 @@ class JobSpace:
         for column in self._columns:
             column.collect()
         self._watch.start()
+
+    @property
+    def dead(self) -> tuple[tuple[str, str], ...]:
+        """A pair (name, reason) for the manager of the job's own group if it has died; () if it lives."""
+        reason = "it has ended, and the job's server group with it"
+        return ((f"manager of {self.group.name}", reason),) if self.group.gone else ()
+
+    def _start_group_again(self) -> None:
+        """Start the job's own group anew, because its manager has died. The spaces are opened again.
+
+        Raises ClusterError if only the servers of the group had the rows of sparse tables.
+        """
+        if self._renew is None or (self._with_tables is not None and self._saved_tables is None):
+            raise ClusterError(
+                f"the manager of server group {self.group.name!r} has died, and only its servers had the rows of the "
+                "sparse tables:\ngive checkpoint=FOLDER, from which they are loaded again, or server_group=NAME, a "
+                "group whose manager is started again",
+                group=self.group.name,
+            )
+        for column in self._columns:
+            column.stop_collecting()
+        with self._watch.lock:
+            self._columns = []
+            self._renew()
 
     def _stays(self, strategy: StrategyView, dense_too: bool) -> bool:
         """Return whether the open space can serve a new generation unchanged.

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from rayps.core.errors import ConfigError, RaypsError, WorkloadError
 from rayps.core.metrics import until
 from rayps.core.phase_rounds import Calendar
 from rayps.core.records import Event, OutcomeRecord, Point
+from rayps.core.returned_rounds import Returns, SeenRounds
 from rayps.core.urls import Location
 from rayps.core.user_code import awaited, user_code
 from rayps.core.values import JsonObject
@@ -29,23 +30,6 @@ from rayps.workload.callback import Callback
 
 _WATCHING = (EarlyStopping, BestCheckpoint)  # the callbacks that need a metric
 _JOB_FIELDS = ("workload", "strategy", "workers", "epochs", "steps", "seed")
-
-
-class SeenRounds:
-    """The numbers of the rounds that were reported: all below `below`, and those in `others`."""
-
-    def __init__(self, below: int = 0, others: Sequence[int] = ()) -> None:
-        self.below, self.others = below, set(others)
-
-    def add(self, number: int) -> bool:
-        """Record a round. Return False if it was recorded before."""
-        if number < self.below or number in self.others:
-            return False
-        self.others.add(number)
-        while self.below in self.others:
-            self.others.remove(self.below)
-            self.below += 1
-        return True
 
 
 class RunHandle:
@@ -134,7 +118,7 @@ class CallbackRunner:
         self.ended = False  # whether the driver has ended the run after a stop
         self._named = _named(callbacks)
         self._timeout = timeout
-        self._seen = SeenRounds()
+        self._seen, self._returns = SeenRounds(), Returns()
         self._held: list[Point] = []  # points that were reported after a stop
         self._started = self._restored = False
 
@@ -199,6 +183,8 @@ class CallbackRunner:
         """Call `on_start` of all callbacks."""
         self.run.round, self.run.epoch, self._started = round, epoch, True
         self._all("on_start", lambda callback: callback.on_start(self.run))
+        if self._restored:  # the run may have had later rounds, which are repeated
+            self._all("on_return", lambda callback: callback.on_return(self.run, round))
 
     def deliver(self, points: Sequence[Point]) -> None:
         """Report merged points of rounds and evaluations that were not reported before.
@@ -237,9 +223,8 @@ class CallbackRunner:
         for point in points:
             if self.is_stopping:  # the workers may train beyond the end
                 self._held.append(point)
-            elif point["kind"] == "round" and self._seen.add(point["round"]):
-                self.run.round, self.run.epoch = max(self.run.round, point["round"] + 1), point["epoch"]
-                self._tell("on_round", point)
+            elif point["kind"] == "round":
+                self._deliver_round(point)
             elif point["kind"] == "evaluation" and point["round"] > self.evaluated:
                 self.evaluated = point["round"]
                 before, self.run.round = self.run.round, point["round"]
@@ -248,11 +233,24 @@ class CallbackRunner:
                 self._tell("on_evaluation", point["metrics"])
                 self.run.round, self.run.no_value = max(before, self.run.round), ()
 
-    def _tell(self, method: str, target: Point) -> None:
-        """Call `method` of all callbacks with a copy of `target`, to which `run.log` adds."""
+    def _deliver_round(self, point: Point) -> None:
+        """Report a round. One that the run repeats is reported only to callbacks with `on_return`, after that call."""
+        back, again = self._returns.of(point), self._those("on_return")
+        for name, callback in again.items() if back is not None else ():
+            with user_code(f"{name}.on_return"):
+                callback.on_return(self.run, int(back or 0))
+        new = self._seen.add(point["round"])
+        if new or again:
+            self.run.round, self.run.epoch = max(self.run.round, point["round"] + 1), point["epoch"]
+            self._tell("on_round", point, None if new else again)
+
+    def _tell(self, method: str, target: Point, only: Collection[str] | None = None) -> None:
+        """Call `method` of all callbacks, or of `only` these, with a copy of `target`, to which `run.log` adds."""
         self.run.about(target)
         try:
             for name, callback in self._those(method).items():
+                if only is not None and name not in only:
+                    continue
                 with user_code(f"{name}.{method}"):
                     getattr(callback, method)(self.run, dict(target))
         finally:

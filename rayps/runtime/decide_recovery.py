@@ -4,6 +4,10 @@
 (replace the lost member, rebuild its state, or restart all from the snapshot). The order of its rules matters: a stop
 request first, then errors that no retry can fix, then deaths, then lost connections, then the end.
 
+A process may die at any moment: while it starts, before it has its plan, or while it trains. `death_of` finds the death
+in an error that a start has raised, and `decide` counts it as any other. While not every member has its plan, no member
+can be replaced alone, and all restart. Restarts in a row without a new round wait longer each time.
+
 Each state of the run has an effect, which the driver carries out. `next_state` maps a state and the result of its
 effect to the next state.
 """
@@ -14,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from rayps.core.errors import LinkError, PeerTimeout, RaypsError, TrainingError
+from rayps.core.errors import ActorDied, LinkError, PeerTimeout, RaypsError, TrainingError
 from rayps.core.handover import Handover
 from rayps.core.job_status import Status
 from rayps.core.strategy_families import Rebuild, Recovery, RegroupLiving, ReplaceOne, RestartAll
@@ -22,11 +26,32 @@ from rayps.recovery.backup_assignment import RebuildPlan
 
 MOST_LETTERS = 400  # longest reason in an event, in characters
 GRACE_SECONDS = 3.0  # seconds after the first lost connection in which the death that caused it is detected
+PAUSE_SECONDS = 1.0  # seconds before the second restart in a row without a new round; doubled before each further one
+LONGEST_PAUSE = 60.0  # seconds
+
+
+@dataclass(slots=True)
+class FailureCount:
+    """The failures of a job: all so far, and those in a row since a new round was last reported."""
+
+    failures: int = 0
+    in_row: int = 0
+
+    def add(self) -> None:
+        """Count one more failure."""
+        self.failures, self.in_row = self.failures + 1, self.in_row + 1
+
+    def progressed(self) -> None:
+        """Record that a new round was reported."""
+        self.in_row = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What the driver knows after a poll. Members are named `worker-<rank>` and `shard-<index>`."""
+    """What the driver knows after a poll, or after a start that failed.
+
+    Members are named `worker-<rank>` and `shard-<index>`; the manager of a server group has its actor's name.
+    """
 
     size: int  # number of workers
     finished: frozenset[str] = frozenset()  # workers that reached the end
@@ -42,6 +67,9 @@ class RunFacts:
     unanswered: RaypsError | None = None  # why servers did not send the wanted states in time
     # the change of the workers for which all of them have stopped; None if there is none
     change: Regroup | None = None
+    in_row: int = 0  # failures in a row without a new round
+    planned: bool = True  # whether every member has had its plan of this generation
+    outputs: Mapping[str, str] = field(default_factory=dict)  # from a dead member's name to its last output, if known
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +94,14 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Start a new generation of all members from the last snapshot. New processes replace the members `lost`."""
+    """Start a new generation of all members from the last snapshot. New processes replace the members `lost`.
+
+    `pause`: seconds to wait before.
+    """
 
     lost: tuple[str, ...]
     reason: str
+    pause: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +109,12 @@ class RebuildLost:
     """Start new processes for the workers `lost`, and rebuild their states from copies on other workers.
 
     All workers continue from the newest round whose state is available for every worker: see
-    `rayps.recovery.backup_assignment.plan_rebuild`.
+    `rayps.recovery.backup_assignment.plan_rebuild`. `pause`: seconds to wait before.
     """
 
     lost: tuple[str, ...]
     reason: str
+    pause: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +154,7 @@ def decide(facts: RunFacts) -> Decision:
     if facts.stop:
         return Stop()
     for member, error in facts.errors:
-        if not isinstance(error, LinkError):
+        if not isinstance(error, (LinkError, ActorDied)):
             return Fail(error, f"{member}: {error}")
     if facts.dead:
         lost = tuple(member for member, _ in facts.dead)
@@ -137,6 +170,25 @@ def decide(facts: RunFacts) -> Decision:
     if facts.ends_early:
         return EndEarly()
     return Continue() if facts.change is None else facts.change
+
+
+def death_of(error: RaypsError) -> tuple[str, str] | None:
+    """Return who died and why, if a start failed because a process died or does not answer; otherwise None.
+
+    The error is then the user's, or a refusal that no retry can fix, and ends the job.
+    """
+    reason = str(error.data.get("reason", error.message))
+    match error:
+        case ActorDied():
+            return str(error.data.get("actor", "a process of the job")), reason
+        case LinkError():
+            return _member(str(error.data.get("peer", "a server"))), reason
+    return None
+
+
+def pause_before(restarts: int) -> float:
+    """Return the seconds to wait before a restart, after so many restarts in a row that led to no new round."""
+    return min(PAUSE_SECONDS * 2.0 ** min(restarts - 1, 30), LONGEST_PAUSE) if restarts else 0.0
 
 
 def recovery_now(declared: Recovery, *, holds_tables: bool, rejoins: bool) -> Recovery:
@@ -160,7 +212,7 @@ def _reconnect(facts: RunFacts) -> Decision:
     that timed out counts as lost.
     """
     blamed = [_member(str(error.data.get("peer"))) for _, error in facts.errors if isinstance(error, PeerTimeout)]
-    blamed = [name for name in blamed if name.startswith(("worker-", "shard-"))]
+    blamed = [name for name in blamed if _is_member(name)]
     reason = "; ".join(f"{member}: {_short(str(error))}" for member, error in facts.errors[:2])
     if isinstance(facts.recovery, ReplaceOne):
         return _recover(facts, tuple(member for member, _ in facts.errors), reason)
@@ -173,13 +225,26 @@ def _recover(facts: RunFacts, lost: tuple[str, ...], reason: str) -> Decision:
         return Fail(
             None,
             f"{reason}\nthat was failure {failures}, and max_failures is {facts.max_failures}: raise max_failures, "
-            "or find out why the process dies (see its log, its memory, `rayps doctor`)",
+            f"or find out why the process dies (see its log, its memory, `rayps doctor`){_last_output(facts)}",
         )
+    pause = pause_before(facts.in_row)
     if isinstance(facts.recovery, Rebuild):
-        return RebuildLost(lost, reason)
+        return RebuildLost(lost, reason, pause)
     if isinstance(facts.recovery, RegroupLiving):
         return Regroup(lost, (), 0, reason)
-    return Replace(lost, reason) if isinstance(facts.recovery, ReplaceOne) else Restart(lost, reason)
+    if isinstance(facts.recovery, ReplaceOne) and facts.planned and all(map(_is_member, lost)):
+        return Replace(lost, reason)
+    return Restart(lost, reason, pause)
+
+
+def _last_output(facts: RunFacts) -> str:
+    """Return the last output of the first dead member whose output is known, as the end of an error; "" if none is."""
+    found = next(((member, facts.outputs[member]) for member, _ in facts.dead if facts.outputs.get(member)), None)
+    return "" if found is None else f"\nthe last output of {found[0]}:\n{found[1]}"
+
+
+def _is_member(name: str) -> bool:
+    return name.startswith(("worker-", "shard-"))  # and not the manager of a server group
 
 
 def _member(peer: str) -> str:
@@ -187,6 +252,8 @@ def _member(peer: str) -> str:
 
 
 def _at(facts: RunFacts, member: str) -> str:
+    if not facts.planned:
+        return " while the members started"
     return f" after it had reported round {facts.positions[member]}" if member in facts.positions else ""
 
 
@@ -207,7 +274,12 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class StartWorkers(_Step):
-    """Check the workload, reserve resources, start the workers, and find the first snapshot."""
+    """Check the workload, reserve resources, start the workers, and find the first snapshot.
+
+    `pause`: seconds to wait before, after an earlier start that failed.
+    """
+
+    pause: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +390,8 @@ class Findings:
     stopped: bool = False  # StartWorkers, BeginGeneration: a stop was requested before the workers had started
     phases: int = 1  # EnterPhase: the number of phases of the run
     work: bool = True  # EnterPhase: whether rounds or an evaluation of this phase remain
-    decision: Decision | None = None  # Train, Evaluate: what to do next; None in Evaluate if the metrics are known
+    # what to do next; None in Evaluate if the metrics are known, and in StartWorkers and BeginGeneration if nobody died
+    decision: Decision | None = None
     complete: bool = False  # Train: whether the newest snapshot is the last one of the phase
     waiting: bool = False  # BeginGeneration: whether workers are awaited; `rebuild` and `handover` then still hold
     rebuild: RebuildPlan | None = None  # Recover: how workers continue without the snapshot; None if they cannot
@@ -330,7 +403,7 @@ def next_state(state: State, found: Findings) -> State:
     """Return the state that follows `state`. `found` is the result of the effect of `state`."""
     match state:
         case StartWorkers():
-            return RunEnded(Status.STOPPED) if found.stopped else EnterPhase(0)
+            return _after_start(found)
         case EnterPhase(phase) if phase >= found.phases:
             return RunEnded(Status.SUCCEEDED, "trained to the end")
         case EnterPhase(phase):
@@ -339,6 +412,8 @@ def next_state(state: State, found: Findings) -> State:
             return RunEnded(Status.STOPPED)
         case BeginGeneration(phase) if found.waiting:
             return BeginGeneration(phase, found.rebuild, found.handover)
+        case BeginGeneration(phase) if found.decision is not None:
+            return RunEnded(Status.STOPPED) if isinstance(found.decision, Stop) else _after_poll(phase, found)
         case BeginGeneration(phase) | ReplaceMembers(phase):
             return Train(phase)
         case Train(phase):
@@ -353,6 +428,20 @@ def next_state(state: State, found: Findings) -> State:
             return AwaitCheckpoint(phase) if found.saving else RunEnded(Status.STOPPED)
         case RunEnded():
             return state
+
+
+def _after_start(found: Findings) -> State:
+    """Return the state after a start of the workers: if one of them died, all start again from the beginning."""
+    match found.decision:
+        case Restart() | RebuildLost() as decision:
+            return StartWorkers(decision.pause)
+        case Regroup() | Replace():
+            return StartWorkers()
+        case Fail() as decision:
+            return _failed(decision)
+        case Stop():
+            return RunEnded(Status.STOPPED)
+    return RunEnded(Status.STOPPED) if found.stopped else EnterPhase(0)
 
 
 def _after_poll(phase: int, found: Findings) -> State:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from rayps.core.job_status import Status
 from rayps.core.metrics import evaluation_point
 from rayps.core.phase_rounds import Calendar
 from rayps.core.records import Point, ProgressRecord
+from rayps.core.returned_rounds import counted
 from rayps.core.strategy import Phase
 from rayps.core.strategy_families import (
     Rebuild,
@@ -38,7 +39,7 @@ from rayps.core.strategy_families import (
     has_remote_clients,
     learns_by_client,
 )
-from rayps.core.topology import runs_in_step, servers_of, shard_bundles
+from rayps.core.topology import is_private, runs_in_step, servers_of, shard_bundles
 from rayps.core.urls import Location
 from rayps.core.user_code import awaited
 from rayps.core.user_module import pack
@@ -85,6 +86,7 @@ from rayps.runtime.worker_group import WorkerGroup, WorkerProcess
 from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec
 from rayps.tensors.learning_rate import ScheduleRecord, recipe_of
+from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import PrivatePlan, WorkerFacts
 from rayps.workload import parameters
 from rayps.workload.base import Workload
@@ -145,7 +147,7 @@ class Driver:
         )
         self._evaluation_batches = evaluation_batches
         self._checkpoints = Checkpointer(spec, journal, checkpoints, resume, self._callbacks, workload)
-        self._recoveries = RecoveryExecutor(journal, failures)
+        self._recoveries = RecoveryExecutor(journal, states.FailureCount(failures))
         self._record = RunRecord(journal, spec.workers, self._round_and_facts, self._callbacks.deliver)
         self._record.traces = None if profile is None else TraceFolder(profile, journal)
         self._bound = BoundMover(journal)
@@ -331,8 +333,8 @@ class Driver:
 
     def _carry_out(self, state: states.State, cluster: Cluster) -> Findings:
         match state:
-            case states.StartWorkers():
-                return self._start_workers(cluster)
+            case states.StartWorkers(pause):
+                return self._start_workers(cluster, pause)
             case states.EnterPhase(phase):
                 return self._enter_phase(phase)
             case states.BeginGeneration():
@@ -367,11 +369,38 @@ class Driver:
 
     # ---- the effects of states
 
-    def _start_workers(self, cluster: Cluster) -> Findings:
+    def _start_workers(self, cluster: Cluster, pause: float) -> Findings:
+        if pause and self._stop.wait(pause):
+            return Findings(stopped=True)
         if self._known is None and not self.preflight():
             return Findings(stopped=True)
         self._record.set_status(Status.STARTING, "starting workers")
         self.trial.check()
+        try:
+            first = self._start_group(cluster)
+        except RaypsError as error:
+            died = states.death_of(error)
+            if died is None:
+                raise
+            return self._start_again(died, str(error.data.get("output", "")))
+        plan = self._plan
+        if plan.size is not None:
+            room = RoomWatch(cluster, {"cpu": 1.0} | self.spec.resources)
+            plan.size.begin(self._group.newcomers(), room, cluster.notices)
+        if self._checkpoints.resume is not None:
+            # an earlier driver may have died after it saved this checkpoint and before it evaluated the state
+            known = self.journal.evaluated
+            self._record.evaluated = self._callbacks.known(first.round) if known is None else known
+        self._callbacks.start(first.round, plan.calendar.epoch_of(first.round))
+        earlier = self.journal.earlier_points()
+        self._callbacks.deliver_earlier(counted(earlier), first.round)
+        self._record.times.continues(earlier)
+        if self._callbacks.may_end(first.round):  # an earlier driver has died between the stop and the end
+            self._end_early()
+        return Findings()
+
+    def _start_group(self, cluster: Cluster) -> Snapshot:
+        """Start the servers of the job's group, if it has one, and all workers; return the first state."""
         plan, spec = self._plan, self.spec
         strategies = [phase.strategy for phase in self._phases]
         slots = None if plan.leased is None else plan.leased.slots
@@ -380,40 +409,53 @@ class Driver:
         )
         if space is not None and self._again and not space.own:
             space.take_over()
-        resources = {"cpu": 1.0} | spec.resources
-        packed = pack(self.workload)
-        group = WorkerGroup(
+        group = self._started = WorkerGroup(
             cluster,
-            packed,
+            pack(self.workload),
             spec.workers,
-            resources,
+            {"cpu": 1.0} | spec.resources,
             self._process.code,
             capture=self._process.capture,
             space=space,
             elastic=spec.elastic is not None,
             slots=slots,
         )
-        self._started = group
         placed = group.start(
             spec.timeout, plan.widest(spec.workers), self.trial.check, servers=shard_bundles(strategies, spec.workers)
         )
         if placed:
             self.journal.event("placed", placed)
-        if plan.size is not None:
-            plan.size.begin(group.newcomers(), RoomWatch(cluster, resources), cluster.notices)
         self.trial.end(self.journal)
-        first = self._checkpoints.first(group, self.workload, plan, again=self._again)
-        if self._checkpoints.resume is not None:
-            # an earlier driver may have died after it saved this checkpoint and before it evaluated the state
-            known = self.journal.evaluated
-            self._record.evaluated = self._callbacks.known(first.round) if known is None else known
-        self._callbacks.start(first.round, plan.calendar.epoch_of(first.round))
-        earlier = self.journal.earlier_points()
-        self._callbacks.deliver_earlier(earlier, first.round)
-        self._record.times.continues(earlier)
-        if self._callbacks.may_end(first.round):  # an earlier driver has died between the stop and the end
-            self._end_early()
-        return Findings()
+        return self._checkpoints.first(group, self.workload, plan, again=self._again)
+
+    def _start_again(self, died: tuple[str, str], output: str) -> Findings:
+        """End what has started, because a process died before the first state was there; decide what follows."""
+        started, self._started = self._started, None
+        if started is not None:
+            started.close()
+        decision = self._decided(self._facts_of_start((died,), {died[0]: output}, RestartAll()))
+        if isinstance(decision, Restart):
+            self._record.set_status(Status.RECOVERING, decision.reason)
+            self._recoveries.report_restart(decision, "start again", 0, self._generation + 1)
+        return Findings(decision=decision)
+
+    def _facts_of_start(
+        self, dead: tuple[tuple[str, str], ...], outputs: Mapping[str, str], recovery: Recovery
+    ) -> RunFacts:
+        """Return the facts of processes that died before every member had its plan."""
+        count = self._recoveries.count
+        self._recoveries.record_failures(errors=False, dead=True)
+        return RunFacts(
+            size=self.spec.workers,
+            dead=dead,
+            failures=count.failures,
+            max_failures=self.spec.max_failures,
+            in_row=count.in_row,
+            planned=False,
+            outputs=outputs,
+            recovery=recovery,
+            stop=self._stop.is_set(),
+        )
 
     def _end_early(self, *, agreed: bool = False) -> None:
         """End all phases at the newest state, because a callback has stopped the run.
@@ -505,8 +547,11 @@ class Driver:
         orders = replace(orders, snapshots=snapshots, recovers=recovers, reached=reached, leased=leased is not None)
         if parts is None:
             self._checkpoints.load_newest()
-        group.begin(orders, self._checkpoints.snapshot, state.rebuild)
+        lost = group.begin(orders, self._checkpoints.snapshot, state.rebuild)
         group.end_leavers()
+        if lost:
+            facts = self._facts_of_start(lost, group.last_outputs(), self._recovery(phase))
+            return Findings(decision=self._decided(facts))
         if leased is not None:
             leased.begun(group)
         self._bound.begin(orders.strategy)
@@ -532,7 +577,7 @@ class Driver:
 
     def _train(self, phase: PhaseRun) -> Findings:
         points, recoveries = self._poll(), self._recoveries
-        allowed = recoveries.failures < self.spec.max_failures
+        allowed = recoveries.count.failures < self.spec.max_failures
         recoveries.late.look(self._group, points, self._checkpoints.round, allowed=allowed)
         decision = self._decided(self._facts(phase))
         if not isinstance(decision, (Fail, Replace, EndEarly)) and not (
@@ -593,6 +638,7 @@ class Driver:
         self._record.end_generation()
         self._record.times.recovering = True
         self._record.set_status(Status.RECOVERING, decision.reason)
+        self._stop.wait(decision.pause)
         rebuild = self._recoveries.end_generation(self._group, decision, generation)
         if rebuild is not None:
             self._record.repeat_from(generation, rebuild.round)
@@ -692,6 +738,8 @@ class Driver:
             # for later generations, and for runs that resume from this state
             self._checkpoints.snapshot.record_ring_choices(point)
         self._record.add_poll(group, points)
+        if any(point["kind"] == "round" for point in points):
+            self._recoveries.count.progressed()
         self._bound.follow(group, points)
         if leased is None:  # leases follow the workers' speed
             self._shares.add(points)
@@ -708,7 +756,7 @@ class Driver:
         decision = decide(facts)
         planned = decision is facts.change
         if isinstance(decision, (Restart, RebuildLost, Replace, Regroup)) and not planned:
-            self._recoveries.failures += 1
+            self._recoveries.count.add()
         return decision
 
     def _facts(self, phase: PhaseRun) -> RunFacts:
@@ -717,7 +765,9 @@ class Driver:
         workers = [(w.name, w.facts) for w in group.workers if isinstance(w.facts, WorkerFacts)]
         current = [(name, f) for name, f in workers if f.generation == self._generation]
         errors = tuple((name, f.error) for name, f in current if f.status == "failed" and f.error is not None)
-        dead = tuple((m.name, m.dead) for m in group.members if m.dead)
+        dead = group.dead
+        if errors or dead:  # the servers go on without their manager as long as nobody else is lost
+            dead += group.dead_manager
         recoveries.record_failures(errors=bool(errors), dead=bool(dead))
         change, elastic = None, self._plan.elastic
         # workers that stop for a change of their number would not reach the round of a last checkpoint: it is completed
@@ -730,8 +780,10 @@ class Driver:
             finished=frozenset(name for name, f in current if f.status == "finished"),
             errors=errors,
             dead=dead,
-            failures=recoveries.failures,
+            failures=recoveries.count.failures,
             max_failures=self.spec.max_failures,
+            in_row=recoveries.count.in_row,
+            outputs=group.last_outputs(),
             error_age=recoveries.error_age,
             recovery=self._recovery(phase),
             stop=ends,
@@ -755,7 +807,7 @@ class Driver:
     def _round_and_facts(self) -> tuple[int, ProgressRecord]:
         facts: ProgressRecord = {
             "generation": self._generation,
-            "failures": self._recoveries.failures,
+            "failures": self._recoveries.count.failures,
             "params": self._params,
         }
         if self.spec.elastic is not None:
@@ -783,7 +835,8 @@ class Driver:
         )
         first = strategies[0]
         size, path = first.grid(self.spec.workers).data, tuple(sys.path)
-        request = TrialRequest(packed, size, self.spec.seed, learns_by_client(first), self.spec.working_dir, path)
+        by_client, private = learns_by_client(first), any(map(is_private, strategies))
+        request = TrialRequest(packed, size, self.spec.seed, by_client, private, self.spec.working_dir, path)
         self.trial.begin(facts, request)
 
     # ---- the end

@@ -128,10 +128,13 @@ class DriverActor:
             code = self._code(journal)
             opened = enter_code(code)
             spec = replace(spec, working_dir=opened.folder or spec.working_dir)
-            newest, passed = checkpoint.usable(checkpoints) if self._attempt > 1 else (None, [])
+            resume: Location | None
+            resume, passed = checkpoint.usable(checkpoints) if self._attempt > 1 else (None, [])
+            if resume is None and spec.resume:
+                resume, more = checkpoint.usable_at(location_of(spec.resume))
+                passed += more
             for warning in passed:
                 journal.event("warning", warning)
-            resume = newest or (location_of(spec.resume) if spec.resume else None)
             if self._attempt > 1 and resume is None:
                 journal.event(
                     "began_again", f"attempt {self._attempt} has no checkpoint to continue from and starts at round 0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import uuid
 from collections import Counter
@@ -22,7 +23,7 @@ from rayps.core.user_module import pack
 from rayps.core.values import Keywords
 from rayps.parallel.division.division import shares
 from rayps.ps.client.session import Session
-from rayps.ps.group import find, start
+from rayps.ps.group import ManagerClient, find, start
 from rayps.ps.job_space import JobSpace
 from rayps.ps.protocol.members import MemberChange
 from rayps.ps.protocol.rows import cuts
@@ -289,7 +290,11 @@ class FixedServers:
 
 
 def _waiting(replies: Sequence[ActorReply]) -> Callable[[float], list[ShardPart | None]]:
-    return lambda timeout: [reply.result(timeout) for reply in replies]
+    def wait(timeout: float) -> list[ShardPart | None]:
+        end = time.monotonic() + timeout
+        return [reply.result(max(0.0, end - time.monotonic())) for reply in replies]
+
+    return wait
 
 
 def space_of(
@@ -311,8 +316,9 @@ def space_of(
         PeerTimeout: servers of the job's own group did not start.
     """
     quota = None if spec.quota is None else _quota(spec.quota)
+    renew: Callable[[], ManagerClient] | None = None
     if spec.server_group is not None:
-        group, own = find(cluster, spec.server_group), False
+        group = find(cluster, spec.server_group)
     else:
         topologies = [each.topology for each in strategies]
         needed = [group_of(topology) for topology in topologies if topology.group_size or tables]
@@ -320,7 +326,8 @@ def space_of(
             return None
         count, replicas = (max(column) for column in zip(*needed, strict=True))
         private = f"of-{name}-{uuid.uuid4().hex[:6]}"
-        group, own = start(cluster, private, max(count, replicas + 1), replicas, detached=False), True
+        renew = functools.partial(start, cluster, private, max(count, replicas + 1), replicas, detached=False)
+        group = renew()
     recipe = factory()
     return JobSpace(
         group,
@@ -329,7 +336,8 @@ def space_of(
         pack(recipe),
         tables=tables,
         quota=quota,
-        own=own,
+        own=renew is not None,
+        renew=renew,
         timeout=spec.timeout,
         scheduled=isinstance(recipe, Recipe),
     )

@@ -10,6 +10,7 @@ import errno
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -19,11 +20,14 @@ from typing import Any, TypeAlias
 from rayps.cluster.local import until
 from rayps.core.full_disk import reports_full_disk
 from rayps.core.records import Event, OutcomeRecord, Point, ProgressRecord
+from rayps.core.returned_rounds import RETURNED, Returns
 from rayps.runtime.cost_report import CostReport
 from rayps.runtime.line_file import LineFile
 
 PROGRESS_SECONDS = 0.5
 OUTCOME_SECONDS = 60.0  # seconds for which a full disk may delay the outcome
+# the beginning of a point, which `_text` has written
+_ROUND = re.compile(rb'"kind": "(round|%s)", "round": (\d+)' % RETURNED.encode())
 Record: TypeAlias = Point | Event | ProgressRecord | OutcomeRecord
 
 
@@ -55,18 +59,21 @@ class Journal:
         self._full = False  # whether the last write found the disk full
         self._progress_at = 0.0
         self._seq = 0  # the number of the next event
+        self._returns = Returns()
         # the last round that an earlier driver of this run evaluated, 0 if it evaluated none; None if there is no
         # earlier driver
         self.evaluated: int | None = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self._seq = _count_lines(folder / "events.jsonl")
-            self.evaluated = _last_evaluated(folder / "metrics.jsonl") if self._seq else None
+            if self._seq:
+                self.evaluated = _last_evaluated(folder / "metrics.jsonl")
+                self._returns = Returns(_newest_round(folder / "metrics.jsonl"))
             for name in ("events.jsonl", "metrics.jsonl", "log.txt"):
                 self._files[name] = LineFile(folder / name)
 
     def earlier_points(self) -> list[Point]:
-        """Return the points of the whole group that earlier drivers of this run have written."""
+        """Return the points of the whole group that earlier drivers of this run have written, as they were written."""
         if self.evaluated is None or self.folder is None:
             return []
         with (self.folder / "metrics.jsonl").open("rb") as file:
@@ -105,9 +112,15 @@ class Journal:
         self.cost_report = None
 
     def add_points(self, points: list[Point]) -> None:
-        """Write new metric points of the whole group."""
+        """Write new metric points of the whole group; before rounds that are repeated, that the run has returned."""
         self.points += points
-        self._append("metrics.jsonl", [_text(point) for point in points])
+        lines = list[str]()
+        for point in points:
+            back = self._returns.of(point)
+            if back is not None:
+                lines.append(_text({"kind": RETURNED, "round": back, "time": time.time()}))
+            lines.append(_text(point))
+        self._append("metrics.jsonl", lines)
 
     def lines(self, lines: list[tuple[float, str, str]]) -> None:
         """Write new log lines (time, source, text)."""
@@ -210,6 +223,19 @@ def _last_evaluated(path: Path) -> int:
     with path.open("rb") as file:
         points = [json.loads(line) for line in file if b'"evaluation"' in line and line.endswith(b"}\n")]
     return int(points[-1]["round"]) if points else 0
+
+
+def _newest_round(path: Path) -> int:
+    """Return the newest round of the points in a file that count, -1 if there is none."""
+    if not path.exists():
+        return -1
+    newest = -1
+    with path.open("rb") as file:
+        for line in file:
+            found = _ROUND.search(line)
+            if found is not None:
+                newest = max(newest, int(found[2])) if found[1] == b"round" else int(found[2]) - 1
+    return newest
 
 
 def _stamp(at: float) -> str:

@@ -21,7 +21,7 @@ from rayps.core.user_code import START_SECONDS
 from rayps.core.values import JsonObject
 from rayps.recovery.backup_assignment import BackupAssignment, HeldRounds, RebuildPlan, backup_holders, plan_rebuild
 from rayps.recovery.worker_backup import CommitCost
-from rayps.runtime.decide_recovery import RebuildLost, Replace, Restart
+from rayps.runtime.decide_recovery import FailureCount, RebuildLost, Replace, Restart
 from rayps.runtime.journal import Journal
 from rayps.runtime.late_workers import LateReplacements
 from rayps.tensors.snapshot import Snapshot
@@ -101,7 +101,7 @@ class RecoveryExecutor:
     """Carries out restarts, rebuilds and replacements, counts failures, and reports each recovery as an event."""
 
     journal: Journal
-    failures: int = 0  # the number of failures of the whole job, under all its drivers
+    count: FailureCount = field(default_factory=FailureCount)  # of the whole job, under all its drivers
     cost: CommitCost | None = None  # the cost of the backups of workers' states in this generation
     late: LateReplacements = field(default_factory=LateReplacements)  # with backup workers
     _first_sign: float | None = None  # the first sign of a failure, as time.monotonic

@@ -576,12 +576,12 @@ def must_take_checkpoints(folder: Location, resumed: Location | None) -> None:
 def folder_to_resume(resume: bool | str | Path, folder: Location | None) -> tuple[Location | None, list[str]]:
     """Return the checkpoint from which to resume (None if the run does not), and a list of warnings.
 
-    There is a warning for each newer checkpoint that cannot be used.
+    There is a warning for each newer checkpoint that cannot be used: also the given one, if an earlier one can.
     """
     if resume is False:
         return None, []
     if resume is not True:
-        return location_of(resume), []
+        return checkpoints.usable_at(location_of(resume))
     if folder is None:
         raise ConfigError(
             "resume=True needs checkpoint=FOLDER: the folder in which the earlier run saved its checkpoints"

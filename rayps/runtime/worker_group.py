@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.protocol.space import SpaceRank
 from rayps.ps.server.dense_segment import ShardPart
 from rayps.recovery.backup_assignment import RebuildPlan
+from rayps.runtime.decide_recovery import death_of
 from rayps.runtime.job_servers import FixedServers, JobServers
 from rayps.runtime.newcomers import Newcomers
 from rayps.runtime.recover import PeerStates
@@ -199,6 +201,16 @@ class WorkerGroup:
         return [*self.workers, *self.shards]
 
     @property
+    def dead(self) -> tuple[tuple[str, str], ...]:
+        """A pair (name, reason) for each member that has died."""
+        return tuple((member.name, member.dead) for member in self.members if member.dead)
+
+    @property
+    def dead_manager(self) -> tuple[tuple[str, str], ...]:
+        """A pair (name, reason) for the manager of the job's own server group if it has died; otherwise ()."""
+        return self.space.dead if self.space is not None and self._orders is not None and self._uses_space else ()
+
+    @property
     def holds_tables(self) -> bool:
         """Whether servers hold the parameters in one space with sparse tables, which is too large for a snapshot."""
         return (
@@ -221,12 +233,13 @@ class WorkerGroup:
         """Reserve the resources of workers and servers together, and start all workers.
 
         Return a text on where replicas are placed, or None. `timeout` is in seconds. `check` is called while the
-        workers start. If it raises an exception or a worker does not start, all workers are ended and the resources are
-        released. `servers` are the resources of the job's own servers (`shard_bundles`).
+        workers start. If it raises an exception or a worker does not start, the caller closes the group. `servers` are
+        the resources of the job's own servers (`shard_bundles`).
 
         Raises:
             NoResources: the cluster lacks the resources.
-            ClusterError: an actor did not start.
+            ActorDied: a worker died, or did not start in time.
+            ClusterError: the constructor of a worker raised an error.
         """
         alone: list[WorkerResources | None] = [None] * self.size
         if self._elastic:  # each worker's resources can be released when it leaves
@@ -235,17 +248,27 @@ class WorkerGroup:
         else:
             placed = self._launcher.reserve(grid or Grid(self.size), timeout, servers)
         self._fixed.reserved = self._launcher.reserved
-        try:
-            check()
-            self.workers = [self._launcher.start(rank, alone[rank]) for rank in range(self.size)]
-            place(self.workers, check, seconds=self._start_seconds())
-            for worker in self.workers:
-                if worker.dead:
-                    raise ClusterError(f"{worker.name} did not start: {worker.dead}")
-        except BaseException:
-            self.close()
-            raise
+        check()
+        for rank, resources in enumerate(alone):
+            self.workers.append(self._launcher.start(rank, resources))
+        place(self.workers, check, seconds=self._start_seconds())
+        for worker in self.workers:
+            if worker.dead:
+                raise self._death(worker)
         return placed
+
+    def _death(self, worker: GroupMember) -> ActorDied:
+        """Return the error that says which worker died, why, and what it wrote last."""
+        return ActorDied(
+            f"{worker.name} did not start: {worker.dead}",
+            actor=worker.name,
+            reason=worker.dead,
+            output=self.cluster.last_output(worker.handle),
+        )
+
+    def last_outputs(self) -> dict[str, str]:
+        """Return the last output of each dead member, by its name; "" where it is not known."""
+        return {member.name: self.cluster.last_output(member.handle) for member in self.members if member.dead}
 
     def _start_seconds(self) -> float:
         return START_SECONDS + (install_seconds() if self._code.requirements else 0.0)
@@ -286,17 +309,35 @@ class WorkerGroup:
     # ---- a generation
 
     def layout(self) -> Layout:
-        """Return the model's layout, which rank 0 finds without memory for the parameters if that is possible."""
-        layout: Layout = self.workers[0].handle.call("layout").result(START_SECONDS)
+        """Return the model's layout, which rank 0 finds without memory for the parameters if that is possible.
+
+        Raises ActorDied if rank 0 has died, or does not answer.
+        """
+        with self._first_answers():
+            layout: Layout = self.workers[0].handle.call("layout").result(START_SECONDS)
         return layout
 
     def initial(self, seed: int) -> Snapshot:
         """Return the state before the first round, whose parameters rank 0 draws from the seed.
 
-        The model must fit on one worker.
+        The model must fit on one worker. Raises ActorDied if rank 0 has died, or does not answer.
         """
-        snapshot: Snapshot = self.workers[0].handle.call("initial", seed).result(START_SECONDS)
+        with self._first_answers():
+            snapshot: Snapshot = self.workers[0].handle.call("initial", seed).result(START_SECONDS)
         return snapshot
+
+    @contextmanager
+    def _first_answers(self) -> Iterator[None]:
+        """Name rank 0 in the error if it dies in the block, or does not answer in time."""
+        first = self.workers[0]
+        try:
+            yield
+        except ActorDied as error:
+            first.dead = str(error.data.get("reason", error))
+            raise self._death(first) from error
+        except TimeoutError as error:
+            first.dead = str(error)
+            raise self._death(first) from error
 
     @property
     def holds_backups(self) -> bool:
@@ -335,12 +376,26 @@ class WorkerGroup:
         """End the generation now. Return how all workers can continue without a snapshot, or None if they cannot."""
         return self._peers.end_generation(self._grid_of_states, self.workers)
 
-    def begin(self, orders: Orders, snapshot: Snapshot, rebuild: RebuildPlan | None = None) -> None:
+    def begin(
+        self, orders: Orders, snapshot: Snapshot, rebuild: RebuildPlan | None = None
+    ) -> tuple[tuple[str, str], ...]:
         """Start a generation from the snapshot. Dead members are replaced, and living ones start again.
 
         With `rebuild`, workers start from their own states and from backups. The snapshot then provides only the values
-        that these states lack.
+        that these states lack. Return a pair (name, reason) for each process that died before every member had its
+        plan; () if all have it.
         """
+        lost: tuple[tuple[str, str], ...] = ()
+        try:
+            self._begin(orders, snapshot, rebuild)
+        except RaypsError as error:
+            found = death_of(error)
+            if found is None:
+                raise
+            lost = (found,)
+        return self.dead or lost
+
+    def _begin(self, orders: Orders, snapshot: Snapshot, rebuild: RebuildPlan | None) -> None:
         self._orders, when = orders, orders.snapshots
         self._schedule = SnapshotSchedule(when.boundary, each=when.each_boundary, in_order=when.each_epoch)
         self.grid = orders.strategy.grid(self.slots or self.size)
@@ -351,7 +406,7 @@ class WorkerGroup:
         place([*(m for m in self.workers if m.place is None), *new], seconds=self._start_seconds())
         self._received.begin(orders.evaluation.done)
         if any(member.dead for member in self.members):
-            return  # the next poll reports the failure, and the driver decides
+            return
         if rebuild is None:
             self._peers.base_generation = orders.generation
         self._received.accept_from(None if rebuild is None else rebuild.round)
@@ -707,9 +762,10 @@ class WorkerGroup:
             workers = [worker.handle.call("part", newest if in_step else None) for worker in self.workers]
             waits = [servers.parts(newest) for servers in self._servers()]
             timeout = self._current_orders().timeout
+            end = time.monotonic() + timeout  # for all of them: workers that wait for rows are not polled meanwhile
             try:
-                worker_parts = [part.result(timeout) for part in workers]
-                held = [part for wait in waits for part in wait(timeout)]
+                worker_parts = [part.result(max(0.0, end - time.monotonic())) for part in workers]
+                held = [part for wait in waits for part in wait(max(0.0, end - time.monotonic()))]
             except (ClusterError, TimeoutError):
                 return None  # a member died or does not answer: the next polls show which
             whole = all(part is not None for part in ([*worker_parts, *held] if in_step else held))

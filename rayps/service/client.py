@@ -30,6 +30,7 @@ from rayps.core.errors import ConfigError, NotFound, Unauthorized, Unreachable
 from rayps.core.job_status import Status
 from rayps.core.records import Event, Point
 from rayps.core.requirements import read_requirements
+from rayps.core.returned_rounds import counted
 from rayps.core.values import Json, JsonObject, is_json
 from rayps.service.code_files import PackedCode, must_be_project
 from rayps.service.code_upload import prepare_upload, sent_value, write_code
@@ -539,8 +540,13 @@ class Job:
         return self._entries("logs", "lines", follow)
 
     def metrics(self, *, follow: bool = False) -> Iterator[Point]:
-        """Yield the metric points: one for each round and one for each evaluation."""
-        return self._entries("metrics", "points", follow)
+        """Yield the metric points: one for each round and one for each evaluation.
+
+        With `follow`, a point of the kind "returned" says that the run has returned to an earlier state: points of its
+        `round` and of later rounds that were yielded before do not count, and others follow.
+        """
+        found: Iterator[Point] = self._entries("metrics", "points", follow)
+        return found if follow else iter(counted(found))
 
     def events(self, *, follow: bool = False) -> Iterator[Event]:
         """Yield the job's events, as {"time", "kind", "message", ...}."""

@@ -62,7 +62,7 @@ from rayps.core.traffic import Sizes, TrafficCost
 from rayps.core.values import Json
 from rayps.federated.aggregation_options import Aggregation
 from rayps.federated.local_training import LocalTraining
-from rayps.federated.population.cohort import cohort_size
+from rayps.federated.population.cohort_size import cohort_size
 from rayps.federated.population.options import PopulationSpec, check_fraction
 from rayps.federated.remote.client_options import RealClients
 from rayps.federated.remote.coding_options import check_codings

@@ -568,11 +568,41 @@ def usable(folder: Location) -> tuple[Location | None, list[str]]:
         PlaceError: the remote place cannot be reached, or refuses.
     """
     found, invalid = scan(folder)
-    return found, [f"skipped the checkpoint {path}: {reason}" for path, reason in invalid.items()]
+    return found, _skipped(invalid)
 
 
-def scan(folder: Location) -> tuple[Location | None, dict[Location, str]]:
+def _skipped(invalid: dict[Location, str]) -> list[str]:
+    return [f"skipped the checkpoint {path}: {reason}" for path, reason in invalid.items()]
+
+
+def usable_at(path: Location) -> tuple[Location, list[str]]:
+    """Return the checkpoint at a path or URL, or the newest usable one before it in the same folder if it is damaged.
+
+    There is a warning for each checkpoint that was skipped. If no earlier one can be used, or there is no checkpoint at
+    the path, return the path itself: `load` then raises the error.
+
+    Raises:
+        PlaceError: the remote place cannot be reached, or refuses.
+    """
+    place = CheckpointPlace.of(path)
+    step = step_of(place.name)
+    if step is None or not place.is_there():
+        return path, []
+    try:
+        verify(place)
+    except PlaceError:
+        raise
+    except CheckpointError as error:
+        found, invalid = scan(place.parent.location, step - 1)
+        reason = str(error.data.get("reason", error.message))
+        return (path, []) if found is None else (found, _skipped({place.location: reason} | invalid))
+    return path, []
+
+
+def scan(folder: Location, last: int | None = None) -> tuple[Location | None, dict[Location, str]]:
     """Return the newest complete and finite checkpoint (or None), and why each newer one cannot be used.
+
+    With `last`, checkpoints of later steps than this do not count.
 
     Raises:
         PlaceError: the remote place cannot be reached, or refuses. It is not known then which checkpoint is the newest.
@@ -580,6 +610,8 @@ def scan(folder: Location) -> tuple[Location | None, dict[Location, str]]:
     place = CheckpointPlace.of(folder)
     invalid: dict[Location, str] = {}
     for step in place.steps():
+        if last is not None and step > last:
+            continue
         path = place.at(name_of(step))
         try:
             verify(path)

@@ -169,6 +169,10 @@ class CheckpointPlace(ABC):
     # ------------------------------------------------------------------------------------------ checkpoints
 
     @abstractmethod
+    def is_there(self) -> bool:
+        """Return whether the folder exists, or any object of the place."""
+
+    @abstractmethod
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, in descending order. It is [] if the place is not there."""
 
@@ -264,6 +268,10 @@ class LocalFolder(CheckpointPlace):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
             raise
+
+    def is_there(self) -> bool:
+        """Return whether the folder exists."""
+        return self.path.is_dir()
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, in descending order."""
@@ -429,6 +437,10 @@ class ObjectStore(CheckpointPlace):
         _set_closed(file)
         with contextlib.suppress(FileNotFoundError, PlaceError):
             self._ask(f"abort the upload of {path}", abort, _ABORT_SECONDS)
+
+    def is_there(self) -> bool:
+        """Return whether there is any object below the prefix."""
+        return bool(self._objects())
 
     def steps(self) -> list[int]:
         """Return the steps of the prefixes that have a manifest, in descending order."""

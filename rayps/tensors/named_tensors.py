@@ -112,6 +112,17 @@ class StartPoint:
                 places[name].copy_(value)
 
 
+def usable_start(start: StartFrom, home: str | Path | None = None) -> tuple[StartFrom, list[str]]:
+    """Return `start` with an earlier checkpoint if its own is damaged, and the warnings: see `checkpoint.usable_at`.
+
+    Raises:
+        PlaceError: the remote place cannot be reached, or refuses.
+    """
+    given: Location = start.path if is_url(start.path) else Path(home or ".") / Path(start.path).expanduser()
+    found, passed = checkpoint.usable_at(given)
+    return (replace(start, path=str(found)) if passed else start), passed
+
+
 def start_point(start: StartFrom, names: ModelNames, home: str | Path | None = None) -> StartPoint:
     """Find the tensors of a model in the files that `start` names; a relative path is relative to the folder `home`.
 

@@ -25,7 +25,7 @@ from rayps.core.records import Event, Point
 from rayps.core.row_shares import RowShares
 from rayps.core.strategy import RoundMemory
 from rayps.core.strategy_families import ends_together
-from rayps.core.user_code import user_code
+from rayps.core.user_code import START_SECONDS, user_code
 from rayps.core.values import Json, JsonObject, Keywords
 from rayps.data.base import Batch, Data, Nested
 from rayps.data.dealt_rows import DealtRows
@@ -352,7 +352,9 @@ class Worker:
             data = rows.source(workload)
             if plan.leased:
                 steps = rows.rounds(data, 1, accumulate)
-                return LeasedBatches(data, place, plan.seed, steps, accumulate=accumulate, timeout=plan.timeout)
+                # the driver may wait between two polls: for a server that does not answer, then for its successor
+                patience = plan.timeout + START_SECONDS
+                return LeasedBatches(data, place, plan.seed, steps, accumulate=accumulate, timeout=patience)
             if plan.elastic is not None and not rows.by_client:
                 data = DealtRows(data, plan.elastic.rows)
                 accumulate = data.micro_batches

@@ -97,6 +97,12 @@ class Callback:
     def on_round(self, run: RunView, point: Point) -> None:
         """Receive the metrics of a round that all workers have completed: `loss`, `samples`, `seconds`, ..."""
 
+    def on_return(self, run: RunView, round: int) -> None:
+        """Receive that the run has returned to the state after `round` rounds, and repeats the rounds from there.
+
+        A callback that has this method then receives the repeated rounds again, in their last form; others do not.
+        """
+
     def on_evaluation(self, run: RunView, metrics: Mapping[str, float]) -> None:
         """Receive the metrics of an evaluation of the parameters after `run.round` rounds."""
 

@@ -60,6 +60,7 @@ export class Series {
   add(points: readonly MetricPoint[]): void {
     for (const point of points) {
       if (point.kind === "evaluation") this.evaluate(point);
+      else if (point.kind === "returned") this.rewind(point.round);
       else if (point.kind === "round") this.round(point);
     }
   }
@@ -109,7 +110,7 @@ export class Series {
     this.pulls(point);
     const generation = point.generation ?? this.generation;
     const last = this.buckets[this.buckets.length - 1];
-    if (last && point.round <= last.end && generation > this.generation) this.rewind(point.round, generation);
+    if (last && point.round <= last.end && generation > this.generation) this.rewind(point.round); // of a job before "returned" was written
     this.generation = Math.max(this.generation, generation);
     const tail = this.buckets[this.buckets.length - 1];
     if (tail && point.round <= tail.end) {
@@ -130,12 +131,12 @@ export class Series {
     }
   }
 
-  /** A new generation goes on from a checkpoint: the rounds after it did not count. */
-  private rewind(round: number, generation: number): void {
+  /** The job goes on from an earlier state: the rounds after it did not count. */
+  private rewind(round: number): void {
     this.buckets = this.buckets.filter((bucket) => bucket.end < round);
     this.evaluations = this.evaluations.filter((point) => point.round + this.filedBack <= round); // after `round` rounds
     this.resumes = this.resumes.filter((mark) => mark.round < round);
-    this.resumes.push({ round, kind: "resume", text: `generation ${generation} resumed at round ${round}` });
+    this.resumes.push({ round, kind: "resume", text: `returned to round ${round}` });
     if (this.resumes.length > MAX_MARKS) this.resumes.shift();
     if (this.firstBad !== null && this.firstBad >= round) this.firstBad = null;
     this.badRounds = this.buckets.reduce((sum, bucket) => sum + bucket.bad, 0);

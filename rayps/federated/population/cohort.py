@@ -15,6 +15,7 @@ from rayps_client.random_numbers import number as number
 from rayps_client.random_numbers import numbers
 
 from rayps.core.errors import ConfigError
+from rayps.federated.population.cohort_size import cohort_size as cohort_size
 
 Ints = NDArray[np.int64]
 
@@ -36,11 +37,6 @@ def normals(seed: int, purpose: str, clients: Ints, *at: int) -> NDArray[np.floa
     """Return for each client a random number of the standard normal distribution (Box and Muller 1958)."""
     radius = np.sqrt(-2 * np.log1p(-uniforms(seed, purpose + ":radius", clients, *at)))
     return np.asarray(radius * np.cos(2 * np.pi * uniforms(seed, purpose + ":angle", clients, *at)), dtype=np.float64)
-
-
-def cohort_size(clients: int, fraction: float) -> int:
-    """Return how many clients a round needs: max(1, `fraction` * `clients`) (McMahan et al. 2017, algorithm 1)."""
-    return min(clients, max(1, int(fraction * clients + 0.5)))
 
 
 def cohort(seed: int, round: int, clients: int, fraction: float) -> Ints:

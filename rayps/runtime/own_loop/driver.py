@@ -1,7 +1,7 @@
 """Run one loop of a user to its end: start its workers, collect what they produce, restart them after a death.
 
 The decisions are those of `rayps.runtime.decide_recovery.decide`: a failure restarts all workers, from the newest saved
-state, at most `max_failures` times.
+state, at most `max_failures` times. A process that dies while it starts counts as any other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,17 @@ from rayps.core.metrics import Throughput
 from rayps.core.records import Event, Point, ProgressRecord, WorkerLine
 from rayps.core.urls import Location
 from rayps.core.user_module import pack
-from rayps.runtime.decide_recovery import Continue, Decision, Fail, Finish, Restart, RunFacts, Stop, decide
+from rayps.runtime.decide_recovery import (
+    Continue,
+    Decision,
+    Fail,
+    FailureCount,
+    Finish,
+    Restart,
+    RunFacts,
+    Stop,
+    decide,
+)
 from rayps.runtime.journal import Journal
 from rayps.runtime.own_loop.actor import LoopOutput
 from rayps.runtime.own_loop.log_points import LogPoints, numbers_of
@@ -56,6 +66,7 @@ class _Group:
         if states is not None:
             given = [(own, states[0]) for own in states]
         self.replies = [handle.call("run", *parts) for handle, parts in zip(handles, given, strict=True)]
+        self.began = states[0].steps if states else 0  # optimizer steps at the start of the generation
         self.watch = LoopWatch(handles, receive)
         self.error_at: float | None = None  # when the first error was seen
 
@@ -65,18 +76,27 @@ class _Group:
 
     def facts(self) -> tuple[list[int], list[tuple[str, Exception]], list[tuple[str, str]]]:
         """Return the ranks that have returned, the errors (worker, error), and the deaths (worker, reason)."""
-        returned, errors, dead = [], [], []
+        returned, dead = list[int](), list[tuple[str, str]]()
+        errors: list[tuple[str, Exception]] = []
         for rank in self.ended():
             try:
                 self.replies[rank].result(0)
                 returned.append(rank)
             except ActorDied as error:
-                dead.append((f"worker-{rank}", str(error.data.get("reason", error))))
+                if error.data.get("actor") == self.handles[rank].name:
+                    dead.append((f"worker-{rank}", str(error.data.get("reason", error))))
+                else:  # a server that the worker has started
+                    errors.append((f"worker-{rank}", error))
             except Exception as error:  # what a user's function raises in a thread of this process
                 errors.append((f"worker-{rank}", error))
         if errors and self.error_at is None:
             self.error_at = time.monotonic()
         return returned, errors, dead
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether a worker has reported a new optimizer step."""
+        return any(output.steps > self.began for output in self.watch.latest.values())
 
     def lines(self) -> list[WorkerLine]:
         """Return the workers' lines of the progress."""
@@ -123,7 +143,7 @@ class LoopDriver:
         self.spec, self.journal, self.status = spec, journal, Status.STARTING
         self.results: list[Any] = []
         self._function, self._folder, self._resume = function, checkpoints, resume
-        self._capture, self._failures, self._sends = capture, failures, sends
+        self._capture, self._failures, self._sends = capture, FailureCount(failures), sends
         self._code = code or JobCode("", folder=spec.working_dir)
         self._stop = threading.Event()
         self._generation, self._message = 0, ""
@@ -177,11 +197,13 @@ class LoopDriver:
             while isinstance(decision, Restart):
                 self._begin(cluster, packed, code, gang)
                 try:
-                    decision = self._follow()
+                    decision = self._follow(cluster)
                 finally:
                     self._end(cluster)
                 if isinstance(decision, Restart):
                     self._report_restart(decision)
+                    if self._stop.wait(decision.pause):
+                        decision = Stop()
             outcome = self._outcome(decision)
         except RaypsError as error:
             outcome = Outcome(Status.FAILED, str(error), error=error)
@@ -241,12 +263,12 @@ class LoopDriver:
         found, self._newest = self._newest, self._newest if self._folder is None else None
         return found
 
-    def _follow(self) -> Decision:
+    def _follow(self, cluster: Cluster) -> Decision:
         """Wait until the generation has ended or the run is stopped, and return what follows."""
         group = self._group
         assert group is not None
         while True:
-            facts = self._facts(group)
+            facts = self._facts(group, cluster)
             decision = decide(facts)
             if isinstance(decision, Continue):
                 self._report(group.ended() if len(facts.finished) == self.spec.workers else ())
@@ -259,11 +281,13 @@ class LoopDriver:
             if isinstance(decision, Stop):
                 self._leave()
             if isinstance(decision, Restart):
-                self._failures += 1
+                self._failures.add()
             return self._explained(decision, facts, group)
 
-    def _facts(self, group: _Group) -> RunFacts:
+    def _facts(self, group: _Group, cluster: Cluster) -> RunFacts:
         returned, errors, dead = group.facts()
+        if group.has_progressed:
+            self._failures.progressed()
         if self._fault is not None:
             errors.append(("driver", self._fault))
         age = 0.0 if group.error_at is None else time.monotonic() - group.error_at
@@ -273,8 +297,10 @@ class LoopDriver:
             errors=tuple(errors),
             dead=tuple(dead),
             error_age=age,
-            failures=self._failures,
+            failures=self._failures.failures,
             max_failures=self.spec.max_failures,
+            in_row=self._failures.in_row,
+            outputs={name: cluster.last_output(group.handles[_rank(name)]) for name, _ in dead},
             stop=self._stop.is_set(),
             positions={f"worker-{rank}": output.steps for rank, output in sorted(group.watch.latest.items())},
         )
@@ -289,9 +315,9 @@ class LoopDriver:
         if isinstance(decision, Fail) and decision.error is None and not self.spec.max_failures:
             if facts.dead:
                 name, reason = facts.dead[0]
-                rank = int(name.removeprefix("worker-"))
-                output = group.watch.latest.get(rank)
-                error: Exception = death_error(rank, output.steps if output else None, reason)
+                output = group.watch.latest.get(_rank(name))
+                steps = output.steps if output else None
+                error: Exception = death_error(_rank(name), steps, reason, facts.outputs[name])
             else:
                 error = facts.errors[0][1]
             return Fail(error, str(error))
@@ -324,7 +350,7 @@ class LoopDriver:
             where = "start anew, because rayps.save has kept no state yet"
         message = f"{decision.reason}; all {self.spec.workers} workers start again and {where}"
         with self._lock:
-            self.journal.event("restarted", message, lost=list(decision.lost), failures=self._failures)
+            self.journal.event("restarted", message, lost=list(decision.lost), failures=self._failures.failures)
         self._set_status(Status.RECOVERING, decision.reason)
 
     # ---- what workers produce
@@ -406,7 +432,7 @@ class LoopDriver:
                 "status": self.status,
                 "message": self._message,
                 "generation": self._generation,
-                "failures": self._failures,
+                "failures": self._failures.failures,
                 "samples_per_second": self._throughput.rate or None,  # None if the loop logs no samples
             }
             if group is not None:
@@ -452,6 +478,10 @@ def _name(spec: JobSpec) -> str:
     """Return the name of the strategy that `wrap` uses by default."""
     found = spec.strategy
     return str(found.get("name", "")) if isinstance(found, dict) else str(found).partition(":")[0]
+
+
+def _rank(worker: str) -> int:
+    return int(worker.removeprefix("worker-"))
 
 
 def _place(reply: ActorReply) -> ActorHost | None:

@@ -58,8 +58,11 @@ class LoopWatch:
                 return
 
 
-def death_error(rank: int, steps: int | None, reason: str) -> ActorDied:
-    """Return the error of a run whose worker died and is not replaced: the worker, its last step, and what to do."""
+def death_error(rank: int, steps: int | None, reason: str, last_output: str = "") -> ActorDied:
+    """Return the error of a run whose worker died and is not replaced: the worker, its last step, and what to do.
+
+    `last_output`: what the worker wrote last; "" if it is not known.
+    """
     at = " before it reported its first optimizer step"
     if steps:
         at = f" after {steps} optimizer step{'s'[: steps != 1]}"
@@ -67,7 +70,8 @@ def death_error(rank: int, steps: int | None, reason: str) -> ActorDied:
         f"worker-{rank} of the run died{at} ({reason}):\n"
         "save checkpoints with rayps.save, and give max_failures (and checkpoint=FOLDER): then the run starts its "
         "workers again and continues\n"
-        f"find the cause in the last output of worker-{rank}, or in its memory (`rayps doctor`)",
+        f"find the cause in the last output of worker-{rank}, or in its memory (`rayps doctor`)"
+        + (f"\nthe last output of worker-{rank}:\n{last_output}" if last_output else ""),
         rank=rank,
         steps=steps,
         reason=reason,
