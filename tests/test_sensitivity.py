@@ -22,10 +22,18 @@ from torch import nn
 from torch.utils.data import default_collate
 
 import rayps
+from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ConfigError, DataError, WorkloadError
+from rayps.core.job_status import Status
+from rayps.core.user_module import pack
 from rayps.data.base import Batch, Data
 from rayps.data.memory import TensorData
 from rayps.data.single_rows import stacks_of
+from rayps.runtime.driver import Driver
+from rayps.runtime.journal import Journal
+from rayps.runtime.preflight import TrialRequest, try_batch
+from rayps.strategies.catalogue import parse, wire
+from rayps.strategies.job import JobSpec
 from rayps.worker.private_gradients import NoisedSums, PrivateRingWorker
 from rayps.workload.clipped_sum import ClippedSum
 from rayps.workload.model_part import Whole
@@ -79,6 +87,7 @@ class Work(rayps.Workload):
         if isinstance(x, list):
             x = [[int(word) for word in line.split()] for line in x]
         x = torch.as_tensor(x).to(self.dtype)
+        x = x[:, :, 0].T if x.dim() == 3 and x.shape[-1] == 1 else x  # time first
         x = x.reshape(-1, 5) if x.shape[-1] == 5 else x.mean(-1, keepdim=True).expand(-1, 5)
         return (x - 64) / 4, (batch.y.reshape(len(x), -1)[:, -1].to(self.dtype) - 64) / 4
 
@@ -266,6 +275,11 @@ def sequence_first(items):
     return x[None], y
 
 
+def time_first(items):
+    x, y = apart(items)
+    return x.T[:, :, None], y
+
+
 def lines(items):
     return [" ".join(map(str, x.tolist())) for x, _ in items], apart(items)[1]
 
@@ -287,8 +301,8 @@ def as_batch(items):
 COLLATES = {
     each.__name__: each
     for each in (
-        default_collate, apart, mixup, padded, centred, ranked, with_statistic, sequence_first, lines, encoding,
-        of_numpy, as_batch,
+        default_collate, apart, mixup, padded, centred, ranked, with_statistic, sequence_first, time_first, lines,
+        encoding, of_numpy, as_batch,
     )
 }  # fmt: skip
 
@@ -617,3 +631,106 @@ def test_rows_that_cannot_be_drawn_are_refused():
     work = Work(rayps.data.iterable(pairs(numbers()), batch_size=4))
     with pytest.raises(ConfigError, match="cannot be drawn by number"):
         train(work, rayps.AllReduce(privacy=rayps.dp(noise_multiplier=1.0)), steps=1)
+
+
+# ---- losses that do not suit rows alone
+
+
+class Contrasts(Work):
+    """Each row is told from the others of its batch."""
+
+    def loss(self, model, batch):
+        found = nn.functional.normalize(model(self.rows(batch)[0]), dim=1)
+        return nn.functional.cross_entropy(found @ found.T, torch.arange(len(found)))
+
+
+class Pairs(Work):
+    """The distances of all pairs of different rows, of which one row has none."""
+
+    def loss(self, model, batch):
+        found = model(self.rows(batch)[0])
+        different = ~torch.eye(len(found), dtype=torch.bool)
+        return (found[:, None] - found[None]).pow(2).sum(2)[different].mean()
+
+
+class Hinge(Work):
+    """No row has a gradient, and neither has the batch."""
+
+    def loss(self, model, batch):
+        return torch.relu(model(self.rows(batch)[0]) - 1e6).mean()
+
+
+class Sum(Work):
+    def loss(self, model, batch):
+        return super().loss(model, batch) * batch.size
+
+
+class Drops(Work):
+    def model(self):
+        return nn.Sequential(nn.Linear(5, 40), nn.Dropout(0.5), nn.Linear(40, 3)).to(self.dtype)
+
+
+VERDICTS = {
+    Contrasts: "no gradient",
+    Pairs: "no gradient",
+    ClassWeights: "the mean of the losses",
+    OfBatch: "the mean of the losses",
+    Compares: "the mean of the losses",
+    Sum: "the mean of the losses",
+    Work: None,
+    InDict: None,
+    OfItem: None,
+    Hinge: None,
+    Drops: None,
+}
+
+
+def verdict(work, *, private=True):
+    return try_batch(TrialRequest(pack(work), 1, 0, private=private))
+
+
+def test_each_loss_has_a_verdict():
+    assert set(LOSSES) <= set(VERDICTS)
+
+
+@pytest.mark.parametrize("kind", VERDICTS)
+def test_a_loss_that_does_not_suit_single_rows_is_refused_or_warned_of(kind):
+    found, words = verdict(kind(tensors(numbers(40)), outputs=3)), VERDICTS[kind]
+    assert found.skipped is None
+    assert (found.error is not None) == (words == "no gradient")
+    said = found.warning if found.error is None else found.error.message
+    assert said is None if words is None else words in said
+    plain = verdict(kind(tensors(numbers(40)), outputs=3), private=False)
+    assert plain.error is plain.warning is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [(torch.float32, None), (torch.float32, "bf16"), (torch.bfloat16, None)]
+)
+def test_rounding_is_no_reason_to_warn(dtype, precision):
+    found = verdict(Work(tensors(numbers(40)), dtype, precision))
+    assert found.error is found.warning is None
+
+
+@pytest.mark.parametrize("name", COLLATES)
+def test_collates_are_no_reason_to_warn(name):
+    """The batch is made of rows that were read alone."""
+    found = verdict(Work(rayps.data.dataset(pairs(numbers()), batch_size=4, collate=COLLATES[name])))
+    assert found.error is found.warning is found.skipped is None
+
+
+@pytest.mark.parametrize("kind", [Contrasts, ClassWeights])
+def test_workers_wait_for_the_verdict(kind):
+    journal, cluster = Journal(), LocalCluster()
+    strategy = "all_reduce:privacy=dp(noise_multiplier=1,delta=0.01)"
+    spec = JobSpec("x:Work", wire(parse(strategy)), 1, steps=2)
+    try:
+        outcome = Driver(kind(tensors(numbers(40)), outputs=3), spec, journal, capture=False, tries=True).run(cluster)
+    finally:
+        cluster.close()
+    if kind is Contrasts:
+        assert outcome.status is Status.FAILED and "no gradient on a batch of one row" in outcome.message
+    else:
+        said = [event for event in journal.events if event["kind"] == "warning"]
+        assert outcome.status is Status.SUCCEEDED
+        assert sum("the mean of the losses of these rows" in event["message"] for event in said) == 1

@@ -39,7 +39,7 @@ from rayps.core.strategy_families import (
     has_remote_clients,
     learns_by_client,
 )
-from rayps.core.topology import runs_in_step, servers_of, shard_bundles
+from rayps.core.topology import is_private, runs_in_step, servers_of, shard_bundles
 from rayps.core.urls import Location
 from rayps.core.user_code import awaited
 from rayps.core.user_module import pack
@@ -835,7 +835,8 @@ class Driver:
         )
         first = strategies[0]
         size, path = first.grid(self.spec.workers).data, tuple(sys.path)
-        request = TrialRequest(packed, size, self.spec.seed, learns_by_client(first), self.spec.working_dir, path)
+        by_client, private = learns_by_client(first), any(map(is_private, strategies))
+        request = TrialRequest(packed, size, self.spec.seed, by_client, private, self.spec.working_dir, path)
         self.trial.begin(facts, request)
 
     # ---- the end

@@ -40,6 +40,7 @@ from rayps.core.user_module import unpack
 from rayps.core.warm_start import StartFrom
 from rayps.data.base import Batch, Data, Nested, map_tensors
 from rayps.data.dealt_rows import must_have_row_numbers
+from rayps.data.single_rows import stacks_of
 from rayps.data.unsupported import is_ray_data, ray_data_way
 from rayps.federated.check import ClientPrivacy, federated
 from rayps.federated.strategy_interface import FederatedView
@@ -78,6 +79,7 @@ from rayps.workload.checkpoint_activations import FIELD, checkpoint_activations,
 from rayps.workload.compile_model import options_of
 from rayps.workload.model import apart, has_tables, model_of
 from rayps.workload.model_part import Whole
+from rayps.workload.single_row_loss import check_single_rows
 
 EVALUATED_WHILE_READ = (
     "the data has no length and is also evaluated: until a worker has read it to its end once, an evaluation reads as "
@@ -455,6 +457,8 @@ def _try_schedule(workload: Workload, phases: list[Phase], layout: Layout, table
 
 
 FEW_ROWS = 8  # the number of rows with which a batch is tried first
+PRIVATE_SECONDS = 60.0  # for which workers wait until the loss of private rows was tried
+SINGLE_ROWS = 32  # the number of private rows whose losses are compared with that of their batch
 # causes of errors in the child process that need not occur in a worker
 _NOT_OF_THE_JOB = (OSError, ImportError, MemoryError, KeyboardInterrupt)
 _DEVICES = ("CUDA", "NVIDIA", "cuda")  # words in the messages of device errors
@@ -468,6 +472,7 @@ class TrialRequest:
     workers: int
     seed: int
     federated: bool = False
+    private: bool = False  # whether the gradients of single rows are learned
     working_dir: str | None = None
     path: tuple[str, ...] = ()
 
@@ -476,11 +481,12 @@ class TrialRequest:
 class Verdict:
     """The result of the child process: the `error` with which the job fails, or why the trial says nothing (`skipped`).
 
-    Both are None if the batch was tried without an error.
+    Both are None if the batch was tried without an error. `warning` is for the user; None if there is none.
     """
 
     error: RaypsError | None = None
     skipped: str | None = None
+    warning: str | None = None
 
 
 def main() -> None:
@@ -511,7 +517,7 @@ def _exit_with_parent() -> None:
 def try_batch(request: TrialRequest) -> Verdict:
     """Try the first batch that the request selects, and return the verdict. No exception is raised."""
     try:
-        return Verdict(skipped=_train_and_evaluate(unpack(request.packed), request))
+        return _train_and_evaluate(unpack(request.packed), request)
     except RaypsError as error:
         cause = error.__cause__
         first_line = error.message.splitlines()[0]
@@ -533,11 +539,10 @@ def _of_ray(error: BaseException | None) -> bool:
     return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(file).parent)
 
 
-def _train_and_evaluate(workload: Workload, request: TrialRequest) -> str | None:
+def _train_and_evaluate(workload: Workload, request: TrialRequest) -> Verdict:
     """Call the user's methods with one batch, in the order in which a worker calls them.
 
-    Return why no batch could be tried, or None if one was tried. Raises WorkloadError or DataError if the user's code
-    fails.
+    Raises WorkloadError or DataError if the user's code fails, or its loss does not suit private rows.
     """
     try:
         with user_code("data"):
@@ -549,10 +554,10 @@ def _train_and_evaluate(workload: Workload, request: TrialRequest) -> str | None
         with user_code("evaluation_data"):
             evaluation = workload.evaluation_data()
     except RaypsError as error:  # not an error of the job, because the driver's process could call these methods
-        return error.message.splitlines()[0]
+        return Verdict(skipped=error.message.splitlines()[0])
     batch = _first(data, request)
     if batch is None:
-        return "worker-0 has no row"
+        return Verdict(skipped="worker-0 has no row")
     _with_few(batch, lambda some: _train(held, some))
     with user_code("evaluation_data"):
         evaluation_batch = next(
@@ -560,7 +565,14 @@ def _train_and_evaluate(workload: Workload, request: TrialRequest) -> str | None
         )
     if evaluation_batch is not None and evaluation_batch.size:
         _with_few(evaluation_batch, lambda some: _evaluate(held, some))
-    return None
+    return Verdict(warning=_warn_of_rows(workload, held, data, request.seed) if request.private else None)
+
+
+def _warn_of_rows(workload: Workload, held: Whole, data: Data, seed: int) -> str | None:
+    """Return what `check_single_rows` says of some rows of the data. Raises the errors of this function."""
+    with user_code("data"):
+        stacks = stacks_of(data, data.order(seed, 0)[:SINGLE_ROWS], SINGLE_ROWS)
+    return check_single_rows(workload, held, stacks)
 
 
 def _first(data: Data, request: TrialRequest) -> Batch | None:
@@ -682,12 +694,14 @@ class Trial:
 
     def __init__(self) -> None:
         self.verdict: Verdict | None = None  # None until it is known
+        self._patience = 0.0  # seconds for which `end` waits for the verdict
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
 
     def begin(self, facts: TrialFacts, request: TrialRequest) -> None:
         """Start the process if a batch can be tried, and return at once."""
         reason = reason_not_to_try(facts)
+        self._patience = PRIVATE_SECONDS if request.private else 0.0
         if reason is not None:
             self.verdict = Verdict(skipped=reason)
             return
@@ -731,8 +745,11 @@ class Trial:
     def end(self, journal: Journal) -> None:
         """End the child process, because the workers have started. If no batch was tried, write the reason as an event.
 
+        If rows are private, first wait for the verdict: a loss that does not suit them would learn only noise.
+
         Raises the WorkloadError or DataError that the process has found.
         """
+        self.wait(self._patience)
         self.check()
         verdict, begun = self.verdict, self._process is not None
         self.close()
@@ -740,6 +757,8 @@ class Trial:
             verdict = Verdict(skipped="the workers started first")
         if verdict is not None and verdict.skipped is not None:
             journal.event("choice", f"no batch was tried before the workers started: {verdict.skipped}")
+        if verdict is not None and verdict.warning is not None:
+            journal.event("warning", verdict.warning)
 
     def close(self) -> None:
         """End the process."""
