@@ -257,6 +257,8 @@ def test_a_class_name_occurs_once():
 
 NAMED_TUPLE = {"_asdict", "_replace", "_fields", "_make"}  # public, by typing.NamedTuple
 PRIVATE = {  # names of torch's, Ray's and Python's own: why there is no public way
+    "_global_node": "Ray: the folder of its log files on this host",
+    "_actor_id": "Ray: by which its control service finds an actor; the state API needs Ray's dashboard",
     "_buffers": "a module's own buffers, to put another in its place",
     "_execution_engine": "torch: a callback at the end of backward",
     "_exit": "os: public",

@@ -777,11 +777,11 @@ class RayCluster:
         assert isinstance(handle, RayHandle)
         node = worker_module._global_node
         try:
-            pid = _global_state.actor_table(handle.actor._actor_id.hex()).get("Pid")
+            pid = _record_of(handle.actor).get("Pid")
         except ray.exceptions.RayError as error:
             log.debug("the process of actor %s is not known: %s", handle.name, error)
             return ""
-        return last_output(Path(node.get_logs_dir_path()), pid) if pid and node is not None else ""
+        return last_output(Path(node.get_logs_dir_path()), pid) if isinstance(pid, int) and node is not None else ""
 
     def held(self) -> list[Bundle] | None:
         """Return the free bundles of the placement group of this process's task or actor, if it captures its children.
@@ -1060,7 +1060,13 @@ def _named(name: str) -> ray.actor.ActorHandle | None:
 
 def _has_died(actor: ray.actor.ActorHandle) -> bool:
     """Return whether an actor has died: in a process that holds a handle, Ray still finds it by its name."""
-    return bool(_global_state.actor_table(actor._actor_id.hex()).get("State") == "DEAD")
+    return bool(_record_of(actor).get("State") == "DEAD")
+
+
+def _record_of(actor: ray.actor.ActorHandle) -> dict[str, object]:
+    """Return what Ray's control service knows of an actor: "State", "Pid", and others; {} if it knows none."""
+    found: dict[str, object] = _global_state.actor_table(actor._actor_id.hex())
+    return found
 
 
 def _alias(name: str) -> str | None:

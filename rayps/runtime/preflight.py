@@ -161,12 +161,7 @@ def preflight(
         scale_warnings = dict.fromkeys(strategy.scale_warning(grid.data) for strategy, grid in both)
         if any(scale_warnings) and optim.ignores_scale(recipe_of(workload), layout):
             warnings += [each for each in scale_warnings if each]
-    for strategy, _ in both:
-        if shard_of(strategy) is not None and spec.workers == 1:
-            warnings.append(
-                f"shard={shard_of(strategy)!r} has no effect with one worker, which holds the whole state: give more "
-                "workers, or leave out shard and slice_backup"
-            )
+    warnings += _warn_of_one_worker(phases, spec.workers)
     steps = [_steps(data, strategy, grid, workload.accumulate) for strategy, grid in both]
     rows = blocks = None
     if spec.elastic is not None:
@@ -381,6 +376,15 @@ def _check_activations(workload: Workload, phases: list[Phase], model: nn.Module
                 f"set {FIELD} to False, and {way} for less memory",
                 field=FIELD,
             )
+
+
+def _warn_of_one_worker(phases: list[Phase], workers: int) -> list[str]:
+    return [
+        f"shard={shard_of(phase.strategy)!r} has no effect with one worker, which holds the whole state: give more "
+        "workers, or leave out shard and slice_backup"
+        for phase in phases
+        if workers == 1 and shard_of(phase.strategy) is not None
+    ]
 
 
 def _check_profile(phases: list[Phase], spec: JobSpec) -> None:
