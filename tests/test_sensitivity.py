@@ -29,6 +29,7 @@ from rayps.core.user_module import pack
 from rayps.data.base import Batch, Data
 from rayps.data.memory import TensorData
 from rayps.data.single_rows import stacks_of
+from rayps.federated.combine_replies import Aggregate
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
 from rayps.runtime.preflight import TrialRequest, try_batch
@@ -734,3 +735,29 @@ def test_workers_wait_for_the_verdict(kind):
         said = [event for event in journal.events if event["kind"] == "warning"]
         assert outcome.status is Status.SUCCEEDED
         assert sum("the mean of the losses of these rows" in event["message"] for event in said) == 1
+
+
+# ---- clients
+
+
+@pytest.mark.parametrize("count", [16, 256])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF])
+def test_clients(dtype, count):
+    """A client's update moves the sum of a private federated round by at most the clip, in any dtype."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(400, generator=generator).to(dtype)
+    replies = [(w.double() + torch.randn(400, generator=generator) + 0.5).to(dtype) for _ in range(count)]
+
+    def total(held):
+        made = Aggregate("mean", CLIP, None, 400, dtype, seed=0, clients=count, divisor=1.0)
+        made.begin(0, range(len(held)), w)
+        for client, reply in enumerate(held):
+            made.add_reply(client, reply, w, 1.0)
+        return made._now.sums.main.total(torch.float64)
+
+    whole = total(replies)
+    for client in (0, 5, count - 1):
+        before, after = replies[:client], replies[client + 1 :]
+        assert 0.9 * CLIP < (whole - total([*before, *after])).norm() <= CLIP
+        other = (w.double() - 40).to(dtype)
+        assert (whole - total([*before, other, *after])).norm() <= 2 * CLIP
