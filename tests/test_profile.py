@@ -73,6 +73,13 @@ def test_an_earlier_trace_is_not_replaced(tmp_path):
     assert (tmp_path / "rank-0.json").read_bytes() == before
 
 
+@pytest.mark.parametrize("given", [True, False, 3])
+@pytest.mark.parametrize("strategy", ["all_reduce", "all_reduce:privacy=dp(noise_multiplier=1.1,clip=1.0,delta=1e-5)"])
+def test_what_is_no_folder_is_refused(given, strategy):
+    with pytest.raises(ConfigError, match=f"profile is {given!r}: give a new folder"):
+        train(Small(), strategy, steps=2, profile=given)
+
+
 def test_a_failed_run_releases_the_profiler(tmp_path):
     class Fails(Small):
         def loss(self, model, batch):

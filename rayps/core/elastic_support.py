@@ -66,7 +66,7 @@ def check_elastic(name: str, strategy: StrategyView, elastic: ElasticWorkers, *,
     if why is not None:
         raise ConfigError(
             f"workers is a range or elastic, and under {name} {why}: give a fixed number of workers, or use "
-            "all_reduce, parameter_server, local_sgd or diloco without these options",
+            "all_reduce, parameter_server, local_sgd or diloco without what stands in the way",
             field="workers",
         )
     if servers is not None and elastic.lr_scaling != "keep":

@@ -297,6 +297,11 @@ def train(
         result = rayps.train(work, strategy="parameter_server:shards=2", workers=2, epochs=3)
         result.metrics["loss"], result.model()
     """
+    if profile is not None and not isinstance(profile, (str, Path)):
+        raise ConfigError(
+            f"profile is {profile!r}: give a new folder for the traces, such as 'traces', or leave it out",
+            field="profile",
+        )
     phases = parse(strategy, Path.cwd())
     kind = workload if isinstance(workload, str) else f"{type(workload).__module__}:{type(workload).__qualname__}"
     size = elastic_fields(workers, _elastic_options(elastic, global_batch, balance=balance))

@@ -167,7 +167,9 @@ def _unreadable(place: CheckpointPlace, error: Exception) -> CheckpointError:
 def torn(place: CheckpointPlace, reason: str) -> CheckpointError:
     """Return the error of a checkpoint that is not valid for this reason. Its data have the reason."""
     return CheckpointError(
-        f"the checkpoint {place} is not valid: {reason}\ngive an earlier checkpoint", path=str(place), reason=reason
+        f"the checkpoint {place} is not valid: {reason}\ngive an earlier checkpoint, or start a new run",
+        path=str(place),
+        reason=reason,
     )
 
 
