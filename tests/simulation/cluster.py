@@ -329,6 +329,9 @@ class SimCluster:
     def share(self, value: Any) -> Any:
         return value
 
+    def last_output(self, handle: Any) -> str:
+        return ""
+
     def held(self) -> None:
         return None
 
