@@ -81,7 +81,7 @@ def uneven(tag):
 
     def hook(rank):
         if not over.is_set() and rounds_of(tag) > 350:
-            over.wait(0.03)
+            over.wait(0.3)
         elif rank == 0:
             time.sleep(0.002)
 
