@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from rayps.core.errors import WorkloadError
 from rayps.core.records import ROUND_FIELDS, Point
+from rayps.core.returned_rounds import SeenRounds
 from rayps.core.values import JsonObject
 
 # a merged point has the mean over ranks of these values, in seconds. data: time to get the batch, and data_share: the
@@ -64,7 +65,7 @@ class Rounds:
         self.size, self.generation, self.strategy = size, generation, strategy
         self._rounds: dict[int, dict[int, Point]] = {}
         self._evaluations: dict[int, dict[int, Point]] = {}
-        self._below, self._returned = -1, set[int]()  # rounds that were returned: all below `_below`, and `_returned`
+        self._returned: SeenRounds | None = None  # the rounds that were returned, and all below the first; None: none
         self._reached: dict[int, int] = {}  # the newest round that each rank has reported
 
     def add(self, points: list[Point]) -> list[Point]:
@@ -74,15 +75,17 @@ class Rounds:
         """
         done = []
         for point in points:
-            if point["kind"] == "round" and (point["round"] < self._below or point["round"] in self._returned):
+            if point["kind"] == "round" and self._returned is not None and point["round"] in self._returned:
                 continue  # returned already: a replacement worker repeats the rounds that its predecessor did not push
             held = self._evaluations if point["kind"] == "evaluation" else self._rounds
             held.setdefault(point["round"], {})[point["rank"]] = point
             if point["kind"] == "round":
                 self._reached[point["rank"]] = max(point["round"], self._reached.get(point["rank"], -1))
         for number in sorted(self._rounds):
-            if self._is_complete(number) or len(self._rounds) > KEPT_ROUNDS:
-                self._record_returned(number)
+            if len(self._rounds[number]) == self.size or len(self._rounds) > KEPT_ROUNDS:
+                if self._returned is None:
+                    self._returned = SeenRounds(min(self._rounds))
+                self._returned.add(number)
                 done.append(self._merge(number, self._rounds.pop(number)))
         for number in sorted(self._evaluations):
             missing = [rank for rank in range(self.size) if rank not in self._evaluations[number]]
@@ -91,9 +94,6 @@ class Rounds:
             if all(self._reached.get(rank, -1) >= number for rank in missing):
                 done.append(_evaluation(number, self._evaluations.pop(number), missing))
         return done
-
-    def _is_complete(self, number: int) -> bool:
-        return len(self._rounds[number]) == self.size
 
     def restart(self, generation: int, begin: int) -> None:
         """Restart from round `begin`: drop the points of this round and later rounds.
@@ -104,15 +104,6 @@ class Rounds:
         self._rounds = {number: held for number, held in self._rounds.items() if number < begin}
         self._evaluations = {number: held for number, held in self._evaluations.items() if number < begin}
         self._reached = {rank: min(number, begin - 1) for rank, number in self._reached.items()}
-
-    def _record_returned(self, number: int) -> None:
-        """Record that a round was returned."""
-        if self._below < 0:
-            self._below = min(self._rounds)
-        self._returned.add(number)
-        while self._below in self._returned:
-            self._returned.remove(self._below)
-            self._below += 1
 
     def flush(self) -> list[Point]:
         """At the end of the run, return the merged points of the rounds that only some ranks have reported."""

@@ -20,9 +20,12 @@ class SeenRounds:
     def __init__(self, below: int = 0, others: Sequence[int] = ()) -> None:
         self.below, self.others = below, set(others)
 
+    def __contains__(self, number: int) -> bool:
+        return number < self.below or number in self.others
+
     def add(self, number: int) -> bool:
         """Record a round. Return False if it was recorded before."""
-        if number < self.below or number in self.others:
+        if number in self:
             return False
         self.others.add(number)
         while self.below in self.others:

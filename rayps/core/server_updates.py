@@ -198,10 +198,8 @@ class PlainServers:
         if servers.update.spans:
             found |= {"adagrad": servers.adagrad}
         else:
-            backup = servers.backup or None
-            consistent = servers.consistent or None
-            found |= {"replicas": servers.replicas, "compression": servers.compression, "backup": backup}
-            found |= {"consistent": consistent}
+            found |= {"replicas": servers.replicas, "compression": servers.compression}
+            found |= {"backup": servers.backup or None, "consistent": servers.consistent or None}
         found = {name: value for name, value in found.items() if value is not None}
         return found if servers.update.spans else found | {"staleness": AUTO if servers.adaptive else servers.staleness}
 
