@@ -297,11 +297,6 @@ def train(
         result = rayps.train(work, strategy="parameter_server:shards=2", workers=2, epochs=3)
         result.metrics["loss"], result.model()
     """
-    if profile is not None and not isinstance(profile, (str, Path)):
-        raise ConfigError(
-            f"profile is {profile!r}: give a new folder for the traces, such as 'traces', or leave it out",
-            field="profile",
-        )
     phases = parse(strategy, Path.cwd())
     kind = workload if isinstance(workload, str) else f"{type(workload).__module__}:{type(workload).__qualname__}"
     size = elastic_fields(workers, _elastic_options(elastic, global_batch, balance=balance))
@@ -322,7 +317,7 @@ def train(
         branch=branch,
         quota=quota,
         start_from=str(start_from) if isinstance(start_from, Path) else start_from,
-        profile=profile is not None,
+        profile=_is_folder(profile),
         params=dict(params or {}),
         evaluate_every=evaluate_every,
         keep_checkpoints=keep_checkpoints,
@@ -429,6 +424,16 @@ def _refuse_private(phases: Sequence[Phase]) -> None:
             "leave privacy out of the strategy for the dry run, on data that may be seen, or leave out dry_run",
             field="dry_run",
         )
+
+
+def _is_folder(profile: object) -> bool:
+    """Return whether a folder for traces was given. Raises ConfigError if something else was."""
+    if profile is not None and not isinstance(profile, (str, Path)):
+        raise ConfigError(
+            f"profile is {profile!r}: give a new folder for the traces, such as 'traces', or leave it out",
+            field="profile",
+        )
+    return profile is not None
 
 
 def _traces(profile: str | Path | None, journal: Journal) -> Path | None:
