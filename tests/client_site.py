@@ -25,6 +25,7 @@ from rayps_client.members.signed_requests import SignedRequests
 from rayps_client.process import ClientProcess
 from rayps_client.secure.pinned_keys import PeerKeys
 from rayps_client.signed_orders import ClientToken
+from real_service import stop_running
 from service_site import Site
 
 from rayps.clients.workload_trainer import WorkloadTrainer
@@ -86,8 +87,7 @@ class Hospitals:
 
     def close(self) -> None:
         for job in self.user.jobs():
-            if not job.status.terminal:
-                job.stop()
+            stop_running(job)
         for each in self.running:
             each.end()
         self.user.close()

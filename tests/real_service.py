@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,8 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rayps.core.errors import Conflict
 from rayps.core.failpoint import VARIABLE
-from rayps.service.client import Client
+from rayps.service.client import Client, Job
 from rayps.service.ray_daemon import read_record
 from rayps.service.user_tokens import LOCAL
 
@@ -26,6 +28,13 @@ def until(ready: Callable[[], Any], seconds: float = 60.0) -> Any:
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.1)
     return found
+
+
+def stop_running(job: Job) -> None:
+    """Stop a job that has not ended."""
+    if not job.status.terminal:
+        with contextlib.suppress(Conflict):  # it has ended meanwhile
+            job.stop()
 
 
 class Serve:
@@ -120,8 +129,7 @@ def clear(client: Client) -> None:
     """Stop and delete what tests left in a service; its workers are gone afterwards."""
     jobs = client.jobs(limit=200)  # the newest first: a job that resumes another is deleted before that
     for job in jobs:
-        if not job.status.terminal:
-            job.stop()
+        stop_running(job)
     for job in jobs:
         job.wait(240)
         job.delete()

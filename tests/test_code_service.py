@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import os
@@ -15,12 +14,13 @@ from pathlib import Path
 
 import pytest
 from code_work import project, wheel
+from real_service import stop_running
 from service_process import ProcessPlace
 from service_site import Site
 
 from rayps.cli.main import main
 from rayps.core.code_archive import hash_of
-from rayps.core.errors import ConfigError, Conflict, NotFound
+from rayps.core.errors import ConfigError, NotFound
 from rayps.service.backup import backup
 from rayps.service.client import Client
 from rayps.service.code_files import pack_code
@@ -56,10 +56,8 @@ def archives(site: Site) -> set[str]:
 
 def drop(job) -> None:
     """End and delete a job."""
-    if not job.status.terminal:
-        with contextlib.suppress(Conflict):  # it ended meanwhile
-            job.stop()
-        job.wait(60)
+    stop_running(job)
+    job.wait(60)
     job.delete()
 
 

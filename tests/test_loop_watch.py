@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 import rayps
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ActorDied, WorkloadError
+from rayps.runtime.own_loop.watch import LoopWatch
 
 
 @pytest.fixture
@@ -46,6 +48,28 @@ def test_every_line_is_shown_once_and_by_rank(processes, capsys):
         expected = [f"worker-{rank}: line {number} of {rank}" for number in range(300)]
         assert lines == [*expected, f"worker-{rank}: no end of line"]
         assert len(mine) == len(lines) + 1
+
+
+def test_outputs_that_arrive_while_the_driver_reads_them():
+    """Each thread of a watch adds its worker's output to what the driver walks through."""
+
+    class Told:  # a worker that has reported once
+        def call(self, method, seconds):
+            return self
+
+        def result(self):
+            return SimpleNamespace(steps=1, over=True)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20):
+            watch = LoopWatch([Told()] * 50, lambda rank, output: None)
+            while len(watch.latest) < 50:
+                assert all(output.steps for output in watch.latest.values())
+            watch.finish(range(50))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_what_a_failing_worker_printed_is_shown_before_its_error(processes, capsys):

@@ -7,7 +7,6 @@ with the ring, and ends with it; the next generation creates another. Between de
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from rayps.comm.ring.device_transport import Fold
 from rayps.comm.ring.mesh import Mesh
-from rayps.comm.ring.torch_groups import REDUCTIONS, GroupWork, process_group
+from rayps.comm.ring.torch_groups import REDUCTIONS, GroupWork, call_in_thread, process_group
 from rayps.core.errors import LinkError, first_line
 from rayps.core.partition import slices
 from rayps.tensors.device import Device
@@ -171,16 +170,11 @@ class GroupTransport:
 
 def _begin(start: Callable[[], GroupWork], waits: bool) -> Future[GroupWork]:
     """Start an operation in a thread of its own; with `waits`, that thread also waits for it."""
-    first: Future[GroupWork] = Future()
 
-    def work() -> None:
-        try:
-            begun = start()
-            if waits:
-                begun.wait()
-            first.set_result(begun)
-        except BaseException as error:
-            first.set_exception(error)
+    def begin() -> GroupWork:
+        begun = start()
+        if waits:
+            begun.wait()
+        return begun
 
-    threading.Thread(target=work, name="connect-group", daemon=True).start()
-    return first
+    return call_in_thread(begin)

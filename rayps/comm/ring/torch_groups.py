@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import datetime
 import os
-from typing import Any, Protocol
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +24,7 @@ from rayps.comm.ring.mesh import Mesh
 from rayps.core.errors import ConfigError, LinkError, first_line
 from rayps.tensors.device import Device
 
+T = TypeVar("T")
 _store = dist.TCPStore  # type: ignore[attr-defined]
 REDUCTIONS = {"add": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -63,6 +67,7 @@ class TorchGroup:
             target = target.to(self._device.place)
         options = dist.AllreduceOptions()
         options.reduceOp = REDUCTIONS[kind]  # type: ignore[assignment]
+        self._mesh.check()
         try:
             work: GroupWork = self._group.allreduce([target], options)
             if self._cuda:
@@ -95,7 +100,8 @@ class GroupWork(Protocol):
 def process_group(mesh: Mesh, backend: str, host: str) -> Any:
     """Create a process group of the mesh's ranks with torch's backend gloo or nccl, and with the mesh's timeout.
 
-    The ranks meet at a store of rank 0, whose address is `host`. An operation of NCCL that fails or takes too long
+    The ranks meet at a store of rank 0, whose address is `host`. A thread of its own waits for them there, while this
+    rank polls its mesh: whoever ends the mesh ends this wait too. An operation of NCCL that fails or takes too long
     raises an error; it does not end the process, as torch does by default. Raises LinkError if the group cannot start.
     """
     if backend == "nccl":
@@ -107,15 +113,39 @@ def process_group(mesh: Mesh, backend: str, host: str) -> Any:
         store = _store(host, 0, mesh.size, is_master=True, timeout=seconds, wait_for_workers=False)
         port[0] = store.port
     broadcast(mesh, port, 0)
-    try:
-        if mesh.rank != 0:
-            store = _store(host, int(port), mesh.size, is_master=False, timeout=seconds)
+
+    def meet() -> Any:
+        there = store or _store(host, int(port), mesh.size, is_master=False, timeout=seconds)
         if backend == "gloo":
-            return dist.ProcessGroupGloo(store, mesh.rank, mesh.size, seconds)
+            return dist.ProcessGroupGloo(there, mesh.rank, mesh.size, seconds)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = seconds
-        return dist.ProcessGroupNCCL(store, mesh.rank, mesh.size, options)
+        return dist.ProcessGroupNCCL(there, mesh.rank, mesh.size, options)
+
+    try:
+        made, ended = call_in_thread(meet), threading.Event()
+        made.add_done_callback(lambda _: ended.set())
+        try:
+            mesh.watch(ended.is_set)
+        except BaseException:
+            del made  # with its last reference a group leaves: the other ranks do not wait for one that is not used
+            raise
+        return made.result()
     except RuntimeError as error:
         raise LinkError(
             f"the process group of backend {backend} did not start: {first_line(error)[:200]}", peer=""
         ) from error
+
+
+def call_in_thread(call: Callable[[], T]) -> Future[T]:
+    """Call a function that waits for other ranks, in a thread of its own."""
+    found: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            found.set_result(call())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=work, name="connect-group", daemon=True).start()
+    return found

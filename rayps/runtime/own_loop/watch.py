@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rayps.cluster.local import ActorHandle
 from rayps.core.errors import ActorDied, ClusterError, WorkloadError
@@ -24,7 +24,9 @@ class LoopWatch:
 
     def __init__(self, handles: Sequence[ActorHandle], receive: Callable[[int, LoopOutput], None]) -> None:
         self._receive, self._ended = receive, False
-        self.latest: dict[int, LoopOutput] = {}  # the newest output of each rank
+        # the newest output of each rank; replaced as a whole, so that a reader in another thread sees one state
+        self.latest: Mapping[int, LoopOutput] = {}
+        self._lock = threading.Lock()
         self._threads = [
             threading.Thread(target=self._follow, args=(rank, handle), daemon=True, name=f"rayps-watch-{rank}")
             for rank, handle in enumerate(handles)
@@ -52,7 +54,8 @@ class LoopWatch:
                 return
             if self._ended:
                 return
-            self.latest[rank] = output
+            with self._lock:
+                self.latest = {**self.latest, rank: output}
             self._receive(rank, output)
             if output.over:
                 return
@@ -78,7 +81,7 @@ def death_error(rank: int, steps: int | None, reason: str, last_output: str = ""
     )
 
 
-def uneven_steps_error(latest: dict[int, LoopOutput]) -> WorkloadError | None:
+def uneven_steps_error(latest: Mapping[int, LoopOutput]) -> WorkloadError | None:
     """Return the error of a run in which one worker's function returned and another worker takes more steps.
 
     Return None if no worker takes more steps than a worker that has returned.
