@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
-from simulation.kernel import Process, simulation
+from simulation.kernel import Broken, Process, simulation
 
 
 class Disk:
@@ -107,6 +107,9 @@ class SimPath(PurePosixPath):
     @property
     def disk(self) -> Disk:
         return simulation().disk
+
+    def __fspath__(self) -> str:
+        raise Broken(f"{self} is given to the system's files: a module of the product is not simulated")
 
     def write(self, data: bytes) -> None:
         """Write the whole file. The process may be killed before it."""

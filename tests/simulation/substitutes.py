@@ -1,7 +1,7 @@
 """What stands in for the modules and classes that the product imports, and the replacement itself.
 
-Only processes, clock, network, store and disk are simulated. In every loaded module of rayps, `installed` replaces each
-name that refers to one of the originals in `_ORIGINALS`. All other code of these modules is the product's own.
+Only processes, clock, network, store and disk are simulated. In every loaded module of rayps, `installed` replaces
+each name that refers to one of the originals in `_ORIGINALS`. All other code of these modules is the product's own.
 """
 
 from __future__ import annotations
@@ -320,6 +320,7 @@ class SimSocket:
         return getattr(socket, name)
 
 
+PACKAGES = frozenset({"rayps", "rayps_api", "rayps_client"})  # whose modules are simulated
 FIRST_DESCRIPTOR = 1 << 30  # of the simulated disk; smaller ones are the system's, for example of shared memory
 
 
@@ -475,9 +476,10 @@ def _places_of_originals(names: frozenset[str]) -> list[tuple[Any, str, Any]]:
 
 @contextlib.contextmanager
 def installed(more: list[tuple[str, str, Any]] = []) -> Iterator[None]:  # noqa: B006  it is not changed
-    """Replace the originals in all loaded modules of rayps, and `more`: (module, name, what stands in for it)."""
+    """Replace the originals in all loaded modules of the product, and `more`: (module, name, what stands in for it)."""
     by_id = {id(original): simulated for original, simulated in _ORIGINALS}
-    undo = list(_places_of_originals(frozenset(name for name in sys.modules if name.startswith("rayps."))))
+    product = frozenset(name for name in sys.modules if name.partition(".")[0] in PACKAGES)
+    undo = list(_places_of_originals(product))
     changes = [(module, attribute, by_id[id(value)]) for module, attribute, value in undo]
     for name, attribute, value in more:
         module = sys.modules[name]
