@@ -142,6 +142,8 @@ class Restored(Run):
         super().join(rank)
         if joins:
             self.firsts[rank] = self.steps[rank]
+            # the pushes that moved the clocks to this step may be lost in a restored segment
+            self.pushed[rank] = max(self.pushed[rank], self.steps[rank])
             self.repeats = [each for each in self.repeats if each[0] != rank]
 
     def lease(self, rank: int, count: int) -> None:
@@ -180,6 +182,7 @@ class Restored(Run):
     def wait(self, rank: int) -> None:
         """Let a worker that has pushed all its blocks wait: the servers remove it."""
         if rank in self.steps and not self.sent[rank] and not self.leases.held(rank, self.steps[rank]):
+            self.leases.advance(rank, self.steps[rank])  # it waits at this step: all its pushes were applied once
             super().die(rank)
 
     def die(self, rank: int) -> None:
@@ -283,6 +286,9 @@ HISTORIES = {
     "the worker waits": (2, "train 0 3, join 1, lease 1 3, wait 0, restore 1", 1),
     "all segments are restored, and the rank is used again": (
         1, "train 0 2, die 0, restore 0, join 1, lease 1 1, join 0, lease 0 1, push 0 0, die 1", 0
+    ),
+    "the worker waits while all segments are restored, and joins again": (
+        1, "train 0 2, restore 0, wait 0, train 0 1", 1
     ),
     "the repetition was announced before": (
         2, "join 0, lease 0 1, push 0 1, die 0, save, join 1, lease 1 1, restore 1", 1

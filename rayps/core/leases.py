@@ -132,7 +132,9 @@ class Leases:
 
         `rest`: the step as which the worker was told to push what compression has left out, if it was.
         """
-        self._used[rank] = max(self._used.get(rank, 0), marks.high, 0 if rest is None else rest + 1)
+        told = 0 if rest is None else rest + 1
+        # restored servers may know less than a worker that waits, and that keeps its pushes until it joins again
+        self._used[rank] = max(self._used.get(rank, 0), marks.high, self._done[rank], told)
         del self._step[rank], self._done[rank]
         return self._parted([(rank, lease, marks) for lease in self._held.pop(rank)])
 
