@@ -114,7 +114,7 @@ def process_group(mesh: Mesh, backend: str, host: str) -> Any:
         port[0] = store.port
     broadcast(mesh, port, 0)
 
-    def meet() -> Any:
+    def meet() -> object:
         there = store or _store(host, int(port), mesh.size, is_master=False, timeout=seconds)
         if backend == "gloo":
             return dist.ProcessGroupGloo(there, mesh.rank, mesh.size, seconds)
