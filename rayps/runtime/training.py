@@ -317,7 +317,7 @@ def train(
         branch=branch,
         quota=quota,
         start_from=str(start_from) if isinstance(start_from, Path) else start_from,
-        profile=_is_folder(profile),
+        profile=_wants_traces(profile),
         params=dict(params or {}),
         evaluate_every=evaluate_every,
         keep_checkpoints=keep_checkpoints,
@@ -426,8 +426,8 @@ def _refuse_private(phases: Sequence[Phase]) -> None:
         )
 
 
-def _is_folder(profile: object) -> bool:
-    """Return whether a folder for traces was given. Raises ConfigError if something else was."""
+def _wants_traces(profile: object) -> bool:
+    """Return whether a folder for traces was given. Raises ConfigError if `profile` is something else."""
     if profile is not None and not isinstance(profile, (str, Path)):
         raise ConfigError(
             f"profile is {profile!r}: give a new folder for the traces, such as 'traces', or leave it out",

@@ -115,7 +115,9 @@ def process_group(mesh: Mesh, backend: str, host: str) -> Any:
     broadcast(mesh, port, 0)
 
     def meet() -> object:
-        there = store or _store(host, int(port), mesh.size, is_master=False, timeout=seconds)
+        there = store
+        if mesh.rank != 0:
+            there = _store(host, int(port), mesh.size, is_master=False, timeout=seconds)
         if backend == "gloo":
             return dist.ProcessGroupGloo(there, mesh.rank, mesh.size, seconds)
         options = dist.ProcessGroupNCCL.Options()
