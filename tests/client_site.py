@@ -8,8 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from rayps_client.members.signed_requests import SignedRequests
 from rayps_client.process import ClientProcess
 from rayps_client.secure.pinned_keys import PeerKeys
 from rayps_client.signed_orders import ClientToken
-from real_service import stop_running
+from real_service import stop_running, until
 from service_site import Site
 
 from rayps.clients.workload_trainer import WorkloadTrainer
@@ -272,11 +270,3 @@ class Tap:
 def cohorts(job: Job) -> list[dict[str, Any]]:
     """The events of the rounds of a job with clients."""
     return [event for event in job.events() if event["kind"] == "cohort"]
-
-
-def until(ready: Callable[[], Any], seconds: float = 60.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := ready()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-    return found

@@ -26,7 +26,7 @@ def until(ready: Callable[[], Any], seconds: float = 60.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := ready()):
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
+        time.sleep(0.05)
     return found
 
 
