@@ -16,6 +16,7 @@ from benchmarks.cli_laws import laws
 from benchmarks.cli_learning import learning
 from benchmarks.cli_mistakes import mistakes
 from benchmarks.cli_parallel import pipeline, tensor
+from benchmarks.cli_parts import parts
 from benchmarks.cli_privacy import privacy
 from benchmarks.cli_private_clients import private_clients
 from benchmarks.cli_robust import robust
@@ -28,7 +29,20 @@ from rayps.cli.main import run_app
 app = typer.Typer(no_args_is_help=True, help="Measure rayps and other libraries in one run.")
 PRIVATE = (privacy, private_clients, secure)
 FEDERATED = (federated, client, uploads, robust)
-for command in (laws, admm, averaging, learning, *FEDERATED, *PRIVATE, pipeline, tensor, tasks, mistakes, rounds):
+for command in (
+    laws,
+    admm,
+    averaging,
+    learning,
+    *FEDERATED,
+    *PRIVATE,
+    pipeline,
+    tensor,
+    tasks,
+    parts,
+    mistakes,
+    rounds,
+):
     app.command()(command)
 
 

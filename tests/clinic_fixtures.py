@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rayps.core.logs import LogBuffer
-
 if TYPE_CHECKING:
     from client_site import Clinic
 
@@ -18,9 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
-def jobs_in_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Keep this process as it is: a job in a thread redirects the output and changes the working directory."""
-    monkeypatch.setattr(LogBuffer, "capture", lambda self: None)
+def jobs_in_threads() -> Iterator[None]:
+    """Keep this process as it is: a job in a thread changes the working directory."""
     yield
     os.chdir(ROOT)  # a driver in a thread goes where its workload is, and its folder is removed
 

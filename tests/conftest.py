@@ -17,6 +17,7 @@ import torch
 from lanes import uses_ray, uses_service
 from traces import Traces
 
+from rayps.cluster.local import WORKER_NICENESS
 from rayps.runtime import driver
 
 pytest_plugins = ["clinic_fixtures"]
@@ -24,6 +25,8 @@ pytest_plugins = ["clinic_fixtures"]
 # workers of pytest-xdist inherit it
 os.environ.setdefault("RAYPS_TEST_SEED", str(random.SystemRandom().randrange(2**31)))
 SEED = int(os.environ["RAYPS_TEST_SEED"])
+# of a Ray that a test starts as others do: at Ray's own niceness for workers, busy tests almost stop them
+os.environ.setdefault("RAY_worker_niceness", WORKER_NICENESS)
 
 # no test depends on how fast the machine is: neither an example's 200 ms nor the time that drawing takes
 hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])

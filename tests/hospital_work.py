@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import torch
+from rayps_client.local_work import tried_sizes
 
 import rayps
 
@@ -46,13 +47,14 @@ class Own(Server):
 
     def __init__(self, k=0, pause=0.0, gate=None):
         self.k, self.pause, self.gate, self.calls = k, pause, gate, 0
+        self.tries = len(tried_sizes(len(rows(k)[0]), 8, drop_last=False))  # it is tried out before it joins
 
     def data(self):
         return rayps.data.tensors(*rows(self.k), batch_size=8)
 
     def loss(self, model, batch):
         self.calls += 1
-        if self.calls == 1:  # it is tried out before it joins
+        if self.calls <= self.tries:
             return super().loss(model, batch)
         time.sleep(self.pause)
         if self.gate is not None:

@@ -23,6 +23,7 @@ from rayps.runtime.own_loop.world import LoopPlace
 from rayps.strategies.catalogue import CATALOGUE, parse
 
 AFTER_START = (
+    "last_lines",
     "loss",
     "poll",
     "calls",

@@ -165,10 +165,10 @@ class Watched(LocalCluster):
         return handle
 
     def kill_when(self, tag, seen, *victims):
-        """End the victims, such as ("WorkerActor", 1), once so many losses have been computed."""
+        """End the victims, such as ("WorkerActor", 1), once they exist and so many losses have been computed."""
 
         def wait():
-            while SEEN[tag] < seen:
+            while SEEN[tag] < seen or not all(victim in self.actors for victim in victims):
                 time.sleep(0.002)
             # all at once: an actor takes its time to end, and the others would be of the next generation by then
             enders = [threading.Thread(target=self.kill, args=(self.actors[victim],)) for victim in victims]
@@ -182,3 +182,10 @@ class Watched(LocalCluster):
 
 def kinds(result):
     return [event["kind"] for event in result.events]
+
+
+SENT_MODULE_COUNT = 0
+
+
+def sent_module_count():
+    return SENT_MODULE_COUNT

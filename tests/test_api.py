@@ -69,6 +69,7 @@ def test_a_job_is_filed_shown_listed_and_stopped(site: Site) -> None:
         "stop_requested",
         "params",
         "sweep",
+        "strategies",
         "elastic",
     }
     assert (job["name"], job["status"], job["spec"]["workers"]) == ("first", "QUEUED", 4)
@@ -98,6 +99,21 @@ def test_an_idempotency_key_gives_the_same_job(site: Site) -> None:
     other = site.http.post("/api/v1/jobs", json={**body, "seed": 6}, headers={"Idempotency-Key": "k1"})
     assert (first.status_code, second.status_code, other.status_code) == (201, 200, 422)
     assert first.json()["id"] == second.json()["id"]
+
+
+def test_the_counts_are_of_all_pages_and_of_any_status(site: Site) -> None:
+    """A failed job counts also if it is beyond the page, and if the page asks for others."""
+    ids = [site.add(name=f"counted {number}", workers=8) for number in range(5)]
+    site.start(ids[0])
+    site.store("change_status", ids[0], Status.FAILED, message="it broke", reason="the disk is full")
+    for query in ("", "&limit=1", "&status=QUEUED", "&status=SUCCEEDED"):
+        found = site.http.get(f"/api/v1/jobs?text=counted{query}").json()
+        assert found["counts"] == {"QUEUED": 4, "FAILED": 1}
+    found = site.http.get("/api/v1/jobs?text=counted&status=FAILED&limit=1").json()
+    assert [job["id"] for job in found["jobs"]] == [ids[0]] and found["next_cursor"] is None
+    assert site.http.get("/api/v1/jobs?text=DISK%20full").json()["counts"] == {"FAILED": 1}
+    assert site.http.get("/api/v1/jobs?text=counted&sweep=none").json()["counts"] == {}
+    assert site.http.get(f"/api/v1/jobs?text={'x' * 501}").status_code == 422
 
 
 def test_pages_of_jobs(site: Site) -> None:
@@ -419,6 +435,7 @@ def test_cluster_strategies_metrics_docs(site: Site) -> None:
         "address": None,
         "owned": True,
         "cores": os.cpu_count(),
+        "together": os.cpu_count(),
         "total": {"cpu": 8.0},
         "free": {},
         "reason": "Ray is starting",
@@ -607,6 +624,29 @@ def events_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
             event[key] = json.loads(value) if key == "data" else value
 
 
+def test_a_return_takes_back_the_last_and_the_extremes(tmp_path: Path) -> None:
+    points = [{"kind": "round", "round": at, "loss": float(at), "skill": -float(at)} for at in range(10)]
+    again = {"kind": "round", "round": 6, "loss": 6.5, "skill": 0.5}
+    append(tmp_path / "m", *points, {"kind": "returned", "round": 6}, again)
+    found = Rollups().read(tmp_path / "m", 2)["summaries"]
+    assert found == {
+        "loss": {"last": 6.5, "least": 0.0, "most": 6.5},
+        "skill": {"last": 0.5, "least": -5.0, "most": 0.5},
+    }
+    append(tmp_path / "m", {"kind": "round", "round": 7, "loss": float("nan")})
+    found = Rollups().read(tmp_path / "m", 2)["summaries"]
+    assert found["loss"] == {"last": None, "least": 0.0, "most": 6.5} and found["skill"]["last"] == 0.5
+
+
+def test_of_many_evaluations_the_last_and_the_extremes_are_kept() -> None:
+    rollup = Rollup()
+    for at in range(12_345):
+        value = {777: -5.0, 9_001: 5.0}.get(at, at / 1e5)
+        rollup.add({"kind": "evaluation", "round": at, "metrics": {"skill": value, "odd": None}})
+    kept = [each["metrics"]["skill"] for each in rollup.evaluations]
+    assert len(kept) <= 5000 and rollup.evaluations[-1]["round"] == 12_344 and (min(kept), max(kept)) == (-5.0, 5.0)
+
+
 def test_a_stream_resumes_without_a_hole_and_ends(site: Site) -> None:
     job = site.add()
     home = site.start(job)
@@ -650,6 +690,37 @@ def test_the_list_streams_jobs_that_change(site: Site) -> None:
                 break
 
 
+def test_the_list_streams_what_a_filter_chooses(site: Site) -> None:
+    """A job that matches no more is told of, if it changed or was deleted, and also if that was before the stream."""
+    one, two = site.add(name="streamed one"), site.add(name="streamed two")
+    query = "/api/v1/stream?status=QUEUED&status=STARTING&text=streamed"
+    with site.http.stream("GET", query) as answer:
+        lines = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {"))
+        whole = next(lines)
+        assert whole["whole"] and {job["id"] for job in whole["jobs"]} == {one, two}
+        assert whole["counts"] == {"QUEUED": 2}
+        site.add(name="another")
+        site.start(one)
+        site.store("change_status", one, Status.FAILED, message="")
+        while not (left := next(lines))["jobs"] or left["jobs"][-1]["status"] != "FAILED":
+            assert not left["whole"] and {job["id"] for job in left["jobs"]} <= {one, two}
+        assert left["counts"] == {"QUEUED": 1, "FAILED": 1}
+        site.http.post(f"/api/v1/jobs/{two}/stop")
+        while two not in [job["id"] for job in left["jobs"]] or left["jobs"][-1]["status"] != "STOPPED":
+            left = next(lines)
+    with site.http.stream("GET", "/api/v1/stream?status=FAILED&text=streamed") as answer:
+        lines = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {"))
+        assert [job["id"] for job in next(lines)["jobs"]] == [one]
+        assert site.http.delete(f"/api/v1/jobs/{one}").is_success
+        while one not in (last := next(lines))["gone"]:
+            assert not last["jobs"]
+        assert last["counts"] == {"STOPPED": 1}
+    with site.http.stream("GET", query) as answer:
+        lines = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {"))
+        found = next(lines)
+        assert found == {"jobs": [], "gone": [], "whole": True, "counts": {"STOPPED": 1}}
+
+
 def test_streams_are_bounded(site: Site) -> None:
     site.service.streams = 1000
     answer = site.http.get("/api/v1/stream")
@@ -673,6 +744,30 @@ def test_the_last_bucket_ends_with_the_run(tmp_path: Path) -> None:
     series = Rollups().read(path, 20)["series"]
     assert (series[-1]["round"], series[-1]["round_end"]) == (384, 395)
     assert (series[-2]["round"], series[-2]["round_end"]) == (352, 383)
+
+
+def test_a_job_that_resumes_another_takes_the_parameters_that_were_given_to_it(site: Site) -> None:
+    first = site.add(params={"lr": 0.3, "width": 8}, name="first")
+    place = site.start(first) / "checkpoints/step-00000100"
+    place.mkdir(parents=True)
+    (place / "manifest.json").write_text("{}")
+    site.store("change_status", first, Status.STOPPED, message="", checkpoint=str(place))
+
+    def params(**fields: Any) -> Any:
+        job = site.add(**fields)
+        kinds = [event["kind"] for event in site.http.get(f"/api/v1/jobs/{job}/events").json()["events"]]
+        return site.http.get(f"/api/v1/jobs/{job}").json()["spec"]["params"], "parameters_taken" in kinds
+
+    for resume in (first, first[:-2].lower(), str(place)):
+        assert params(resume=resume) == ({"lr": 0.3, "width": 8}, True)
+        assert params(resume=resume, params={"lr": 0.1}) == ({"lr": 0.1, "width": 8}, True)
+    assert params(resume=first, params={"lr": 0.1, "width": 4}) == ({"lr": 0.1, "width": 4}, False)
+    assert params(resume=first, workload="digits:Other") == ({}, False), "another workload has parameters of its own"
+    again = site.add(resume=first, params={"lr": 0.2})
+    site.start(again)
+    site.store("change_status", again, Status.SUCCEEDED, message="", checkpoint=str(place))
+    assert params(resume=again)[0] == {"lr": 0.2, "width": 8}
+    assert params() == ({}, False)
 
 
 def test_a_job_goes_on_from_where_another_ended(site: Site, tmp_path: Path) -> None:

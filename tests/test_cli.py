@@ -205,7 +205,8 @@ def test_a_job_from_file_to_stop(at: Site, capsys: pytest.CaptureFixture[str], t
     assert "0.5" in run(capsys, "metrics", job)[1]
     assert json.loads(run(capsys, "metrics", job, "-o", "json")[1])["loss"] == 0.5
     assert "mine" in run(capsys, "ls")[1]
-    assert run(capsys, "ls", "--limit", "1")[2] == "these are the newest 1; there may be more: --limit\n"
+    assert run(capsys, "ls", "--filter", "MINE a:b")[1].count(job) == 1
+    assert job not in run(capsys, "ls", "--filter", "mine", "--status", "FAILED")[1]
     assert json.loads(run(capsys, "ls", "-o", "json")[1])[0]["id"] == job
     assert json.loads(run(capsys, "get", job, "-o", "json")[1])["name"] == "mine"
     assert "starting" in run(capsys, "events", job)[1]
@@ -214,6 +215,10 @@ def test_a_job_from_file_to_stop(at: Site, capsys: pytest.CaptureFixture[str], t
     at.store("change_status", job, Status.STOPPED, message="stopped", reason="stopped")
     code, _, err = run(capsys, "stop", job)
     assert code == 5 and "STOPPED" in err
+    run(capsys, "submit", str(tmp_path / "job.yaml"), "--set", "name=mine-too")
+    assert run(capsys, "ls", "--filter", "mine", "--limit", "1")[2] == (
+        "these are the newest 1 of 2 jobs (--limit); in all: 1 QUEUED, 1 STOPPED\n"
+    )
 
 
 @pytest.mark.parametrize(("end", "code"), [(Status.SUCCEEDED, 0), (Status.FAILED, 1)])
@@ -354,7 +359,10 @@ def test_bad_settings(name: str, value: str) -> None:
 
 
 def test_settings(tmp_path: Path) -> None:
-    assert Settings.read({}) == Settings() and Settings().cpus >= 16 and Settings().loopback
+    assert Settings.read({}) == Settings() and Settings().logical_cpus >= 16 and Settings().loopback
+    assert Settings().cores == os.cpu_count()
+    given = Settings.read({"RAYPS_CPUS": "4"})
+    assert (given.logical_cpus, given.cores) == (4, None), "all of them may be reserved at once"
     found = Settings.read({"RAYPS_PORT": "1", "RAYPS_ALLOWED_HOSTS": "a, b", "RAYPS_STATE_DIR": str(tmp_path)}, port=2)
     assert (found.port, found.allowed_hosts) == (2, ("a", "b"))
     assert found.prepare().jobs_dir.stat().st_mode & 0o777 == 0o700

@@ -194,6 +194,39 @@ def test_address_and_token_come_from_the_environment(site: Site, monkeypatch: py
         Client().jobs()
 
 
+def test_a_token_is_read_from_the_file_after_an_at_sign(
+    site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RAYPS_URL", site.url)
+    tmp_path = tmp_path / "with a space"
+    tmp_path.mkdir()
+    (tmp_path / "mine").write_text(f"{site.token}\n")
+    monkeypatch.setenv("RAYPS_TOKEN", f"@{tmp_path / 'mine'}")
+    assert isinstance(Client().jobs(), list)
+    assert isinstance(Client(token=f"@{tmp_path / 'mine'}").jobs(), list)
+    monkeypatch.setenv("RAYPS_TOKEN", f"@{tmp_path / 'none'}")
+    with pytest.raises(ConfigError, match=f"RAYPS_TOKEN: the token's file {tmp_path / 'none'} cannot be read: No such"):
+        Client()
+    for text in (b"", b"two words", b"\xff\xfe"):
+        (tmp_path / "mine").write_bytes(text)
+        with pytest.raises(ConfigError, match=r"mine (should hold a token|cannot be read: it is not text)"):
+            Client(token=f"@{tmp_path / 'mine'}")
+
+
+def test_jobs_are_filtered_and_counted_by_the_service(client: Client) -> None:
+    for name in ("one", "two", "other"):
+        workload = "größe:Digits" if name != "other" else "digits:Digits"
+        client.submit(workload, working_dir=None, name=name, strategy="parameter_server:staleness=3")
+    assert [job.data["name"] for job in client.jobs(text="GRÖßE digits")] == ["two", "one"]
+    found = client.jobs(text="Größe:D one", limit=1)
+    assert [job.data["name"] for job in found] == ["one"]
+    found[0].stop().wait(60)
+    counts = client.count_jobs(text="größe parameter_server")
+    assert counts[Status.STOPPED] == 1 and counts[Status.QUEUED] == 1 and sum(counts.values()) == 2
+    assert [job.id for job in client.jobs(text="größe", status=Status.STOPPED)] == [found[0].id]
+    assert client.jobs(text="größe %") == [] and client.jobs(text="größe e_s") == [], "no letter stands for others"
+
+
 def test_the_client_loads_neither_torch_nor_ray() -> None:
     code = "import sys, rayps; rayps.Client('http://127.0.0.1:1', 'x'); print({'torch', 'ray'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

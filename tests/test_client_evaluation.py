@@ -27,7 +27,7 @@ import rayps
 from rayps.clients.workload_trainer import WorkloadTrainer
 from rayps.core.errors import ConfigError
 from rayps.core.metrics import Total
-from rayps.federated.client_evaluation import summed
+from rayps.federated.client_evaluation import cut_metrics, summed
 from rayps.strategies.catalogue import parse
 from rayps.tensors.flat import FlatModel
 
@@ -219,3 +219,12 @@ def test_metrics_are_limited_and_missing_ones_refused() -> None:
 def test_what_clients_cannot_evaluate_is_refused(strategy: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         parse(strategy)
+
+
+def test_a_metric_that_the_bound_cuts_is_named() -> None:
+    own = {"loss": Total(46.0, 20.0), "accuracy": Total(18.0, 20.0), "worst": Total(9.0, 0.0, "max")}
+    found = {f"client_{name}": Total(20.0, 20.0) for name in own}
+    text = cut_metrics(own, found, 1.0)
+    assert "from -1 to 1, which cuts client_loss (the job's own loss is 2.3): give a metric_bound" in text
+    assert "accuracy" not in text and "worst" not in text
+    assert cut_metrics(own, found, 2.5) == cut_metrics(own, {}, 1.0) == cut_metrics({}, found, 1.0) == ""

@@ -221,10 +221,10 @@ def test_keys_and_tokens_are_never_packed_and_are_named(
     assert "; the largest: patients.csv (60 kB), site.PARQUET (0.7 kB); to leave" in found.summary()
     note = found.data_note()
     assert packed.data_note() == "" and "sent to the service: patients.csv, site.PARQUET; " in note
-    note_packed(found, strategy="fedavg")
+    note_packed([found], strategy="fedavg")
     assert note not in capsys.readouterr().err
     for strategy in ("fedavg:clients=remote", [{"strategy": {"name": "fedavg", "clients": {"name": "remote"}}}]):
-        note_packed(found, strategy=strategy)
+        note_packed([found], strategy=strategy)
         assert note in capsys.readouterr().err
     assert pack_code(tmp_path / "other").left_out() == ""
 

@@ -18,9 +18,11 @@ from real_service import stop_running
 from service_process import ProcessPlace
 from service_site import Site
 
+from rayps.cli.jobs import short_reason
 from rayps.cli.main import main
 from rayps.core.code_archive import hash_of
 from rayps.core.errors import ConfigError, NotFound
+from rayps.core.job_environment import JobEnvironment
 from rayps.service.backup import backup
 from rayps.service.client import Client
 from rayps.service.code_files import pack_code
@@ -118,6 +120,37 @@ def test_submitting_names_what_was_packed_and_what_was_left_out(
     assert "a private key" not in caplog.text  # said once: the command prints it, so it is no warning
     for job in client.jobs(sweep="two"):
         drop(job)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--env", "FILE=@/not/there"], "env.FILE: the file /not/there of the service's machine is no readable"),
+        (["--env", "NOT_THERE_AT_ALL"], "env.NOT_THERE_AT_ALL: the service's environment has no NOT_THERE_AT_ALL"),
+        (["--env", "A=1", "--env", "A=2"], "--env A was given twice"),
+        (["--set", "params.nope=1"], "nope"),
+    ],
+)
+def test_a_refused_job_prints_the_refusal_alone(
+    site, client, home: Path, monkeypatch, capsys, more: list[str], says: str
+) -> None:
+    monkeypatch.setenv("RAYPS_URL", site.url)
+    monkeypatch.setenv("RAYPS_TOKEN", site.token)
+    monkeypatch.chdir(home)
+    (home / "job.yaml").write_text("workload: src/line.py:Line\n")
+    assert main(["submit", "job.yaml", *more]) == 2
+    said = capsys.readouterr().err
+    assert says in said and "packed" not in said
+    assert client.jobs() == []
+    for code in archives(site):
+        site.service.code.remove(code)
+
+
+def test_the_list_shows_the_sentence_of_a_variable_that_is_missing() -> None:
+    for env in ({"A": "@/not/there"}, {"A": None}):
+        with pytest.raises(ConfigError) as caught:
+            JobEnvironment(env=env).must_have({})
+        assert len(short_reason(caught.value.message)) > 40
 
 
 def test_code_that_was_deleted_between_upload_and_submission_is_sent_again(

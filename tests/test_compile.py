@@ -5,11 +5,13 @@ import shutil
 import pytest
 import torch
 from small_work import Small, distance, plain, train
+from torch import nn
 
 import rayps
 from rayps import AllReduce, FedAvg, LocalSGD, ParameterServer
 from rayps.core.errors import ConfigError, WorkloadError
 from rayps.workload.compile_model import compile_model
+from rayps.workload.model_part import WeightCheck
 
 CLOSE = 1e-9
 
@@ -59,6 +61,65 @@ def test_every_model_of_a_process_is_compiled():
         compile_model(model, {"backend": counting}, "cpu")
         model(x)
         assert len(graphs) == 1, f"model {number} of this process ran without being compiled"
+
+
+def _as_a_whole(model, options):
+    compile_model(model, options, "cpu")
+    return model
+
+
+class _Layer(nn.Linear):
+    def forward(self, x):
+        return super().forward(x)
+
+
+def _by_layer(model, options):
+    model[0] = _Layer(5, 7).double()  # torch does not compile the call of a layer of its own
+    model[0].compile(**options)
+    return model
+
+
+def _in_a_wrapper(model, options):
+    return torch.compile(model, **options)
+
+
+def _in_the_class(model, options):
+    class Compiled(nn.Sequential):
+        @torch.compile(**options)
+        def forward(self, x):
+            return super().forward(x)
+
+    return Compiled(*model)
+
+
+@pytest.mark.parametrize("compiled", [_as_a_whole, _by_layer, _in_a_wrapper, _in_the_class])
+def test_the_check_of_a_weight_compiles_nothing_and_stops_no_other_model(compiled):
+    """Workers may be threads of one process, in which another one's model runs compiled meanwhile."""
+    graphs = []
+
+    def counting(name):
+        def backend(graph, example):
+            graphs.append(name)
+            return graph.forward
+
+        return {"backend": backend}
+
+    work = Small(n=6)
+    (batch, *_) = work.data().batches(rank=0, size=1, seed=0, epoch=0)
+    other = _as_a_whole(Small().model(), counting("other"))
+    own = compiled(Small().model(), counting("own"))
+
+    def loss(model, batch):
+        other(batch.x)
+        return ((model(batch.x) - batch.y) ** 2).sum(), batch.size
+
+    work.loss = loss
+    WeightCheck(work, own).of(batch)
+    assert graphs and "own" not in graphs
+    own(batch.x)
+    assert graphs.count("own") == 1
+    if compiled is _in_the_class:
+        assert "forward" not in vars(own), "a method of the class is no attribute of the object"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the default backend needs g++")

@@ -183,6 +183,12 @@ def test_an_answer_that_is_not_read_is_closed(tmp_path: Path) -> None:
         site.close()
 
 
+def test_the_parts_of_an_answer_are_sent_at_once(hasty: Site) -> None:
+    """Else the body waits some 40 ms until the client has acknowledged the headers, in each answer."""
+    assert hasty.http.get("/healthz").is_success
+    assert hasty.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
 def test_of_two_hundred_streams_at_once_no_more_than_the_limit_are_open(tmp_path: Path) -> None:
     site = Site(tmp_path, limits=Limits(total=400, unknown=300, per_address=300))
     request = f"GET /api/v1/stream HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {site.token}\r\n\r\n".encode()

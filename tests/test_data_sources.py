@@ -3,6 +3,7 @@
 import gzip
 import json
 import pickle
+from inspect import signature
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import missing
+from rayps_client.parquet_rows import parquet as light_parquet
+from rayps_client.rows import tensors as light_tensors
 from small_work import train
 from torch import nn
 
@@ -305,7 +308,226 @@ def test_bad_paths(tmp_path):
     assert [Path(file).name for file in local_files("csv", tmp_path / "more", (".csv",)).list()] == ["y.csv"]
 
 
+# ------------------------------------------------------------------------------------------------ whole numbers
+
+EXACT = 2**24  # up to which float32 holds all whole numbers
+COLUMNS = {
+    **TABLES,
+    "parquet": lambda folder, **o: data.parquet(str(write_parquet(folder)), **o),
+    "light parquet": lambda folder, **o: light_parquet(write_parquet(folder), **o),
+    "memmap": lambda folder, **o: data.memmap(
+        table()["a"].to_numpy()[:, None], dtype=o.get("dtype", "float32"), shuffle=o["shuffle"]
+    ),
+}
+
+
+def write_parquet(folder):
+    pq.write_table(table(), folder / "rows.parquet", row_group_size=30)
+    return folder / "rows.parquet"
+
+
+def first_of_all_rows(source):
+    source.check()
+    return np.asarray(source.take(np.arange(source.rows())).x)[:, 0].astype(np.float64)
+
+
+@pytest.mark.parametrize("window", [64, 0.0001], ids=["held", "by row"])
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_whole_numbers_that_the_dtype_does_not_hold_are_refused(kind, window, tmp_path, monkeypatch):
+    plain = table()
+
+    def rows(value, of="int64", **more):
+        """Column a is whole, with `value` in row 70."""
+        a = np.arange(ROWS).astype(of)
+        a[70] = value
+        large = plain.set_column(1, "a", pa.array(a))
+        monkeypatch.setitem(globals(), "table", lambda: large)
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        return first_of_all_rows(
+            COLUMNS[kind](folder, features=["a", "b"], window_mb=window, shuffle=False, batch_size=7, **more)
+        )
+
+    for value, of, more in (
+        (EXACT + 1, "int64", {}),
+        (-EXACT - 1, "int64", {"on_invalid": "drop"}),
+        (EXACT + 1, "int32", {}),
+        (2**62 + 1, "uint64", {}),
+        (2**53 + 1, "int64", {"dtype": "float64"}),
+    ):
+        with pytest.raises(DataError, match=f"that {more.get('dtype', 'float32')} does not hold exactly") as said:
+            rows(value, of, **more)
+        assert said.value.data["row"] == 70 and said.value.data["column"] == ("x" if kind == "memmap" else "a")
+        assert f'dtype="{"float64" if abs(value) < 2**53 else "int64"}"' in str(said.value)
+    for value in (EXACT, -EXACT, 2**40):
+        assert rows(value)[70] == value
+    assert rows(EXACT + 1, dtype="float64")[70] == EXACT + 1
+
+
+def test_whole_numbers_in_lists_and_beside_nulls(tmp_path):
+    lists = pa.table({"x": [[1, 2], None, [3, EXACT + 3]]})
+    refused(lambda: data.arrow(lists, features="x", on_invalid="drop"), f"is {EXACT + 3} at index 1", "in row 2")
+    (tmp_path / "rows.jsonl").write_text(f'{{"x": [1, 2]}}\n{{"x": [{EXACT + 1}, 2]}}\n')
+    refused(lambda: data.json_lines(tmp_path / "rows.jsonl", features="x"), f"is {EXACT + 1} at index 0", "row 1 of")
+    codes = pa.table({"x": pa.array([1, EXACT + 1, None]).dictionary_encode()})
+    refused(lambda: data.arrow(codes, features="x"), f"'x' is {EXACT + 1}", "in row 1")
+    (tmp_path / "rows.csv").write_text(f"x,y\n1,2\n{EXACT}.5,2\n1e9,2\n")  # a number with a fraction is rounded
+    assert first_of_all_rows(data.csv(tmp_path / "rows.csv", features="x", shuffle=False))[2] == 1e9
+    refused(lambda: data.memmap(np.array([[300]]), dtype="uint8"), "x has 300 in row 0", "uint8 does not hold")
+
+
+def test_every_source_with_columns_is_among_them():
+    takes = {name for name in data.__all__ if "options" in signature(getattr(data, name)).parameters}
+    assert takes == {"arrow", "pandas", "polars", "csv", "json_lines", "huggingface", "ray"}, "add it to TABLES"
+
+
+# ------------------------------------------------------------------------------------------------ no rows, names twice
+
+
+def source_of(kind, rows, folder, monkeypatch, **options):
+    """Return the source of a kind with `rows` in place of `table()`."""
+    monkeypatch.setitem(globals(), "table", lambda: rows)
+    return COLUMNS[kind](folder, **{"features": ["a", "b"], "label": "y", "batch_size": 7, "shuffle": False} | options)
+
+
+# a table without rows has no batch, and `datasets` does not load a folder without rows
+@pytest.mark.parametrize("kind", sorted(COLUMNS.keys() - {"batch", "hugging face"}))
+def test_a_source_without_rows_says_so(kind, tmp_path, monkeypatch):
+    refused(lambda: source_of(kind, table().slice(0, 0), tmp_path, monkeypatch), "no rows", "nothing to train on")
+
+
+# a frame of polars, a data set and an object of JSON cannot have a name twice: those who make them refuse it
+ONE_NAME_EACH = {"polars", "dataset", "hugging face", "memmap", "json lines", "packed json lines"}
+
+
+@pytest.mark.parametrize("kind", sorted(COLUMNS.keys() - ONE_NAME_EACH))
+def test_a_column_that_occurs_twice_is_refused_where_it_is_used(kind, tmp_path, monkeypatch):
+    plain = table()
+    for name in ("a", "y"):
+        twice = plain.append_column(name, pa.array(np.ones(ROWS)))
+        (tmp_path / name).mkdir()
+        refused(
+            lambda twice=twice, name=name: source_of(kind, twice, tmp_path / name, monkeypatch),
+            f"column {name!r} occurs twice: rename it",
+        )
+    (tmp_path / "more").mkdir()
+    unused = plain.append_column("more", pa.array(np.ones(ROWS)))
+    found = first_of_all_rows(source_of(kind, unused, tmp_path / "more", monkeypatch))
+    assert np.array_equal(found.astype(np.float32), plain["a"].to_numpy())
+
+
+@pytest.mark.parametrize("kind", sorted(COLUMNS.keys() - {"memmap"}))
+def test_a_feature_that_is_named_twice_is_refused(kind, tmp_path, monkeypatch):
+    rows = table()
+    refused(
+        lambda: source_of(kind, rows, tmp_path, monkeypatch, features=["a", "b", "a"]),
+        "features has 'a' twice",
+        error=ConfigError,
+    )
+
+
+def test_a_key_that_occurs_twice_in_an_object_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("rayps.data.text_tables._BLOCK", 64)
+    file = tmp_path / "rows.jsonl"
+    for before in (0, 99):
+        file.write_text('{"a": 1}\n' * before + '{"a": 1, "a": 2}\n')
+        refused(lambda: data.json_lines(file, features="a"), "rows.jsonl: after row", "'a' occurs twice", "rename it")
+
+
+# ------------------------------------------------------------------------------------------------ byte order
+
+
+def test_arrays_of_the_other_byte_order_are_converted(tmp_path):
+    x, y = np.stack([table()["a"], table()["b"]], axis=1), np.arange(ROWS) % 10
+    other_x, other_y = x.astype(">f4"), y.astype(">i8")
+    law = data.tensors(x, y, batch_size=7, shuffle=False)
+    np.save(tmp_path / "x.npy", other_x)
+    raw = np.memmap(tmp_path / "x.raw", dtype=">f4", mode="w+", shape=x.shape)
+    raw[:] = x
+    options = {"batch_size": 7, "shuffle": False}
+    frame = package("pandas").DataFrame({"a": other_x[:, 0], "b": other_x[:, 1], "y": other_y})
+    light = light_tensors(other_x, other_y, **options)
+    assert light.x.dtype.isnative and np.array_equal(light.x, x) and np.array_equal(light.y, y)
+    for source in (
+        data.tensors(other_x, other_y, **options),
+        data.memmap(tmp_path / "x.npy", other_y, **options),
+        data.memmap(raw, other_y, **options),
+        data.memmap(other_x, other_y, dtype="float32", **options),
+        data.pandas(frame, features=["a", "b"], label="y", **options),
+    ):
+        same(source, law)
+    ids = np.arange(ROWS) % 5
+    given = data.tensors(x, y, client=ids.astype(">i4")).clients
+    assert given.digest == data.tensors(x, y, client=ids.astype("<i4")).clients.digest
+    pairs = list(zip(other_x, other_y, strict=True))
+    refused(lambda: data.dataset(pairs), "cannot be collated", "x.astype(x.dtype.newbyteorder")
+
+
 # ------------------------------------------------------------------------------------------------ CSV and JSON lines
+
+
+def test_files_without_rows_beside_files_with_rows(tmp_path, monkeypatch):
+    for name, text in (("rows", "a,y\n1.5,2\n"), ("header", "a,y\n"), ("cut", "a,y"), ("blank", "\n"), ("none", "")):
+        (tmp_path / f"{name}.csv").write_text(text)
+    rows, *others = (tmp_path / f"{name}.csv" for name in ("rows", "header", "cut", "blank", "none"))
+    (tmp_path / "rows.jsonl").write_text('{"a": 1.5, "y": 2}')
+    (tmp_path / "none.jsonl").write_text("\n")
+    sources = [data.csv(files, features="a", label="y") for file in others for files in ([file, rows], [rows, file])]
+    sources += [data.csv([*others, rows], features="a", label="y")]
+    sources += [data.json_lines([tmp_path / "none.jsonl", tmp_path / "rows.jsonl"], features="a", label="y")]
+    for source in sources:
+        source.check()
+        batch = source.take(np.arange(1))
+        assert source.rows() == 1 and batch.x.tolist() == [[1.5]] and batch.y.tolist() == [2]
+    for files in ([file] for file in others):
+        refused(lambda files=files: data.csv(files, features="a", label="y"), "no rows")
+    refused(lambda: data.csv(others, features="a", label="y"), "no rows")
+    refused(lambda: data.csv([rows, others[0]], features="a", names=["b", "c"]), "there is no column 'a'")
+
+
+TEXTS = {  # sources of text: how a row is written, and the source
+    "csv": ("größe,y,who\n", "{0},{1},{2}\n", data.csv),
+    "json lines": ("", '{{"größe": {0}, "y": {1}, "who": "{2}"}}\n', data.json_lines),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "latin-1", "cp1252", "utf-16", "utf-16-le", "utf-32"])
+@pytest.mark.parametrize("kind", TEXTS)
+def test_text_in_any_encoding_is_the_same_rows(kind, encoding, packed, tmp_path, monkeypatch):
+    monkeypatch.setattr("rayps.data.text_tables._BLOCK", 64)
+    header, row, call = TEXTS[kind]
+    names = ["Müller", "Groß", "Ångström"]
+    text = header + "".join(row.format(n / 4, n, names[n % 3]) for n in range(ROWS))
+    file = tmp_path / f"rows.{'csv' if kind == 'csv' else 'jsonl'}{'.gz' if packed else ''}"
+    file.write_bytes(gzip.compress(text.encode(encoding)) if packed else text.encode(encoding))
+    source = call(file, features="größe", label="y", client="who", encoding=encoding, shuffle=False, batch_size=7)
+    same(
+        source,
+        data.tensors(np.arange(ROWS, dtype=np.float32)[:, None] / 4, np.arange(ROWS), shuffle=False, batch_size=7),
+    )
+    assert source.clients.names == tuple(sorted(names, key=str.encode))
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_another_encoding_is_refused_with_the_byte(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr("rayps.data.text_tables._BLOCK", 64)
+    header, row, call = (part.replace("größe", "size") if isinstance(part, str) else part for part in TEXTS[kind])
+    text = header + "".join(row.format(n, n, "M") for n in range(60)) + row.format(60, 60, "Müller")
+    file, options = tmp_path / "rows", {"features": "size", "label": "y"}
+    file.write_bytes(text.encode("latin-1"))
+    line = text[: text.index("ü")].count("\n") + 1
+    refused(
+        lambda: call(file, **options),
+        f"line {line}: byte {text.index('ü')} is 0xfc, which is not utf-8",
+        "give the encoding of the file, e.g. encoding='latin-1'",
+    )
+    refused(lambda: call(file, encoding="ascii", **options), f"byte {text.index('ü')} is 0xfc", "encoding='utf-8'")
+    refused(lambda: call(file, encoding="utf-16", **options), "UTF-16", "encoding='utf-8'")
+    file.write_bytes(text.encode("utf-16"))
+    refused(lambda: call(file, **options), "line 1: byte 0 is 0xff", "encoding='utf-16'")
+    for encoding in ("latin-15x", "hex", None):
+        refused(lambda encoding=encoding: call(file, encoding=encoding, **options), "encoding", error=ConfigError)
 
 
 def test_numbers_that_become_fractions_after_the_first_block(tmp_path, monkeypatch):
@@ -332,10 +554,8 @@ def test_bad_csv(tmp_path, monkeypatch):
     refused(lambda: data.csv(file, features="b"), "there is no column 'b'")
     refused(lambda: data.csv(file, features="a", types={"a": "number"}), "name of an Arrow type", error=ConfigError)
     refused(lambda: data.csv(file, features="a", delimiter="::"), "delimiter", error=ConfigError)
-    file.write_text("")
-    refused(lambda: data.csv(file, features="a"), "rows.csv", "cannot be read")
     file.write_text("a,y\n")
-    refused(lambda: data.csv(file, features="a"), "no rows")
+    refused(lambda: data.csv(file, features="b", label="y"), "there is no column 'b'")
     file.write_text("a,y\n1,2\n1\n")
     refused(lambda: data.csv(file, features="a"), "rows.csv", "cannot be read")
     file.write_text("1;2\n3;4\n")

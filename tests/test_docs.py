@@ -114,6 +114,8 @@ def small(tmp_path_factory):
         pq.write_table(pq.read_table(source).slice(0, ROWS), examples / "data" / source.name)
     (examples / "data" / "hamlet.txt").write_text((ROOT / "examples/data/hamlet.txt").read_text()[:4000])
     shutil.copy(examples / "data" / "digits.parquet", path)
+    (examples / "config.py").write_text("LR = 0.1\nSTARTED = False\n")  # the modules of docs/code.md
+    (examples / "model.py").write_text("import config\n\n\ndef rate():\n    return config.LR\n")
     return path
 
 

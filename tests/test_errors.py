@@ -1,5 +1,6 @@
 import ast
 import copy
+import linecache
 import pickle
 from pathlib import Path
 
@@ -71,3 +72,28 @@ def test_what_is_raised_is_of_the_tree_and_says_something(path):
         if isinstance(node, ast.Call) and getattr(called, "id", getattr(called, "attr", "")) in names and node.args:
             text = ast.unparse(node.args[0])
             assert text.count("\\n") <= 2, f"{path.name}:{node.lineno}"
+
+
+CELL = """
+import rayps
+
+def search():
+    return rayps.run(print, workers=0)
+
+search()
+"""
+
+
+def test_a_notebook_shows_the_message_and_the_users_line():
+    """IPython calls `_render_traceback_` of an exception that has it, instead of formatting some fifty frames."""
+    name = "<ipython-input-3-d11>"
+    linecache.cache[name] = (len(CELL), None, CELL.splitlines(keepends=True), name)
+    with pytest.raises(ConfigError) as caught:
+        exec(compile(CELL, name, "exec"), {"__name__": "__main__"})
+    assert caught.value._render_traceback_() == [
+        "ConfigError: workers is 0: give a whole number of at least 1",
+        "  at line 5: return rayps.run(print, workers=0)",
+        "  (traceback.print_last() prints the whole traceback)",
+    ]
+    longer = ConfigError("one\ntwo\nthree")  # never raised: there is no line
+    assert longer._render_traceback_()[:-1] == ["ConfigError: one", "two", "three"]

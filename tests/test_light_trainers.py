@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -577,3 +579,44 @@ print(trainer.samples, trainer.layout()[0][0], work.optimizer(list(work.model().
         timeout=120,
     )
     assert (run.returncode, run.stdout, run.stderr) == (0, "23 w 0.2\n", "")
+
+
+class Whole(Plain):
+    """Rows of which each epoch leaves out a smaller last batch."""
+
+    def data(self):
+        return rayps.data.tensors(X, Y, batch_size=8, drop_last=True)
+
+
+class Last(Normed):
+    """Rows of which the last batch has one row."""
+
+    options: Mapping[str, Any] = MappingProxyType({})
+
+    def data(self):
+        return rayps.data.tensors(X[:17], Y[:17], **{"batch_size": 8} | self.options)
+
+
+@pytest.mark.parametrize("strategy", ["fedavg:local_epochs=2", "fedavg:local_steps=5", "fedavg:batch_size=7"])
+def test_a_smaller_last_batch_is_left_out_by_light_and_whole_trainers(strategy: str) -> None:
+    assert_twins(Whole(), strategy)
+    trainer = WorkloadTrainer(Whole(), Whole().data())
+    expected = {"fedavg:local_epochs=2": 32, "fedavg:local_steps=5": 40, "fedavg:batch_size=7": 21}[strategy]
+    assert trainer.train(task(strategy, Whole(), 0, {})).samples == expected
+
+
+@pytest.mark.parametrize("make", [WorkloadTrainer, torch_trainer], ids=["whole", "light"])
+def test_a_client_whose_last_batch_has_one_row_says_so_before_it_joins(make: Any) -> None:
+    words = r"the client has 17 rows, of which the last batch of 8 has one row, and a BatchNorm layer(.|\n)*drop_last"
+    trainer = make(Last(), Last().data())
+    assert re.match(words, trainer.try_out())
+    trainer.train(task("fedavg:batch_size=0", Last(), 0, {}))  # a job may have another batch size
+    with pytest.raises(WorkloadError, match=r"the batch has one row(.|\n)*drop_last"):
+        trainer.train(task("fedavg:local_epochs=1", Last(), 0, {}))
+    for options in ({"drop_last": True}, {"batch_size": 9}):
+        other = Last()
+        other.options = options
+        assert make(other, other.data()).try_out() is None
+    few = rayps.data.tensors(X[:7], Y[:7], batch_size=8, drop_last=True)
+    with pytest.raises(DataError, match="the client has 7 rows, fewer than batch_size=8, and drop_last is True"):
+        make(Plain(), few).try_out()

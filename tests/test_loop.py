@@ -32,11 +32,11 @@ def loop(work, strategy, epochs=2, seed=0, change=lambda model: None, schedule=N
         for epoch in range(epochs):
             for batch in work.data().batches(rank=world.rank, size=world.size, seed=0, epoch=epoch):
                 optimizer.zero_grad()
+                optimizer.samples = batch.size
                 if batch.size:
                     loss = ((model(batch.x) - batch.y) ** 2).mean()
                     loss.backward()
                     losses.append((loss.item(), batch.size))
-                optimizer.samples = batch.size
                 optimizer.step()
             if later is not None:
                 later.step()

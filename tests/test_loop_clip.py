@@ -1,16 +1,19 @@
 """The law of clipping in a loop of one's own: `optimizer.clip_grad_norm_` clips what plain torch would."""
 
+import contextlib
 import math
 
 import pytest
 import torch
 from test_loop import EXACT, Fixed, run
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import rayps
 from rayps import AllReduce, Hybrid, ParameterServer
-from rayps.core.errors import ConfigError
-from rayps.core.topology import servers_of
+from rayps.core.errors import ConfigError, WorkloadError
+from rayps.core.topology import compression_in, servers_of
+from rayps.runtime.own_loop.mean_gradient import MeanGradient
 
 MOST = 0.3
 RINGS = [AllReduce(), Hybrid()]
@@ -20,6 +23,11 @@ SERVERS = [
     ParameterServer(shards=2, replicas=0),
     ParameterServer(shards=2, replicas=1),
 ]
+
+
+def near(strategy):
+    """Codecs send float32."""
+    return EXACT if compression_in(strategy) is None else 1e-6
 
 
 def batches(work, world, epochs=2):
@@ -153,53 +161,193 @@ def test_a_step_may_be_left_out_after_a_look_at_the_norm(strategy):
         assert (found - expected).abs().max() < 1e-6  # clipped twice it is shorter by torch's 1e-6
 
 
-def in_place(model, optimizer):
-    nn.utils.clip_grad_norm_(model.parameters(), MOST)
+def torchs_clip(params):
+    nn.utils.clip_grad_norm_(params, MOST)
 
 
-def halved(model, optimizer):
-    for p in model.parameters():
+def by_value(params):
+    nn.utils.clip_grad_value_(params, 0.01)
+
+
+def another_tensor(params):
+    for p in params:
         p.grad = p.grad * 0.5
 
 
-def one_element(model, optimizer):
-    model[2].bias.grad[0] += 1.0
+def one_element(params):
+    params[-1].grad[0] += 1.0
 
 
-def after_clipping(model, optimizer):
-    optimizer.clip_grad_norm_(MOST)
-    model[0].weight.grad.mul_(0.5)
+def without_a_version(params):
+    for p in params:
+        p.grad.data.mul_(0.5)
 
 
-@pytest.mark.parametrize("change", [in_place, halved, one_element, after_clipping])
-@pytest.mark.parametrize("strategy", [RINGS[0], SERVERS[1], SERVERS[2]], ids=str)
-def test_a_gradient_that_was_changed_is_an_error_that_names_the_way_out(strategy, change):
-    work = Fixed(n=36, batch=3)
+def by_numpy(params):
+    for p in params:
+        p.grad.numpy()[...] *= 2.0
+
+
+def removed(params):
+    params[0].grad = None
+
+
+@pytest.mark.parametrize(
+    "change", [torchs_clip, by_value, another_tensor, one_element, without_a_version, by_numpy, removed]
+)
+@pytest.mark.parametrize("strategy", [*RINGS, AllReduce(bucket_mb=0), *SERVERS[1:3]], ids=str)
+def test_what_a_loop_does_with_the_gradient_it_does_with_the_mean_or_the_push(strategy, change):
+    work = Fixed(n=36, batch=3, optimizer="momentum")
 
     def body(world, model, optimizer):
         for batch in batches(work, world):
             optimizer.zero_grad()
             backward(model, batch)
-            change(model, optimizer)
+            change(list(model.parameters()))
             optimizer.step()
 
-    with pytest.raises(ConfigError, match=r"optimizer\.clip_grad_norm_\(max_norm\)") as caught:
-        run(loop(work, strategy, body))
-    assert "parameter" in caught.value.data
+    each = servers_of(strategy) is not None
+    model = work.model()
+    params = list(model.parameters())
+    optimizer = work.optimizer(params)
+    dealt = [[b for e in range(2) for b in work.data().batches(rank=r, size=2, seed=0, epoch=e)] for r in range(2)]
+    for parts in zip(*dealt, strict=True):
+        grads = []
+        for batch in parts:
+            optimizer.zero_grad()
+            backward(model, batch)
+            if each:
+                change(params)
+            grads.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in params])
+        for p, *found in zip(params, *grads, strict=True):
+            p.grad = sum(found) / 2
+        if not each:
+            change(params)
+        optimizer.step()
+    for found, _ in run(loop(work, strategy, body)):
+        assert (found - torch.cat([p.detach().reshape(-1) for p in params])).abs().max() < EXACT
 
 
-def test_a_backward_after_clipping_is_an_error():
+@pytest.mark.parametrize("strategy", [*RINGS, AllReduce(compression="top_k:1.0"), *SERVERS[1:3]], ids=str)
+def test_a_backward_after_clipping_or_after_a_step_adds_to_the_gradient(strategy):
     work = Fixed(n=36, batch=3)
 
     def body(world, model, optimizer):
         for batch in batches(work, world):
             backward(model, batch)
-            optimizer.clip_grad_norm_(MOST)
+            for p in model.parameters():
+                p.grad *= 0.5
             backward(model, batch)
             optimizer.step()
 
-    with pytest.raises(ConfigError, match="after the last backward"):
-        run(loop(work, AllReduce(), body))
+    model, data = work.model(), work.data()
+    optimizer = work.optimizer(list(model.parameters()))
+    dealt = [[b for e in range(2) for b in data.batches(rank=r, size=2, seed=0, epoch=e)] for r in range(2)]
+    for parts in zip(*dealt, strict=True):
+        for _ in range(2):
+            for batch in parts:
+                (((model(batch.x) - batch.y) ** 2).mean() / 2).backward()
+            if _ == 0:
+                for p in model.parameters():
+                    p.grad *= 0.5
+        optimizer.step()
+    for found, _ in run(loop(work, strategy, body)):
+        assert (found - torch.cat([p.detach().reshape(-1) for p in model.parameters()])).abs().max() < near(strategy)
+
+
+def test_samples_that_change_after_backward_are_an_error():
+    def body(world, model, optimizer):
+        backward(model, next(iter(batches(Fixed(), world))))
+        optimizer.samples = 7
+        optimizer.step()
+
+    with pytest.raises(ConfigError, match="set samples before the last backward"):
+        run(loop(Fixed(), AllReduce(), body))
+
+
+def test_unequal_numbers_of_backwards_are_an_error():
+    def body(world, model, optimizer):
+        for batch in batches(Fixed(), world):
+            for _ in range(1 + world.rank):
+                backward(model, batch)
+            optimizer.step()
+
+    with pytest.raises(WorkloadError, match=r"backward unequally often.*\n.*no_sync"):
+        run(loop(Fixed(), AllReduce(), body))
+
+
+@pytest.mark.parametrize(
+    "strategy", [AllReduce(bucket_mb=0.0001), AllReduce(), AllReduce(compression="top_k:1.0")], ids=str
+)
+def test_nested_backwards_end_together(strategy, monkeypatch):
+    """A segment that `checkpoint` computes again runs a backward of its own inside of the loop's; there is one mean."""
+    average, means = MeanGradient.average, []
+
+    def counted(self, samples):
+        means.append(self)
+        average(self, samples)
+
+    monkeypatch.setattr(MeanGradient, "average", counted)
+
+    def loss(model, batch):
+        def inner(x):
+            return checkpoint(model[1], model[0](x), use_reentrant=True)
+
+        x = checkpoint(inner, batch.x.requires_grad_(), use_reentrant=True)
+        return ((checkpoint(model[2], x, use_reentrant=True) - batch.y) ** 2).mean()
+
+    def body(world, model, optimizer):
+        norms = []
+        for batch in batches(Fixed(n=36, batch=3), world):
+            optimizer.zero_grad()
+            loss(model, batch).backward()
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), MOST).item())
+            optimizer.step()
+        return norms
+
+    expected, norms = law(Fixed(n=36, batch=3), 2)
+    for rank, (found, told) in enumerate(run(loop(Fixed(n=36, batch=3), strategy, body))):
+        assert told == pytest.approx([each[rank] for each in norms], abs=near(strategy))
+        assert (found - expected).abs().max() < near(strategy)
+    assert len(means) == 2 * len(norms)
+
+
+def test_a_backward_that_has_failed_cannot_be_repeated():
+    """A part of its gradient is under way to the other workers."""
+
+    def body(world, model, optimizer):
+        def fail(grad):
+            raise KeyError("a mistake")
+
+        for step, batch in enumerate(batches(Fixed(), world)):
+            hidden = model[1](model[0](batch.x))
+            if step == 1:
+                hidden.register_hook(fail)
+            with contextlib.suppress(KeyError):
+                (model[2](hidden) - batch.y).square().mean().backward()
+            optimizer.zero_grad()
+
+    with pytest.raises(WorkloadError, match=r"a backward has ended with an error.*no_sync"):
+        run(loop(Fixed(), AllReduce(), body))
+
+
+def test_the_error_of_another_rank_arrives_from_backward_as_it_is():
+    seen = []
+
+    def body(world, model, optimizer):
+        for step, batch in enumerate(batches(Fixed(n=36, batch=3), world)):
+            if step == 2 and world.rank:
+                raise KeyError("a mistake")
+            try:
+                backward(model, batch)
+            except BaseException as error:
+                seen.append(type(error).__name__)
+                raise
+            optimizer.step()
+
+    with pytest.raises(WorkloadError, match="a mistake"):
+        run(loop(Fixed(n=36, batch=3), AllReduce(), body))
+    assert seen in (["PeerLost"], [])  # the loop's function is a copy, whose list is another one
 
 
 def test_gradients_that_no_backward_made_and_zeroed_ones_are_taken():

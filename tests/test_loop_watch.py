@@ -1,7 +1,11 @@
 """What a loop of one's own prints is shown by rank on the caller's stderr, and a death in it names rank and step."""
 
 import contextlib
+import functools
+import importlib
+import inspect
 import os
+import re
 import sys
 import threading
 import time
@@ -10,12 +14,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from process_cluster import ProcessCluster
+from small_work import GATES
 from torch import nn
 
 import rayps
-from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ActorDied, WorkloadError
+from rayps.cli.run import run as run_command
+from rayps.cluster.local import LocalCluster, until
+from rayps.core.errors import ActorDied, PeerTimeout, WorkloadError
+from rayps.runtime.own_loop.activity import activity_of
 from rayps.runtime.own_loop.watch import LoopWatch
+from rayps.strategies.job import LOOP_TIMEOUT
 
 
 @pytest.fixture
@@ -113,6 +121,25 @@ def test_workers_that_take_unequal_numbers_of_steps_are_named(strategy, early):
     assert caught.value.data == {"rank": early, "steps": 2}
 
 
+@pytest.mark.parametrize("strategy", ["all_reduce", "all_reduce:compression=int8"])
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_worker_that_calls_backward_once_more_in_its_last_step_is_named(strategy, more):
+    def train_fn():
+        rank, model = rayps.world().rank, nn.Linear(3, 1)
+        model, optimizer = rayps.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+        for step in range(2):
+            optimizer.zero_grad()
+            for _ in range(2 if rank == more and step == 1 else 1):
+                model(torch.ones(2, 3)).mean().backward()
+            optimizer.step()
+
+    says = (
+        rf"returned on worker-{1 - more} after 2 .*worker-{more} had called backward in its step 2.*\n.*equally often"
+    )
+    with pytest.raises(WorkloadError, match=says):
+        rayps.run(train_fn, workers=2, cluster=LocalCluster(), timeout=15.0)
+
+
 def test_a_death_names_the_worker_and_the_way_out(processes):
     def train_fn():
         if rayps.world().rank == 1:
@@ -182,3 +209,77 @@ def test_a_death_between_two_lines_names_the_steps(processes):
     with pytest.raises(ActorDied, match=r"worker-0 of the run died after 3 optimizer steps") as caught:
         rayps.run(train_fn, workers=1, cluster=processes)
     assert caught.value.data["steps"] == 3
+
+
+# ---- a worker that does something else while the others wait
+
+
+def validate():
+    importlib.import_module("small_work").GATES["validates"].wait()
+
+
+def wrapped_loop(steps=3, *, more=1):
+    """A loop in which rank 0 validates after its steps, and rank 1 takes `more` steps, or returns."""
+    here = rayps.world()
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rayps.wrap(model, optimizer)
+    for step in range(steps + more):
+        if here.rank == 0 and step == steps:
+            validate()
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    if here.rank == 0 and not more:
+        validate()
+
+
+@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_timeout_says_what_the_other_worker_is_doing(tmp_path, saves, more):
+    GATES["validates"] = threading.Event()
+    options = {"checkpoint": tmp_path, "max_failures": 0} if saves else {}
+    try:
+        with pytest.raises(PeerTimeout) as raised:
+            loop = functools.partial(wrapped_loop, more=more)
+            rayps.run(loop, workers=2, cluster=LocalCluster(), timeout=3.0, progress=False, **options)
+    finally:
+        GATES.pop("validates").set()
+    line = validate.__code__.co_firstlineno + 1
+    first, second, third = str(raised.value).splitlines()
+    assert "rank 0 did not take part within 3 s" in first
+    found = re.fullmatch(r"worker-0 is in validate\(\) at (.*):(\d+), (\d+) s after its optimizer step 3", second)
+    assert found[1].endswith("test_loop_watch.py")
+    assert int(found[2]) == line
+    assert "raise timeout" in third
+
+
+def test_a_worker_that_waits_in_rayps_is_not_blamed():
+    gate, seen = threading.Event(), []
+
+    def here():
+        gate.wait()
+
+    thread = threading.Thread(target=here)
+    thread.start()
+    seen.append(activity_of(thread.ident, 2.0))
+    gate.set()
+    thread.join()
+    assert (seen[0].where.partition("() at ")[0], seen[0].waits, seen[0].seconds) == ("here", False, 2.0)
+    assert activity_of(thread.ident, 2.0) is None
+    assert activity_of(None, 2.0) is None
+    lock = threading.Condition()
+    with lock:
+        user = threading.Thread(target=lambda: until(lambda: gate.wait(0.01) and lock.acquire(False), 30.0))
+        gate.clear()
+        user.start()
+        found = activity_of(user.ident, 1.0)
+        while not found.waits:
+            found = activity_of(user.ident, 1.0)
+        gate.set()
+    user.join()
+
+
+def test_the_default_patience_is_ten_minutes_in_every_way_to_start_a_loop():
+    assert inspect.signature(rayps.run).parameters["timeout"].default == LOOP_TIMEOUT == 600.0
+    assert inspect.signature(run_command).parameters["timeout"].default == LOOP_TIMEOUT

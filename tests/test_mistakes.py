@@ -101,6 +101,32 @@ class SeveralLosses(Base):
         return mean, -mean
 
 
+class LiveMetric(Base):
+    def loss(self, model, batch):
+        scores = model(batch.x)
+        return F.cross_entropy(scores, batch.y), scores.abs().mean()
+
+
+class CallsBackward(Base):
+    def loss(self, model, batch):
+        mean = super().loss(model, batch).square()
+        mean.backward()
+        return mean
+
+
+class HalfInLoss(Base):
+    def loss(self, model, batch):
+        return F.cross_entropy(model.half()(batch.x.half()).float(), batch.y)
+
+    def evaluate(self, model, batch):
+        return {"accuracy": (model(batch.x).argmax(1) == batch.y).float().mean()}
+
+
+class HalfInEvaluate(Base):
+    def evaluate(self, model, batch):
+        return {"accuracy": (model.half()(batch.x.half()).argmax(1) == batch.y).float().mean()}
+
+
 class LossesByName(Base):
     def loss(self, model, batch):
         mean = super().loss(model, batch)
@@ -140,6 +166,11 @@ class Evaluate(Base):
 class Empty(Base):
     def data(self):
         return rayps.data.tensors(torch.zeros(0, 4), torch.zeros(0, dtype=torch.long), batch_size=4)
+
+
+class UnequalLengths(Base):
+    def data(self):
+        return rayps.data.tensors(torch.zeros(2, 4), torch.zeros(5, dtype=torch.long), batch_size=4)
 
 
 class Short(torch.utils.data.Dataset):
@@ -186,6 +217,10 @@ MISTAKES = [
     (Detached, WorkloadError, ["without a gradient", "without detach()"]),
     (Unreduced, WorkloadError, ["return one number", "the mean over the batch"]),
     (SeveralLosses, WorkloadError, ["the weight of a pair", "a rayps.wrap(model, optimizer) for each pair"]),
+    (LiveMetric, WorkloadError, ["the weight of a pair", '{"loss": ..., "mae": ...}']),
+    (CallsBackward, WorkloadError, ["loss()", "rayps itself calls backward", "call no backward() in loss()"]),
+    (HalfInLoss, WorkloadError, ["loss(model, batch) has converted the parameter 'weight' from float32 to float16"]),
+    (HalfInEvaluate, WorkloadError, ["evaluate(model, batch) has converted the parameter 'weight'", "precision"]),
     (LossesByName, WorkloadError, ["'generator', 'discriminator'", "a rayps.wrap(model, optimizer) for each pair"]),
     (ThreeLosses, WorkloadError, ["returned list", "examples/gan.py"]),
     (SeveralOptimizers, WorkloadError, ["returned list", "rayps.run(train_fn)"]),
@@ -194,6 +229,7 @@ MISTAKES = [
     (NothingToTrain, WorkloadError, ["no parameter that requires a gradient"]),
     (Evaluate, WorkloadError, ["evaluate()", "'Batch' object has no attribute 'z'"]),
     (Empty, DataError, ["x has no rows"]),
+    (UnequalLengths, DataError, ["x has 2 rows, y has 5: give the same number"]),
     (Lies, DataError, ["of 600 cannot be read", "__len__"]),
     (Lazy, WorkloadError, ["'0.weight' has no shape yet", "call the model once on an example in model()"]),
     (Huge, WorkloadError, ["ran out of memory", "divide it among several"]),

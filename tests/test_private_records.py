@@ -6,6 +6,7 @@ with every released sum replaced by one fixed value. All files must then be equa
 
 import json
 import shutil
+import threading
 from dataclasses import fields
 
 import numpy as np
@@ -35,6 +36,7 @@ from rayps.runtime.journal import Journal
 from rayps.strategies.catalogue import CATALOGUE, parse, wire
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint
+from rayps.worker import private_rows
 from rayps.worker.private_gradients import NoisedSums
 
 CLIENTS, ROUNDS = 40, 4
@@ -275,10 +277,17 @@ class Draws:
         patch.setattr(Aggregate, "combine", fixed)
 
     def _fix_sums_of_rows(self, patch):
-        part, seeds = NoisedSums.part, self.seeds
+        part, seeds, seed_torch = NoisedSums.part, self.seeds, private_rows.seed_torch
+        worker = threading.local()  # torch's generator is the process's, and another worker's thread may seed it, too
+
+        def seed(value):
+            worker.seed = value
+            seed_torch(value)
+
+        patch.setattr(private_rows, "seed_torch", seed)
 
         def fixed(self, batch):
-            seeds.add(torch.initial_seed())
+            seeds.add(getattr(worker, "seed", torch.initial_seed()))
             total = part(self, batch)
             return total.copy_(torch.linspace(-3, 5, len(total)))
 

@@ -21,7 +21,6 @@ from rayps.data.single_rows import stacks_of
 from rayps.privacy.ledger import ReleaseLedger
 from rayps.privacy.mechanism import Mechanism
 from rayps.privacy.noise import KeyedNoise, SecretNoise
-from rayps.runtime.check_private_rows import groups_for
 from rayps.worker.private_rows import RowDraws
 from rayps.workload.clipped_sum import ClippedSum
 from rayps.workload.model_part import Whole
@@ -297,7 +296,7 @@ class Compiled(Secret):
 @pytest.mark.parametrize(
     ("work", "message"),
     [
-        (Normed(), r"layer '1' is a BatchNorm1d.*torch.nn.GroupNorm\(24, 48\)"),
+        (Normed(), r"layer '1' is a BatchNorm1d.*torch.nn.LayerNorm\(48\) for features"),
         (Small(), r"define evaluation_data\(\) with rows that are public"),
         (Loaded(), "loaded_by"),
         (Clipped(), "set clip_norm to None"),
@@ -350,11 +349,6 @@ def test_elastic_workers_dry_runs_and_unprotected_phases_are_refused():
         train(Secret(), private, dry_run=True)
     with pytest.raises(ConfigError, match="Give each phase the option privacy"):
         train(Secret(), [(1, private), rayps.AllReduce()])
-
-
-@pytest.mark.parametrize(("channels", "groups"), [(1, 1), (6, 6), (48, 24), (64, 32), (37, 1), (100, 25)])
-def test_the_offered_group_norm_divides_the_channels(channels, groups):
-    assert groups_for(channels) == groups and nn.GroupNorm(groups, channels)
 
 
 # ---- epsilon, the budget, the ledger

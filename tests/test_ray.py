@@ -152,9 +152,9 @@ def test_a_loop_of_ones_own_equals_one_process(ray_cluster):
             for epoch in range(2):
                 for batch in work.data().batches(rank=world.rank, size=world.size, seed=0, epoch=epoch):
                     optimizer.zero_grad()
+                    optimizer.samples = batch.size
                     if batch.size:
                         ((model(batch.x) - batch.y) ** 2).mean().backward()
-                    optimizer.samples = batch.size
                     optimizer.step()
             found.append(vector(model))
         return found

@@ -369,7 +369,7 @@ def test_a_step_that_is_not_finite_says_who_and_where():
             return super().loss(model, batch) * float("nan")
 
     with pytest.raises(TrainingError, match="the loss became nan on worker-1 at round 0"):
-        train(Bad(), AllReduce(replica=Pipeline(stages=2)), workers=2)
+        train(Bad(n=32), AllReduce(replica=Pipeline(stages=2)), workers=2)
 
 
 def test_a_mistake_of_the_users_on_one_stage_is_what_is_said():

@@ -19,6 +19,7 @@ import pytest
 from rayps.cluster.notices import Notice
 from rayps.cluster.warm import WarmState
 from rayps.core.errors import ClusterError, ConfigError
+from rayps.core.job_environment import JobEnvironment
 from rayps.core.job_status import Status, may_move
 from rayps.service import drivers, processes
 from rayps.service.liveness import MOST_STEP, QuietTime, QuietTimes
@@ -556,13 +557,42 @@ def test_a_job_from_queue_to_result(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     serve(tmp_path, body)
 
 
+def test_a_default_service_starts_no_more_workers_at_once_than_it_has_cores(tmp_path: Path) -> None:
+    async def body(store: Store, _: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
+        scheduler = Scheduler(store, place, tmp_path / "jobs", view_seconds=0.3, cores=2)  # type: ignore[arg-type]
+        large, *small = [await add(store, workers=workers) for workers in (4, 1, 1, 1)]
+        started = []
+        for ending in (large, small[0], None):
+            await scheduler.tick()
+            started.append([job.id for job in await store.unfinished() if job.status is S.STARTING])
+            if ending is not None:
+                write(tmp_path, ending, "outcome.json", END)
+                cluster.actors.pop(f"driver-{ending}", None)
+                await scheduler.tick()
+        assert started == [[large], small[:2], small[1:]]
+
+    serve(tmp_path, body)
+
+
+def test_a_branch_runs_beside_its_source_whatever_the_cores(tmp_path: Path) -> None:
+    async def body(store: Store, _: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
+        scheduler = Scheduler(store, place, tmp_path / "jobs", view_seconds=0.3, cores=2)  # type: ignore[arg-type]
+        source = await add(store, workers=2)
+        branch = await add(store, workers=2, branch=source)
+        await add(store, workers=1)
+        await scheduler.tick()
+        assert [job.id for job in await store.unfinished() if job.status is S.STARTING] == [source, branch]
+
+    serve(tmp_path, body)
+
+
 def test_warm_processes_are_seen_and_not_for_jobs_with_requirements(tmp_path: Path) -> None:
     async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
         await add(store)
         await scheduler.tick()
         assert scheduler.view.warm is None and cluster.warm == [True]
         keeps = Scheduler(store, place, tmp_path / "jobs", view_seconds=0.3, warm=2)
-        await add(store, requirements=("einops==0.8.0",))
+        await add(store, environment=JobEnvironment(["einops==0.8.0"]))
         await keeps.tick()
         assert keeps.view.warm == WarmState(2, 1, 0, 1000) and cluster.warm == [True, False]
 
@@ -611,9 +641,13 @@ def test_stop_reaches_the_driver(tmp_path: Path) -> None:
         await scheduler.tick()
         await scheduler.tick()
         assert (await store.get(job)).status is S.STOPPING and cluster.spawned[0].calls == ["stop"]
-        write(tmp_path, job, "outcome.json", {"status": "STOPPED", "message": "stopped at round 7"})
+        evaluated = {"status": "RUNNING", "time": time.time() + 1, "metrics": {"accuracy": 0.8}}
+        write(tmp_path, job, "progress.json", evaluated)
+        told = {"status": "STOPPED", "message": "stopped at round 7", "metrics": {}}
+        write(tmp_path, job, "outcome.json", told)
         await scheduler.tick()
-        assert (await store.get(job)).status is S.STOPPED
+        found = await store.get(job)
+        assert found.status is S.STOPPED and found.metrics == {"accuracy": 0.8}, "the last ones"
 
     serve(tmp_path, body)
 

@@ -281,7 +281,7 @@ class Works(Own):
         self.kind, self.goes_on, self.begun = kind, gate, threading.Event()
 
     def loss(self, model: Any, batch: Any) -> Any:
-        if self.calls:
+        if self.calls >= self.tries:
             self._wait("training")
         return super().loss(model, batch)
 

@@ -1,5 +1,6 @@
 """`shard="parameters"`: the parameters of plain training, from shards that no process ever joins."""
 
+import re
 from itertools import pairwise
 
 import pytest
@@ -273,3 +274,60 @@ def test_workers_on_threads_and_refused_fields_end_the_job_with_the_way_out():
         job(LocalCluster(), Words(), workers=2, steps=2, timeout=30)
     with pytest.raises(ConfigError, match="set compile to False"):
         job(LocalCluster(), Words(compile="eager"), workers=2, steps=2)
+
+
+# ------------------------------------------------------------------------------------------------ weights in a loss
+
+
+class Reading(Words):
+    """A loss or a metric that reads a weight outside of its module's forward."""
+
+    form = ""
+
+    def loss(self, model, batch):
+        found = super().loss(model, batch)
+        if self.form == "penalty":
+            return found + 0.1 * model.last.weight.square().sum()
+        if self.form == "dict":
+            return {"loss": found, "norm": model.last.weight.detach().norm()}
+        if self.form == "call":
+            return found + nn.functional.linear(batch.y.new_ones(2, 7), model.last.weight).square().mean()
+        if self.form == "evaluation" and not model.training:
+            return found + model.last.weight.square().sum()
+        return found
+
+    def evaluate(self, model, batch):
+        return {"norm": model.last.weight.norm()} if self.form == "metric" else super().evaluate(model, batch)
+
+
+READ = {
+    "penalty": r"loss\(model, batch\) read 'last.weight' outside of its module's forward:\n",
+    "dict": r"loss\(model, batch\) read a parameter outside of its module's forward:\n",
+    "call": r"\(.*test_sharded_parameters.py:\d+\)\na parameter was read outside of its module's forward: ",
+    "evaluation": r"loss\(model, batch\) read a parameter outside",
+    "metric": r"evaluate\(model, batch\) for 'norm' read a parameter outside",
+}
+
+
+def refusals(*place):
+    found = {}
+    for number, form in enumerate(READ, 1):
+        rank, size, addresses, listener = place
+        loop, peers = loop_on(rank, size, addresses, listener, Reading(form=form), STEPS, generation=number)
+        try:
+            rounds(loop, 1)
+            loop.evaluate()
+        except WorkloadError as error:
+            found[form] = error.message
+        finally:
+            loop.close()
+            peers.close()
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_weight_that_is_read_outside_of_its_forward_is_refused_by_name(size):
+    for found in results(refusals, size):
+        for form, words in READ.items():
+            assert re.search(words, found[form]), found[form]
+            assert "use shard='gradients' or shard='optimizer'" in found[form]

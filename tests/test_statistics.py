@@ -25,7 +25,6 @@ import rayps
 from rayps.clients.workload_trainer import WorkloadTrainer, own_data
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import CheckpointError, ConfigError, RaypsError, WorkloadError
-from rayps.core.logs import LogBuffer
 from rayps.federated.remote_codec import encode_parameters, layout_rows
 from rayps.privacy.noise import KeyedNoise
 from rayps.strategies.catalogue import parse, wire
@@ -384,8 +383,7 @@ def test_the_strategy_travels_as_json():
 
 
 @pytest.fixture
-def clinic(tmp_path, monkeypatch):
-    monkeypatch.setattr(LogBuffer, "capture", lambda self: None)  # actors are threads: this process's own words
+def clinic(tmp_path):
     (tmp_path / "hospital.py").write_text(FILE)
     made, here = Clinic(tmp_path), Path.cwd()
     yield made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sqlite3
 import uuid
 from collections.abc import Iterator
@@ -144,6 +145,14 @@ def test_what_is_no_sweep_is_refused(over: Any, text: str) -> None:
         sweep_jobs(JOB, over)
 
 
+@pytest.mark.parametrize("name", ["steps", "epochs"])
+def test_a_field_that_a_loop_of_its_own_lacks_is_refused_with_the_name_of_its_argument(name: str) -> None:
+    loop = {"run": "loop.py:train_fn"}
+    with pytest.raises(ConfigError, match=rf"write params\.{name} for the function's argument"):
+        sweep_jobs(loop, {"lr": [0.1], name: [5, 10]})
+    assert [each.label for each in sweep_jobs(loop, {f"params.{name}": [5, 10]})] == [f"{name}=5", f"{name}=10"]
+
+
 def test_one_and_true_are_two_values() -> None:
     assert len(sweep_jobs(JOB, {"flag": [1, True, 1.0]})) == 3
 
@@ -178,7 +187,13 @@ def series(losses: list[float | None], evaluations: dict[int, dict[str, float | 
         {"round": i, "round_end": i, "seconds": 0.5, "loss": None if loss is None else {"mean": loss}}
         for i, loss in enumerate(losses)
     ]
-    return {"series": buckets, "evaluations": [{"round": at, "metrics": found} for at, found in evaluations.items()]}
+    found = [{"round": at, "metrics": found} for at, found in evaluations.items()]
+    return {"series": buckets, "evaluations": found, "summaries": {}}
+
+
+def ends(row: Any, *names: str) -> Any:
+    """The last and best value of metrics of a row."""
+    return {name: (row["metrics"][name]["last"], row["metrics"][name]["best"]) for name in names or row["metrics"]}
 
 
 def test_the_table_has_what_differs_and_last_and_best_of_each_metric() -> None:
@@ -195,12 +210,8 @@ def test_the_table_has_what_differs_and_last_and_best_of_each_metric() -> None:
     assert found["lowest"] == {"loss": True, "accuracy": False, BATCH_LOSS: True}
     one, two = found["rows"]
     assert one["values"] == {"lr": 0.1} and one["rounds"] == 4 and one["seconds"] == 10.0
-    assert one["metrics"] == {
-        "loss": {"last": 2.0, "best": 1.0},
-        "accuracy": {"last": 0.8, "best": 0.9},
-        BATCH_LOSS: {"last": 2.0, "best": 2.0},
-    }
-    assert two["metrics"]["accuracy"] == {"last": None, "best": None}
+    assert ends(one) == {"loss": (2.0, 1.0), "accuracy": (0.8, 0.9), BATCH_LOSS: (2.0, 2.0)}
+    assert ends(two, "accuracy") == {"accuracy": (None, None)}
     curve = found["curves"]["a"]
     assert curve["loss"] == {"value": [1.0, 2.0], "round": [2, 4], "epoch": [1.0, 2.0], "seconds": [1.0, 2.0]}
     assert curve[BATCH_LOSS]["value"] == [4.0, 3.0, None, 2.0] and curve[BATCH_LOSS]["round"] == [1, 2, 3, 4]
@@ -229,6 +240,34 @@ def test_a_parameter_with_the_name_of_a_field_keeps_its_own_column() -> None:
     assert found["differing"] == ["params.seed"]
 
 
+OWN_NAMES = ["id", "name", "status", "rounds", "seconds", "seed", "workload", "lr", "loss", "best loss", "new"]
+
+
+@pytest.mark.parametrize("metric", OWN_NAMES)
+@pytest.mark.parametrize("param", [name for name in OWN_NAMES if name.isidentifier()])
+def test_parameters_metrics_and_facts_of_one_name_have_columns_of_their_own(param: str, metric: str) -> None:
+    """Whatever a parameter and a metric are named, no column of a table takes the place of another."""
+    jobs = [job("a", {param: 1.5}), job("b", {param: 2.5})]
+    both = {each["id"]: series([1.0, 2.0], {2: {metric: 7.5, "loss": 7.0}}) for each in jobs}
+    found = compared(jobs, both, 0.0)
+    names = [column["name"] for column in found["columns"]]
+    assert len(set(names)) == len(names)
+    first, second = table_of(found)
+    assert list(first) == names
+    assert (first["id"], first["name"], first["status"], first["rounds"], first["seconds"]) == (
+        "a", "a", "SUCCEEDED", 4, 10.0,
+    )  # fmt: skip
+    of_job = {"id", "name", "status", "rounds", "seconds", "seed", "workload", "params"}
+    as_param = f"params.{param}" if param in of_job else param
+
+    def column(name: str) -> str:
+        return f"metrics.{name}" if name in of_job | {as_param, "best loss"} else name
+
+    assert (first[as_param], second[as_param]) == (1.5, 2.5)
+    assert first[column(metric)] == (7.0 if metric == "loss" else 7.5)
+    assert first[column("loss")] == 7.0 == first["best loss"]
+
+
 def test_steps_have_no_epochs_and_a_final_metric_is_a_point() -> None:
     one = job("a", {}, progress={"round": 4, "rounds": 4}, metrics={"loss": 0.5})
     found = compared([one], {"a": series([1.0, 1.0, 1.0, 1.0], {})}, 0.0)
@@ -247,7 +286,7 @@ def test_epsilon_is_compared_with_its_delta() -> None:
     first, *private = found["rows"]
     assert "delta" not in first["metrics"]
     for row in private:
-        assert row["metrics"]["epsilon"]["last"] == 0.7 and row["metrics"]["delta"] == {"last": 1e-6, "best": None}
+        assert row["metrics"]["epsilon"]["last"] == 0.7 and ends(row, "delta") == {"delta": (1e-6, None)}
     assert found["curves"]["one"]["delta"]["value"] == [1e-6, 1e-6]
 
 
@@ -259,7 +298,7 @@ def test_a_name_that_does_not_say_which_value_is_the_best_has_no_best() -> None:
     }
     found = compared(jobs, both, 0.0)
     assert found["lowest"] == {"skill": None, "loss": True}
-    assert found["rows"][0]["metrics"]["skill"] == {"last": 1.0, "best": None}
+    assert ends(found["rows"][0], "skill") == {"skill": (1.0, None)}
     assert [row["best skill"] for row in table_of(found)] == [None, None]
     with pytest.raises(ConfigError, match='give mode="min" or mode="max"'):
         best_row(found, "skill")
@@ -267,7 +306,7 @@ def test_a_name_that_does_not_say_which_value_is_the_best_has_no_best() -> None:
         row = best_row(found, "skill", mode)
         assert row is not None and row["id"] == best
         given = with_direction(found, ["skill"], mode)  # type: ignore[arg-type]
-        assert given["rows"][0]["metrics"] == {"skill": {"last": 1.0, "best": of_a}, "loss": {"last": 2.0, "best": 1.0}}
+        assert ends(given["rows"][0]) == {"skill": (1.0, of_a), "loss": (2.0, 1.0)}
         assert given["lowest"] == {"skill": lowest, "loss": True}
     assert found["lowest"]["skill"] is None, "the given comparison does not change"
 
@@ -525,6 +564,83 @@ def test_a_repeated_request_makes_no_second_sweep(site: Site, client: Client) ->
     clear(client)
 
 
+def test_the_last_and_best_values_of_a_long_run_are_those_of_rounds(site: Site, client: Client) -> None:
+    """20,000 rounds are kept in buckets, and drawn as means; their extremes and the last value are exact."""
+    found = client.sweep({"workload": "digits:Digits", "working_dir": None}, name="long", lr=[0.1, 0.3])
+    values = [random.Random(7).uniform(0, 1) for _ in range(20_000)]
+    for each, sign in zip(found.jobs, (1.0, -1.0), strict=True):
+        with (site.start(each.id) / "metrics.jsonl").open("w") as file:
+            for at, value in enumerate(values):
+                point = {"kind": "round", "round": at, "loss": sign * value, "score": value, "skill": sign * value}
+                file.write(json.dumps(point) + "\n")
+        site.store("change_status", each.id, Status.SUCCEEDED, message="")
+    one, two = found.table()
+    assert (one["batch loss"], one["best batch loss"]) == (values[-1], min(values))
+    assert (two["batch loss"], two["best batch loss"]) == (-values[-1], -max(values))
+    assert (one["score"], one["best score"], one["skill"]) == (values[-1], max(values), values[-1])
+    shown = with_direction(found.compare(2), ["skill"], "min")
+    assert [row["metrics"]["skill"]["best"] for row in shown["rows"]] == [min(values), -max(values)]
+    clear(client)
+
+
+def test_a_sweep_is_submitted_and_stopped_by_one_request_each(
+    site: Site, client: Client, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the number of requests nor that of transactions grows with the number of jobs."""
+    asked: list[tuple[str, str]] = []
+    call = client.call
+
+    def counted(method: str, path: str, **more: Any) -> Any:
+        asked.append((method, path))
+        return call(method, path, **more)
+
+    monkeypatch.setattr(client, "call", counted)
+    found = client.sweep({"workload": "w.py:W", "working_dir": str(home)}, name="many", upload=False, seed=range(200))
+    assert asked == [("POST", "/api/v1/sweeps")] and len(found.jobs) == 200
+    rows = [site.settings.jobs_dir / job.id / "job.json" for job in found.jobs]
+    assert [json.loads(row.read_text())["id"] for row in rows] == [job.id for job in found.jobs]
+    asked.clear()
+    before = site.service.store.version
+    found.stop()
+    assert asked == [("POST", "/api/v1/sweeps/many/stop")]
+    assert all(job.data["stop_requested"] for job in found.jobs)
+    found.wait(60)
+    assert site.service.store.version - before < 20, "transactions: one to request it, and one to end those that wait"
+    assert {job.data["status"] for job in found.jobs} == {Status.STOPPED}
+    assert {job.data["reason"] for job in found.jobs} == {"stopped before it started"}
+    assert [event["kind"] for event in found.jobs[0].events()] == ["queued", "stop_requested", "stopped"]
+    with pytest.raises(Conflict, match="ended already"):
+        found.stop()
+
+
+def test_jobs_that_end_or_vanish_meanwhile_are_left_out_of_a_stop(site: Site) -> None:
+    ended, queued, running = site.add(), site.add(), site.add()
+    site.start(running)
+    site.store("change_status", ended, Status.STOPPED, message="")
+    assert [job.id for job in site.store("request_stops", [ended, queued, running, "0" * 26])] == [queued, running]
+    assert site.store("end_queued", [ended, running, "0" * 26], "late") == []
+    assert site.store("get", running).status is Status.STARTING
+    site.store("change_status", running, Status.FAILED, message="")
+
+
+def test_a_strategy_of_the_users_own_is_checked_once_for_a_sweep(
+    client: Client, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "own.py").write_text(OWN)
+    checked: list[Any] = []
+    check = strategy_check.check_in_child
+
+    async def counted(*given: Any) -> Any:
+        checked.append(given)
+        return await check(*given)
+
+    monkeypatch.setattr(strategy_check, "check_in_child", counted)
+    job = {"workload": "w.py:W", "working_dir": str(home), "strategy": "own.py:Own"}
+    found = client.sweep(job, upload=False, over={"job.seed": [0, 1, 2], "job.workers": [1, 2]})
+    assert len(found.jobs) == 6 and len(checked) == 2
+    found.stop()
+
+
 def test_the_service_compares_jobs_and_sweeps(
     site: Site, client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -568,7 +684,7 @@ def test_the_service_compares_jobs_and_sweeps(
     found = client.call("GET", "/api/v1/comparison", params={"job": ids})
     assert found == sweep.compare()
     assert found["metrics"] == ["loss", "skill", "accuracy", "batch skill", "batch loss"]
-    assert found["rows"][0]["metrics"]["accuracy"] == {"last": 0.75, "best": 0.75}
+    assert ends(found["rows"][0], "accuracy") == {"accuracy": (0.75, 0.75)}
     assert found["curves"][ids[0]]["batch skill"]["value"] == [0.0, 1.0, 2.0, 3.0]
     assert client.call("GET", "/api/v1/comparison", params={"job": [ids[0], ids[0].lower()]})["differing"] == []
     for query in ({}, {"job": ids, "sweep": "cmp"}):
@@ -713,4 +829,4 @@ def test_what_a_loop_logs_is_compared() -> None:
         bucket["numbers"] = {"skill": float(number)}
     shown = compared([one], {"A": found}, 0.0)
     assert shown["metrics"] == ["skill", "loss"]
-    assert shown["rows"][0]["metrics"] == {"skill": {"last": 2.0, "best": None}, "loss": {"last": 3.0, "best": 2.0}}
+    assert ends(shown["rows"][0]) == {"skill": (2.0, None), "loss": (3.0, 2.0)}

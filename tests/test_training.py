@@ -121,6 +121,13 @@ def test_the_model_of_a_result_is_in_evaluation_mode(strategy):
     assert work.model().training
 
 
+class Needs(Small):
+    """A class that cannot be made without an argument."""
+
+    def __init__(self, rows):
+        super().__init__(n=rows)
+
+
 def raises(error, words, workload=None, **options):
     threads = threading.active_count()
     with pytest.raises(error) as caught:
@@ -156,7 +163,7 @@ def raises(error, words, workload=None, **options):
         ({"workload": "nowhere.py:X"}, WorkloadError, ["nowhere.py"]),
         ({"workload": "nowhere"}, ConfigError, ["'nowhere'"]),
         ({"workload": 3}, ConfigError, ["int", "rayps.Workload"]),
-        ({"workload": Small}, ConfigError, ["Small()"]),
+        ({"workload": Needs}, WorkloadError, ["Needs", "'rows'", "defaults"]),
         ({"workload": Small(n=0)}, DataError, ["no rows"]),
         ({"workload": Small(batch=0)}, WorkloadError, ["batch_size"]),
     ],

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import rayps
 from rayps.cluster.local import LocalCluster, until
-from rayps.core.errors import WorkloadError
+from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.job_status import Status
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
@@ -55,11 +55,11 @@ class OnProcesses(Waits, ProcessCluster):
     pass
 
 
-def drive(work, strategy="all_reduce", *, tries=True, cluster=None, workers=2, epochs=2, **options):
+def drive(work, strategy="all_reduce", *, tries=True, cluster=None, workers=2, epochs=2, checkpoints=None, **options):
     """Outcome, events, cluster."""
     journal, cluster = Journal(), cluster or OnThreads()
     spec = JobSpec("x:Work", wire(parse(strategy)), workers, epochs=epochs, **options)
-    cluster.driver = Driver(work, spec, journal, capture=False, tries=tries)
+    cluster.driver = Driver(work, spec, journal, checkpoints=checkpoints, capture=False, tries=tries)
     outcome = cluster.driver.run(cluster)
     assert cluster.driver.trial._process is None
     return outcome, journal, cluster
@@ -252,6 +252,63 @@ def test_sparse_tables_are_tried_too():
     outcome, _, cluster = drive(Tables(), "hybrid")
     assert "mat1 and mat2" in outcome.message, outcome.message
     assert cluster.workers == 0
+
+
+class Watched(Small):
+    """Evaluations with a few metrics; of `late`, only those of whole batches have a quality."""
+
+    def __init__(self, *callbacks, late=False):
+        super().__init__(n=40, batch=20)
+        self.own, self.late = callbacks, late
+
+    def evaluate(self, model, batch):
+        more = {"quality": 1.0} if not self.late or batch.size > 10 else {}
+        return more | {"error": (model(batch.x) - batch.y).abs().mean()}
+
+    def callbacks(self):
+        return self.own
+
+
+class Logs(rayps.Callback):
+    def on_evaluation(self, run, metrics):
+        run.log(eror=1.0)
+
+
+KINDS = [rayps.EarlyStopping, rayps.BestCheckpoint]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("metric", "meant"), [("eror", "error"), ("val_loss", "loss"), ("qualty", "quality")])
+def test_a_misspelt_metric_of_a_callback_is_answered_before_any_worker_starts(kind, metric, meant, tmp_path):
+    outcome, _, cluster = drive(Watched(kind(metric, mode="min")), checkpoints=tmp_path)
+    assert outcome.status is Status.FAILED
+    assert type(outcome.error) is ConfigError
+    assert f"metric is '{metric}' (did you mean '{meant}'?)" in outcome.message
+    assert "the metrics are loss, quality, error" in outcome.message
+    assert cluster.workers == 0
+
+
+def test_a_metric_of_an_unlike_name_is_a_warning_and_then_the_error_of_the_first_evaluation():
+    outcome, journal, cluster = drive(Watched(rayps.EarlyStopping("bleu", mode="max")))
+    assert outcome.status is Status.FAILED
+    assert "no such metric: the metrics are loss, quality, error" in outcome.message
+    assert cluster.workers == 2
+    [warning] = [event["message"] for event in journal.events if event["kind"] == "warning"]
+    assert "the batch that was tried has none of this name: its metrics are loss, quality, error" in warning
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        Watched(rayps.EarlyStopping("quality", mode="max")),
+        Watched(Logs(), rayps.EarlyStopping("eror", mode="min")),  # run.log adds it
+        Watched(rayps.EarlyStopping("quality", mode="max"), late=True),  # some batches have it
+    ],
+    ids=["there", "logged", "later"],
+)
+def test_a_metric_that_evaluations_will_have_is_not_refused(work):
+    outcome, _, _ = drive(work)
+    assert outcome.status is Status.SUCCEEDED, outcome.message
 
 
 @pytest.mark.parametrize(

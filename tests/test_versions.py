@@ -33,7 +33,7 @@ OTHER = PROTOCOL + 1
 # or a new argument with a default, is not, if it is not called for jobs that an earlier version started.
 METHODS = {
     1: {
-        "DriverActor": "(spec, folder, attempt, failures=0, *, anywhere=False)",
+        "DriverActor": "(spec, folder, attempt, failures=0, *, anywhere=False, variables=None)",
         "DriverActor.stop": "()",
         "DriverActor.allow": "(workers, reason)",
         "ManagerActor": "(name, servers=2, replicas=1, folder=None, *, cluster=None, options=None)",

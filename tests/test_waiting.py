@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,15 @@ import pytest
 import sqlalchemy as sa
 from test_scheduler import FakeCluster, FakePlace
 
+from rayps.core.elastic import ElasticWorkers
 from rayps.core.job_status import Status
 from rayps.service import store as store_module
-from rayps.service.plan import Action, Dependencies, EndJob, OpenJob, SetReason, Start, needs, plan
+from rayps.service.elastic_jobs import elastic_job, job_needs
+from rayps.service.elastic_plan import WaitingJob, allot
+from rayps.service.plan import Action, Dependencies, EndJob, OpenJob, SetReason, Start, cores_for, needs, plan
 from rayps.service.scheduler import Scheduler
-from rayps.service.store import Store
-from rayps.service.waiting import GroupReasons, JobQueue, QueuedJob, room_for_new_jobs
+from rayps.service.store import JobRecord, Store
+from rayps.service.waiting import GroupReasons, JobQueue, QueuedJob, room_for_new_jobs, with_cores
 from rayps.strategies.job import JobSpec
 
 S = Status
@@ -130,6 +135,52 @@ def test_the_decision_equals_the_plan_over_all_jobs_on_random_histories(seed: in
             assert jobs.reason(job_id) == waits.get(job_id), job_id
         assert len(jobs) == len(world.waiting)
         world.carry_out(quick, jobs)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+def test_jobs_run_side_by_side_while_they_fit_into_the_cores_and_a_larger_one_runs_alone(cores: int) -> None:
+    """Every order of four jobs of 0 to 5 CPUs, on a Ray of 5 logical CPUs; after each end the next ones start."""
+    for sizes in itertools.product([0, 0.5, 1, 2, 5], repeat=4):
+        left, running, order = JobQueue(), dict[str, float](), list[str]()
+        for number, cpus in enumerate(sizes):
+            left.put(QueuedJob(f"{number:05}", "w", with_cores({"cpu": float(cpus), "gpu": 0.0}, cores)))
+        while len(left) or running:
+            taken = [OpenJob(i, status=S.STARTING, needs=with_cores({"cpu": c}, cores)) for i, c in running.items()]
+            total = {"cpu": 5.0, "gpu": 0.0, "core": float(cores)}
+            starts = left.decide(room_for_new_jobs(taken, total, total), total, GroupReasons(), WHY)
+            for start in starts:
+                left.drop(start.job)
+                running[start.job] = float(sizes[int(start.job)])
+                order.append(start.job)
+            occupied = [cpus for cpus in running.values() if cpus > 0]
+            assert sum(occupied) <= cores or len(occupied) == 1, (sizes, running)
+            assert occupied or not len(left), "no job waits while nothing runs"
+            if (head := left.head) is not None:
+                assert sum(occupied) + min(head.needs["cpu"], cores) > cores, "no job waits that would fit"
+                assert "rayps serve --cpus" in str(left.reason(head.id)) or head.needs["cpu"] > 5 - sum(occupied)
+            running.pop(next(iter(running)))
+        assert order == sorted(order), "first in, first out"
+
+
+def test_an_elastic_job_grows_into_the_cores_and_gives_them_up_for_a_job_that_waits() -> None:
+    record = JobRecord(
+        "A", "a", S.RUNNING, None, JobSpec("w:W", workers=1, elastic=ElasticWorkers(4)), 1, 0, False, None, 0.0, 0.0,
+        0.0, None, None, None,
+    )  # fmt: skip
+    job = elastic_job(record, None, 1e9, reachable=True, cores=2)
+    assert job is not None
+    assert [change.workers for change in allot([job], {"cpu": 15.0, "gpu": 0.0, "core": 1.0}).changes] == [2]
+    grown = replace(job, members=2, allowed=2)
+    assert job_needs(record, grown, 2)[0] == {"cpu": 2.0, "gpu": 0.0, "core": 2.0}
+    waiting = WaitingJob("B", "b", with_cores({"cpu": 1.0}, 2))
+    found = allot([grown], {"cpu": 14.0, "gpu": 0.0, "core": 0.0}, waiting)
+    assert [change.workers for change in found.changes] == [1] and found.givers == ("a",)
+
+
+def test_without_a_number_of_cores_jobs_reserve_what_ray_has() -> None:
+    assert with_cores({"cpu": 4.0}, cores_for(JobSpec("w:W", branch="A"), 2)) == {"cpu": 4.0}
+    assert with_cores({"cpu": 4.0, "gpu": 1.0}, None) == {"cpu": 4.0, "gpu": 1.0}
+    assert with_cores({"gpu": 1.0}, 2) == {"gpu": 1.0, "core": 0.0}
 
 
 def counted(path: Path, number: int, body: Callable[[Store, Scheduler, FakeCluster, Counts], Awaitable[Any]]) -> Any:

@@ -255,5 +255,6 @@ def test_what_is_no_average():
 def test_parameters_may_be_on_another_device_than_the_average():
     """With the meta device for a GPU: evaluations take the servers' parameters, which are on the CPU."""
     state = {}
-    weight_average.update(rayps.EMA(0.9), state, torch.ones(3, device="meta"), 1)
-    assert weight_average.averaged(rayps.EMA(0.9), state, torch.ones(3), 2).is_meta
+    weight_average.update(rayps.EMA(0.9), state, torch.ones(3, device="meta"), {}, 1)
+    vector, _ = weight_average.averaged(rayps.EMA(0.9), state, torch.ones(3), {}, 2)
+    assert vector.is_meta

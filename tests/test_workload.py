@@ -294,6 +294,27 @@ def test_a_misspelt_method_is_warned_of():
     assert set(said) <= set(warned)
 
 
+OURS = [name for name in vars(Workload) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("where", ["class", "constructor"])
+@pytest.mark.parametrize("name", [name for name in OURS if not callable(getattr(Workload, name))])
+def test_a_misspelt_attribute_is_warned_of(name: str, where: str) -> None:
+    for wrong in (name[:3] + name[4:], name + "s"):
+        work = type("Work", (Plain,), {wrong: 2} if where == "class" else {})()
+        vars(work).update({wrong: 2} if where == "constructor" else {})
+        assert [text.split("'")[1::2] for text in base.misspelt(work)] == [[wrong, name]]
+
+
+def test_attributes_of_the_users_own_are_not_warned_of() -> None:
+    own = ["lr", "width", "steps", "momentum", "clip", "batch_size", "betas", "warm_up", "metric", "dataset", "norm"]
+    assert base.misspelt(type("Work", (Plain,), dict.fromkeys(own, 1))()) == []
+    assert base.misspelt(type("Work", (Plain,), dict.fromkeys(OURS[:10], None))()) == []
+    work = Plain()
+    work.models = []  # the class has the method that this is similar to
+    assert base.misspelt(work) == []
+
+
 def test_a_workload_is_packed_while_another_thread_reads_files_again(folder: Path) -> None:
     work = load("line.py:Line", str(folder))
     others: list[threading.Thread] = []

@@ -67,14 +67,7 @@ def create_app(
         settings.prepare()
         store = await Store.open(settings.database)
         await adoption.adopt(store, settings.jobs_dir)
-        scheduler = Scheduler(
-            store,
-            place or choose(settings),
-            settings.jobs_dir,
-            stall=settings.stall,
-            warm=settings.warm,
-            anywhere=settings.shared_state,
-        )
+        scheduler = _scheduler(settings, store, place or choose(settings))
         groups = Groups(scheduler, settings.servers_dir)
         scheduler.group_wait_reason, scheduler.group_end_reason = groups.wait_reason, groups.end_reason
         code = CodeStore(settings.state_dir, settings.code_bytes)
@@ -138,3 +131,15 @@ def create_app(
         app.include_router(router, dependencies=[Depends(refuse_ignored)])
     pages.install(app)
     return app
+
+
+def _scheduler(settings: Settings, store: Store, place: RayHome) -> Scheduler:
+    return Scheduler(
+        store,
+        place,
+        settings.jobs_dir,
+        stall=settings.stall,
+        warm=settings.warm,
+        anywhere=settings.shared_state,
+        cores=settings.cores,
+    )

@@ -309,6 +309,9 @@ class Acceptor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._again: asyncio.TimerHandle | None = None
         self._pending: tuple[socket.socket, str] | None = None  # an accepted connection on which `admit` has to decide
+        # of each accepted socket: else the body of an answer waits 40 ms for the acknowledgement of its headers, as
+        # asyncio sets the option only on sockets that were made with the number of the protocol
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.setblocking(False)
         self._listen()
 

@@ -8,6 +8,7 @@ from typing import Self
 from rayps.cluster.scratch import Scratch
 from rayps.core.code_archive import FOLDER
 from rayps.service.code_store import CodeStore
+from rayps.service.strategy_check import CheckedStrategy
 from rayps.strategies.job import JobSpec
 
 
@@ -23,6 +24,7 @@ class JobCodes:
         self._store = store
         self._paths: dict[str, list[str]] = {}
         self._unpacked: dict[str, Scratch] = {}
+        self.strategies: dict[str, CheckedStrategy] = {}  # those that a child process has checked, by what was given
 
     async def __aenter__(self) -> Self:
         return self

@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rayps.core.records import GROWING_FIELDS, ROUND_FIELDS
 from rayps.core.returned_rounds import RETURNED, Returns, SeenRounds, counted, is_void
@@ -21,29 +21,54 @@ _MOST = 8192
 _EVALUATIONS = 5000
 
 
+class Number(NamedTuple):
+    """A metric over rounds: the sum and the number of its finite values, the extremes, and the newest round's value."""
+
+    total: float
+    finite: int
+    least: float
+    most: float
+    at: int
+    last: float | None  # None if the newest round's value is not finite
+
+    @classmethod
+    def of(cls, value: object, at: int) -> Number:
+        """Return the number of one round; a value that is not finite counts as none."""
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            return cls(0.0, 0, math.inf, -math.inf, at, None)
+        return cls(value, 1, value, value, at, value)
+
+    def plus(self, other: Number) -> Number:
+        """Return the number of both."""
+        newest = other if other.at >= self.at else self
+        least, most = min(self.least, other.least), max(self.most, other.most)
+        return Number(self.total + other.total, self.finite + other.finite, least, most, newest.at, newest.last)
+
+    def summary(self) -> dict[str, float | None]:
+        """Return the last, the least and the largest value as JSON data; None if there is none that is finite."""
+        known = self.finite > 0
+        return {"last": self.last, "least": self.least if known else None, "most": self.most if known else None}
+
+
+_NO_LOSS = Number(0.0, 0, math.inf, -math.inf, -1, None)
+
+
 @dataclass(slots=True)
 class Bucket:
     """A bucket: the number of its rounds, which are consecutive, and the sums of their metrics."""
 
     count: int = 0
-    finite: int = 0
-    total: float = 0.0
-    least: float = math.inf
-    most: float = -math.inf
+    loss: Number = _NO_LOSS
     samples: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     staleness: dict[str, int] = field(default_factory=dict)
-    numbers: dict[str, tuple[float, int]] = field(default_factory=dict)  # others: sum and count by name
-    largest: dict[str, float] = field(default_factory=dict)  # of what grows with the rounds: after the last of them
+    numbers: dict[str, Number] = field(default_factory=dict)  # others, by name
 
     def add(self, point: dict[str, Any]) -> None:
         """Add one round."""
         self.count += 1
-        loss = point.get("loss")
-        if isinstance(loss, int | float):
-            self.finite += 1
-            self.total += loss
-            self.least, self.most = min(self.least, loss), max(self.most, loss)
+        at = point["round"]
+        self.loss = self.loss.plus(Number.of(point.get("loss"), at))
         self.samples += point.get("samples") or 0
         for part in ("seconds", "compute", "wait", "move", "bytes"):
             self.parts[part] = self.parts.get(part, 0.0) + (point.get(part) or 0)
@@ -51,33 +76,22 @@ class Bucket:
             self.staleness[age] = self.staleness.get(age, 0) + times
         for name, value in point.items():
             if name not in ROUND_FIELDS and isinstance(value, int | float) and math.isfinite(value):
-                if name in GROWING_FIELDS:
-                    self._add_growing(name, value)
-                else:
-                    self._add_number(name, value, 1)
+                self._add_number(name, Number.of(value, at))
 
     def merge(self, other: Bucket) -> None:
         """Add the sums of the bucket that follows this one."""
         self.count += other.count
-        self.finite += other.finite
-        self.total += other.total
-        self.least, self.most = min(self.least, other.least), max(self.most, other.most)
+        self.loss = self.loss.plus(other.loss)
         self.samples += other.samples
         for part, amount in other.parts.items():
             self.parts[part] = self.parts.get(part, 0.0) + amount
         for age, times in other.staleness.items():
             self.staleness[age] = self.staleness.get(age, 0) + times
-        for name, (total, count) in other.numbers.items():
-            self._add_number(name, total, count)
-        for name, value in other.largest.items():
-            self._add_growing(name, value)
+        for name, number in other.numbers.items():
+            self._add_number(name, number)
 
-    def _add_growing(self, name: str, value: float) -> None:
-        self.largest[name] = max(value, self.largest.get(name, value))
-
-    def _add_number(self, name: str, total: float, count: int) -> None:
-        before, number = self.numbers.get(name, (0.0, 0))
-        self.numbers[name] = before + total, number + count
+    def _add_number(self, name: str, number: Number) -> None:
+        self.numbers[name] = self.numbers[name].plus(number) if name in self.numbers else number
 
     def to_dict(self, begin: int, size: int, newest: int) -> dict[str, Any]:
         """Return the bucket as JSON data. It covers `size` rounds from `begin` on, but none after round `newest`.
@@ -86,19 +100,22 @@ class Bucket:
         of epsilon and the releases of a private job they are the values after the bucket's last round.
         """
         loss = None
-        if self.finite:
-            loss = {"min": self.least, "mean": self.total / self.finite, "max": self.most}
+        if self.loss.finite:
+            loss = {"min": self.loss.least, "mean": self.loss.total / self.loss.finite, "max": self.loss.most}
         seconds = self.parts.get("seconds", 0.0)
         return {
             "round": begin,
             "round_end": min(begin + size - 1, newest),
             "count": self.count,
             "loss": loss,
-            "not_finite": self.count - self.finite,
+            "not_finite": self.count - self.loss.finite,
             "samples_per_second": self.samples / seconds if seconds > 0 and self.samples else None,
             **self.parts,
             "staleness": self.staleness,
-            "numbers": {name: total / count for name, (total, count) in self.numbers.items()} | self.largest,
+            "numbers": {
+                name: each.most if name in GROWING_FIELDS else each.total / each.finite
+                for name, each in self.numbers.items()
+            },
         }
 
 
@@ -133,8 +150,9 @@ class Rollup:
             self._return(back)
         if point.get("kind") == "evaluation":
             self.evaluations = [each for each in self.evaluations if each["round"] != point["round"]]
-            if len(self.evaluations) < _EVALUATIONS:
-                self.evaluations.append(point)
+            if len(self.evaluations) >= _EVALUATIONS:
+                self.evaluations = _thinned(self.evaluations)
+            self.evaluations.append(point)
         elif isinstance(point.get("round"), int) and point.get("kind") != RETURNED:
             self.newest = max(self.newest, point["round"])
             if self._seen.below < 0:
@@ -177,6 +195,14 @@ class Rollup:
             size, buckets = self._coarser(size * 2)
         return [buckets[index].to_dict(index * size, size, self.newest) for index in sorted(buckets)]
 
+    def summaries(self) -> dict[str, dict[str, float | None]]:
+        """Return the last, least and largest value of each metric of the rounds, of all rounds and not of buckets."""
+        whole = Bucket()
+        for index in sorted(self.buckets):
+            whole.merge(self.buckets[index])
+        losses = {} if whole.loss.at < 0 else {"loss": whole.loss}
+        return {name: number.summary() for name, number in (losses | whole.numbers).items()}
+
     def _coarser(self, size: int) -> tuple[int, dict[int, Bucket]]:
         found: dict[int, Bucket] = {}
         for index in sorted(self.buckets):
@@ -200,4 +226,14 @@ class Rollups:
             while len(self._rollups) > self._most:
                 self._rollups.popitem(last=False)
             rollup.read(path)
-            return {"series": rollup.series(most), "evaluations": list(rollup.evaluations)}
+            found = {"series": rollup.series(most), "evaluations": list(rollup.evaluations)}
+            return found | {"summaries": rollup.summaries()}
+
+
+def _thinned(evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return every second evaluation, and those with the least and the largest value of a metric."""
+    kept = set(range(1, len(evaluations), 2))
+    for name in {name for each in evaluations for name in each["metrics"]}:
+        found = [(value, at) for at, each in enumerate(evaluations) if (value := each["metrics"].get(name)) is not None]
+        kept.update({min(found)[1], max(found)[1]} if found else ())
+    return [each for at, each in enumerate(evaluations) if at in kept]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import posixpath
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,10 +27,12 @@ from rayps.core.warm_start import StartFrom
 from rayps.core.workload_name import misnamed
 from rayps.service import job_folders, strategy_check
 from rayps.service.code_store import ORIGIN_FILE
+from rayps.service.job_folders import JobRow
 from rayps.service.settings import private_write
+from rayps.service.store import JobRecord
 from rayps.service.strategy_check import CheckedStrategy, PhaseFacts, checked
 from rayps.strategies.catalogue import own_names, parse
-from rayps.strategies.job import JobSpec
+from rayps.strategies.job import LOOP_TIMEOUT, JobSpec
 from rayps_api import folder
 from rayps_api.job_code import JobCodes
 from rayps_api.membership import refuse_without_authority
@@ -56,6 +59,7 @@ router = APIRouter(
     prefix="/api/v1/jobs", tags=["jobs"], responses=problems(400, 401, 403, 404, 409, 413, 422, 503, 507)
 )
 
+LONGEST_FILTER = 500  # letters of the text by which jobs are filtered
 Cursor = Annotated[int, Query(ge=0, lt=2**53)]
 
 
@@ -65,7 +69,11 @@ async def submit(
     running: RunningService,
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
 ) -> Any:
-    """Submit a job. A repeated identical request with the same Idempotency-Key returns the first job, with 200."""
+    """Submit a job. A repeated identical request with the same Idempotency-Key returns the first job, with 200.
+
+    A job that resumes another with the same workload or function has the parameters that were given to that job, except
+    those that `params` gives.
+    """
     async with JobCodes(running.code) as codes:
         spec, name = await accepted(body, running, codes)
         await refuse_params([spec], codes)
@@ -77,8 +85,11 @@ async def submit(
         record, created = await running.store.add(spec, name=name, key=idempotency_key)
     if created:
         passing("submit: stored, folder not written")
-        await write_row(record.id, running, body.origin)
+        await write_rows([record.id], running, body.origin)
         await note_unchecked([record.id], unchecked, running)
+        if taken := {name: value for name, value in spec.params.items() if name not in body.params}:
+            text = ", ".join(f"{name}={json.dumps(value)}" for name, value in taken.items())
+            await running.store.add_event(record.id, "parameters_taken", f"{text}: as given to {body.resume}")
     passing("submit: stored, not acknowledged")
     running.scheduler.wake()
     place = {"Location": f"/api/v1/jobs/{record.id}"}
@@ -94,6 +105,7 @@ async def accepted(body: JobIn, running: Service, codes: JobCodes) -> tuple[JobS
     """
     spec, name, phases = await _spec(body, codes)
     refuse_without_authority(spec, running.members)
+    spec.environment.must_have(await asyncio.to_thread(spec.environment.looked_up, os.environ))
     if spec.server_group is not None:
         running.groups.must_exist(spec.server_group)
         _refuse_without_servers(spec, phases)
@@ -102,7 +114,10 @@ async def accepted(body: JobIn, running: Service, codes: JobCodes) -> tuple[JobS
             spec = replace(spec, branch=(await running.store.find(spec.branch)).id)
         await _check_branch(spec, running)
     if spec.resume is not None:
-        spec = replace(spec, resume=await _checkpoint(spec.resume, spec.working_dir, running))
+        resumed = await _resumed_job(spec.resume, spec.working_dir, running)
+        params = resumed.spec.params if resumed is not None and _is_same_target(resumed.spec, spec) else {}
+        resume = await _checkpoint(spec.resume, spec.working_dir, running)
+        spec = replace(spec, resume=resume, params={**params, **spec.params})
     if spec.start_from is not None:
         spec = replace(spec, start_from=await _start(spec.start_from, spec.working_dir, running))
     running.scheduler.refuse_too_large(spec)
@@ -148,12 +163,18 @@ async def page(
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     cursor: Annotated[str | None, Query(pattern=r"^[0-9A-Z]{26}$")] = None,
     sweep: Annotated[str | None, Query(max_length=64)] = None,
+    text: Annotated[str, Query(max_length=LONGEST_FILTER)] = "",
 ) -> Any:
-    """List jobs, newest first; with `sweep`, only those of the sweep of this name."""
-    records = await running.store.page(status=status or (), limit=limit + 1, before=cursor, sweep=sweep)
+    """List jobs, newest first; with `sweep`, only those of the sweep of this name.
+
+    With `text`, only those in which each of its words is found: in the id, name, status, reason, strategy, workload,
+    function or sweep, in any case. `counts` is by status and counts all such jobs, of any status and on any page.
+    """
+    records = await running.store.page(status=status or (), limit=limit + 1, before=cursor, sweep=sweep, text=text)
+    counts = await running.store.counts(sweep=sweep, text=text)
     more = len(records) > limit
     jobs = [running.show(record) for record in records[:limit]]
-    return JSONResponse({"jobs": jobs, "next_cursor": jobs[-1]["id"] if more else None})
+    return JSONResponse({"jobs": jobs, "next_cursor": jobs[-1]["id"] if more else None, "counts": counts})
 
 
 @router.get("/{job_id}", response_model=JobOut)
@@ -170,7 +191,7 @@ async def scale(job_id: str, body: ScaleIn, running: RunningService) -> Any:
     job's range; 409 if the job has ended or is stopping.
     """
     record = await running.store.scale((await running.record(job_id)).id, body.workers)
-    await write_row(record.id, running)
+    await write_rows([record.id], running)
     running.scheduler.wake()
     return JSONResponse(running.show(record), 202)
 
@@ -275,19 +296,24 @@ async def events(
     return JSONResponse({"events": found, "cursor": after})
 
 
-async def write_row(job_id: str, running: Service, origin: OriginIn | None = None) -> None:
-    """Write the job's row into its folder, from which the job can be restored if the store is lost.
+async def write_rows(jobs: Collection[str], running: Service, origin: OriginIn | None = None) -> None:
+    """Write each job's row into its folder, from which the job can be restored if the store is lost.
 
-    The origin of its code is written into a file of its own.
+    The origin of the jobs' code is written into a file of its own.
     """
+    text = None if origin is None else origin.model_dump_json(exclude_none=True)
+    rows = await running.store.json_rows(jobs)
+    await asyncio.gather(*(asyncio.to_thread(_write_row, running.folder(row["id"]), row, text) for row in rows))
+
+
+def _write_row(folder: Path, row: JobRow, origin: str | None) -> None:
     try:
         if origin is not None:
-            text = origin.model_dump_json(exclude_none=True)
-            running.folder(job_id).mkdir(mode=0o700, parents=True, exist_ok=True)
-            await asyncio.to_thread(private_write, running.folder(job_id) / ORIGIN_FILE, text)
-        await asyncio.to_thread(job_folders.write_row, running.folder(job_id), await running.store.json_row(job_id))
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            private_write(folder / ORIGIN_FILE, origin)
+        job_folders.write_row(folder, row)
     except OSError as error:  # the job is in the store: the service's next start writes the file
-        log.warning("job %s: %s cannot be written: %s", job_id, job_folders.ROW_FILE, error)
+        log.warning("job %s: %s cannot be written: %s", row["id"], job_folders.ROW_FILE, error)
 
 
 def _refuse_without_servers(spec: JobSpec, phases: list[PhaseFacts]) -> None:
@@ -323,6 +349,22 @@ async def _check_branch(spec: JobSpec, running: Service) -> None:
     if job.status.terminal or job.spec.server_group != spec.server_group:
         why = "and its space have ended" if job.status.terminal else "is not on that group"
         raise ConfigError(f"branch is {spec.branch!r}: that job {why}; {there}", field="branch")
+
+
+async def _resumed_job(resume: str, working_dir: str | None, running: Service) -> JobRecord | None:
+    """Return the job that `resume` names by its id, or by a checkpoint in its folder; None if it names none."""
+    place, home = Path(working_dir or "/") / resume, running.settings.jobs_dir
+    name = place.relative_to(home).parts[0] if place.is_relative_to(home) and place != home else resume
+    try:
+        return await running.store.find(name.partition(":")[0])
+    except NotFound:
+        return None
+
+
+def _is_same_target(one: JobSpec, other: JobSpec) -> bool:
+    """Return whether two jobs have the workload or the function of one name, whatever its file."""
+    named = one.target.rpartition(":")[2] == other.target.rpartition(":")[2]
+    return named and (one.run is None) == (other.run is None)
 
 
 async def _checkpoint(resume: str, working_dir: str | None, running: Service) -> str:
@@ -394,6 +436,8 @@ async def _spec(body: JobIn, codes: JobCodes) -> tuple[JobSpec, str, list[PhaseF
     data = body.model_dump(exclude={"origin", "elastic"})
     if body.elastic is not None:
         data["elastic"] = body.elastic.model_dump(exclude_none=True)
+    if body.run is not None and "timeout" not in body.model_fields_set:
+        data["timeout"] = LOOP_TIMEOUT
     given = _finite_strategy(data["strategy"])
     own = own_names(given)
     found = None if own else checked(parse(given))
@@ -432,7 +476,10 @@ async def _own_strategy(given: Any, spec: JobSpec, codes: JobCodes) -> CheckedSt
     """Check a strategy whose class is in the job's code, in a child process."""
     folder = await codes.folder(spec)
     assert folder is not None, "checked before"
-    return await strategy_check.check_in_child(given, folder, spec.workers)
+    key = json.dumps([given, spec.workers], sort_keys=True)  # the jobs of a sweep may have one strategy
+    if key not in codes.strategies:
+        codes.strategies[key] = await strategy_check.check_in_child(given, folder, spec.workers)
+    return codes.strategies[key]
 
 
 async def _check_code(spec: JobSpec, code: str, codes: JobCodes) -> None:

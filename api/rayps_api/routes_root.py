@@ -88,6 +88,7 @@ async def cluster(running: RunningService) -> Any:
         "address": place.address,
         "owned": place.owned,
         "cores": os.cpu_count() if place.owned else None,
+        "together": running.scheduler.cores,
         "total": total,
         "free": view.free or {},
         "reason": view.reason,

@@ -17,7 +17,7 @@ from rayps.service.store import JobRecord
 from rayps.service.sweep import bare_fields, check_name, job_name, sweep_jobs
 from rayps.strategies.job import JobSpec
 from rayps_api.job_code import JobCodes
-from rayps_api.routes_jobs import accepted, note_unchecked, refuse_budgets, refuse_params, write_row
+from rayps_api.routes_jobs import accepted, note_unchecked, refuse_budgets, refuse_params, write_rows
 from rayps_api.schemas import ComparisonOut, JobIn, SweepIn, SweepOut, finite, problems
 from rayps_api.service import RunningService, Service
 
@@ -48,9 +48,9 @@ async def start_sweep(
             running.code.path(body.job.code)
         records, created = await running.store.add_all(jobs, sweep=name, key=idempotency_key)
     if created:
-        for record in records:
-            await write_row(record.id, running, body.job.origin)
-        await note_unchecked([record.id for record in records], unchecked, running)
+        ids = [record.id for record in records]
+        await write_rows(ids, running, body.job.origin)
+        await note_unchecked(ids, unchecked, running)
     running.scheduler.wake()
     place = {"Location": f"/api/v1/sweeps/{name}"}
     return JSONResponse(_shown(name, records, running), 201 if created else 200, place)
@@ -65,14 +65,8 @@ async def show_sweep(name: str, running: RunningService) -> Any:
 @router.post("/sweeps/{name}/stop", status_code=202, response_model=SweepOut)
 async def stop_sweep(name: str, running: RunningService) -> Any:
     """Request all jobs of a sweep that have not ended to stop. 409 if all have ended."""
-    going = [record for record in await _jobs_of(name, running) if not record.status.terminal]
-    if not going:
+    if not await running.store.request_stops([record.id for record in await _jobs_of(name, running)]):
         raise Conflict(f"all jobs of the sweep {name!r} have ended already", status=409)
-    for record in going:
-        try:
-            await running.store.request_stop(record.id)
-        except (Conflict, NotFound):  # it ended, or was deleted, since the list was read
-            continue
     running.scheduler.wake()
     return JSONResponse(_shown(name, await _jobs_of(name, running), running), 202)
 

@@ -122,7 +122,9 @@ class JobIn(BaseModel):
     evaluate_every: int | None = Field(None, ge=1, le=10**12)
     keep_checkpoints: int = Field(2, ge=1, le=10**6)
     max_failures: int = Field(3, ge=0, le=1000)
-    timeout: float = Field(60.0, gt=0, le=86400.0, allow_inf_nan=False)
+    timeout: float = Field(
+        60.0, gt=0, le=86400.0, allow_inf_nan=False, description="Seconds; of a job with `run`, the default is 600."
+    )
     resume: Line | None = None
     name: str | None = Field(None, pattern=NAME)
     server_group: str | None = Field(None, pattern=GROUP_NAME)
@@ -138,6 +140,12 @@ class JobIn(BaseModel):
     )
     code: str | None = Field(None, pattern=HASH)
     requirements: list[Requirement] | None = Field(None, max_length=MOST_LINES, examples=[["einops==0.8.1"]])
+    env: object = Field(
+        None,
+        examples=[{"NCCL_DEBUG": "INFO", "HF_TOKEN": "@/run/secrets/hf", "WANDB_API_KEY": None}],
+        description="Environment variables of the job's processes: a text; @ and the path of a file of the service's "
+        "machine; or null, the service's own variable. Answers have the names only.",
+    )  # checked by `JobEnvironment`, whose errors show no value
     statement: str | None = Field(
         None, min_length=1, max_length=MOST_STATEMENT_BYTES, description="The data-use statement for real clients."
     )
@@ -234,6 +242,10 @@ class JobOut(BaseModel):
         description="All parameters of the workload after the job has started; before, only those that were given."
     )
     sweep: str | None = Field(description="The name of the sweep to which the job belongs.")
+    strategies: list[object] = Field(
+        description="The strategy of the job; for a function the different ones that it has given to `rayps.wrap`, or "
+        "the default of `rayps.wrap` before that."
+    )
     elastic: WorkersOut | None = Field(description="null if the job has a fixed number of workers.")
 
 
@@ -265,6 +277,7 @@ class ComparisonOut(BaseModel):
 
     differing: list[str]
     metrics: list[str]
+    columns: list[dict[str, str]]
     lowest: dict[str, bool | None]
     rows: list[dict[str, Any]]
     curves: dict[str, dict[str, dict[str, Any]]]
@@ -278,6 +291,9 @@ class JobsOut(BaseModel):
 
     jobs: list[JobOut]
     next_cursor: str | None
+    counts: dict[str, int] = Field(
+        description="The number of jobs by status, of those that the filters other than `status` choose, on all pages."
+    )
 
 
 class Points(BaseModel):
@@ -292,6 +308,9 @@ class Series(BaseModel):
 
     series: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
+    summaries: dict[str, dict[str, float | None]] = Field(
+        description="For each metric of the rounds, the last value, the least and the largest one, of single rounds."
+    )
 
 
 class Lines(BaseModel):
@@ -352,6 +371,10 @@ class ClusterOut(BaseModel):
     owned: bool
     cores: int | None = Field(
         description="CPUs of the machine, if the service owns the Ray; `total` counts logical CPUs."
+    )
+    together: float | None = Field(
+        description="CPUs that jobs may reserve that run side by side, if these are fewer than `total`: a job of more "
+        "runs alone."
     )
     total: dict[str, float]
     free: dict[str, float]
@@ -549,13 +572,27 @@ def job_out(record: JobRecord, progress: dict[str, Any] | None) -> dict[str, Any
         "stop_requested": record.stop_requested_at is not None,
         "params": (progress or {}).get("params") or record.spec.params,
         "sweep": record.sweep,
+        "strategies": strategies_of(record, progress),
         "elastic": None if counts is None else asdict(counts),
     }
 
 
+def strategies_of(record: JobRecord, progress: dict[str, Any] | None) -> list[object]:
+    """Return the strategy of a job, in wire form; for a loop of the user's own those that it has given to `wrap`."""
+    wrapped = (progress or {}).get("wrapped") if record.spec.run is not None else None
+    found: list[object] = []
+    for each in wrapped or [record.spec.strategy]:
+        if each not in found:
+            found.append(each)
+    return found
+
+
 def spec_out(spec: JobSpec) -> dict[str, Any]:
-    """Return a job's specification as JSON data. `workload` is null if the job runs a function."""
-    return spec.to_dict() | {"workload": spec.workload or None}
+    """Return a job's specification as JSON data, without the values of `env`.
+
+    `workload` is null if the job runs a function.
+    """
+    return spec.to_dict() | {"workload": spec.workload or None, "env": spec.environment.shown() or None}
 
 
 def group_out(group: dict[str, Any], live: list[JobRecord]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -20,7 +20,10 @@ from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from rayps.core.errors import ConfigError, NotFound
+from rayps.core.job_status import Status
+from rayps.service.store import JobRecord
 from rayps_api import folder
+from rayps_api.routes_jobs import LONGEST_FILTER
 from rayps_api.routes_servers import list_groups, show_group
 from rayps_api.schemas import problems
 from rayps_api.service import MOST_STREAMS, RunningService, SentBy, Service
@@ -29,7 +32,9 @@ TOPICS = ("job", "metrics", "logs", "events")
 _PAUSE = 0.25  # seconds between two reads of a job's files
 _LIST_PAUSE = 0.5  # seconds between two reads of the list of jobs or of groups
 _LONGEST = 3600.0  # seconds; then the stream is closed, and the reader reconnects with its cursor
-_LIST = 100  # the most jobs in a stream of all jobs
+_LIST = 100  # the jobs in a stream of all jobs, unless the reader asks for more
+_MOST_LIST = 2000
+_ROWS_AT_ONCE = 100  # jobs that are compared before other requests are answered
 ALL_GROUPS = "*"
 
 router = APIRouter(tags=["stream"], responses=problems(401, 403, 404, 422, 429))
@@ -94,8 +99,15 @@ async def stream(
     job: Annotated[str | None, Query(max_length=100)] = None,
     topics: Annotated[str, Query(max_length=100)] = ",".join(TOPICS),
     group: Annotated[str | None, Query(max_length=100)] = None,
+    status: Annotated[list[Status] | None, Query()] = None,
+    text: Annotated[str, Query(max_length=LONGEST_FILTER)] = "",
+    rows: Annotated[int, Query(ge=1, le=_MOST_LIST)] = _LIST,
 ) -> AsyncIterator[ServerSentEvent]:
     """Stream the changes of a job, or of the list of jobs if `job` is not given.
+
+    The list has the newest `rows` jobs that `status` and `text` choose, as `/api/v1/jobs` does. The first message has
+    all of them, and says so in `whole`; the others have what changed. A job that does not match any more is sent once
+    as it is now, or its id in `gone` if it was deleted. `counts` are those of `/api/v1/jobs`.
 
     With `group`, stream the changes of this server group instead; `*` means all server groups.
     """
@@ -103,7 +115,7 @@ async def stream(
     if group is not None:
         messages = _group_messages(reader, group)
     elif job is None:
-        messages = _list_messages(reader)
+        messages = _list_messages(reader, status or (), text, rows)
     else:
         chosen = {topic for topic in TOPICS if topic in topics.split(",")}
         messages = _job_messages(reader, (await running.record(job)).id, chosen, at)
@@ -168,8 +180,9 @@ async def _read_new(running: Service, job_id: str, topic: str, at: Cursor) -> di
     """Return the next data of one topic, and advance the cursor `at`. Return None if there is no new data."""
     home = running.folder(job_id)
     if topic == "metrics":
-        found, at.m = await asyncio.to_thread(folder.points, home / "metrics.jsonl", at.m, 2000)
-        return {"points": found} if found else None
+        path = home / "metrics.jsonl"
+        found, at.m = await asyncio.to_thread(folder.points, path, at.m, 2000)
+        return {"points": found, "cursor": at.m, "size": path.stat().st_size} if found else None
     if topic == "logs":
         lines, at.l = await asyncio.to_thread(folder.log_lines, home / "log.txt", at.l, 1000)
         return {"lines": lines} if lines else None
@@ -178,22 +191,38 @@ async def _read_new(running: Service, job_id: str, topic: str, at: Cursor) -> di
     return {"events": events} if events else None
 
 
-async def _list_messages(reader: _Reader) -> AsyncIterator[ServerSentEvent]:
-    shown: dict[str, str] = {}
-    running, version, records = reader.running, -1, []
+async def _list_messages(
+    reader: _Reader, status: Sequence[Status], text: str, rows: int
+) -> AsyncIterator[ServerSentEvent]:
+    running, version = reader.running, -1
+    shown: dict[str, str] = {}  # what was sent, of the jobs that match
+    counts: dict[str, int] | None = None
+    records: list[JobRecord] = []
     while await reader.may_read():
+        news: dict[str, Any] = {"whole": version < 0}
+        before = {record.id: record for record in records if record.status.terminal}  # change by transactions only
         if version != running.store.version:
             version = running.store.version
-            records = await running.store.page(limit=_LIST)
-        changed = []
-        for record in records:
+            records = await running.store.page(status=status, text=text, limit=rows)
+            left = set(shown) - {record.id for record in records}
+            for job_id in left:
+                del shown[job_id]
+            last = await running.store.get_many(left)
+            news["jobs"] = [running.show(record) for record in last]
+            news["gone"] = sorted(left - {record.id for record in last})
+            if (found := await running.store.counts(text=text)) != counts:
+                news["counts"] = counts = found
+        due = [record for record in records if before.get(record.id) != record]
+        for number, record in enumerate(due, 1):
+            if number % _ROWS_AT_ONCE == 0:
+                await asyncio.sleep(0)
             job = running.show(record)
-            text = json.dumps(job)
-            if shown.get(record.id) != text:
-                shown[record.id] = text
-                changed.append(job)
-        if changed:
-            yield ServerSentEvent(raw_data=json.dumps({"jobs": changed}), event="jobs")
+            seen = json.dumps(job)
+            if shown.get(job["id"]) != seen:
+                shown[job["id"]] = seen
+                news.setdefault("jobs", []).append(job)
+        if any(news.values()):
+            yield ServerSentEvent(raw_data=json.dumps({"jobs": [], "gone": [], **news}), event="jobs")
         await _pause(running, _LIST_PAUSE)
 
 

@@ -111,6 +111,7 @@ class ClientSteps(Generic[V]):
             epochs=epochs or local.epochs,
             steps=None if epochs else local.local_steps,
             shuffle=getattr(self._rows, "shuffle", True),
+            used=local.used(self.n, self._rows.batch_size, drop_last=getattr(self._rows, "drop_last", False)),
         )
         for positions in stream:
             for low in range(0, len(positions), step):

@@ -17,22 +17,28 @@ from rayps_client.values import Json
 
 Array = NDArray[np.generic]
 DType = np.dtype[np.generic]
+NOT_EXACT = "a whole number that {} does not hold exactly"
+WRITTEN_WHOLE = {b"rayps": b"whole numbers"}  # of a float64 field whose values are written as whole numbers in a text
 
 
 @dataclass(frozen=True, slots=True)
 class BadValue:
-    """The first value of a chunk that is not valid: its row in the chunk, its column, and why it is not valid."""
+    """The first value of a chunk that is not valid: its row in the chunk, its column, and why it is not valid.
+
+    `way_out`: what the user can do; None if such rows can be left out by on_invalid="drop".
+    """
 
     row: int
     column: str
     reason: str
+    way_out: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnRows:
     """n rows: features `x` [n, width], labels `y` [n] or None, and whether each row is valid (`good` [n]).
 
-    `bad` is the first invalid value, or None.
+    `bad` is the first invalid value, or None. A value whose row cannot be left out comes before the others.
     """
 
     x: Array
@@ -54,7 +60,7 @@ class ColumnLayout:
     @property
     def columns(self) -> list[str]:
         """The names of the columns to read."""
-        return [*self.features, *([] if self.label is None else [self.label])]
+        return list(dict.fromkeys([*self.features, *([] if self.label is None else [self.label])]))
 
     @property
     def width(self) -> int:
@@ -74,14 +80,16 @@ class ColumnLayout:
         found: list[BadValue] = []
         place = 0
         for name, width in zip(self.features, self.widths, strict=True):
-            found += _fill(x[:, place : place + (width or 0)], good, chunk.column(name), name)
+            column, into = chunk.column(name), x[:, place : place + (width or 0)]
+            found += _fill(into, good, column, name)
+            found += _changed(into, column, name, written_whole=chunk.schema.field(name).metadata == WRITTEN_WHOLE)
             place += width or 0
         y = None
         if self.label is not None:
             y = np.zeros((count, 1), dtype=self.label_dtype)
             found += _fill(y, good, chunk.column(self.label), self.label)
             y = y[:, 0]
-        return ColumnRows(x, y, good, min(found, key=lambda bad: bad.row, default=None))
+        return ColumnRows(x, y, good, min(found, key=lambda bad: (bad.way_out is None, bad.row), default=None))
 
 
 def layout_of(
@@ -109,8 +117,13 @@ def layout_of(
 
 
 def missing(schema: pa.Schema, name: str) -> str:
-    """Return a text that says that a column is missing, with the existing columns and the most similar name."""
+    """Return a text that says that a column is missing, with the existing columns and the most similar name.
+
+    If several columns have the name, the text says this.
+    """
     names = [str(column) for column in schema.names]
+    if names.count(name) > 1:
+        return f"column {name!r} occurs twice: rename it"
     near = difflib.get_close_matches(name, names, n=1)
     shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
     hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -190,6 +203,55 @@ def _fill(out: Array, good: NDArray[np.bool_], column: pa.Array, name: str) -> l
     good &= fine
     row = int(np.argmin(fine))
     return [BadValue(row, name, _reason(column[row].as_py(), width))]
+
+
+def _changed(out: Array, column: pa.Array, name: str, *, written_whole: bool) -> list[BadValue]:
+    """Return a list of the first whole number that is another one in `out`, or an empty list.
+
+    `written_whole`: whether the values are floats that a text has as whole numbers.
+    """
+    kind = _numbers(column.type)
+    wide = pt.is_integer(kind) and kind.bit_width > 16
+    if out.dtype.kind != "f" or not (wide or written_whole):
+        return []
+    whole, values = _lists(column, out.shape[1]) if _is_list(column.type) else (None, column)
+    plain, _ = _plain(values, np.dtype(np.float64) if written_whole else np.dtype(kind.to_pandas_dtype()))
+    at = first_changed(plain, out.dtype)
+    if at is None:
+        return []
+    row, index = divmod(at, out.shape[1])
+    if whole is not None:
+        row = int(np.flatnonzero(whole)[row])
+    inside = f" at index {index}" if out.shape[1] > 1 else ""
+    reason = f"is {plain[at]:{'.17g' if written_whole else 'd'}}{inside}, {NOT_EXACT.format(out.dtype)},"
+    return [BadValue(row, name, reason, way_out_for(plain[at]))]
+
+
+def way_out_for(value: np.generic) -> str:
+    """Return what the user can do about a whole number that a type of floats does not hold exactly."""
+    if abs(float(value)) >= 2**53:
+        return 'give dtype="int64", or leave the column out if it is an id'
+    return 'give dtype="float64", and batch.x.float() where it may be rounded; leave the column out if it is an id'
+
+
+def first_changed(values: Array, dtype: DType) -> int | None:
+    """Return the place of the first whole number in `values` [n] that `dtype`, a type of floats, does not hold exactly.
+
+    `values` are integers, or floats of 64 bits, of which those with a fraction may be rounded.
+    """
+    exact = 2**53 if dtype == np.float64 else 2**24  # up to which `dtype` holds all whole numbers
+    limit = min(exact, 2**53 - 1) if values.dtype.kind == "f" else exact
+    if not values.size or (-limit <= values.min(initial=0) and values.max(initial=0) <= limit):
+        return None
+    with np.errstate(over="ignore", invalid="ignore"):
+        made = np.asarray(values.astype(dtype), dtype=np.float64)
+        if values.dtype.kind == "f":  # a whole number of 2^53 or more was rounded when it became a float
+            changed = ((made != values) & (values == np.rint(values))) | (np.abs(values) >= 2**53)
+            changed &= np.isfinite(values)
+        else:  # a float above the largest integer has no integer
+            end = 2.0 ** (8 * values.dtype.itemsize - (values.dtype.kind == "i"))
+            changed = (made >= end) | (made.astype(values.dtype) != values)
+    return int(np.argmax(changed)) if changed.any() else None
 
 
 def _lists(column: pa.Array, width: int) -> tuple[NDArray[np.bool_], pa.Array]:

@@ -20,6 +20,7 @@ from rayps_client.local_trainer import LocalTrainer
 from rayps_client.members.consent import Consent, fetch_statement, shown
 from rayps_client.members.membership_options import Membership
 from rayps_client.participation import Participation
+from rayps_client.private_file import read_token
 from rayps_client.process import ClientProcess, Ended
 from rayps_client.schedule import hours_of
 from rayps_client.secure.pinned_keys import PeerKeys, pinned_keys
@@ -238,12 +239,8 @@ def token_text(given: str | None) -> str:
 
     Raises ConfigError if there is none.
     """
-    text = given or os.environ.get("RAYPS_CLIENT_TOKEN", "")
-    if text.startswith("@"):
-        try:
-            text = Path(text[1:]).expanduser().read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise ConfigError(f"the token's file {text[1:]} cannot be read: {error.strerror}", field="token") from error
+    source = "--token" if given else "RAYPS_CLIENT_TOKEN"
+    text = read_token(given or os.environ.get("RAYPS_CLIENT_TOKEN", ""), source)
     if not text:
         raise ConfigError(
             "there is no token: set --token or RAYPS_CLIENT_TOKEN to the token that you received, or give a "

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Protocol
 
@@ -28,6 +30,15 @@ class _Tensor(Protocol):
 
     def numel(self) -> int:
         """Return the number of elements."""
+
+
+NO_STATISTICS = "Expected more than 1 value per channel"  # torch's words for a batch of which BatchNorm has one value
+ONE_ROW_WAY = "give the data drop_last=True (no smaller last batch), or another batch_size, or use GroupNorm layers"
+
+READ_OUTSIDE_WAY = (
+    "under shard='parameters' a parameter is whole only in its module's forward: compute what needs it there, such as "
+    "a penalty that forward returns beside its output, or use shard='gradients' or shard='optimizer'"
+)
 
 
 def hint(error: BaseException) -> str:
@@ -73,6 +84,40 @@ def _optional(error: BaseException, found: re.Match[str]) -> str:
     return f'install it on this machine: pip install "rayps-client[{extra}]"'
 
 
+def _missing(error: BaseException, found: re.Match[str]) -> str:
+    return not_sent(found[1]) or (
+        f"install the package {found[1]} on every machine that runs this code, or correct the import"
+    )
+
+
+def not_sent(module: str, folder: Path | None = None) -> str:
+    """Return which line of an ignore file in `folder` leaves a module out of a job's code, and the way out; else "".
+
+    The default folder is the current directory, which has a job's code, with these files, while the job runs.
+    """
+    try:
+        root, (*above, last) = folder or Path.cwd(), module.split(".")
+    except OSError:  # there may be no current directory
+        return ""
+    paths = ["/".join(above[: at + 1]) for at in range(len(above))] + ["/".join([*above, last])]
+    missing = next((path for path in paths if not (root / path).exists() and not (root / f"{path}.py").exists()), None)
+    if missing is None:
+        return ""
+    for file in (".raypsignore", ".gitignore"):
+        with suppress(OSError):
+            for number, line in enumerate((root / file).read_text("utf-8", "replace").splitlines(), 1):
+                pattern = line.strip().removeprefix("**/").strip("/")
+                names = (missing, f"{missing}.py", *([] if "/" in pattern else [PurePath(missing).name]))
+                if pattern and any(fnmatchcase(name, pattern) for name in names):
+                    what = f"{missing}.py" if pattern.endswith(".py") else f"{missing}/"
+                    way = "remove it" if file == ".raypsignore" else f"add the line !/{what} to .raypsignore"
+                    return (
+                        f"{what} is not here: line {number} of {file} ({line.strip()!r}) leaves it out of the code "
+                        f"that is sent with a job; {way} and submit the job again"
+                    )
+    return ""
+
+
 def _range(values: _Tensor) -> str:
     return f"{int(values.min())} to {int(values.max())}" if values.numel() else "empty"
 
@@ -107,12 +152,21 @@ _KNOWN: tuple[tuple[str, Callable[[BaseException, re.Match[str]], str]], ...] = 
         _says("the batch and the model have different dtypes: convert one, e.g. batch.x.float() or model.float()"),
     ),
     (
+        r"Trying to backward through the graph a second time",
+        _says(
+            "rayps itself calls backward on what loss() returns: call no backward() in loss(), and keep no tensor with "
+            "its graph from one batch to the next (detach() it)"
+        ),
+    ),
+    (
         r"optimizer got an empty parameter list",
         _says("the optimizer was given no parameter: check the condition that selects them from `params`"),
     ),
-    (r"No module named '(pyarrow|torch)'", _optional),
     (
-        r"No module named '([\w.]+)'",
-        _says(r"install the package \1 on every machine that runs this code, or correct the import"),
+        r"mixed torch.Tensor and DTensor",
+        _says(f"a parameter was read outside of its module's forward: {READ_OUTSIDE_WAY}"),
     ),
+    (NO_STATISTICS, _says(f"the batch has one row: {ONE_ROW_WAY}")),
+    (r"No module named '(pyarrow|torch)'", _optional),
+    (r"No module named '([\w.]+)'", _missing),
 )

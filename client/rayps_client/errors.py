@@ -26,6 +26,8 @@ A message says what happened and how to fix it; `error.data` holds the facts. Er
 
 from __future__ import annotations
 
+import linecache
+import sys
 from typing import Any
 
 from rayps_client.values import Keywords
@@ -58,6 +60,32 @@ class RaypsError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that a notebook shows of this error: its message, and the user's line that led to it.
+
+        IPython calls this method. The whole traceback is in `sys.last_value`, which `traceback.print_last()` prints.
+        """
+        shown = [
+            f"{type(self).__name__}: {line}" if at == 0 else line for at, line in enumerate(self.message.split("\n"))
+        ]
+        found, place = self.__traceback__, None
+        while found is not None:
+            package = str(found.tb_frame.f_globals.get("__name__")).partition(".")[0]
+            file = found.tb_frame.f_code.co_filename
+            if package not in _NOT_USERS and "/site-packages/" not in file:
+                place = file, found.tb_lineno
+            found = found.tb_next
+        if place is not None:
+            text = linecache.getline(*place).strip()
+            where = (
+                f"line {place[1]}" if place[0].startswith("<") or "ipykernel" in place[0] else f"{place[0]}:{place[1]}"
+            )
+            shown.append(f"  at {where}: {text}")
+        return [*shown, "  (traceback.print_last() prints the whole traceback)"]
+
+
+_NOT_USERS = {"rayps", "rayps_client", "IPython", *sys.stdlib_module_names}  # packages whose frames are not the user's
 
 
 def _rebuild(kind: type[RaypsError], message: str, data: Keywords) -> RaypsError:

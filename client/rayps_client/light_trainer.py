@@ -13,6 +13,7 @@ from rayps_client.algorithms import OWN_MODEL, PERSONAL, fedavg, half_of
 from rayps_client.client_turn import ClientSteps, Engine, mean_of
 from rayps_client.errors import WorkloadError
 from rayps_client.local_trainer import LayoutRow, LocalReply, LocalTask, RawTensors, RoundStart
+from rayps_client.local_work import try_batches
 from rayps_client.own_metrics import OwnMetrics, OwnTotal, OwnTotals
 from rayps_client.private_layers import PRIVATE, PrivateBytes
 from rayps_client.private_patterns import private_patterns
@@ -63,10 +64,10 @@ class LightEngine(Engine[V], Protocol[V]):
 
 
 class FirstRows:
-    """The first rows of a client, in their order: those on which a workload is tried out."""
+    """The first `most` rows of a client, in their order: those on which a workload is tried out."""
 
-    def __init__(self, rows: Rows) -> None:
-        self.batch_size, self.shuffle = rows.batch_size, False
+    def __init__(self, rows: Rows, most: int) -> None:
+        self.batch_size, self.shuffle = most, False
         self._rows = rows
 
     def check(self) -> None:
@@ -74,7 +75,7 @@ class FirstRows:
 
     def rows(self) -> int:
         """Return the number of rows."""
-        return min(self._rows.rows(), self.batch_size)
+        return self.batch_size
 
     def take(self, rows: Ints) -> Batch:
         """Return a batch of the rows with these numbers."""
@@ -100,8 +101,10 @@ class LightTrainer(Generic[V]):
         """Return the names, shapes and dtypes of the parameters."""
         return self.engine.layout()
 
-    def try_out(self) -> None:
+    def try_out(self) -> str | None:
         """Train on one batch to find errors before the client joins; then restore the model and its buffers.
+
+        Return what to tell the user, as `try_batches` does.
 
         Raises:
             WorkloadError, DataError: the user's code or data failed.
@@ -110,9 +113,15 @@ class LightTrainer(Generic[V]):
         before, buffers = engine.copy(engine.vector), _copies(engine.buffers())
         start = RoundStart(engine.raw(before), {}, buffers)
         task = LocalTask({"name": "fedavg", "local_steps": 1}, 0, 0, 0, 0, start=start, state={})
-        with engine.apart():
-            self._train(task, FirstRows(self._rows))
+        rows, drop_last = self._rows, getattr(self._rows, "drop_last", False)
+
+        def train(most: int) -> None:
+            with engine.apart():
+                self._train(task, FirstRows(rows, most))
+
+        notice = try_batches(train, self.samples, rows.batch_size, drop_last=drop_last)
         engine.load(before, buffers)
+        return notice
 
     def train(self, task: LocalTask) -> LocalReply:
         """Train the client.

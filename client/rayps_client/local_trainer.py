@@ -71,8 +71,10 @@ class LocalTrainer(Protocol):
     def layout(self) -> Sequence[LayoutRow]:
         """Return the names, shapes and dtypes of the parts of `w`."""
 
-    def try_out(self) -> None:
+    def try_out(self) -> str | None:
         """Train on one batch to find errors before the client joins; leave the model as it was.
+
+        Return what to tell the user although it is no error, or None.
 
         Raises WorkloadError or DataError if the user's code or data failed.
         """

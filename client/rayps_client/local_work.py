@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from rayps_client.error_hints import NO_STATISTICS, ONE_ROW_WAY
+from rayps_client.errors import DataError, WorkloadError
 
 
 @dataclass(frozen=True)
@@ -24,3 +28,51 @@ class LocalWork:
     def rows(self, own: int, default: int) -> int:
         """Return the number of rows in a batch of a client with `own` rows. `default` is the data's batch size."""
         return default if self.batch_size is None else self.batch_size or own
+
+    def used(self, own: int, default: int, *, drop_last: bool) -> int:
+        """Return how many of a client's `own` rows an epoch uses. `drop_last` leaves out a last batch that is smaller.
+
+        Raises:
+            DataError: there is no whole batch.
+        """
+        size = self.rows(own, default)
+        if drop_last and own < size:
+            raise DataError(
+                f"the client has {own} row{'' if own == 1 else 's'}, fewer than batch_size={size}, and drop_last is "
+                "True: there is no whole batch to train on; give a smaller batch_size, or drop_last=False"
+            )
+        return own - own % size if drop_last else own
+
+
+def tried_sizes(own: int, size: int, *, drop_last: bool) -> list[int]:
+    """Return with how many rows a client of `own` rows tries its workload: a batch of `size`, and one row if it occurs.
+
+    Raises:
+        DataError: the client has no whole batch, and `drop_last` is True.
+    """
+    used = LocalWork().used(own, size, drop_last=drop_last)
+    return [min(used, size), *([1] if used > size and used % size == 1 else [])]
+
+
+def try_batches(train: Callable[[int], None], own: int, size: int, *, drop_last: bool) -> str | None:
+    """Call `train` with each of the `tried_sizes`.
+
+    Return what to tell the user if a BatchNorm layer has no statistics of the last batch, of one row. This is no error
+    yet: the strategy of a job may have another batch size, or so few steps that the batch does not occur.
+
+    Raises:
+        WorkloadError, DataError: the user's code or data failed, or there is no whole batch.
+    """
+    sizes = tried_sizes(own, size, drop_last=drop_last)
+    train(sizes[0])
+    for one in sizes[1:]:
+        try:
+            train(one)
+        except WorkloadError as error:
+            if NO_STATISTICS not in error.message:
+                raise
+            return (
+                f"the client has {own} rows, of which the last batch of {size} has one row, and a BatchNorm layer has "
+                f"no statistics of one row: a job that trains on this batch fails here; {ONE_ROW_WAY}"
+            )
+    return None

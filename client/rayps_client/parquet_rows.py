@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from rayps_client.columns import ColumnLayout, ColumnRows, layout_of
 from rayps_client.errors import ConfigError, DataError
 from rayps_client.row_order import Ints
-from rayps_client.rows import Batch, batch_size_of
+from rayps_client.rows import Batch, batch_size_of, drop_last_of
 
 Made = TypeVar("Made")
 _AT_ONCE = 8192  # rows that are decoded at a time
@@ -30,13 +30,14 @@ class ParquetRows:
         *,
         batch_size: int,
         shuffle: bool,
+        drop_last: bool,
         dtype: str,
         label_dtype: str | None,
         scale: float | None,
         on_invalid: str,
     ) -> None:
         self.paths, self.features, self.label = tuple(paths), tuple(features), label
-        self.batch_size, self.shuffle = batch_size_of(batch_size), shuffle
+        self.batch_size, self.shuffle, self.drop_last = batch_size_of(batch_size), shuffle, drop_last_of(drop_last)
         self.dtype, self.label_dtype = _dtype("dtype", dtype), label_dtype and _dtype("label_dtype", label_dtype)
         if scale is not None and np.dtype(dtype).kind != "f":
             raise ConfigError(f"scale={scale} needs float features: leave dtype={dtype!r} out", field="scale")
@@ -58,7 +59,7 @@ class ParquetRows:
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments beside paths, features and label."""
-        names = ("batch_size", "shuffle", "dtype", "label_dtype", "scale", "on_invalid")
+        names = ("batch_size", "shuffle", "drop_last", "dtype", "label_dtype", "scale", "on_invalid")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -122,10 +123,10 @@ class ParquetRows:
         return ColumnLayout(found.features, widths, found.label, found.store, found.label_dtype)
 
     def _checked(self, rows: ColumnRows, name: str, first: int) -> ColumnRows:
-        if rows.bad is not None and self.on_invalid == "fail":
+        if rows.bad is not None and (self.on_invalid == "fail" or rows.bad.way_out):
             raise DataError(
                 f"{name}: column {rows.bad.column!r} {rows.bad.reason} in row {first + rows.bad.row}\n"
-                'correct the file, or give on_invalid="drop" to leave such rows out',
+                + (rows.bad.way_out or 'correct the file, or give on_invalid="drop" to leave such rows out'),
                 file=name,
                 column=rows.bad.column,
                 row=first + rows.bad.row,
@@ -140,6 +141,7 @@ def parquet(
     label: str | None = None,
     batch_size: int = 32,
     shuffle: bool = True,
+    drop_last: bool = False,
     dtype: str = "float32",
     label_dtype: str | None = None,
     scale: float | None = None,
@@ -164,12 +166,16 @@ def parquet(
         raise DataError("parquet: the list of paths is empty: give a file, a directory or a list of them")
     if not names:
         raise ConfigError("features is empty: name a column of lists, or of numbers each", field="features")
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ConfigError(f"features has {twice[0]!r} twice: name each column once", field="features")
     return ParquetRows(
         paths,
         names,
         label,
         batch_size=batch_size,
         shuffle=shuffle,
+        drop_last=drop_last,
         dtype=dtype,
         label_dtype=label_dtype,
         scale=scale,

@@ -153,7 +153,9 @@ class ClientProcess:
             WorkloadError, DataError: the workload cannot be trained here.
             ConfigError: the client's limits do not allow its training.
         """
-        self.trainer.try_out()
+        notice = self.trainer.try_out()
+        if notice is not None:
+            self._report(notice)
         self._conditions.admit(layout_bytes(self.trainer.layout()))  # raises an error if no round can be trained here
         self._warn()
         key = self._connection.call("GET", "/api/v1/client/key", params={"job": self.job}).json()

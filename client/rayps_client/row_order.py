@@ -20,19 +20,28 @@ Ints = NDArray[np.int64]
 
 
 def parts(
-    seed: int, client: int, n: int, batch: int, *, round: int, epochs: int, steps: int | None, shuffle: bool = True
+    seed: int,
+    client: int,
+    n: int,
+    batch: int,
+    *,
+    round: int,
+    epochs: int,
+    steps: int | None,
+    shuffle: bool = True,
+    used: int | None = None,
 ) -> Iterator[Ints]:
     """Yield the positions, among the client's n rows, that a round uses: one array for each epoch or part of an epoch.
 
     The caller cuts each array into batches of `batch` rows. Every array begins at the start of a batch. Only the last
-    batch of an epoch may be smaller.
+    batch of an epoch may be smaller. An epoch takes the first `used` rows of its order; None means all.
     """
-    each = math.ceil(n / batch)
+    each = math.ceil((n if used is None else used) / batch)
     at = round * (epochs * each if steps is None else steps)
     end = at + (epochs * each if steps is None else steps)
     while at < end:
         epoch, index = divmod(at, each)
         stop = min(each, index + end - at)
         rows = random_of(seed, epoch, client).permutation(n) if shuffle else np.arange(n)
-        yield rows[index * batch : stop * batch]
+        yield rows[:used][index * batch : stop * batch]
         at += stop - index

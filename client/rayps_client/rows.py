@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rayps_client.errors import ConfigError, DataError
 from rayps_client.row_order import Ints
@@ -24,6 +25,10 @@ class Batch:
 
     def __len__(self) -> int:
         return self.size
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield `x` and `y`, so that a batch unpacks: `x, y = batch`."""
+        yield from (self.x, self.y)
 
 
 @runtime_checkable
@@ -55,11 +60,13 @@ class Indexed(Protocol):
 class ArrayRows:
     """The rows of an array or tensor `x`, and labels `y` of the same length. Their dtypes do not change."""
 
-    def __init__(self, x: Indexed, y: Indexed | None, batch_size: int, shuffle: bool) -> None:
+    def __init__(self, x: Indexed, y: Indexed | None, batch_size: int, shuffle: bool, drop_last: bool = False) -> None:
+        check_lengths(x, y)
         self.x, self.y, self.batch_size, self.shuffle = x, y, batch_size_of(batch_size), shuffle
+        self.drop_last = drop_last_of(drop_last)
 
     def check(self) -> None:
-        """Check the arrays. Raises DataError if there are no rows, lengths differ, or a value is NaN or infinite."""
+        """Check the arrays. Raises DataError if there are no rows, or a value is NaN or infinite."""
         check_rows(self.x, self.y, _not_finite)
 
     def rows(self) -> int:
@@ -77,17 +84,26 @@ def tensors(
     *,
     batch_size: int = 32,
     shuffle: bool = True,
+    drop_last: bool = False,
     client: object = None,
 ) -> ArrayRows:
     """Use the rows of an array or tensor `x`, and labels `y` of the same length.
 
+    `drop_last` leaves out an epoch's last batch if it is smaller than `batch_size`.
     `client` divides the rows of a simulation; all rows of a real client are its own, and `client` is not used.
 
     Raises:
-        DataError: `x` or `y` is not an array or tensor. `check()` finds other errors.
+        DataError: `x` or `y` is not an array or tensor, or their lengths differ. `check()` finds other errors.
         ConfigError: `batch_size` is not a whole number above 0.
     """
-    return ArrayRows(_array("x", x), None if y is None else _array("y", y), batch_size, shuffle)
+    return ArrayRows(_array("x", x), None if y is None else _array("y", y), batch_size, shuffle, drop_last)
+
+
+def drop_last_of(value: bool) -> bool:
+    """Return `value`. Raises ConfigError if it is not True or False."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"drop_last is {value!r}: give True or False", field="drop_last")
+    return value
 
 
 def batch_size_of(value: int) -> int:
@@ -103,7 +119,20 @@ def _array(name: str, value: Any) -> Any:
             f"tensors: {name} is {type(value).__name__}: give a tensor or an array whose first dimension is the rows",
             column=name,
         )
+    if isinstance(value, np.ndarray):
+        return native(value)
     return value.detach() if hasattr(value, "detach") else value
+
+
+def check_lengths(x: Sized, y: Sized | None) -> None:
+    """Raise DataError if there are labels `y`, and not one for each row of `x`."""
+    if y is not None and len(y) != len(x):
+        raise DataError(f"tensors: x has {len(x)} rows, y has {len(y)}: give the same number", column="y")
+
+
+def native(values: NDArray[np.generic]) -> NDArray[np.generic]:
+    """Return an array in this machine's byte order, which torch and Arrow need; a copy if it has another one."""
+    return values if values.dtype.isnative else values.astype(values.dtype.newbyteorder("="))
 
 
 def check_rows(x: Column, y: Column | None, first_bad: Callable[[Column], int | None]) -> None:
@@ -114,8 +143,7 @@ def check_rows(x: Column, y: Column | None, first_bad: Callable[[Column], int | 
     """
     if len(x) == 0:
         raise DataError("tensors: x has no rows: there is nothing to train on", column="x")
-    if y is not None and len(y) != len(x):
-        raise DataError(f"tensors: x has {len(x)} rows, y has {len(y)}: give the same number", column="y")
+    check_lengths(x, y)
     for name, values in (("x", x), ("y", y)):
         row = None if values is None else first_bad(values)
         if row is not None:

@@ -17,6 +17,8 @@ from rayps_client.client_turn import StepLoss
 from rayps_client.errors import ConfigError, WorkloadError
 from rayps_client.light_trainer import LightTrainer, checked_rows, own_totals
 from rayps_client.local_trainer import LayoutRow, RawTensors
+from rayps_client.module_modes import evaluating, prepare_to_train
+from rayps_client.moved_weight import refuse_moved_weight
 from rayps_client.own_metrics import OwnTotals
 from rayps_client.partial_gradient import gradients_of
 from rayps_client.raw_tensors import RawTensor
@@ -47,12 +49,12 @@ class TorchEngine:
         if not isinstance(model, nn.Module):
             raise WorkloadError(f"model() returned {type(model).__name__}: return a torch.nn.Module")
         self.model = model.to(self.device)
-        self.model.train()
+        prepare_to_train(self.model)
         self._named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self._buffers = dict(self.model.named_buffers())
         self._vector = self._flattened()
         self._schedule = RateSchedule(workload, self._made)
-        self._tick = 0
+        self._tick, self._weighed = 0, False  # `_weighed`: whether the weight of a pair was checked
         self.reset()
 
     def _flattened(self) -> Tensor:
@@ -158,14 +160,21 @@ class TorchEngine:
 
     def _loss(self, batch: Batch) -> tuple[Tensor, float | None]:
         """Return the workload's loss of a micro-batch: (mean, None), or (sum, weight)."""
-        with self._precision():
-            found, weight = _loss_of(self.workload.loss(self.model, self._given(batch)))
+        given = self._given(batch)
+        found, weight = self._called(given)
+        if weight is not None and not self._weighed:
+            self._weighed = True
+            refuse_moved_weight(lambda: self._called(given)[1], self.model)
         if not isinstance(found, Tensor) or found.numel() != 1 or not (found.requires_grad or weight == 0):
             raise WorkloadError(
                 "loss(model, batch) must return one number as a tensor with a gradient, the mean over the batch, or a "
                 "pair (sum, weight)"
             )
         return found, weight
+
+    def _called(self, given: Batch) -> tuple[Any, float | None]:
+        with self._precision():
+            return _loss_of(self.workload.loss(self.model, given))
 
     def _given(self, batch: Batch) -> Batch:
         return Batch(self._moved(batch.x), None if batch.y is None else self._moved(batch.y), batch.size)
@@ -228,13 +237,9 @@ class TorchEngine:
     def metrics(self, batch: Batch) -> OwnTotals:
         """Return the totals of a batch's loss and metrics, of the model in evaluation mode, without gradients."""
         given = self._given(batch)
-        self.model.eval()
-        try:
-            with torch.no_grad(), users_code("evaluate"), self._precision():
-                found, weight = _loss_of(self.workload.loss(self.model, given))
-                more = self.workload.evaluate(self.model, given)
-        finally:
-            self.model.train()
+        with evaluating(self.model), torch.no_grad(), users_code("evaluate"), self._precision():
+            found, weight = self._called(given)
+            more = self.workload.evaluate(self.model, given)
         if weight is None:
             return own_totals(more, (float(found) * batch.size, batch.size), batch.size)
         return own_totals(more, (float(found) if weight else 0.0, weight), batch.size)

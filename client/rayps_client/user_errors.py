@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import errno
-import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 
 from rayps_client.error_hints import hint
 from rayps_client.errors import RaypsError, WorkloadError
+from rayps_client.file_owner import is_ours, is_users_code, place_in
 
-_PACKAGES = ("rayps", "rayps_client")  # frames of these packages are not the user's code
 _NO_MEMORY = (
     "allocate memory",
     "out of memory",
@@ -62,14 +60,9 @@ def place_of(error: BaseException) -> str:
 
     A file below the current directory is named from there: a job's code is in a folder that is removed at its end.
     """
-    ours = tuple(f"{folder}/" for folder in package_folders())
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
-    own = [f for f in frames if "/site-packages/" not in f.filename] or frames
-    if not own:
-        return ""
-    with suppress(OSError, ValueError):  # there may be no current directory
-        return f" ({Path(own[-1].filename).relative_to(Path.cwd())}:{own[-1].lineno})"
-    return f" ({own[-1].filename}:{own[-1].lineno})"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_ours(frame.filename)]
+    own = [frame for frame in frames if is_users_code(frame.filename)] or frames
+    return f" ({place_in(own[-1].filename, own[-1].lineno or 0)})" if own else ""
 
 
 def lacks_memory(error: BaseException) -> bool:
@@ -90,9 +83,3 @@ def too_large(who: str, error: BaseException) -> WorkloadError:
         memory=True,
         traceback="".join(traceback.format_exception(error)),
     )
-
-
-def package_folders() -> list[Path]:
-    """Return the folders of rayps's own packages in this process."""
-    files = [getattr(sys.modules.get(name), "__file__", None) for name in _PACKAGES]
-    return [Path(file).parent for file in files if isinstance(file, str)]

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import hashlib
 import importlib
 import importlib.util
 import linecache
-import site
 import sys
-import sysconfig
 import threading
 import traceback
 import weakref
 from collections.abc import Callable
-from importlib.metadata import Distribution
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, cast
 
+from rayps_client.error_hints import not_sent
 from rayps_client.errors import WorkloadError
-from rayps_client.user_errors import package_folders
+from rayps_client.file_owner import is_users_code, resolved, users_file
 
 MODULES = threading.Lock()  # held while modules of the user are forgotten, or sent to another process
 
@@ -112,6 +109,7 @@ class Finder:
                 raise broken(place, error) from error
             near = difflib.get_close_matches(place, [path.stem for path in root.glob("*.py")], n=1)
             hint = f"did you mean {near[0]!r}?" if near else "give another working_dir, or a file: 'path/file.py:Class'"
+            hint = not_sent(error.name, root) or hint
             raise WorkloadError(
                 f"there is no module {place!r} in {root} or among the installed packages: {hint}", module=place
             ) from error
@@ -143,6 +141,14 @@ class Finder:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
             sys.modules.pop(name, None)
+            if isinstance(error, ImportError) and "no known parent package" in str(error):
+                raise WorkloadError(
+                    f"{place} has a relative import, and a file that is given by its path belongs to no package: give "
+                    f"the module from the folder that has the package, such as "
+                    f"'{path.parent.name}.{path.stem}:{self._what.title()}', or import by an absolute name"
+                    f"{_where(error)}",
+                    module=place,
+                ) from error
             raise broken(place, error) from error
         return module
 
@@ -166,7 +172,9 @@ class Finder:
 def broken(what: str, error: BaseException) -> WorkloadError:
     """Return the error of a failed import, with the last line of the exception and the user's line that failed."""
     last = traceback.format_exception_only(error)[-1].strip().splitlines()[0][:300]
-    return WorkloadError(f"{what} failed: {last}{_where(error)}", module=what)
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    hint = "" if missing is None else not_sent(missing)
+    return WorkloadError(f"{what} failed: {last}{_where(error)}{hint and chr(10)}{hint}", module=what)
 
 
 def _where(error: BaseException) -> str:
@@ -177,18 +185,13 @@ def _where(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith("<frozen") and Path(frame.filename) != Path(__file__)
     ]
-    mine = [frame for frame in frames if users_file(Path(frame.filename))] or frames
+    mine = [frame for frame in frames if is_users_code(frame.filename)] or frames
     return f"\nin {mine[-1].filename}:{mine[-1].lineno}: {mine[-1].line}" if mine else ""
 
 
 def _file(module: ModuleType) -> Path | None:
     file = getattr(module, "__file__", None)
-    return _resolved(file) if isinstance(file, str) else None
-
-
-@functools.cache
-def _resolved(file: str) -> Path:
-    return Path(file).resolve()
+    return resolved(file) if isinstance(file, str) else None
 
 
 def is_users(module: ModuleType | None) -> bool:
@@ -201,30 +204,3 @@ def is_users(module: ModuleType | None) -> bool:
         return False  # an alias: cloudpickle knows modules by their own name only
     file = _file(module)
     return file is not None and users_file(file)
-
-
-@functools.cache  # called for every loaded module, at each pack()
-def users_file(file: Path) -> bool:
-    """Return whether a file is the user's own: not installed, not Python's, not rayps's."""
-    if file.suffix != ".py" or {"site-packages", "dist-packages"} & set(file.parts):
-        return False
-    if any(file.is_relative_to(folder) for folder in _installed()):
-        return False
-    return not any(file.relative_to(folder).parts[0] in _put_into(folder) for folder in file.parents)
-
-
-@functools.cache
-def _put_into(folder: Path) -> frozenset[str]:
-    """Return the names of the files and folders that `pip install --target` has put into a folder."""
-    try:
-        records = [Distribution.at(info) for info in folder.glob("*.dist-info")]
-        return frozenset(file.parts[0] for each in records for file in each.files or () if file.parts)
-    except OSError:  # a folder that cannot be listed
-        return frozenset()
-
-
-@functools.cache
-def _installed() -> tuple[Path, ...]:
-    paths = [sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")]
-    paths += [*site.getsitepackages(), site.getusersitepackages(), *map(str, package_folders())]
-    return tuple({Path(path).resolve() for path in paths if path})

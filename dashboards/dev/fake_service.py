@@ -7,6 +7,7 @@ page and for the browser tests that need a fault on demand; not part of the pack
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import sys
 import time
@@ -121,9 +122,12 @@ class Handler(BaseHTTPRequestHandler):
                                     "total": {"cpu": 16, "gpu": 0}, "free": {"cpu": 12, "gpu": 0},
                                     "warm": None})
         if parts == ["jobs"]:
-            with world.lock:
-                jobs = [job.to_json() for job in sorted(world.jobs.values(), key=lambda job: -job.created)]
-            return self.reply(200, {"jobs": jobs, "next_cursor": None})
+            found = self.listed(query.get("text", ""))
+            jobs = [job for job in found if not self.statuses() or job["status"] in self.statuses()]
+            at = next((i + 1 for i, job in enumerate(jobs) if job["id"] == query.get("cursor")), 0)
+            page = jobs[at : at + int(query.get("limit", 50))]
+            more = page[-1]["id"] if at + len(page) < len(jobs) else None
+            return self.reply(200, {"jobs": page, "next_cursor": more, "counts": counts(found)})
         if parts == ["stream"]:
             return self.stream(query)
         if parts == ["server-groups"]:
@@ -145,6 +149,16 @@ class Handler(BaseHTTPRequestHandler):
         page = items[at : at + int(query.get("limit", 1000))]
         return self.reply(200, {name: page, "cursor": at + len(page)})
 
+    def statuses(self) -> list[str]:
+        """The statuses that a request for the list asks for; none: all."""
+        return urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query).get("status", [])
+
+    def listed(self, text: str) -> list[dict[str, Any]]:
+        """The jobs that hold each word of a text, the newest first."""
+        with self.world.lock:
+            jobs = [job.to_json() for job in sorted(self.world.jobs.values(), key=lambda job: -job.created)]
+        return [job for job in jobs if all(word in json.dumps(job).lower() for word in text.lower().split())]
+
     def stream(self, query: dict[str, str]) -> None:
         """Server-sent events until the reader goes, the job ends, or the service plays dead."""
         self.send_response(200)
@@ -158,20 +172,25 @@ class Handler(BaseHTTPRequestHandler):
             elif "job" in query:
                 self.follow(self.world.jobs[query["job"]], query.get("cursor", ""))
             else:
-                self.follow_all()
+                self.follow_all(query.get("text", ""))
         except (BrokenPipeError, ConnectionResetError):
             return
 
-    def follow_all(self) -> None:
+    def follow_all(self, text: str) -> None:
         """Every job that changed, about twice a second."""
         seen: dict[str, int] = {}
+        first = True
         while not self.world.offline():
             with self.world.lock:
                 changed = [job for job in self.world.jobs.values() if seen.get(job.id) != job.version]
                 seen |= {job.id: job.version for job in changed}
                 data = [job.to_json() for job in changed]
             if data:
-                self.send("jobs", {"jobs": data}, "")
+                found = self.listed(text)
+                ids = {job["id"] for job in found}
+                known = [job for job in data if job["id"] in ids]
+                self.send("jobs", {"jobs": known, "gone": [], "counts": counts(found), "whole": first}, "")
+                first = False
             time.sleep(0.5)
 
     def follow_groups(self, name: str) -> None:
@@ -198,7 +217,8 @@ class Handler(BaseHTTPRequestHandler):
             for key, event, name in (("m", "metrics", "points"), ("l", "logs", "lines"), ("e", "events", "events")):
                 at[key] += len(news[key])
                 if news[key]:
-                    self.send(event, {name: news[key]}, f"m{at['m']}.l{at['l']}.e{at['e']}")
+                    more = {"cursor": at["m"], "size": len(job.metrics)} if key == "m" else {}
+                    self.send(event, {name: news[key], **more}, f"m{at['m']}.l{at['l']}.e{at['e']}")
             self.send("job", state, f"m{at['m']}.l{at['l']}.e{at['e']}")
             if over and not any(news.values()):
                 return self.send("end", {"status": job.status}, "")
@@ -233,6 +253,11 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+
+def counts(jobs: list[dict[str, Any]]) -> dict[str, int]:
+    """How many jobs there are in each status."""
+    return dict(collections.Counter(job["status"] for job in jobs))
 
 
 def serve(port: int = 0, empty: bool = False, speed: float = 12.0, code: str = "letmein") -> ThreadingHTTPServer:

@@ -1,6 +1,7 @@
 /* Calls of the service's REST interface. Addresses are relative to the page, so a path prefix needs no setting. */
 import { parse } from "./lib/json";
-import type { ClusterState, Comparison, Group, GroupRow, Job, JobCode, LogLine, Problem } from "./types";
+import type { Filter } from "./list";
+import type { ClusterState, Comparison, Group, GroupRow, Job, JobCode, JobList, LogLine, Problem } from "./types";
 
 const base = new URL("api/v1/", document.baseURI);
 
@@ -12,10 +13,11 @@ export class ApiError extends Error {
   }
 }
 
-export function address(path: string, query: Record<string, string | number | null | undefined> = {}): string {
+export function address(path: string, query: Record<string, string | number | readonly string[] | null | undefined> = {}): string {
   const url = new URL(path, base);
   for (const [key, value] of Object.entries(query)) {
-    if (value !== null && value !== undefined && value !== "") url.searchParams.set(key, String(value));
+    if (Array.isArray(value)) for (const each of value) url.searchParams.append(key, each);
+    else if (value !== null && value !== undefined && value !== "") url.searchParams.set(key, String(value));
   }
   return url.href;
 }
@@ -63,8 +65,8 @@ export async function cluster(): Promise<ClusterState> {
   return (await call("GET", address("cluster"))) as ClusterState;
 }
 
-export async function jobs(cursor: string | null, limit = 100): Promise<{ jobs: Job[]; next_cursor: string | null }> {
-  return (await call("GET", address("jobs", { limit, cursor }))) as { jobs: Job[]; next_cursor: string | null };
+export async function jobs(filter: Filter, cursor: string | null, limit: number): Promise<JobList> {
+  return (await call("GET", address("jobs", { ...filter, limit, cursor }))) as JobList;
 }
 
 export async function job(id: string): Promise<Job> {

@@ -112,7 +112,7 @@ function Cluster() {
   }
   const gpus = cluster.total["gpu"] ?? 0;
   return (
-    <span class="cluster tone-ok" title={[cluster.address ? `Ray at ${cluster.address}${cluster.owned ? ", started by this service" : ""}.` : "", cluster.cores ? `Jobs may reserve ${count(cluster.total["cpu"] ?? 0)} CPUs in total (rayps serve --cpus), which share this machine's ${cluster.cores} cores.` : "", cluster.warm ? `${count(cluster.warm.ready)} of ${count(cluster.warm.wanted)} warm processes are ready (${bytes(cluster.warm.memory)}).` : ""].filter(Boolean).join(" ")}>
+    <span class="cluster tone-ok" title={[cluster.address ? `Ray at ${cluster.address}${cluster.owned ? ", started by this service" : ""}.` : "", cluster.together ? `Jobs run side by side while their workers fit into this machine's ${count(cluster.together)} cores; a job that runs alone may reserve ${count(cluster.total["cpu"] ?? 0)} CPUs. rayps serve --cpus sets both.` : cluster.cores ? `Jobs may reserve ${count(cluster.total["cpu"] ?? 0)} CPUs in total (rayps serve --cpus), which share this machine's ${cluster.cores} cores.` : "", cluster.warm ? `${count(cluster.warm.ready)} of ${count(cluster.warm.wanted)} warm processes are ready (${bytes(cluster.warm.memory)}).` : ""].filter(Boolean).join(" ")}>
       <i class="dot" /><span class="cluster-word">Ray ready</span>
       <span class="cluster-text"><b>{count(cluster.free["cpu"] ?? 0)}</b> of {count(cluster.total["cpu"] ?? 0)} CPUs free{(cluster.cores ?? Infinity) < (cluster.total["cpu"] ?? 0) && <span class="faint"> on {count(cluster.cores)} cores</span>}{gpus > 0 && <>, <b>{count(cluster.free["gpu"] ?? 0)}</b> of {count(gpus)} GPUs</>}</span>
     </span>

@@ -30,6 +30,8 @@ export class Feed {
   readonly problem = signal<{ status: number; text: string } | null>(null);
   readonly version = signal(0);
   readonly logVersion = signal(0);
+  /** The part of the rounds that is here, from 0 to 1, while those of before this page was opened are loaded; then null. */
+  readonly loading = signal<number | null>(0);
   readonly series = new Series();
   readonly events: JobEvent[] = [];
   readonly cohorts = new Cohorts(); // of a federated job; its rounds are no lines among the events
@@ -58,6 +60,7 @@ export class Feed {
     this.job.value = job;
     this.series.filedBack = isFederated(job.spec.strategy) ? 1 : 0; // few and long rounds: one round has one number on the page
     list.put(job);
+    if (!job.progress?.round) this.loading.value = null; // there are no rounds yet
     if (job.progress && job.progress.time !== before) this.snap(job);
     this.touch();
   }
@@ -85,11 +88,16 @@ export class Feed {
       on: {
         job: (data) => this.take(data as Job),
         metrics: (data) => {
-          this.series.add((data as { points: MetricPoint[] }).points ?? []);
+          const { points, cursor, size } = data as { points: MetricPoint[]; cursor?: number; size?: number };
+          this.series.add(points ?? []);
+          if (this.loading.value !== null) this.loading.value = cursor !== undefined && size !== undefined && cursor < size ? cursor / size : null;
           this.touch();
         },
         logs: (data) => this.addLines((data as { lines: LogLine[] }).lines ?? []),
-        events: (data) => this.addEvents((data as { events: JobEvent[] }).events ?? []),
+        events: (data) => {
+          if (this.loading.value === 0) this.loading.value = null; // rounds are read before the events: there are none
+          this.addEvents((data as { events: JobEvent[] }).events ?? []);
+        },
         end: () => void this.last(),
       },
     });
@@ -99,6 +107,7 @@ export class Feed {
   /** The job's final state, once the stream has said that it ended. */
   private async last(): Promise<void> {
     link.value = { state: "ended" };
+    this.loading.value = null;
     try {
       this.take(await api.job(this.id));
     } catch {

@@ -18,7 +18,7 @@ export const link = signal<Link>({ state: "idle" });
 export const session = signal<boolean | null>(null);
 
 export interface StreamOptions {
-  query: Record<string, string>;
+  query: Record<string, string | string[]>;
   cursor?: string;
   on: Record<string, (data: unknown) => void>;
 }

@@ -127,6 +127,7 @@ export interface Job {
   finished_at: string | null;
   progress: Progress | null;
   metrics: Record<string, number | null> | null;
+  strategies?: StrategySpec[]; // of the job; of a function the different ones that it gave to rayps.wrap
   lowest?: Record<string, boolean | null>; // for each metric of the last evaluation, whether its lowest value is the best; null if unknown
   checkpoint: string | null;
   stop_requested: boolean;
@@ -176,6 +177,7 @@ export interface ComparedRow {
 export interface Comparison {
   differing: string[];
   metrics: string[];
+  columns: { name: string; kind: "fact" | "value" | "last" | "best" | string; of: string }[]; // names differ
   lowest: Record<string, boolean | null>;
   rows: ComparedRow[];
   curves: Record<string, Record<string, Curve>>; // by job id and metric
@@ -216,6 +218,18 @@ export interface ReturnedPoint {
 
 export type MetricPoint = RoundPoint | EvaluationPoint | ReturnedPoint;
 
+/**
+ * A page of jobs, or what has changed in the list: `gone` are ids of deleted jobs, `counts` the jobs by status on all pages,
+ * and `whole` says that the message has all jobs of the stream's list.
+ */
+export interface JobList {
+  jobs: Job[];
+  next_cursor: string | null;
+  counts: Partial<Record<Status, number>>;
+  gone: string[];
+  whole?: boolean;
+}
+
 export interface LogLine {
   time: string;
   source: string;
@@ -235,6 +249,7 @@ export interface ClusterState {
   address: string | null;
   owned: boolean;
   cores?: number | null; // of the machine, where the Ray is the service's own
+  together?: number | null; // CPUs of jobs that run side by side, where these are fewer than all
   total: Record<string, number>;
   free: Record<string, number>;
   reason: string | null;

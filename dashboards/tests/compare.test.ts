@@ -13,6 +13,12 @@ const row = (id: string, values: Record<string, unknown>, loss: number | null, b
 const found: Comparison = {
   differing: ["lr", "strategy"],
   metrics: ["loss", "batch loss"],
+  columns: [
+    ...["id", "name", "status"].map((name) => ({ name, kind: "fact", of: name })),
+    ...["lr", "strategy"].map((name) => ({ name, kind: "value", of: name })),
+    ...["rounds", "seconds"].map((name) => ({ name, kind: "fact", of: name })),
+    ...["loss", "batch loss"].flatMap((of) => [{ name: of, kind: "last", of }, { name: `best ${of}`, kind: "best", of }]),
+  ],
   lowest: { loss: true, "batch loss": true },
   rows: [row("a", { lr: 0.1, strategy: { name: "all_reduce" } }, 0.4), row("b", { lr: 0.01, strategy: { name: "parameter_server", staleness: 3, shards: null } }, null), row("c", { strategy: { name: "all_reduce" } }, 0.2)],
   curves: {
@@ -26,6 +32,11 @@ describe("the table", () => {
   test("has a column for each value that differs, and two for each metric", () => {
     expect(columns(found).map((column) => column.head)).toEqual(["Job", "Status", "lr", "strategy", "Rounds", "Time", "loss", "lowest", "batch loss", "lowest"]);
     expect(columns({ ...found, lowest: { loss: false } })[7]!.head).toBe("highest");
+  });
+  test("shows a metric and a parameter with the name of a fact beside it", () => {
+    const rows = [{ ...row("a", { "params.seconds": 7 }, 0.4), metrics: { seconds: { last: 9, best: null } } }];
+    const more = [{ name: "params.seconds", kind: "value", of: "params.seconds" }, { name: "seconds", kind: "fact", of: "seconds" }, { name: "metrics.seconds", kind: "last", of: "seconds" }];
+    expect(columns({ ...found, rows, columns: more }).map((column) => [column.head, column.value(rows[0]!)])).toEqual([["params.seconds", 7], ["Time", 2], ["metrics.seconds", 9]]);
   });
   test("has no best column for a metric whose name does not say which value is the best", () => {
     const heads = columns({ ...found, lowest: { loss: null, "batch loss": true } }).map((column) => column.head);

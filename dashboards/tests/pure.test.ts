@@ -7,8 +7,8 @@ import * as format from "../src/lib/format";
 import { parse } from "../src/lib/json";
 import { csv, lossData, mainMetric, metricData, metricNames, rateData, roundColumns, sampled } from "../src/lib/plot";
 import { dataShare, mean, rate, Series } from "../src/lib/series";
-import { matches, share } from "../src/lib/status";
-import { brief, current, describe as inWords, shardWords, staleBound, target, words } from "../src/lib/strategy";
+import { share } from "../src/lib/status";
+import { brief, current, describe as inWords, metricBound, shardWords, staleBound, target, words } from "../src/lib/strategy";
 import { cost, judge } from "../src/lib/worker";
 import { scaleText, workersText } from "../src/lib/workers";
 import type { Job, MetricPoint, RoundPoint } from "../src/types";
@@ -132,9 +132,15 @@ describe("plot data", () => {
     expect(rateData(series).raw).toEqual([20, 20, 20]);
   });
   it("names the metric to show", () => {
+    const of = (metrics: Record<string, number>, run: string | null = null, lowest: Record<string, boolean | null> = {}) =>
+      mainMetric([], { metrics, lowest, spec: { workload: null, run }, progress: null } as unknown as Job);
     expect(mainMetric([{ kind: "evaluation", round: 1, metrics: { loss: 1, f1: 2, accuracy: 3 } }], null)).toBe("accuracy");
-    expect(mainMetric([], { loss: 1, rmse: 2 })).toBe("rmse");
-    expect(mainMetric([], { loss: 1 })).toBeNull();
+    expect(of({ loss: 1, rmse: 2 })).toBe("rmse");
+    expect(of({ loss: 1 })).toBeNull();
+    expect(of({ grad_norm: 1, val_error: 2 }, "a.py:f", { grad_norm: null, val_error: true })).toBe("val_error");
+    expect(of({ grad_norm: 1, lr: 0.1 }, "a.py:f", { grad_norm: null, lr: null })).toBeNull();
+    expect(of({ skill: 1, f1: 2 }, null, { skill: null, f1: false })).toBe("f1");
+    expect(of({ skill: 1 }, null, { skill: null })).toBe("skill");
   });
   it("samples evenly with both ends, and writes CSV", () => {
     expect(sampled([0, 1, 2, 3, 4, 5, 6, 7, 8], 3)).toEqual([0, 4, 8]);
@@ -221,6 +227,10 @@ describe("commands", () => {
     expect(asCli(spec)).toContain('workload: examples/digits.py:Digits\nstrategy: {"name":"all_reduce"}\nworkers: 2\nepochs: 3\nname: "it\'s: on"\nYAML');
     expect(asCli({ workload: "a:B", name: "yes" })).toContain('name: "yes"');
   });
+  it("names environment variables without a value, as the service's own", () => {
+    expect(asCli({ ...spec, env: ["A", "B"] })).toContain('env: {"A":null,"B":null}\n');
+    expect(asCurl({ ...spec, env: ["A"] }, "http://x")).toContain('"env": {"A":null}');
+  });
   it("quotes for the shell", () => {
     const line = asCurl(spec, "http://127.0.0.1:8420");
     expect(line).toContain(`it'\\''s: on`);
@@ -267,10 +277,6 @@ describe("status", () => {
     expect(share({ ...job, status: "SUCCEEDED", progress: null })).toBe(1);
     expect(share({ ...job, progress: null })).toBeNull();
   });
-  it("finds every word", () => {
-    expect(matches(job, "digits reduce")).toBe(true);
-    expect(matches(job, "digits server")).toBe(false);
-  });
 });
 
 describe("metrics of the user's own", () => {
@@ -299,14 +305,21 @@ describe("the share of the time that waits for data", () => {
   });
 });
 
+describe("metrics of clients", () => {
+  it("are limited under masks and with noise only", () => {
+    const secure = { name: "fedavg", client_evaluation: true, secure: { name: "secagg" } };
+    expect(metricBound(secure)).toBe(1);
+    expect(metricBound({ ...secure, metric_bound: 5 })).toBe(5);
+    expect(metricBound({ name: "fedavg", client_evaluation: true })).toBeNull();
+    expect(metricBound({ ...secure, client_evaluation: false })).toBeNull();
+  });
+});
+
 describe("a job of a function", () => {
   const spec = { workload: null, run: "train.py:train_fn", params: { lr: 0.3 } };
-  it("is named, found and submitted again by its function", () => {
-    const job = { id: "1", name: "x", status: "QUEUED", reason: null, spec } as unknown as Job;
+  it("is named and submitted again by its function", () => {
     expect(target(spec)).toBe("train.py:train_fn");
     expect(target({ workload: "a:B" })).toBe("a:B");
-    expect(matches(job, "train_fn")).toBe(true);
-    expect(matches(job, "null")).toBe(false);
     expect(asCli(spec)).toContain("run: train.py:train_fn\nparams:");
     expect(asCurl(spec, "http://x")).not.toContain("workload");
   });

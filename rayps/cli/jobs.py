@@ -6,8 +6,7 @@ import itertools
 import json
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +23,7 @@ from rayps.core.values import Json, JsonObject, Keywords
 from rayps.core.warm_start import StartFrom
 from rayps.service.client import CURRENT, Client, Job
 from rayps.service.code_files import PackedCode
+from rayps.service.comparison import metric_columns
 from rayps.service.job_file import changed, of_function, read
 from rayps.service.rest_answers import CodeAnswer, JobAnswer, RoundsAnswer
 from rayps.strategies.catalogue import StrategySpec, has_real_clients, notes_of
@@ -43,6 +43,15 @@ WorkingDir = Annotated[
         "--working-dir",
         metavar="DIR",
         help="The folder to pack (default: the job file's working_dir, or else the current folder).",
+    ),
+]
+Variables = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--env",
+        metavar="NAME[=VALUE]",
+        help="An environment variable of the job's processes; NAME=@/path: from a file of the service's machine; "
+        "NAME alone: the service's own. Values are not shown.",
     ),
 ]
 FAILED = 1
@@ -97,6 +106,7 @@ def submit(
         Path | None,
         typer.Option(metavar="FILE", help="A requirements file, which pip installs for the job's processes."),
     ] = None,
+    env: Variables = None,
     working_dir: WorkingDir = None,
     upload: Upload = True,
     output: Format = Output.table,
@@ -114,15 +124,23 @@ def submit(
     if requirements is not None:
         given["requirements"] = read_requirements(requirements)
     spec: Keywords = {}
+    variables = variables_of(env or [])
+    if clone is not None and variables:
+        given["env"] = variables
     if clone is None:
         spec = read(file, changes or []) if file is not None else of_function(str(run), changes or [])
         spec = with_folder(spec | given, working_dir)
-    with Client(on_packed=partial(note_packed, strategy=spec.get("strategy"))) as client:
+        named = spec.get("env") or {}
+        if variables and isinstance(named, dict):  # the service refuses anything else by name
+            spec["env"] = named | variables
+    packed: list[PackedCode] = []
+    with Client(on_packed=packed.append) as client:
         if clone is not None:
             job = client.submit_again(clone, **cloned_fields(client.job(clone), changes or []) | given)
         else:
             place = spec.pop("working_dir", CURRENT)
             job = client.submit(spec.pop("workload", None), working_dir=place, upload=upload, **spec)
+            note_packed(packed, strategy=spec.get("strategy"))
         if not follow:
             _submitted(job, output)
             return
@@ -136,18 +154,34 @@ def with_folder(spec: Keywords, given: Path | None) -> Keywords:
     return spec if named is None else {**spec, "working_dir": str(Path(named).expanduser().absolute())}
 
 
-def note_packed(packed: PackedCode, *, strategy: StrategySpec | None) -> None:
-    """Print how much code is sent, and which files were left out because they hold a secret.
+def variables_of(given: Sequence[str]) -> dict[str, str | None]:
+    """Return the value of each `NAME=VALUE`; of a `NAME` alone None, the service's own variable.
 
-    If the clients of `strategy` are real, print also that files of data are sent.
+    Raises:
+        ConfigError: a name occurs twice. No value is in the text.
     """
-    rows = packed.data_note() if strategy is not None and has_real_clients(strategy) else ""
-    show.note("\n".join(filter(None, [packed.summary(), rows, packed.left_out()])))
+    found: dict[str, str | None] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if name in found:
+            raise ConfigError(f"--env {name} was given twice: give each variable once", field="env")
+        found[name] = value if equals else None
+    return found
+
+
+def note_packed(sent: Iterable[PackedCode], *, strategy: StrategySpec | None) -> None:
+    """Print how much code was sent with a job, and which files were left out because they hold a secret.
+
+    If the clients of `strategy` are real, print also that files of data were sent.
+    """
+    for packed in sent:
+        rows = packed.data_note() if strategy is not None and has_real_clients(strategy) else ""
+        show.note("\n".join(filter(None, [packed.summary(), rows, packed.left_out()])))
 
 
 def cloned_fields(job: Job, changes: Sequence[str]) -> Keywords:
     """Return the specification of a job as fields for the next one, with `key=value` changes."""
-    fields: Keywords = {key: value for key, value in job.data["spec"].items() if value is not None}
+    fields: Keywords = {key: value for key, value in job.data["spec"].items() if value is not None and key != "env"}
     return changed(fields, changes)
 
 
@@ -160,6 +194,7 @@ def clone(
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the new job.")
     ] = None,
+    env: Variables = None,
     output: Format = Output.table,
 ) -> None:
     """Write a job's code into a folder, and submit the job again."""
@@ -168,7 +203,9 @@ def clone(
         target = first.write_code(folder or Path(f"{first.data['name'].replace(' ', '-')}-{first.id[-6:].lower()}"))
         show.note(f"the code {str(first.data['spec']['code'])[:12]} of job {first.id} is in {target}")
         if run:
-            _submitted(client.submit_again(first.id, **cloned_fields(first, changes or [])), output)
+            fields = cloned_fields(first, changes or [])
+            given = {"env": variables} if (variables := variables_of(env or [])) else {}
+            _submitted(client.submit_again(first.id, **fields | given), output)
         elif output is Output.json:
             show.dump({"folder": str(target), "code": first.data["spec"]["code"], "spec": first.data["spec"]})
 
@@ -248,11 +285,20 @@ def ls(
     status: Annotated[Status | None, typer.Option(help="Only jobs with this status.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="The largest number of jobs to list.")] = 20,
     sweep: Annotated[str | None, typer.Option(metavar="NAME", help="Only jobs of this sweep.")] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            "--filter",
+            metavar="TEXT",
+            help="Only jobs with each word in the id, name, status, reason, strategy, workload, function or sweep.",
+        ),
+    ] = None,
     output: Format = Output.table,
 ) -> None:
     """List jobs, newest first."""
     with Client() as client:
-        jobs = client.jobs(status=status, limit=limit, sweep=sweep)
+        jobs = client.jobs(status=status, limit=limit, sweep=sweep, text=text)
+        counts = client.count_jobs(sweep=sweep, text=text)
     if output is Output.json:
         show.dump([job.data for job in jobs])
         return
@@ -263,14 +309,17 @@ def ls(
             show.status(job.data["status"]),
             show.age(job.data["created_at"]),
             f"{show.workers_of(job.data)} x {show.strategy_of(job.data)}",
-            ", ".join(filter(None, [show.result(job.data), _throttled_text(job.data)])) or _short(job.data["reason"]),
+            ", ".join(filter(None, [show.result(job.data), _throttled_text(job.data)]))
+            or short_reason(job.data["reason"]),
         ]
         for job in jobs
     ]
     columns = ["id", "name", "status", "age", "workers", "result"]
     show.table(columns, rows, cut={"name": 10, "workers": 16}, omit=("workers",))
-    if len(jobs) == limit:
-        show.note(f"these are the newest {limit}; there may be more: --limit")
+    every = sum(counts.values()) if status is None else counts[status]
+    if len(jobs) < every:
+        kinds = ", ".join(f"{number} {each}" for each, number in counts.items() if number)
+        show.note(f"these are the newest {len(jobs)} of {every} jobs (--limit); in all: {kinds}")
 
 
 def get(job_id: Id, output: Format = Output.table) -> None:
@@ -303,6 +352,7 @@ def get(job_id: Id, output: Format = Output.table) -> None:
             ("started from", None if start is None else StartFrom.parse(start).path),
             ("code", None if code is None else code_text(code)),
             ("requirements", ", ".join(spec.get("requirements") or [])),
+            ("env", ", ".join(spec.get("env") or [])),
             ("operations/s", _operations(progress.get("server_group"))),
             ("submitted", data["created_at"]),
             ("started", data["started_at"]),
@@ -437,7 +487,8 @@ def _rounds_table(series: Sequence[RoundsAnswer]) -> None:
         ]
         for part in series
     ]
-    show.table(*show.filled(["round", "loss", "min", "max", "samples/s", *names], rows))
+    fixed = ["round", "loss", "min", "max", "samples/s"]
+    show.table(*show.filled([*fixed, *metric_columns(names, fixed).values()], rows))
 
 
 def events(job_id: Id, output: Format = Output.table) -> None:
@@ -545,7 +596,8 @@ def _throttled_text(job: JobAnswer) -> str | None:
     )
 
 
-def _short(text: str | None) -> str:
+def short_reason(text: str | None) -> str:
+    """Return the first line of why a job has its status, cut to 60 characters, without the place in a file."""
     lines = (text or "").splitlines()
     return textwrap.shorten(lines[0].partition(": /")[0], 60, placeholder=" ...") if lines else ""
 

@@ -221,8 +221,9 @@ def serve(
     cpus: Annotated[
         int | None,
         typer.Option(
-            help="Logical CPUs of the Ray that rayps starts, for all jobs together. They may be more than the cores "
-            "(default: 16, or the number of cores if that is more)."
+            help="CPUs that jobs may reserve together in the Ray that rayps starts; they may be more than the cores. "
+            "By default jobs run side by side while their workers fit into the machine's cores, and a job that runs "
+            "alone may have up to 16 workers, or as many as there are cores if that is more."
         ),
     ] = None,
     state_dir: Annotated[
@@ -344,6 +345,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_app(commands: typer.Typer, program: str, arguments: list[str] | None = None) -> int:
     """Run one of `commands`; return the exit code. Errors are at most three lines on stderr, after `program`."""
+    if arguments is None:
+        arguments = sys.argv[1:]
+        del sys.argv[1:]  # they are not those of the user's code, which may parse its own
     try:
         code = commands(arguments, standalone_mode=False)
         return code if isinstance(code, int) else 0

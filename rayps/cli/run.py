@@ -10,6 +10,7 @@ import rayps
 from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.service.job_file import assignments
+from rayps.strategies.job import LOOP_TIMEOUT
 
 Address = Annotated[
     str | None,
@@ -46,7 +47,13 @@ def run(
         int | None, typer.Option(help="How many deaths of workers the run survives (3 with --checkpoint, else 0).")
     ] = None,
     address: Address = None,
-    timeout: Timeout = 60.0,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="A worker waits for another one so long in a step, such as for rank 0 while it validates alone.",
+        ),
+    ] = LOOP_TIMEOUT,
     cpus_per_worker: Annotated[float, typer.Option(metavar="N", help="CPUs that each worker reserves.")] = 1.0,
     gpus_per_worker: Annotated[float, typer.Option(metavar="N", help="GPUs that each worker reserves.")] = 0.0,
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,

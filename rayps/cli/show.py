@@ -256,7 +256,9 @@ def _brief(spec: Json) -> Json:
 
 
 def strategy_of(job: JobAnswer) -> str:
-    """Return a job's strategy as text, with its server group if it has one."""
+    """Return a job's strategy as text, with its server group if it has one; of a loop what it gave to `rayps.wrap`."""
+    if job["spec"].get("run"):
+        return " + ".join(strategy(each) for each in job["strategies"])
     spec, group = job["spec"], (job.get("progress") or {}).get("server_group") or {}
     name = spec.get("server_group")
     if name is None:

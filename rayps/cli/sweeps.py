@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +16,8 @@ from rayps.core.errors import ConfigError, NotFound
 from rayps.core.job_status import Status
 from rayps.core.values import Json
 from rayps.service.client import Client
-from rayps.service.comparison import BATCH_LOSS, ComparedRow, Comparison, with_direction
+from rayps.service.code_files import PackedCode
+from rayps.service.comparison import BATCH_LOSS, ComparedRow, Comparison, TableColumn, cell, with_direction
 from rayps.service.job_file import load, of_function, read
 
 _WIDTH = 60  # characters of a curve
@@ -61,8 +61,10 @@ def sweep(
     if (file is None) == (run is None):
         raise ConfigError("give a job file, or --run FILE:FUNCTION", field="run")
     spec = read(file, changes or []) if file is not None else of_function(str(run), changes or [])
-    with Client(on_packed=partial(note_packed, strategy=spec.get("strategy"))) as client:
+    packed: list[PackedCode] = []
+    with Client(on_packed=packed.append) as client:
         found = client.sweep(with_folder(spec, working_dir), name=name, over=values_of(over), upload=upload)
+    note_packed(packed, strategy=spec.get("strategy"))
     if output is Output.json:
         show.dump({"name": found.name, "jobs": [job.data for job in found.jobs]})
         return
@@ -158,19 +160,16 @@ def _chosen(found: Comparison, metric: str | None) -> str | None:
 
 def _table(found: Comparison) -> None:
     metrics = [name for name in found["metrics"] if name != BATCH_LOSS] or found["metrics"]
-    heads = [head for name in metrics for head in (name, *_best_head(found, name))]
-    rows: list[list[show.Cell]] = [
-        [
-            row["id"],
-            show.status(row["status"]),
-            *[_text(row["values"].get(name)) for name in found["differing"]],
-            row["rounds"] if row["rounds"] is not None else "",
-            show.number(row["seconds"]),
-            *_cells(found, row, metrics),
-        ]
-        for row in found["rows"]
+    shown = [
+        column
+        for column in found["columns"]
+        if column["name"] != "name"
+        and (column["kind"] not in ("last", "best") or column["of"] in metrics)
+        and (column["kind"] != "best" or found["lowest"][column["of"]] is not None)
     ]
-    columns = ["id", "status", *found["differing"], "rounds", "seconds", *heads]
+    heads = [column for column in shown if column["kind"] in ("last", "best")]
+    rows = [[_cell(row, column) for column in shown] for row in found["rows"]]
+    columns = [_head(found, column) for column in shown]
     best = [at for at, head in enumerate(columns) if at >= len(columns) - len(heads) and head in _BEST]
     show.table(columns, rows, cut=dict.fromkeys(found["differing"], _VALUE), beside=best, wrap=True)
     for row in found["rows"]:
@@ -178,18 +177,14 @@ def _table(found: Comparison) -> None:
             show.line(f"{row['id']} failed: {row['reason']}")
 
 
-def _best_head(found: Comparison, metric: str) -> list[str]:
-    """Return the heading of the best values of a metric, or [] if it is not known which value is the best."""
-    lowest = found["lowest"][metric]
-    return [] if lowest is None else [_BEST[0] if lowest else _BEST[1]]
+def _head(found: Comparison, column: TableColumn) -> str:
+    """Return the heading of a column; that of a metric's best values says which value is the best."""
+    return column["name"] if column["kind"] != "best" else _BEST[0] if found["lowest"][column["of"]] else _BEST[1]
 
 
-def _cells(found: Comparison, row: ComparedRow, metrics: list[str]) -> list[str]:
-    cells = []
-    for name in metrics:
-        summary = row["metrics"].get(name, {"last": None, "best": None})
-        cells += [show.number(summary["last"]), *(show.number(summary["best"]) for _ in _best_head(found, name))]
-    return cells
+def _cell(row: ComparedRow, column: TableColumn) -> show.Cell:
+    value = cell(row, column)
+    return show.status(row["status"]) if column["name"] == "status" else _text(value)
 
 
 def _curves(found: Comparison, metric: str | None) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from rayps_client.local_trainer import LayoutRow, LocalReply, LocalTask
+from rayps_client.local_work import try_batches
 from rayps_client.own_metrics import OwnMetrics, OwnTotal, OwnTotals
 from rayps_client.torch_tensors import raw_of, raws_of, tensor_of, tensors_of
 from rayps_client.values import JsonObject
@@ -41,7 +42,6 @@ class WorkloadTrainer:
         self._evaluation: ClientRows | None = None  # the evaluation rows, once they have been loaded
         with apart():
             model = model_of(workload).to(device)
-        model.train()
         self.trainer = Trainer(FlatModel(model), workload, device)
 
     @property
@@ -53,20 +53,28 @@ class WorkloadTrainer:
         """Return the names, shapes and dtypes of the model's parameters."""
         return layout_rows(self.trainer.flat.layout)
 
-    def try_out(self) -> None:
+    def try_out(self) -> str | None:
         """Train on one batch to find errors before the client joins; then restore the model and its buffers.
+
+        Return what to tell the user, as `try_batches` does.
 
         Raises:
             WorkloadError, DataError: the user's code or data failed.
         """
         rows, trainer = self._rows, self.trainer
-        few = ClientRows(rows.numbers[: rows.batch_size], rows.take, rows.batch_size, False)
         w, buffers = trainer.flat.vector.clone(), trainer.copy_buffers()
-        with apart():
-            trainer.train(FedAvg(local_steps=1), Task(0, 0, 0, w, {}), few)
+
+        def train(most: int) -> None:
+            few = ClientRows(rows.numbers[:most], rows.take, most, False)
+            with apart():
+                trainer.train(FedAvg(local_steps=1), Task(0, 0, 0, w, {}), few)
+                trainer.check_weight.of_pairs(few.take(few.numbers).to(trainer.device))
+
+        notice = try_batches(train, self.samples, rows.batch_size, drop_last=rows.drop_last)
         trainer.load(w, buffers)
         for parameter in trainer.parameters:
             parameter.grad = None
+        return notice
 
     def train(self, task: LocalTask) -> LocalReply:
         """Train the client. Raises WorkloadError or DataError if the user's code or data failed."""
@@ -101,10 +109,7 @@ class WorkloadTrainer:
 
     def _totals(self, rows: ClientRows) -> Totals:
         model, device = self.trainer.flat.model, self.trainer.device
-        try:
-            return totals_on(self.workload, model, rows.numbers, lambda some: rows.take(some).to(device))
-        finally:
-            model.train()
+        return totals_on(self.workload, model, rows.numbers, lambda some: rows.take(some).to(device))
 
     def _task(self, task: LocalTask) -> Task:
         start, device = task.start, self.trainer.device
@@ -145,7 +150,8 @@ def rows_of(data: Data) -> ClientRows:
         data.check()
         count = data.rows()
         mine = data.with_clients(np.zeros(count, dtype=np.int64)).clients
-    return ClientRows(mine.rows(0), mine.batch, data.batch_size, getattr(data, "shuffle", True))
+    shuffle = getattr(data, "shuffle", True)
+    return ClientRows(mine.rows(0), mine.batch, data.batch_size, shuffle, drop_last=data.drop_last)
 
 
 def own_data(workload: Workload, path: str | None) -> Data:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -22,10 +22,11 @@ from rayps.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class JobCode:
-    """What a process of a job needs to import the user's code: an archive or a folder, and required packages.
+    """What a process of a job needs to run the user's code: an archive or a folder, required packages, arguments.
 
     `folder` is a path that some hosts may have; it is used without an archive. `paths` are folders below it, relative,
-    from which modules are imported. `requirements` are lines for pip.
+    from which modules are imported. `requirements` are lines for pip. `argv` is what the user's code finds in
+    `sys.argv`; None leaves the process's own. `variables` are environment variables, as pairs (name, value).
     """
 
     job: str
@@ -33,6 +34,18 @@ class JobCode:
     folder: str | None = None
     paths: tuple[str, ...] = ()
     requirements: tuple[str, ...] = ()
+    argv: tuple[str, ...] | None = None
+    variables: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+
+    @classmethod
+    def of_caller(cls, folder: str | None) -> JobCode:
+        """Return the code of a run without a service: from `folder`, with the arguments of this process."""
+        return cls("", folder=folder, argv=tuple(sys.argv))
+
+    @property
+    def may_be_warm(self) -> bool:
+        """Whether a process that has imported torch will do: packages keep their version, and torch reads variables."""
+        return not self.requirements and not self.variables
 
     @property
     def leaves_files(self) -> bool:
@@ -56,6 +69,11 @@ class _Opened:
         self._scratch: SharedScratch | None = None
         self._packages: UserPackages | None = None
         self._home = str(Path.home()) if Path.home().is_dir() else "/"
+        self._argv = list(sys.argv)
+        self._before = {name: os.environ.get(name) for name, _ in code.variables}
+        os.environ.update(code.variables)
+        if code.argv is not None:
+            sys.argv[:] = code.argv  # a worker's own are Ray's, which a parser of the user's would refuse
         self.folder: str | None = code.folder if code.folder and Path(code.folder).is_dir() else None
         if code.archive is not None:
             self.folder = self._unpacked(code.job, code.archive)
@@ -83,6 +101,13 @@ class _Opened:
                 os.chdir(self._home)
             self._scratch.close()
         self._scratch = self._packages = None
+        sys.argv[:] = self._argv
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        self._before = {}
 
 
 _FOLDER = "code"
@@ -98,7 +123,8 @@ def _fill(path: Path, archive: bytes) -> None:
 def enter_code(code: JobCode) -> OpenCode:
     """Change to the folder of a job's code, so that relative paths and imports work in this process.
 
-    An archive is unpacked first. Required packages are installed for this process.
+    An archive is unpacked first. Required packages are installed for this process. `sys.argv` becomes the job's, and
+    its environment variables are set, until the code is closed.
 
     Raises:
         ConfigError: the archive is refused, or a requirement cannot be installed.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
-MOST_LINES = 12  # of each file
+MOST_LINES = 24  # of each file; a worker's stdout and stderr are one file
 MOST_LETTERS = 300  # of a line
-_TAIL_BYTES = 8192  # read from the end of a file
+_TAIL_BYTES = 16_384  # read from the end of a file
+# Ray's own marks, and what its handler of fatal signals adds to the name of the signal: addresses without names
+_NOISE = re.compile(r":|\[[^]]*\] logging\.cc:|(PC: |\s+)@ +0x|Extension modules: ")
 
 
 def last_output(folder: Path, pid: int) -> str:
@@ -35,4 +38,4 @@ def _tail(path: Path) -> list[str]:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
         text = file.read().decode("utf-8", "replace")
     lines = [line.rstrip()[:MOST_LETTERS] for line in text.splitlines() if line.strip()]
-    return [line for line in lines if not line.startswith(":")][-MOST_LINES:]  # Ray's own marks begin with a colon
+    return [line for line in lines if not _NOISE.match(line)][-MOST_LINES:]

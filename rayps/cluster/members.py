@@ -19,7 +19,7 @@ from rayps.cluster.reservation import WorkerResources
 from rayps.core.errors import ActorDied, ClusterError
 from rayps.core.user_code import START_SECONDS, overdue
 
-_LEAVE_SECONDS = 2.0
+LEAVE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,4 +158,4 @@ def leave(members: Sequence[GroupMember], method: str) -> None:
     A member that does not answer within 2 s is not waited for; a later process on its host removes the files.
     """
     replies = [member.handle.call(method) for member in members if member.dead is None]
-    until(lambda: all(reply.done() for reply in replies), _LEAVE_SECONDS)
+    until(lambda: all(reply.done() for reply in replies), LEAVE_SECONDS)

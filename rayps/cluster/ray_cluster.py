@@ -36,6 +36,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from rayps.cluster.code_folder import JobCode
 from rayps.cluster.last_output import exception_of, last_output
 from rayps.cluster.local import (
     WORKER_NICENESS,
@@ -189,6 +190,9 @@ class _Shell:
 
     def __init__(self, target: str, *args: Any, **kwargs: Any) -> None:
         TermHandler(_announce_own_end, grace_seconds()).install()  # Ray calls an actor's constructor in the main thread
+        code = kwargs.get("code")
+        if isinstance(code, JobCode):
+            os.environ.update(code.variables)  # torch reads some when it is imported
         with without_collection(freeze=True):
             kind = resolve(target)
         self._actor = kind(*args, **kwargs)

@@ -4,7 +4,8 @@ A driver or worker that takes a warm process starts in milliseconds, where a new
 A warm process serves one job and ends with it, so that no job sees what another has left in memory.
 
 A process is given only to an actor that would get the same environment in a new process: `environment_key` is part of
-the process's key. Processes whose job has `requirements` never take one, because an imported package keeps its version.
+the process's key. Workers whose job has `requirements` or `env` never take one: an imported package keeps its
+version, and torch has read its variables.
 The hash of the job's code is no part of the key: a warm process has imported `MODULES` and no module of a user, and it
 enters the code of its job after it was taken, as a new process does.
 """

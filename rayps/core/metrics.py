@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -132,7 +133,8 @@ class Rounds:
                 "this name to its rounds: give the metric another name"
             )
         return (
-            added
+            _step_numbers([p.get("step", {}) for p in points], self.size)
+            | added
             | said
             | {
                 "kind": "round",
@@ -148,6 +150,23 @@ class Rounds:
                 "strategy": self.strategy,
             }
         )
+
+
+def _step_numbers(steps: Sequence[Mapping[str, float]], size: int) -> dict[str, float]:
+    """Return `lr`, `lr_0`, ... and `grad_norm` of a round from what the ranks report of their steps.
+
+    Rates are those of the first rank that has some. The norm is the mean of the ranks' norms; if they have measured
+    shares of one gradient (`grad_square`), it is known if all `size` ranks have reported theirs.
+    """
+    rates = next((step for step in steps if "lr" in step), {})
+    found = {name: value for name, value in rates.items() if name.startswith("lr")}
+    norms = [step["grad_norm"] for step in steps if "grad_norm" in step]
+    shares = [step["grad_square"] for step in steps if "grad_square" in step]
+    if norms:
+        found["grad_norm"] = sum(norms) / len(norms)
+    elif shares and len(shares) == size:
+        found["grad_norm"] = math.sqrt(sum(shares))
+    return found
 
 
 class PushRounds(Rounds):

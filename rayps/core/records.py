@@ -67,6 +67,7 @@ class ProgressRecord(TypedDict, total=False):
     generation: int
     failures: int
     strategy: str
+    wrapped: list[JsonObject]  # of a loop of the user's own: the strategy of each `rayps.wrap`, in wire form
     params: JsonObject  # all parameters of the workload, by name, those with default values too
     loss: float | None
     metrics: dict[str, float]  # metrics of the newest evaluation

@@ -20,13 +20,15 @@ class RowShares:
     """How rows are dealt from round `begin` on, until the workers change again.
 
     `epoch` is the epoch of round `begin`, and `taken` the number of its rows that earlier rounds have consumed.
-    `shares[rank]` is the number of rows that a rank takes in a round; the last block of an epoch may be smaller.
+    `shares[rank]` is the number of rows that a rank takes in a round; the last block of an epoch may be smaller, unless
+    `drop_last` leaves it out.
     """
 
     begin: int
     epoch: int
     taken: int
     shares: tuple[int, ...]
+    drop_last: bool = False
 
     @property
     def block(self) -> int:
@@ -35,11 +37,11 @@ class RowShares:
 
     def rounds(self, rows: int) -> int:
         """Return the number of rounds of a whole epoch of `rows` rows."""
-        return -(-rows // self.block)
+        return rows // self.block if self.drop_last else -(-rows // self.block)
 
     def rounds_left(self, rows: int) -> int:
         """Return the number of rounds from `begin` to the end of the epoch."""
-        return -(-(rows - self.taken) // self.block)
+        return self.rounds(rows - self.taken)
 
     def origin(self, rows: int) -> tuple[int, int]:
         """Return the round and the epoch from which rounds are counted, so that the epoch ends where its rows end.
@@ -72,18 +74,18 @@ class RowShares:
     def followed_by(self, round: int, shares: Sequence[int], rows: int) -> RowShares:
         """Return how rows are dealt by other shares from `round` on."""
         epoch, taken = self.after(round, rows)
-        return RowShares(round, epoch, taken, tuple(shares))
+        return RowShares(round, epoch, taken, tuple(shares), self.drop_last)
 
     def to_json(self) -> list[Json]:
         """Return the values as JSON data."""
-        return [self.begin, self.epoch, self.taken, list(self.shares)]
+        return [self.begin, self.epoch, self.taken, list(self.shares), *([True] if self.drop_last else [])]
 
     @classmethod
     def from_json(cls, data: Sequence[Json]) -> Self:
         """Return what `to_json` wrote. Raises CheckpointError if `data` is damaged."""
         try:
-            begin, epoch, taken, shares = data
-            return cls(int(begin), int(epoch), int(taken), tuple(int(each) for each in shares))  # type: ignore[arg-type, union-attr]
+            begin, epoch, taken, shares, *dropped = data
+            return cls(int(begin), int(epoch), int(taken), tuple(int(each) for each in shares), bool(dropped))  # type: ignore[arg-type, union-attr]
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"the checkpoint's shares of rows are damaged: {str(data)[:100]!r}") from error
 

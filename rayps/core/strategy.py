@@ -256,6 +256,10 @@ class StrategyView(ServerHalf, Protocol):
         """Whether the rounds depend on the number of rounds of the phase."""
 
     @property
+    def mean_rounds(self) -> float:
+        """The number of rounds, from the first, that step by the mean gradient over the workers."""
+
+    @property
     def tables(self) -> StrategyView | None:
         """The strategy of the servers that hold sparse tables; None if a model with tables cannot be trained."""
 

@@ -2,6 +2,8 @@
 
 `pack` includes the user's modules in the bytes, so that the process that unpacks the bytes needs none of the user's
 files. An exception is an import inside a function: it runs when the function is called, and needs the imported file.
+
+In a worker's process each module of the user exists once: `rayps.core.sent_module` puts it into `sys.modules`.
 """
 
 from __future__ import annotations
@@ -10,9 +12,9 @@ import io
 import pickle
 import sys
 from collections import ChainMap
-from collections.abc import Callable
-from types import CodeType
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable
+from types import CodeType, ModuleType
+from typing import IO, Any, ClassVar
 
 import cloudpickle
 from rayps_client.user_files import MODULES, is_users
@@ -20,6 +22,7 @@ from rayps_client.user_files import Finder as Finder
 from rayps_client.user_files import broken as broken
 
 from rayps.core.errors import WorkloadError
+from rayps.core.sent_module import Globals, SentModule, one_set, reduce_module, reduce_named
 
 
 def _code(code: CodeType) -> tuple[Callable[..., CodeType], tuple[Any, ...]]:
@@ -38,7 +41,26 @@ class SourcePickler(cloudpickle.Pickler):  # type: ignore[misc]
     would then not name the file.
     """
 
-    dispatch_table: ClassVar[ChainMap[Any, Any]] = ChainMap({CodeType: _code}, cloudpickle.Pickler.dispatch_table)
+    dispatch_table: ClassVar[ChainMap[Any, Any]] = ChainMap(
+        {CodeType: _code, ModuleType: reduce_module, SentModule: reduce_module}, cloudpickle.Pickler.dispatch_table
+    )
+
+    def __init__(
+        self,
+        file: IO[bytes],
+        protocol: int | None = None,
+        buffer_callback: Callable[[pickle.PickleBuffer], object] | None = None,
+        *,
+        modules: Iterable[ModuleType] = (),
+    ) -> None:
+        """Write to `file`. Functions of `modules` have the dict of their module as globals in the other process too."""
+        super().__init__(file, protocol, buffer_callback)
+        self._sent = {id(vars(module)): Globals(module) for module in modules}
+        self.globals_ref.update(self._sent)
+
+    def reducer_override(self, obj: object) -> object:
+        """Reduce as cloudpickle does, and add functions and classes to their module in the other process."""
+        return reduce_named(obj, super().reducer_override(obj), self._sent)
 
 
 def pack(workload: Any) -> bytes:
@@ -54,7 +76,7 @@ def pack(workload: Any) -> bytes:
             cloudpickle.register_pickle_by_value(module)
         try:
             packed = io.BytesIO()
-            SourcePickler(packed).dump(workload)
+            SourcePickler(packed, modules=modules).dump(workload)
             return packed.getvalue()
         except (Exception, SystemExit) as error:
             raise WorkloadError(
@@ -66,14 +88,17 @@ def pack(workload: Any) -> bytes:
                 cloudpickle.unregister_pickle_by_value(module)
 
 
-def unpack(packed: bytes) -> Any:
+def unpack(packed: bytes, *, shared: bool = False) -> Any:
     """Return the value that `pack` packed. This runs the user's code: accept bytes only from the driver of the job.
+
+    `shared`: whether the user's modules are those of this process (`rayps.core.sent_module`), which serves one job.
 
     Raises:
         WorkloadError: the workload needs a package that is not installed on this machine.
     """
     try:
-        return pickle.loads(packed)
+        with one_set(shared):
+            return pickle.loads(packed)
     except (Exception, SystemExit) as error:
         raise WorkloadError(
             f"the workload cannot be unpacked here: {type(error).__name__}: {error}\n"

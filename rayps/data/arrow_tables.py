@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeGuard, Unpack, cast
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from rayps_client.rows import native
 
 from rayps.core.errors import DataError
 from rayps.data.base import Data
@@ -115,7 +116,10 @@ def pandas(frame: PandasFrame, *, features: str | Sequence[str], **options: Unpa
                 column=column,
             )
         try:
-            arrays[column] = pa.array(frame[column], from_pandas=True)
+            values = frame[column]
+            if not getattr(values.dtype, "isnative", True):  # a type of pandas' own has no byte order
+                values = native(np.asarray(values))
+            arrays[column] = pa.array(values, from_pandas=True)
         except (pa.ArrowException, TypeError, ValueError) as error:
             reason = str(error).splitlines()[0][:200]
             raise DataError(

@@ -3,7 +3,8 @@
 For n rows, N ranks and batches of B rows: in an epoch each row goes to exactly one rank, and a rank has n // N rows or
 one more. Every rank has the same number of batches, ceil(ceil(n / N) / B). Only a rank's last batch may be smaller, and
 it is empty (size 0) if the rank has no rows left for it. Means are weighted by the size of the batch. Therefore a round
-computes exactly the mean over all rows of its batches, and an empty batch has weight 0.
+computes exactly the mean over all rows of its batches, and an empty batch has weight 0. With `drop_last` a rank's last
+batch is left out if it is smaller: a rank has ceil(n / N) // B batches, and the last one may be empty on some ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from rayps_client.random_numbers import random_of as random_of
 
-from rayps.core.errors import ConfigError
+from rayps.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from rayps.data.clients import Clients, GivenClients
@@ -47,6 +48,10 @@ class Batch:
 
     def __len__(self) -> int:
         return self.size
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield `x` and `y`, so that a batch unpacks: `x, y = batch`."""
+        yield from (self.x, self.y)
 
     def to(self, device: str | torch.device) -> Batch:
         """Return the same rows on `device`, including the tensors inside tuples, lists and dicts.
@@ -119,6 +124,7 @@ class Data(ABC):
     separate_rows: ClassVar[bool] = False
 
     batch_size: int
+    drop_last: bool = False  # whether a rank's last batch is left out if it is smaller than `batch_size`
     client: GivenClients = None
     keeps_rows: bool = False
     ahead: Ahead | None = None  # None: the worker itself reads each batch when it needs it
@@ -139,8 +145,27 @@ class Data(ABC):
         return True
 
     def steps(self, size: int) -> int:
-        """Return the number of batches that each of `size` ranks has in an epoch."""
-        return math.ceil(math.ceil(self.rows() / size) / self.batch_size)
+        """Return the number of batches that each of `size` ranks has in an epoch.
+
+        Raises:
+            DataError: no rank has a whole batch, and `drop_last` leaves out smaller ones.
+        """
+        most = math.ceil(self.rows() / size)
+        if self.drop_last and most < self.batch_size:
+            raise no_whole_batch(f"each of {size} workers has at most {counted(most)}", self.batch_size)
+        return self.batches_of(most)
+
+    def batches_of(self, rows: int) -> int:
+        """Return into how many batches a rank's rows are cut."""
+        return rows // self.batch_size if self.drop_last else math.ceil(rows / self.batch_size)
+
+    def cut(self, rows: NDArray[np.int64], number: int) -> NDArray[np.int64]:
+        """Return the rows of batch `number` among a rank's rows of an epoch.
+
+        There are none if the batch would be smaller than `batch_size` and `drop_last` is True.
+        """
+        found = rows[number * self.batch_size : (number + 1) * self.batch_size]
+        return found[:0] if self.drop_last and len(found) < self.batch_size else found
 
     @abstractmethod
     def batches(self, *, rank: int, size: int, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
@@ -260,6 +285,26 @@ def batch_size_of(value: int) -> int:
     """Return `value`. Raises ConfigError if it is not a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"batch_size is {value!r}: give a whole number of at least 1", field="batch_size")
+    return value
+
+
+def no_whole_batch(who: str, batch_size: int) -> DataError:
+    """Return the error that `drop_last` leaves no batch. `who` says which rows there are."""
+    return DataError(
+        f"{who}, fewer than batch_size={batch_size}, and drop_last is True: there is no whole batch to train on; give "
+        "a smaller batch_size, or drop_last=False"
+    )
+
+
+def counted(rows: int) -> str:
+    """Return a number of rows in words: `1 row`, `2 rows`."""
+    return f"{rows} row{'' if rows == 1 else 's'}"
+
+
+def drop_last_of(value: bool) -> bool:
+    """Return `value`. Raises ConfigError if it is not True or False."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"drop_last is {value!r}: give True or False", field="drop_last")
     return value
 
 

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 import torch
 from numpy.typing import ArrayLike, NDArray
+from rayps_client.rows import native
 
 from rayps.core.errors import ConfigError, DataError
 from rayps.data.base import Batch, random_of
@@ -327,7 +328,7 @@ def _as_arrow(ids: RowIds | None) -> pa.Array:
     if isinstance(values, np.ma.MaskedArray):
         values = values.tolist()
     try:
-        return pa.array(values, from_pandas=True)
+        return pa.array(native(values) if isinstance(values, np.ndarray) else values, from_pandas=True)
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise DataError(
             f"client: ids are not valid: {error}; give whole numbers or text, one for each row", column="client"

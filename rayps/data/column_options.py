@@ -25,6 +25,7 @@ class ColumnOptions(TypedDict, total=False):
     label: str | None
     batch_size: int
     shuffle: bool
+    drop_last: bool
     dtype: str
     label_dtype: str | None
     scale: float | None
@@ -71,10 +72,13 @@ def column_choice(features: str | Sequence[str], options: ColumnOptions) -> Colu
 
 
 def features_of(features: str | Sequence[str]) -> list[str]:
-    """Return the names of the feature columns. Raises ConfigError if there are none."""
+    """Return the names of the feature columns. Raises ConfigError if there are none, or one occurs twice."""
     names = [features] if isinstance(features, str) else list(features)
     if not names:
         raise ConfigError("features is empty: name a column of lists, or of numbers each", field="features")
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ConfigError(f"features has {twice[0]!r} twice: name each column once", field="features")
     return names
 
 

@@ -65,8 +65,8 @@ def huggingface(
       `Batch.x` is [rows, numbers]; token ids need dtype="int64". The options are those of `rayps.data.arrow`.
     - Without `features`: each row is a dict in the data set's own format (`with_format("torch")` if it has none, and
       `with_transform` if it has one). `Batch.x` is a dict of stacked tensors, as a model of `transformers` takes it,
-      and `Batch.y` is None, or the column `label`. Of the options only `label`, `batch_size`, `shuffle` and `client` (a
-      rule or ids) apply.
+      and `Batch.y` is None, or the column `label`. Of the options only `label`, `batch_size`, `shuffle`, `drop_last`
+      and `client` (a rule or ids) apply.
 
     A data set on disk travels as the paths of its files, which must exist on all hosts; one in memory travels itself,
     once.
@@ -83,7 +83,7 @@ def huggingface(
     if features is not None:
         choice = column_choice(features, options)
         return RowTableData("huggingface", partial(_open, source), choice, options)
-    unknown = sorted(set(options) - {"label", "batch_size", "shuffle", "client"})
+    unknown = sorted(set(options) - {"label", "batch_size", "shuffle", "drop_last", "client"})
     if unknown:
         raise ConfigError(f"{unknown[0]} needs features: name the columns of Batch.x", field=unknown[0])
     label = options.get("label")
@@ -95,6 +95,7 @@ def huggingface(
         FormattedRows(rows, label),
         batch_size=options.get("batch_size", 32),
         shuffle=options.get("shuffle", True),
+        drop_last=options.get("drop_last", False),
         client=options.get("client"),
     )
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from rayps.core.errors import ConfigError, DataError, first_line
-from rayps.data.base import Batch, Data, batch_size_of
+from rayps.data.base import Batch, Data, batch_size_of, drop_last_of
 from rayps.data.clients import GivenClients, checked_client
 from rayps.data.memory import InMemory
 from rayps.data.partition_rules import Ints
@@ -61,10 +61,11 @@ class ImageFolder(InMemory):
         transform: Transform | None,
         batch_size: int,
         shuffle: bool,
+        drop_last: bool,
         client: GivenClients,
     ) -> None:
         self.client = checked_client(client)
-        self.batch_size = batch_size_of(batch_size)
+        self.batch_size, self.drop_last = batch_size_of(batch_size), drop_last_of(drop_last)
         self.shuffle = shuffle
         self._folder = folder
         self._size = size
@@ -187,6 +188,7 @@ def images(
     transform: Transform | None = None,
     batch_size: int = 32,
     shuffle: bool = True,
+    drop_last: bool = False,
     client: GivenClients = None,
 ) -> Data:
     """Use the images in FOLDER/CLASS/..., decoded by Pillow for each batch. The label is the index of the class.
@@ -197,7 +199,7 @@ def images(
     - `size`: the height and width in pixels, or one number for both; None if all images have one size.
     - `transform`: a function of a Pillow image that returns a tensor, in place of the conversion above. It runs after
       `size` and `grayscale`, and must be picklable.
-    - `client`: a rule or an id for each image, as in `rayps.data.tensors`.
+    - `drop_last`, and `client`: a rule or an id for each image, as in `rayps.data.tensors`.
 
     The folder must exist on all hosts; only its path travels. Install Pillow by pip install 'rayps[images]'.
 
@@ -219,5 +221,6 @@ def images(
         transform=transform,
         batch_size=batch_size,
         shuffle=shuffle,
+        drop_last=drop_last,
         client=client,
     )

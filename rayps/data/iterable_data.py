@@ -24,7 +24,7 @@ from rayps.core.errors import ConfigError, DataError, RaypsError
 from rayps.core.phase_rounds import OPEN
 from rayps.core.user_code import place_of
 from rayps.core.values import Json
-from rayps.data.base import Batch, Data, Nested, Place, Position, batch_size_of, check_place
+from rayps.data.base import Batch, Data, Nested, Place, Position, batch_size_of, check_place, drop_last_of
 from rayps.data.clients import Clients
 from rayps.data.data_shard import DataShard, Reading
 from rayps.data.memory import collated
@@ -53,7 +53,7 @@ class IterableData(Data, Generic[Item]):
             if value not in known:
                 raise ConfigError(f"iterable: {name} is {value!r}: give {known[0]!r} or {known[1]!r}", field=name)
         self.source, self.batch_size = source, batch_size_of(batch_size)
-        self.shard, self.ends, self.drop_last = shard, ends, bool(drop_last)
+        self.shard, self.ends, self.drop_last = shard, ends, drop_last_of(drop_last)
         self.collate = collate or default_collate
         self._first: Json = None  # the data set's state before its first pass, if the set cannot be a key of `_FIRST`
 

@@ -348,7 +348,7 @@ class ProcessLane(Lane):
         self._process = process
         self._thread = threading.Thread(target=self._receive, args=(process.stdout,), daemon=True, name="rayps-loader")
         self._thread.start()
-        self._send(Setup(self._packed, tuple(sys.path)))
+        self._send(Setup(self._packed, tuple(sys.path), tuple(sys.argv)))
         return process
 
     def _send(self, value: Setup | ReadOrder) -> None:

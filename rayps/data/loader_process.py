@@ -31,10 +31,11 @@ _SIZE = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The packed data, and the folders from which the user's modules are imported."""
+    """The packed data, the folders from which the user's modules are imported, and the arguments that they find."""
 
     packed: bytes
     path: tuple[str, ...]
+    argv: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +129,10 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     torch.set_num_threads(1)
     setup: Setup = read_frame(given)
-    sys.path[:] = setup.path
+    sys.path[:], sys.argv[:] = setup.path, setup.argv
     threading.Thread(target=_receive, args=(given, orders), daemon=True).start()
     try:
-        data: Data = unpack(setup.packed)
+        data: Data = unpack(setup.packed, shared=True)
         while True:
             _answer(data, orders.get(), orders, answers)
     except BrokenPipeError:  # the parent has ended

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rayps_client.rows import native
 
 from rayps.core.errors import ConfigError, DataError
-from rayps.data.base import Batch, batch_size_of
+from rayps.data.base import Batch, batch_size_of, drop_last_of
 from rayps.data.clients import GivenClients, checked_client
 from rayps.data.column_options import DTYPES, checked_scale, dtype_of
+from rayps.data.columns import NOT_EXACT, DType, first_changed, way_out_for
 from rayps.data.memory import InMemory
 from rayps.data.partition_rules import Ints
 from rayps.data.unsupported import refuse_ray_data
@@ -68,12 +70,13 @@ class MappedArrays(InMemory):
         *,
         batch_size: int,
         shuffle: bool,
+        drop_last: bool,
         dtype: str | None,
         scale: float | None,
         client: GivenClients,
     ) -> None:
         self.client = checked_client(client)
-        self.batch_size = batch_size_of(batch_size)
+        self.batch_size, self.drop_last = batch_size_of(batch_size), drop_last_of(drop_last)
         self.shuffle = shuffle
         self._dtype = None if dtype is None else dtype_of("dtype", dtype, DTYPES)
         if scale is not None and self._dtype is None:
@@ -94,7 +97,9 @@ class MappedArrays(InMemory):
         self._opened = None
         for name, array in zip(("x", "y"), self._arrays(), strict=True):
             if array is not None and array.nbytes <= _CHECKED:
-                self._finite(name, array, np.arange(len(array)))
+                found = self._finite(name, array, np.arange(len(array)))
+                if name == "x" and self._dtype is not None:
+                    self._converted(found, self._dtype, np.arange(len(array)))
 
     def rows(self) -> int:
         """Return the length of x."""
@@ -119,10 +124,25 @@ class MappedArrays(InMemory):
     def _take(self, rows: Ints) -> Batch:
         x, y = self._arrays()
         taken = self._finite("x", x[rows], rows)
-        found = torch.from_numpy(taken if self._dtype is None else taken.astype(self._dtype, copy=False))
+        found = torch.from_numpy(taken if self._dtype is None else self._converted(taken, self._dtype, rows))
         if self._scale is not None:
             found *= self._scale
         return Batch(found, None if y is None else torch.from_numpy(self._finite("y", y[rows], rows)), len(rows))
+
+    def _converted(self, x: Array, dtype: DType, rows: Ints) -> Array:
+        """Return x as `dtype`. Raises DataError if `dtype` cannot hold a whole number, or is whole and x is not."""
+        if dtype.kind in "iu" and not np.can_cast(x.dtype, dtype):
+            with np.errstate(invalid="ignore"):
+                changed = (x.astype(dtype) != x).reshape(-1)
+            at = int(np.argmax(changed)) if changed.any() else None
+            reason, way_out = f"which {dtype} does not hold", "give another dtype"
+        else:
+            at = first_changed(x.reshape(-1), dtype) if x.dtype.kind in "iu" and dtype.kind == "f" else None
+            reason, way_out = NOT_EXACT.format(dtype), "" if at is None else way_out_for(x.reshape(-1)[at])
+        if at is not None:
+            row = int(rows[at // (x.size // len(x))])
+            raise DataError(f"memmap: x has {x.reshape(-1)[at]} in row {row}, {reason}\n{way_out}", column="x", row=row)
+        return x.astype(dtype, copy=False)
 
     def _finite(self, name: str, values: Array, rows: Ints) -> Array:
         if values.dtype.kind in "fc" and values.size:
@@ -134,15 +154,14 @@ class MappedArrays(InMemory):
                     column=name,
                     row=row,
                 )
-        return np.ascontiguousarray(values)
+        return np.ascontiguousarray(native(values))
 
 
 def _checked(name: str, source: MappedFile | Array) -> Array:
     array = source.open(name) if isinstance(source, MappedFile) else source
-    if array.ndim == 0 or array.dtype.kind not in "fiubc" or not array.dtype.isnative:
+    if array.ndim == 0 or array.dtype.kind not in "fiubc":
         raise DataError(
-            f"memmap: {name} is {array.dtype} of shape {array.shape}: give numbers in this machine's byte order, whose "
-            "first dimension is the rows",
+            f"memmap: {name} is {array.dtype} of shape {array.shape}: give numbers, whose first dimension is the rows",
             column=name,
         )
     return array
@@ -182,6 +201,7 @@ def memmap(
     *,
     batch_size: int = 32,
     shuffle: bool = True,
+    drop_last: bool = False,
     dtype: str | None = None,
     scale: float | None = None,
     client: GivenClients = None,
@@ -193,7 +213,7 @@ def memmap(
     copies its own rows. A random order of rows needs a disk with fast random access, such as an SSD.
 
     - `dtype`: the dtype of `Batch.x`; None keeps the array's. `scale`: a factor of x; it needs dtype="float32".
-    - `client`: a rule or an id for each row, as in `rayps.data.tensors`.
+    - `drop_last`, and `client`: a rule or an id for each row, as in `rayps.data.tensors`.
 
     Raises:
         ConfigError: an option is invalid.
@@ -203,4 +223,6 @@ def memmap(
         numpy.save("x.npy", numpy.zeros((20, 3), dtype=numpy.float32))
         rayps.data.memmap("x.npy", batch_size=5).rows()  # 20
     """
-    return MappedArrays(x, y, batch_size=batch_size, shuffle=shuffle, dtype=dtype, scale=scale, client=client)
+    return MappedArrays(
+        x, y, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, dtype=dtype, scale=scale, client=client
+    )

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rayps_client.rows import check_rows
+from rayps_client.rows import check_lengths, check_rows, native
 from torch.utils.data import IterableDataset, default_collate
 
 from rayps.core.errors import DataError, RaypsError
@@ -20,6 +20,7 @@ from rayps.data.base import (
     Position,
     batch_size_of,
     check_place,
+    drop_last_of,
     fixed_rows_of_rank,
     map_tensors,
     rows_of_rank,
@@ -102,7 +103,7 @@ class InMemory(Data):
             else rows_of_rank(self.rows(), rank=rank, size=size, seed=shuffled, epoch=epoch)
         )
         for step in range(place.process + start * place.processes, self.steps(size), place.processes):
-            yield self._take(mine[step * self.batch_size : (step + 1) * self.batch_size]), None
+            yield self._take(self.cut(mine, step)), None
 
 
 Rows = torch.Tensor | NDArray[np.generic]
@@ -114,16 +115,24 @@ class TensorData(InMemory):
     separate_rows = True
 
     def __init__(
-        self, x: Rows, y: Rows | None = None, *, batch_size: int = 32, shuffle: bool = True, client: GivenClients = None
+        self,
+        x: Rows,
+        y: Rows | None = None,
+        *,
+        batch_size: int = 32,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        client: GivenClients = None,
     ) -> None:
         self.client = checked_client(client)
         self.x = _tensor("x", x)
         self.y = None if y is None else _tensor("y", y)
-        self.batch_size = batch_size_of(batch_size)
+        check_lengths(self.x, self.y)
+        self.batch_size, self.drop_last = batch_size_of(batch_size), drop_last_of(drop_last)
         self.shuffle = shuffle
 
     def check(self) -> None:
-        """Check the tensors. Raises DataError if there are no rows, lengths differ, or a value is NaN or infinite."""
+        """Check the tensors. Raises DataError if there are no rows, or a value is NaN or infinite."""
         check_rows(self.x, self.y, _not_finite)
 
     def rows(self) -> int:
@@ -140,7 +149,7 @@ class TensorData(InMemory):
 
 def _tensor(name: str, value: Rows) -> torch.Tensor:
     if isinstance(value, np.ndarray):
-        value = torch.from_numpy(value)
+        value = torch.from_numpy(native(value))
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         raise DataError(
             f"tensors: {name} is {type(value).__name__}: give a tensor or an array whose first dimension is the rows",
@@ -165,12 +174,13 @@ class DatasetData(InMemory, Generic[Item]):
         *,
         batch_size: int = 32,
         shuffle: bool = True,
+        drop_last: bool = False,
         collate: Callable[[list[Item]], Nested | Batch] | None = None,
         client: GivenClients = None,
     ) -> None:
         self.client = checked_client(client)
         self.source = source
-        self.batch_size = batch_size_of(batch_size)
+        self.batch_size, self.drop_last = batch_size_of(batch_size), drop_last_of(drop_last)
         self.shuffle = shuffle
         self.collate = collate or default_collate
         self._empty: Batch | None = None
@@ -237,7 +247,11 @@ def collated(call: str, collate: Callable[[list[Item]], Nested | Batch], items: 
     except Exception as error:
         raise DataError(
             f"{call}: {len(items)} items cannot be collated into a batch: {type(error).__name__}: {error}\n"
-            "give items of one shape, or a collate function"
+            + (
+                'give items in this machine\'s byte order: x.astype(x.dtype.newbyteorder("="))'
+                if "byte order" in str(error)
+                else "give items of one shape, or a collate function"
+            )
         ) from error
     if isinstance(made, Batch):
         return made
@@ -251,22 +265,32 @@ def _no_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensors(
-    x: Rows, y: Rows | None = None, *, batch_size: int = 32, shuffle: bool = True, client: GivenClients = None
+    x: Rows,
+    y: Rows | None = None,
+    *,
+    batch_size: int = 32,
+    shuffle: bool = True,
+    drop_last: bool = False,
+    client: GivenClients = None,
 ) -> Data:
     """Use the rows of a tensor or numpy array `x`, and labels `y` of the same length. Every worker has all rows.
+
+    `drop_last` leaves out the last batch of each worker, or of each client, if it is smaller than `batch_size`. The
+    same option of the other sources has this meaning too.
 
     `client` divides the rows into clients for federated strategies. It is a rule such as
     `rayps.data.shards(2, clients=20)`, or an id for each row (whole numbers or text).
 
     Raises:
         ConfigError: `client` is neither a rule nor ids.
-        DataError: `x` or `y` is not a tensor or array. `check()` and `clients` find other errors.
+        DataError: `x` or `y` is not a tensor or array, or their lengths differ. `check()` and `clients` find other
+            errors.
 
     Example:
         rayps.data.tensors(torch.randn(20, 3), torch.randn(20, 1), batch_size=5).rows()  # 20
     """
     refuse_ray_data("tensors", x, y)
-    return TensorData(x, y, batch_size=batch_size, shuffle=shuffle, client=client)
+    return TensorData(x, y, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, client=client)
 
 
 def dataset(
@@ -274,6 +298,7 @@ def dataset(
     *,
     batch_size: int = 32,
     shuffle: bool = True,
+    drop_last: bool = False,
     collate: Callable[[list[Item]], Nested | Batch] | None = None,
     client: GivenClients = None,
 ) -> Data:
@@ -292,4 +317,6 @@ def dataset(
         rayps.data.dataset(pairs, batch_size=5).rows()  # 20
     """
     refuse_ray_data("dataset", torch_dataset)
-    return DatasetData(torch_dataset, batch_size=batch_size, shuffle=shuffle, collate=collate, client=client)
+    return DatasetData(
+        torch_dataset, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, collate=collate, client=client
+    )

@@ -29,7 +29,16 @@ import torch
 from numpy.typing import NDArray
 
 from rayps.core.errors import DataError
-from rayps.data.base import Batch, Data, batch_size_of, check_place, fixed_rows_of_rank, random_of, rows_of_rank
+from rayps.data.base import (
+    Batch,
+    Data,
+    batch_size_of,
+    check_place,
+    drop_last_of,
+    fixed_rows_of_rank,
+    random_of,
+    rows_of_rank,
+)
 from rayps.data.client_files import RowsByClient
 from rayps.data.clients import Clients, GivenClients, checked_client, divide, owners_by_id
 from rayps.data.column_options import DTYPES, LABEL_DTYPES, checked_scale, drops, dtype_of, features_of, window_of
@@ -54,6 +63,7 @@ class ParquetData(Data):
         *,
         batch_size: int,
         shuffle: bool,
+        drop_last: bool,
         dtype: str,
         label_dtype: str | None,
         scale: float | None,
@@ -62,7 +72,7 @@ class ParquetData(Data):
         client: GivenClients = None,
     ) -> None:
         self.client = checked_client(client, columns=True)
-        self.batch_size = batch_size_of(batch_size)
+        self.batch_size, self.drop_last = batch_size_of(batch_size), drop_last_of(drop_last)
         self._files = files
         self._features = tuple(features)
         self._label = label
@@ -220,10 +230,10 @@ class ParquetData(Data):
         return rows
 
     def _handle_bad(self, bad: BadValue, file: str, row: int) -> None:
-        if not self._drop:
+        if not self._drop or bad.way_out:
             raise DataError(
                 f"{file}: column {bad.column!r} {bad.reason} in row {row}\n"
-                'correct the file, or give on_invalid="drop" to leave such rows out',
+                + (bad.way_out or 'correct the file, or give on_invalid="drop" to leave such rows out'),
                 file=file,
                 column=bad.column,
                 row=row,
@@ -269,8 +279,8 @@ class ParquetData(Data):
         low, high = index.rows * rank // size, index.rows * (rank + 1) // size
         made = start
         for rows, order in self._windows(index, low, high, rank=rank, seed=seed, epoch=epoch, start=start):
-            for place in range(0, len(order), self.batch_size):
-                yield self._batch(rows, order[place : place + self.batch_size])
+            for number in range(self.batches_of(len(order))):
+                yield self._batch(rows, self.cut(order, number))
                 made += 1
         for _ in range(made, self.steps(size)):
             yield self._batch(self._empty_rows(0), np.empty(0, dtype=np.int64))
@@ -285,7 +295,7 @@ class ParquetData(Data):
             mine = rows_of_rank(index.rows, rank=rank, size=size, seed=shuffled, epoch=epoch)
         held = None if self.keeps_rows and self.divided else self._load_all(index)
         for step in range(start, self.steps(size)):
-            which = mine[step * self.batch_size : (step + 1) * self.batch_size]
+            which = self.cut(mine, step)
             yield self.clients.batch(which) if held is None else self._batch(held, which)
 
     # ------------------------------------------------------------------------------------ clients
@@ -433,6 +443,7 @@ def parquet(
     batch_size: int = 32,
     filesystem: FileSystem = None,
     shuffle: bool = True,
+    drop_last: bool = False,
     dtype: str = "float32",
     label_dtype: str | None = None,
     scale: float | None = None,
@@ -443,12 +454,14 @@ def parquet(
     """Read rows of a Parquet file, a directory of Parquet files, or a list of both. `window_mb` bounds the memory.
 
     - `features`: one column of lists of numbers, or several columns of numbers. `Batch.x` is [rows, numbers] of type
-      `dtype`, multiplied by `scale` (1 / 255 for pixels; None means no scaling).
+      `dtype`, multiplied by `scale` (1 / 255 for pixels; None means no scaling). A whole number that `dtype` does not
+      hold exactly is an error.
     - `label`: a column of numbers. Whole numbers become int64 and others float32, unless `label_dtype` is given.
     - `filesystem`: any file system of pyarrow or fsspec; None means that it follows from the path ("s3://...", or a
       local path).
     - `on_invalid`: what to do about a null, NaN or infinite value. "fail" raises an error. "drop" leaves the row out of
       its batch; the number of batches does not change, and the smaller batch has less weight.
+    - `drop_last`: as in `rayps.data.tensors`. Rows that on_invalid="drop" leaves out count for it.
     - `window_mb`: megabytes (2^20 bytes) of rows that a worker has in memory at a time. Rows are shuffled within this
       window.
     - `client`: the client of each row, for federated strategies: a column of whole numbers or text (client="writer"), a
@@ -465,6 +478,7 @@ def parquet(
         label,
         batch_size=batch_size,
         shuffle=shuffle,
+        drop_last=drop_last,
         dtype=dtype,
         label_dtype=label_dtype,
         scale=scale,

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayps.core.errors import DataError
-from rayps.data.base import Batch, batch_size_of
+from rayps.data.base import Batch, batch_size_of, drop_last_of
 from rayps.data.clients import Clients, GivenClients, checked_client, divide
 from rayps.data.column_options import ColumnChoice, ColumnOptions
 from rayps.data.columns import Array, BadValue, ColumnLayout, ColumnRows, layout_of, missing
@@ -65,6 +65,7 @@ class RowTableData(InMemory):
     ) -> None:
         self.client = checked_client(options.get("client"), columns=True)
         self.batch_size = batch_size_of(options.get("batch_size", 32))
+        self.drop_last = drop_last_of(options.get("drop_last", False))
         self.shuffle = options.get("shuffle", True)
         self.name = name
         self._open_table = open_table
@@ -163,10 +164,10 @@ class RowTableData(InMemory):
 
     def _handle_bad(self, bad: BadValue, row: int) -> None:
         where = self._opened()[0].place(row)
-        if not self._choice.drop:
+        if not self._choice.drop or bad.way_out:
             raise DataError(
                 f"{self.name}: column {bad.column!r} {bad.reason} in {where}\n"
-                'correct the value, or give on_invalid="drop" to leave such rows out',
+                + (bad.way_out or 'correct the value, or give on_invalid="drop" to leave such rows out'),
                 column=bad.column,
                 row=row,
                 reason=bad.reason,

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from rayps.cluster.scratch import SharedScratch
 from rayps.core.errors import ConfigError, DataError, first_line
-from rayps.data.base import Batch, Data, batch_size_of
+from rayps.data.base import Batch, Data, batch_size_of, drop_last_of
 from rayps.data.clients import Clients, GivenClients, checked_client, divide
 from rayps.data.local_files import LocalFiles, PathsGiven, local_files
 from rayps.data.memory import InMemory
@@ -69,6 +69,7 @@ class TextWindows(InMemory):
         *,
         batch_size: int,
         shuffle: bool,
+        drop_last: bool,
         client: GivenClients,
     ) -> None:
         self.client = checked_client(client, columns=True)
@@ -78,7 +79,7 @@ class TextWindows(InMemory):
                 "or an id for each window",
                 field="client",
             )
-        self.batch_size = batch_size_of(batch_size)
+        self.batch_size, self.drop_last = batch_size_of(batch_size), drop_last_of(drop_last)
         self.shuffle = shuffle
         self._files = files
         self._window = window
@@ -256,6 +257,7 @@ def text(
     tokenizer: Tokenizer | None = None,
     batch_size: int = 32,
     shuffle: bool = True,
+    drop_last: bool = False,
     client: GivenClients = None,
 ) -> Data:
     """Cut text files into windows of tokens, for language models. A row is a window.
@@ -268,6 +270,7 @@ def text(
     - `tokenizer`: None for bytes (256 different tokens); or a function from text to a list of ids; or an object with
       `encode`, such as a tokenizer of Hugging Face, which is called without special tokens. It must be picklable, and
       each host tokenizes the files once.
+    - `drop_last`: as in `rayps.data.tensors`.
     - `client`: "file" (each file is a client), a rule, or an id for each window.
 
     Raises:
@@ -286,5 +289,11 @@ def text(
             field="tokenizer",
         )
     return TextWindows(
-        local_files("text", path, (".txt",)), window, tokenizer, batch_size=batch_size, shuffle=shuffle, client=client
+        local_files("text", path, (".txt",)),
+        window,
+        tokenizer,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        client=client,
     )

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from rayps.core.errors import WorkloadError
+
 NEGATIVE = "its buffers contain a negative variance or count"
 _NOT_BELOW_ZERO = ("running_var", "num_batches_tracked")
 
@@ -21,6 +23,14 @@ class BufferStatistics:
     """Packs buffers into a vector of `size` elements, and back. The first `floats` elements are the float buffers."""
 
     def __init__(self, buffers: Mapping[str, Tensor]) -> None:
+        """Take the order and the kinds of `buffers`. Raises WorkloadError if one has complex numbers."""
+        strange = next((name for name, value in buffers.items() if value.is_complex()), None)
+        if strange is not None:
+            raise WorkloadError(
+                f"the buffer {strange!r} has complex numbers, which clients do not average:\nkeep a buffer of real "
+                "numbers of shape [..., 2], and use torch.view_as_complex(buffer) in forward",
+                buffer=strange,
+            )
         real = {name: value for name, value in buffers.items() if value.is_floating_point()}
         self._like = real | {name: value for name, value in buffers.items() if name not in real}
         self.floats = sum(value.numel() for value in real.values())

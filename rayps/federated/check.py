@@ -16,15 +16,17 @@ from rayps.federated.population.cohort import cohort_size
 from rayps.federated.private_job import PrivateJob, private_job
 from rayps.federated.private_layers import PrivateLayers
 from rayps.federated.simulated_rounds import events_of
+from rayps.federated.simulated_rows import used_rows
 from rayps.federated.strategy_interface import ClientSide, FederatedView, Federation
 from rayps.privacy.budget import must_allow_one
-from rayps.privacy.claim import delta_too_large
+from rayps.privacy.claim import delta_too_large, own_strategy
 from rayps.privacy.mechanism import CLIENT, Mechanism
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import recipe_of
 from rayps.workload.base import Workload
 from rayps.workload.model import apart, model_of
+from rayps.workload.norm_by_row import mixing_layer, norm_by_row
 from rayps.workload.statistics_workload import StatisticsWorkload
 
 _HIDES = 5.0  # noise that is larger than this, relative to the largest mean update, is warned of
@@ -67,12 +69,12 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
     aggregation, population, fraction, joining = given.aggregation, given.population, given.fraction, given.joining
     if joining is not None:
         _check_smallest_round(aggregation, joining.least, cohort_size(joining.least, fraction))
-        alone = _check_privacy(side, workload, private_job(given, None, _size(given, workload)))
+        alone = _check_privacy(strategy, workload, private_job(strategy, None, _size(given, workload)))
         return alone._replace(warnings=[*filter(None, [side.note]), *alone.warnings])
     if isinstance(workload, StatisticsWorkload):
         workload.check_columns(data)
     clients = data.clients  # without clients, this raises an error that says how to define them
-    events_of(given, clients.sizes, seed, data.batch_size, workload.accumulate)
+    events_of(given, used_rows(given.local, data), seed, data.batch_size, workload.accumulate)
     rule, attack = aggregation.chosen_rule, population.attackers
     cohort = cohort_size(clients.count, fraction)
     if given.buffered is None:
@@ -81,7 +83,7 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
     if attack is not None:
         attack.check(clients.count)
         attack.with_classes(clients.label_names)
-    found = _check_privacy(side, workload, private_job(given, clients.count, 0))
+    found = _check_privacy(strategy, workload, private_job(strategy, clients.count, 0))
     warnings = [
         side.note,
         rule.warn_of_few_replies(cohort, cohort * (1 - population.dropout)),
@@ -93,28 +95,32 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
     return found._replace(warnings=[warning for warning in warnings if warning])
 
 
-def _check_privacy(side: ClientSide, workload: Workload, job: PrivateJob | None) -> FederatedFindings:
+def _check_privacy(strategy: FederatedView, workload: Workload, job: PrivateJob | None) -> FederatedFindings:
     """Check the noise, the budget and the model of a private job.
 
     Raises ConfigError if the budget allows no round, or if the model has buffers whose change is not clipped.
     """
     if job is None:
         return FederatedFindings([])
-    spec, mechanism = job.spec, job.solved()
+    spec, mechanism, side = job.spec, job.solved(), strategy.federation.client_side
     must_allow_one(spec, mechanism, tree=job.restart is not None)
     with apart():
         model = model_of(workload)
     if not side.keeps_buffers:
         names = [name for name, value in model.named_buffers() if value.is_floating_point()]
         if names:
-            also = ", or buffers=keep (each client has its own)" if job.real else ""
+            also = ", or give buffers=keep (each client has its own)" if job.real else ""
+            layer = mixing_layer(model)
+            way = "use layers without running statistics"
+            if layer is not None:
+                way = f"replace layer {layer[0]!r}, a {type(layer[1]).__name__}, by {norm_by_row(layer[1])}"
             raise ConfigError(
                 f"the model has buffers that clients change and that no clip bounds ({names[0]}), so privacy cannot be "
-                f"proven: use torch.nn.GroupNorm instead of BatchNorm{also}",
+                f"proven: {way}{also}",
                 field="privacy",
             )
     warnings = []
-    if (why := delta_too_large(spec.delta, job.clients, CLIENT)) is not None:
+    if (why := own_strategy(strategy) or delta_too_large(spec.delta, job.clients, CLIENT)) is not None:
         warnings.append(f"this run will prove nothing: {why}")
     layers = PrivateLayers.of_model(side.private, model)
     size = layers.shared_size

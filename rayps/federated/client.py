@@ -32,9 +32,11 @@ from rayps.tensors.clip import NormClip
 from rayps.tensors.flat import FlatModel, dense
 from rayps.tensors.learning_rate import rates_of, recipe_of
 from rayps.tensors.random_state import seed_torch
+from rayps.tensors.user_loss import check_dtypes, dtypes_of
 from rayps.workload.accumulate import accumulate
 from rayps.workload.base import Workload
 from rayps.workload.loss_result import LossResult, loss_result
+from rayps.workload.model_part import WeightCheck
 from rayps.workload.precision import autocast
 
 Tensors = dict[str, Tensor]
@@ -53,6 +55,7 @@ class ClientRows:
     batch_size: int
     shuffle: bool = True
     relabel: Callable[[Tensor], Tensor] | None = None
+    drop_last: bool = False
 
 
 @dataclass(slots=True)
@@ -181,6 +184,7 @@ class ClientTurn:
             epochs=epochs or local.epochs,
             steps=None if epochs else local.local_steps,
             shuffle=rows.shuffle,
+            used=local.used(self.n, rows.batch_size, drop_last=rows.drop_last),
         )
         for positions in stream:
             if step == size:
@@ -229,6 +233,7 @@ class ClientTurn:
             p.grad = None
         with trainer.only(of):
             found = accumulate(trainer.loss, batch, _value)
+        trainer.flat.refuse_thawed()
         if found.factor != 1:
             for p in trainer.parameters:
                 if p.grad is not None:
@@ -268,6 +273,7 @@ class Trainer:
         self._values = [flat.vector[e.lo : e.hi].view(e.shape) for e in flat.layout.entries]
         self._rates, self._tick = rates_of(recipe_of(workload), flat.layout), 0
         self._private: dict[tuple[str, ...], PrivateLayers] = {}
+        self.check_weight = WeightCheck(workload, flat.model)
         self._make_optimizer()
 
     def _make_optimizer(self) -> None:
@@ -361,7 +367,8 @@ class Trainer:
             for members, rate in self._plain:
                 held = [i for i in members if self.parameters[i].grad is not None]
                 grads = [g for i in held if (g := self.parameters[i].grad) is not None]
-                torch._foreach_add_([self._values[i] for i in held], grads, alpha=rate)
+                if grads:  # a batch of weight 0 has none
+                    torch._foreach_add_([self._values[i] for i in held], grads, alpha=rate)
             return
         vector = grad.vector if isinstance(grad, Grad) else grad
         unused = [p for p in self.parameters if p.grad is None]
@@ -373,8 +380,12 @@ class Trainer:
 
     def loss(self, batch: Batch) -> LossResult:
         """Return the workload's loss of one micro-batch, at the model's parameters."""
+        before = dtypes_of(self.parameters)
         with autocast(self.workload, self.device):
-            return loss_result(self.workload.loss(self.flat.model, batch), batch.size)
+            found = loss_result(self.workload.loss(self.flat.model, batch), batch.size)
+        check_dtypes(before, self.parameters, self.flat.layout, "loss")
+        self.check_weight.once(found, batch)
+        return found
 
     def train(self, strategy: FederatedView, task: Task, rows: ClientRows) -> ClientReply:
         """Train one client. The same task and rows give the same bits on every worker.

@@ -149,3 +149,19 @@ def summed(replies: list[OwnMetrics]) -> Totals:
 def _named(shared: OwnTotals, personal: OwnTotals) -> Totals:
     parts = (("client", shared), ("personal", personal))
     return {f"{prefix}_{name}": Total(*total) for prefix, part in parts for name, total in part.items()}
+
+
+def cut_metrics(of_job: Totals, found: Totals, bound: float) -> str:
+    """Return which metrics of clients are limited to `bound` although the job's own value is larger; "" if none is.
+
+    The job's own evaluation is public, and stands for what the clients would have without the limit.
+    """
+    own = {name: total.value / total.weight for name, total in of_job.items() if total.how == "mean" and total.weight}
+    large = {name: value for name, value in own.items() if abs(value) > bound and f"client_{name}" in found}
+    if not large:
+        return ""
+    names = ", ".join(f"client_{name} (the job's own {name} is {value:.3g})" for name, value in large.items())
+    return (
+        f"each client's metrics are limited to values from {-bound:g} to {bound:g}, which cuts {names}: give a "
+        "metric_bound that is larger than the clients' values"
+    )

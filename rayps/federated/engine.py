@@ -8,6 +8,7 @@ server      the strategy's `server` method, which every worker computes with the
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,7 @@ from rayps.federated.reply_source import SimulatedReplies, TrainingTask
 from rayps.federated.round_events import RoundEvents
 from rayps.federated.strategy_interface import FederatedView
 from rayps.tensors.finite import is_finite
+from rayps.tensors.flat import quick_square
 from rayps.tensors.learning_rate import Ticks
 
 if TYPE_CHECKING:
@@ -222,6 +224,8 @@ class FederatedEngine:
             if outcome.count or outcome.void:
                 return outcome.skipped
             return "no reply could be used" if outcome.rejected or self.source.refused else "no client replied"
+        if outcome.delta is not None and not self.federation.client_side.answers:
+            w.clip.note(norm=math.sqrt(quick_square(outcome.delta)))
         shared = self.private_layers.cut(w.flat.vector)
         strategy.server(FederatedServer(shared, outcome, self.source.count, w.shared, t))
         self.private_layers.paste(w.flat.vector, shared)
@@ -270,7 +274,7 @@ def _source_of(engine: FederatedEngine) -> RemoteReplies | SimulatedReplies:
 def _private_rounds(engine: FederatedEngine) -> PrivateRounds | None:
     """Return the private part of the rounds, or None. Raises ConfigError if the options do not fit the clients."""
     w, size = engine.w, engine.private_layers.shared_size
-    job = private_job(engine.federation, None if engine.clients is None else engine.clients.count, size)
+    job = private_job(engine.strategy, None if engine.clients is None else engine.clients.count, size)
     if job is None:
         return None
     assert w.plan.private is not None, "the driver gives private jobs a ledger"

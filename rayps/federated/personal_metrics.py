@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from rayps_client.module_modes import evaluating
 
 from rayps.core.metrics import Totals, add_totals
 from rayps.core.user_code import user_code
@@ -52,11 +53,9 @@ def personal(engine: FederatedEngine, trained: Clients, data: Data, rows: Simula
 
 def _evaluate(engine: FederatedEngine, clients: Clients, rows: Ints, sums: Totals) -> None:
     w = engine.w
-    w.flat.model.eval()
-    with torch.no_grad(), user_code("evaluate"):
+    with evaluating(w.flat.model), torch.no_grad(), user_code("evaluate"):
         for lo in range(0, len(rows), ROWS):
             batch = clients.batch(rows[lo : lo + ROWS]).to(w.device)
             with user_code("evaluate"):  # entered for each batch: it renews the deadline of user code
                 found = w.part.evaluate(batch)
             add_totals(sums, {f"personal_{name}": total for name, total in found.items()})
-    w.flat.model.train()

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+from rayps_client.module_modes import evaluating
 from torch import Tensor, nn
 
 from rayps.core.metrics import Totals, add_totals, values_of
@@ -95,7 +96,6 @@ def personal_model(
     with apart(), torch.enable_grad():
         model = model_of(workload)
         model.load_state_dict(dict(given.buffers), strict=False)
-        model.train()
         trainer = Trainer(FlatModel(model), workload)
         here = {name: given.buffers[name] for name in trainer.buffers if name in given.buffers}
         load_personal(trainer, given.federation, given.task(client, state, here), rows)
@@ -115,8 +115,8 @@ def evaluated_on(workload: Workload, model: nn.Module, rows: Ints, take: Callabl
 
 def totals_on(workload: Workload, model: nn.Module, rows: Ints, take: Callable[[Ints], Batch]) -> Totals:
     """Return the totals of a model's metrics on these rows, as `evaluated_on`. The model is in evaluation mode then."""
-    part, totals = Whole(workload, model.eval()), Totals()
-    with torch.no_grad(), user_code("evaluate"):
+    part, totals = Whole(workload, model), Totals()
+    with evaluating(model), torch.no_grad(), user_code("evaluate"):
         for lo in range(0, len(rows), ROWS):
             add_totals(totals, part.evaluate(take(rows[lo : lo + ROWS])))
     return totals

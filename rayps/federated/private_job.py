@@ -15,11 +15,11 @@ from rayps_client.secure.secure_facts import levels_of
 from rayps.core.strategy import StrategyView
 from rayps.federated.population.cohort import cohort_size
 from rayps.federated.remote.secure_options import LEAST, SecureOptions
-from rayps.federated.strategy_interface import FederatedView, Federation
+from rayps.federated.strategy_interface import FederatedView
 from rayps.privacy.account import solve_noise
 from rayps.privacy.adaptive_clip import SHARE, update_noise
 from rayps.privacy.budget import must_allow_one
-from rayps.privacy.claim import Setting
+from rayps.privacy.claim import Setting, void
 from rayps.privacy.mechanism import CLIENT, Mechanism
 from rayps.privacy.noise_shares import share_noise
 from rayps.privacy.options import ALL, DISTRIBUTED, FIXED, POISSON, TREE, PrivacySpec
@@ -36,6 +36,7 @@ class PrivateJob:
     secure: SecureOptions | None = None  # how real clients' updates are summed; None: each is seen
     size: int = 0  # elements of an update; needed if the clients add the noise
     answers: bool = False  # whether the job computes statistics, and trains no model
+    void: str | None = None  # why the job proves nothing, whatever it releases
 
     @property
     def kind(self) -> str:
@@ -105,21 +106,22 @@ class PrivateJob:
     def setting(self) -> Setting:
         """What the claim depends on."""
         masked, restart = self.secure is not None, self.restart
-        return Setting(CLIENT, self.clients, self.real, masked, restart=restart, answers=self.answers)
+        return Setting(CLIENT, self.clients, self.real, masked, restart=restart, answers=self.answers, void=self.void)
 
 
-def private_job(given: Federation, clients: int | None, size: int) -> PrivateJob | None:
+def private_job(strategy: FederatedView, clients: int | None, size: int) -> PrivateJob | None:
     """Return the public facts of a job with so many simulated clients, or None if it is not private.
 
     `clients` is None for real clients. `size` is the number of elements of an update.
     """
+    given = strategy.federation
     spec, joining = given.privacy, given.joining
     if spec is None:
         return None
     count = joining.least if joining is not None else clients
     assert count is not None, "simulated clients are counted"
     real, answers = joining is not None, given.client_side.answers
-    return PrivateJob(spec, count, given.fraction, real, given.secure, size, answers)
+    return PrivateJob(spec, count, given.fraction, real, given.secure, size, answers, void(spec, strategy))
 
 
 def must_allow_a_round(strategy: StrategyView) -> None:
@@ -134,7 +136,7 @@ def must_allow_a_round(strategy: StrategyView) -> None:
     if not isinstance(strategy, FederatedView):
         return
     joining = strategy.federation.joining
-    job = private_job(strategy.federation, None if joining is not None else 1, 0)
+    job = private_job(strategy, None if joining is not None else 1, 0)
     if job is None or job.spec.epsilon is None or job.kind in (FIXED, DISTRIBUTED):
         return
     found, tree = job.spec.noise_multiplier is None, job.kind == TREE

@@ -26,7 +26,7 @@ from rayps.core.metrics import Totals
 from rayps.data.clients import ClientSummary
 from rayps.federated import remote_codec
 from rayps.federated.client import ClientReply
-from rayps.federated.client_evaluation import MOST_SECONDS, ClientEvaluation
+from rayps.federated.client_evaluation import MOST_SECONDS, ClientEvaluation, cut_metrics
 from rayps.federated.combine_replies import RoundAggregate
 from rayps.federated.population.cohort import Ints, cohort_size, first
 from rayps.federated.remote.client_state import WHY_SILENT
@@ -192,6 +192,9 @@ class RemoteReplies:
         self._mailbox.write_waits(None)
         if void:
             engine.w.event("warning", f"round {engine.w.position}: no metrics of clients, because {void}")
+        bound = self._given.real.metric_bound
+        if (self._given.secure is not None or private is not None) and (cut := cut_metrics(of_job, found, bound)):
+            engine.w.event("warning", f"round {engine.w.position}: {cut}")
         return found
 
     def _secure_round(self, secure: SecureRounds, facts: OrderFacts, asked: dict[int, str], raw: bytes) -> Round:

@@ -20,7 +20,7 @@ from rayps.federated.population.cohort import Ints, pack
 from rayps.federated.population.events import clock_at
 from rayps.federated.population.population import Training
 from rayps.federated.simulated_rounds import events_of
-from rayps.federated.simulated_rows import SimulatedRows
+from rayps.federated.simulated_rows import SimulatedRows, used_rows
 
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
@@ -63,7 +63,11 @@ class SimulatedReplies:
         self._clients = engine.clients
         self.count = self._clients.count
         self._events = events_of(
-            engine.federation, self._clients.sizes, w.plan.seed, w.batches.data.batch_size, w.workload.accumulate
+            engine.federation,
+            used_rows(engine.federation.local, w.batches.data),
+            w.plan.seed,
+            w.batches.data.batch_size,
+            w.workload.accumulate,
         )
         self._costs = self._clients.sizes
         self._mine: list[Training] = []  # this worker's trainings

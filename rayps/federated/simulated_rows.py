@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from rayps.data.base import Data
+from rayps.data.base import Data, counted, no_whole_batch
 from rayps.data.clients import Clients
 from rayps.federated.client import ClientRows
+from rayps.federated.local_training import LocalTraining
 from rayps.federated.strategy_interface import Federation
 
 
@@ -23,4 +24,20 @@ class SimulatedRows:
         """Return the rows of the client with this number."""
         data, clients = self._data, self._clients
         relabel = self._attack.labels if self._attack is not None and client in self._flippers else None
-        return ClientRows(clients.rows(client), clients.batch, data.batch_size, getattr(data, "shuffle", True), relabel)
+        shuffle = getattr(data, "shuffle", True)
+        return ClientRows(clients.rows(client), clients.batch, data.batch_size, shuffle, relabel, data.drop_last)
+
+
+def used_rows(local: LocalTraining, data: Data) -> list[int]:
+    """Return how many rows an epoch uses of each client of `data`.
+
+    Raises:
+        DataError: a client has fewer rows than a batch, and `drop_last` of `data` is True.
+    """
+    found: list[int] = []
+    for name, rows in zip(data.clients.names, data.clients.sizes.tolist(), strict=True):
+        size = local.rows(rows, data.batch_size)
+        if data.drop_last and rows < size:
+            raise no_whole_batch(f"client {name!r} has {counted(rows)}", size)
+        found.append(local.used(rows, data.batch_size, drop_last=data.drop_last))
+    return found

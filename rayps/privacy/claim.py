@@ -38,6 +38,7 @@ class Setting:
     servers: bool = False  # whether workers push their parts of a sum to servers
     started_from: bool = False  # whether the first parameters come from a file
     answers: bool = False  # whether the job computes statistics, and trains no model
+    void: str | None = None  # why the job proves nothing, whatever it releases: see `void`
 
 
 def claim(spec: PrivacySpec, mechanism: Mechanism, setting: Setting) -> JsonObject:
@@ -93,6 +94,22 @@ def claim_of_run(events: Iterable[Event], points: Iterable[Point]) -> JsonObject
     return with_releases(facts, epsilon, max((int(point["releases"]) for point in rounds), default=0))
 
 
+def void(spec: PrivacySpec, strategy: object) -> str | None:
+    """Return why a phase with `spec` under `strategy` proves nothing, whatever it releases; None if it can prove."""
+    return own_strategy(strategy) or (None if spec.proves else _SEEDED)
+
+
+def own_strategy(strategy: object) -> str | None:
+    """Return why a user's own strategy proves nothing: its code sees what was drawn; None for a strategy of rayps."""
+    kind = type(strategy)
+    if kind.__module__.partition(".")[0] == "rayps":
+        return None
+    return (
+        f"{kind.__name__} is a strategy of your own, whose code sees the drawn rows or clients and may publish what "
+        "depends on them without noise (metrics, events, parameters); use a strategy of rayps for a claim."
+    )
+
+
 def delta_too_large(delta: float, units: int, unit: str) -> str | None:
     """Return why a claim with `delta` about so many units proves nothing; None if `delta` is small enough."""
     if delta * units < 1:
@@ -104,7 +121,9 @@ def delta_too_large(delta: float, units: int, unit: str) -> str | None:
 
 
 def _not_proven(spec: PrivacySpec, setting: Setting) -> str | None:
-    return delta_too_large(spec.delta, setting.units, setting.unit) if spec.proves else _SEEDED
+    if setting.void is not None or not spec.proves:
+        return setting.void or _SEEDED
+    return delta_too_large(spec.delta, setting.units, setting.unit)
 
 
 def _holds_against(setting: Setting, shares: NoiseShares | None) -> list[str]:

@@ -21,7 +21,7 @@ from rayps.core.urls import Location
 from rayps.core.user_code import awaited, user_code
 from rayps.core.values import JsonObject
 from rayps.runtime.best_checkpoint import BestCheckpoint
-from rayps.runtime.early_stopping import EarlyStopping
+from rayps.runtime.early_stopping import EarlyStopping, MetricWatch
 from rayps.runtime.journal import Journal
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint
@@ -149,12 +149,19 @@ class CallbackRunner:
         Raises:
             ConfigError: an evaluation with these metrics lacks the one that a callback watches.
         """
+        for watch in self.watches():
+            watch.check(metrics)
+
+    def watches(self) -> list[MetricWatch]:
+        """Return what the callbacks watch that `check_metrics` can check."""
+        found = []
         for callback in self._those("on_evaluation").values():
             method = type(callback).on_evaluation
             if isinstance(callback, _WATCHING) and method in [kind.on_evaluation for kind in _WATCHING]:
-                callback.watch.check(metrics)
+                found.append(callback.watch)
             elif not method.__module__.startswith("rayps."):
-                return
+                break
+        return found
 
     @property
     def each_evaluation(self) -> bool:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from rayps.core.errors import ConfigError
 from rayps.core.grid import Grid
 from rayps.core.strategy import StrategyView
-from rayps.core.strategy_families import PRIVATE_GRADIENTS, PRIVATE_PUSHES, Reshuffled
+from rayps.core.strategy_families import PRIVATE_GRADIENTS, PRIVATE_PUSHES, Reshuffled, learns_by_client
 from rayps.core.topology import is_private
 from rayps.data.base import Data
 from rayps.privacy.account import solve_noise
@@ -23,8 +20,7 @@ from rayps.privacy.options import POISSON, privacy_in
 from rayps.privacy.row_level import RowPrivacy
 from rayps.workload.base import Workload, evaluates_training_data
 from rayps.workload.compile_model import options_of
-
-_MOST_GROUPS = 32  # the groups of a GroupNorm that is offered (Wu and He, "Group normalization", ECCV 2018)
+from rayps.workload.norm_by_row import mixing_layer, norm_by_row
 
 
 def private_phases(
@@ -44,9 +40,15 @@ def private_rows(
         ConfigError: the workload, its data or its model cannot be combined with privacy, no noise suffices, or the
             budget allows no step.
     """
-    spec = privacy_in(strategy) if is_private(strategy) else None
-    if spec is None:
+    spec = privacy_in(strategy)
+    if learns_by_client(strategy) or (spec is None and not is_private(strategy)):
         return None
+    if spec is None or not is_private(strategy):
+        raise ConfigError(
+            f"strategy {strategy.name} is private by only one of its property privacy_spec and its topology: derive it "
+            "from all_reduce or parameter_server without a topology of its own, or leave out privacy",
+            field="privacy",
+        )
     _check_data(workload, data)
     _check_fields(workload)
     _check_layers(model)
@@ -101,16 +103,14 @@ def _check_fields(workload: Workload) -> None:
 
 def _check_layers(model: nn.Module) -> None:
     """Refuse layers whose output for one row depends on other rows, or that keep statistics of rows."""
-    for name, layer in model.named_modules():
-        instance = isinstance(layer, _InstanceNorm)
-        if isinstance(layer, _BatchNorm) or (instance and getattr(layer, "track_running_stats", False)):
-            channels = int(layer.num_features)
-            new = f"torch.nn.GroupNorm({groups_for(channels)}, {channels})"
-            raise ConfigError(
-                f"layer {name!r} is a {type(layer).__name__}, whose statistics mix rows and would be released without "
-                f"noise: replace it by {new}, which normalizes each row alone, or leave out privacy",
-                field="privacy",
-            )
+    found = mixing_layer(model)
+    if found is not None:
+        name, layer = found
+        raise ConfigError(
+            f"layer {name!r} is a {type(layer).__name__}, whose statistics mix rows and would be released without "
+            f"noise: to normalize each row alone, replace it by {norm_by_row(layer)}; or leave out privacy",
+            field="privacy",
+        )
 
 
 def _check_pushes(model: nn.Module) -> None:
@@ -124,8 +124,3 @@ def _check_pushes(model: nn.Module) -> None:
                 "float32 parameters with precision='bf16'",
                 field="privacy",
             )
-
-
-def groups_for(channels: int) -> int:
-    """Return the number of groups of the GroupNorm that is offered: the largest divisor of `channels` up to 32."""
-    return max(math.gcd(channels, groups) for groups in range(1, _MOST_GROUPS + 1))

@@ -136,7 +136,7 @@ class Driver:
         self.trial = Trial()
         self._phases = phases or parse(spec.strategy, spec.working_dir or Path.cwd())
         self._name, self._again = name or spec.name or f"job-{uuid.uuid4().hex[:8]}", again
-        self._process, self._tries = WorkerProcess(code or JobCode("", folder=spec.working_dir), capture), tries
+        self._process, self._tries = WorkerProcess(code or JobCode.of_caller(spec.working_dir), capture), tries
         self._params = parameters.effective(workload)
         self._stop = threading.Event()
         handle = RunHandle(self._name, spec, self._params, journal, checkpoints)
@@ -301,7 +301,7 @@ class Driver:
         if elastic is None or found.rows is None:
             return None
         least, timeout = self.spec.workers, self.spec.timeout
-        membership = Membership(elastic, *found.rows, least)
+        membership = Membership(elastic, *found.rows, least, drop_last=found.drop_last)
         return ElasticRun(elastic, least, membership, calendar, self.journal, self._allowance, timeout=timeout)
 
     def close(self) -> None:
@@ -836,8 +836,12 @@ class Driver:
         first = strategies[0]
         size, path = first.grid(self.spec.workers).data, tuple(sys.path)
         by_client, private = learns_by_client(first), any(map(is_private, strategies))
-        request = TrialRequest(packed, size, self.spec.seed, by_client, private, self.spec.working_dir, path)
-        self.trial.begin(facts, request)
+        where = self.spec.working_dir, path, tuple(sys.argv)
+        # strategies that learn by client may add metrics of the clients
+        watches = [] if by_client else self._callbacks.watches()
+        watched = any(watch.metric != "loss" for watch in watches)
+        request = TrialRequest(packed, size, self.spec.seed, by_client, private, watched, *where)
+        self.trial.begin(facts, request, watches)
 
     # ---- the end
 
@@ -847,7 +851,7 @@ class Driver:
         if self._known is not None and self._known.leased is not None:
             self._known.leased.close()
         if self._started is not None:
-            self.journal.lines(self._started.lines())
+            self.journal.lines(self._started.last_lines())
             self._record.add_server_events(self._started, over=True)
             self._record.times.end(self._started.members)
             self._checkpoints.clients = self._started.release_client_states()

@@ -45,8 +45,21 @@ LAUNCH_FILE = "launch.json"  # the service writes it: the number of the last att
 class DriverActor:
     """A job's driver as an actor that continues after the service's death, and writes the job's folder."""
 
-    def __init__(self, spec: Keywords, folder: str, attempt: int, failures: int = 0, *, anywhere: bool = False) -> None:
-        """Start the job. `anywhere`: the next driver of this job may start on another host."""
+    def __init__(
+        self,
+        spec: Keywords,
+        folder: str,
+        attempt: int,
+        failures: int = 0,
+        *,
+        anywhere: bool = False,
+        variables: dict[str, str] | None = None,
+    ) -> None:
+        """Start the job. `anywhere`: the next driver of this job may start on another host.
+
+        `variables`: the values of the job's environment variables, as far as the service has found them.
+        """
+        self._variables = variables or {}
         self._spec, self._folder, self._attempt = JobSpec.from_dict(spec), Path(folder), attempt
         self._failures = failures  # number of failures in earlier attempts
         self._anywhere = anywhere
@@ -185,21 +198,24 @@ class DriverActor:
     def _code(self, journal: Journal) -> JobCode:
         """Return the user's code as the job's processes get it. Raises ConfigError if it is missing or damaged."""
         spec = self._spec
-        if spec.code is None and not spec.requirements:
-            return JobCode(self._folder.name, folder=spec.working_dir)
+        argv = (spec.target.rpartition(":")[0],)  # a job is no program with arguments: a parser finds its defaults
+        own = spec.environment
+        own.must_have(self._variables)
+        variables = tuple(self._variables.items())
+        if spec.code is None and not own.requirements:
+            return JobCode(self._folder.name, folder=spec.working_dir, argv=argv, variables=variables)
         archive = None
         if spec.code is not None:
             # <state directory>/jobs/ID is the job's folder
             archive = read_archive(archive_path(self._folder.parent.parent, spec.code), spec.code)
-        if spec.requirements:
-            journal.event("installing", f"installing {len(spec.requirements)} requirements for the job's processes")
-        own = [spec.target, *own_names(spec.strategy)]
+        if own.requirements:
+            journal.event("installing", f"installing {len(own.requirements)} requirements for the job's processes")
+        names = [spec.target, *own_names(spec.strategy)]
         paths = {
-            Path(name.rpartition(":")[0]).parent.as_posix() for name in own if name.rpartition(":")[0].endswith(".py")
+            Path(name.rpartition(":")[0]).parent.as_posix() for name in names if name.rpartition(":")[0].endswith(".py")
         }
-        return JobCode(
-            self._folder.name, archive, spec.working_dir, tuple(sorted(paths - {"."})), tuple(spec.requirements or ())
-        )
+        folders, lines = tuple(sorted(paths - {"."})), tuple(own.requirements or ())
+        return JobCode(self._folder.name, archive, spec.working_dir, folders, lines, argv, variables)
 
     def _made(
         self, journal: Journal, checkpoints: Path, resume: Location | None, code: JobCode, *, tries: bool

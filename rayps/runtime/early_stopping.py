@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
+from rayps_client.spelling import near
+
 from rayps.core.errors import ConfigError
 from rayps.core.metric_direction import chosen_direction
 from rayps.core.values import JsonObject, Keywords
@@ -66,11 +68,27 @@ class MetricWatch:
         self.best, self.round = value, round
         return True
 
+    def check_soon(self, metrics: Collection[str]) -> str | None:
+        """Look for the metric among those of one batch, before the first evaluation. Return a warning if it is missing.
+
+        The evaluation of other batches may have more metrics. Raises ConfigError if one of `metrics` has a similar
+        name.
+        """
+        if self.metric in metrics:
+            return None
+        if near(self.metric, metrics):
+            self.check(metrics)
+        return (
+            f"{self._owner}: metric is {self.metric!r}, and the evaluation of the batch that was tried has none of "
+            f"this name: its metrics are {', '.join(metrics)}; the run fails if its first evaluation has none either"
+        )
+
     def check(self, metrics: Collection[str]) -> None:
         """Raise ConfigError if the metric is not among these names of an evaluation's metrics."""
         if self.metric not in metrics:
             raise ConfigError(
-                f"{self._owner}: metric is {self.metric!r}, and the evaluation has no such metric: the metrics are "
+                f"{self._owner}: metric is {self.metric!r}{near(self.metric, metrics)}, and the evaluation has no such "
+                "metric: the metrics are "
                 f"{', '.join(metrics) or 'none'}; evaluate(model, batch) returns others",
                 field="metric",
             )

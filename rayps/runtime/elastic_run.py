@@ -204,7 +204,8 @@ class ElasticRun:
         """Return how rows were dealt in a job with a fixed number of workers, which has written `snapshot`."""
         began, epoch = snapshot.origin
         total, workers = self.membership.rows, len(snapshot.positions)
-        found = RowShares(began, epoch, 0, (self.membership.each,) * workers)
+        shares = (self.membership.each,) * workers
+        found = RowShares(began, epoch, 0, shares, self.membership.current.drop_last)
         if len(set(snapshot.positions)) > 1 or found.rounds(total) != snapshot.steps_per_epoch:
             raise CheckpointError(
                 f"the checkpoint was written by {workers} workers that were not in step, or had another batch size, "

@@ -15,11 +15,14 @@ class Membership:
     A run that is repeated with the `log` of this one as `ElasticWorkers.replay` has the same rows on the same ranks.
     """
 
-    def __init__(self, elastic: ElasticWorkers, rows: int, each: int, least: int) -> None:
-        """Prepare. `rows` are those of an epoch, `each` those of one worker in a round without a global batch."""
+    def __init__(self, elastic: ElasticWorkers, rows: int, each: int, least: int, *, drop_last: bool = False) -> None:
+        """Prepare. `rows` are those of an epoch, `each` those of one worker in a round without a global batch.
+
+        `drop_last` leaves out an epoch's last round if it has fewer rows than the others.
+        """
         self.elastic, self.rows, self.each = elastic, rows, each
         self._least = least
-        self._history = [RowShares(0, 0, 0, self.shares(least))]
+        self._history = [RowShares(0, 0, 0, self.shares(least), drop_last)]
 
     def shares(self, workers: int) -> tuple[int, ...]:
         """Return the shares of a round's rows of so many workers."""

@@ -9,7 +9,6 @@ a child. A failure of the child alone (it exits, hangs, lacks memory or a file) 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import pickle
 import signal
@@ -17,28 +16,29 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, NamedTuple
 
 import torch
+from rayps_client.module_modes import evaluating
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import Optimizer
 
+from rayps.core.elastic import ElasticWorkers
 from rayps.core.elastic_support import check_phases, takes_leases
 from rayps.core.errors import ConfigError, RaypsError, WorkloadError
 from rayps.core.grid import Grid
-from rayps.core.phase_rounds import OPEN
+from rayps.core.phase_rounds import OPEN, Calendar
 from rayps.core.replica import Pipeline, Replica
 from rayps.core.strategy import Phase, StrategyView
-from rayps.core.strategy_families import ends_together, has_remote_clients, learns_by_client
+from rayps.core.strategy_families import SHARED_VECTOR, ends_together, has_remote_clients, learns_by_client
 from rayps.core.topology import JobFacts, backup_in, replica_of, servers_of, shard_of
 from rayps.core.user_code import user_code
 from rayps.core.user_module import unpack
 from rayps.core.warm_start import StartFrom
-from rayps.data.base import Batch, Data, Nested, map_tensors
+from rayps.data.base import Batch, Data, Nested, counted, map_tensors, no_whole_batch
 from rayps.data.dealt_rows import must_have_row_numbers
 from rayps.data.single_rows import stacks_of
 from rayps.data.unsupported import is_ray_data, ray_data_way
@@ -57,7 +57,9 @@ from rayps.ps.tables.row_optimizers import Scheduled
 from rayps.ps.tables.row_optimizers import rule_of as table_rule
 from rayps.runtime.check_average import check_average_under
 from rayps.runtime.check_backup_workers import check_backup_workers
+from rayps.runtime.check_last_batches import check_last_batches
 from rayps.runtime.check_private_rows import private_phases
+from rayps.runtime.early_stopping import MetricWatch
 from rayps.runtime.journal import Journal
 from rayps.runtime.membership import Membership
 from rayps.runtime.model_memory import limited
@@ -74,11 +76,12 @@ from rayps.worker.check_sharded_parameters import check_model as check_sharded_m
 from rayps.worker.evaluation_batches import FEWEST
 from rayps.worker.loop_of_family import loop_class
 from rayps.workload.adapters import check_adapters
-from rayps.workload.base import Workload, check_fields, evaluates_training_data, misspelt
+from rayps.workload.base import Workload, check_fields, evaluates_training_data, misspelt, plan_steps
 from rayps.workload.checkpoint_activations import FIELD, checkpoint_activations, checkpointed_blocks
 from rayps.workload.compile_model import options_of
+from rayps.workload.max_norm import check_max_norm
 from rayps.workload.model import apart, has_tables, model_of
-from rayps.workload.model_part import Whole
+from rayps.workload.model_part import WeightCheck, Whole
 from rayps.workload.single_row_loss import check_single_rows
 
 EVALUATED_WHILE_READ = (
@@ -98,6 +101,7 @@ class PreflightFindings(NamedTuple):
     sizes: tuple[int, int]  # bytes of the model's parameters and buffers, bytes of the data's tensors
     # of an elastic job: the rows of an epoch, and those of one worker in a round; None if the workers do not change
     rows: tuple[int, int] | None = None
+    drop_last: bool = False  # of an elastic job: whether an epoch's last round is left out if it has fewer rows
     blocks: int | None = None  # of an elastic job whose rows are leased: the blocks of an epoch
     private: tuple[RowPrivacy, ...] = ()  # one for each phase whose rows are private
     private_clients: tuple[ClientPrivacy, ...] = ()  # one for each phase whose clients are private
@@ -126,6 +130,8 @@ def preflight(
         # a model whose state workers divide may be larger than the memory of this process
         model = blank(workload) if sharded else model_of(workload)
         check_adapters(model)
+        for phase, grid in zip(phases, grids, strict=True):
+            check_max_norm(model, phase.strategy, grid.data)
     with apart():
         tables = tables_of(model) if has_tables(model) else ()
         if tables:
@@ -146,14 +152,23 @@ def preflight(
     layout = Layout.of((name, p) for name, p in model.named_parameters() if p.requires_grad)
     begin, warnings = (None, []) if begin is None else usable_start(begin, spec.working_dir)
     start = None if begin is None else start_point(begin, ModelNames.of(model), spec.working_dir)
-    _refuse_closure(optim.build(recipe_of(workload), layout))
-    _try_schedule(workload, phases, layout, tables)
     both = list(zip([phase.strategy for phase in phases], grids, strict=True))
+    steps, rows, blocks = _lengths(workload, phases, spec, data, tables=bool(tables))
+    if blocks is None:
+        calendar = Calendar(phases, steps, spec.workers, epochs=spec.epochs, rounds=spec.steps)
+        plan_steps(workload, calendar.known_rounds)
+    keeps_sparse = all(phase.strategy.loop == SHARED_VECTOR for phase in phases)
+    optim.check_step(optim.build(recipe_of(workload), layout), keeps_sparse=keeps_sparse)
+    _try_schedule(workload, phases, layout, tables)
     divisions = [_division(workload, strategy, grid, model, data) for strategy, grid in both]
     federated_strategies = [strategy for strategy, _ in both if isinstance(strategy, FederatedView)]
     warnings += misspelt(workload)
     checked = [federated(strategy, workload, data, spec.seed) for strategy in federated_strategies]
     warnings += [warning for found in checked for warning in found.warnings]
+    shares = None if spec.elastic is None or rows is None else _membership(spec, spec.elastic, rows, data).current
+    size = spec.workers if blocks is None else 1
+    most = None if spec.steps is None else spec.steps * workload.accumulate
+    check_last_batches(workload, phases, size, data, model, shares=shares, most=most)
     clients = tuple(found.private for found in checked if found.private is not None)
     slices = any(servers_of(strategy) or shard_of(strategy) in ("optimizer", "gradients") for strategy, _ in both)
     if slices or any(grid.tensor > 1 for grid in grids):
@@ -162,16 +177,6 @@ def preflight(
         if any(scale_warnings) and optim.ignores_scale(recipe_of(workload), layout):
             warnings += [each for each in scale_warnings if each]
     warnings += _warn_of_one_worker(phases, spec.workers)
-    steps = [_steps(data, strategy, grid, workload.accumulate) for strategy, grid in both]
-    rows = blocks = None
-    if spec.elastic is not None:
-        check_phases(phases, spec.elastic, tables=bool(tables), by_epoch=_counts_epochs(workload))
-    if spec.elastic is not None and takes_leases(phases):
-        must_have_row_numbers(data)
-        blocks, steps = _steps(data, both[0][0], Grid(1), workload.accumulate), [OPEN]
-    elif spec.elastic is not None:
-        rows = _rows_of_workers(data, phases, workload, spec)
-        steps = [Membership(spec.elastic, *rows, spec.workers).current.rounds(rows[0])] * len(phases)
     if max(steps) >= OPEN and blocks is None:
         if _counts_epochs(workload):
             raise ConfigError(
@@ -184,7 +189,39 @@ def preflight(
         for phase in phases:
             check_open_data(phase.name, phase.strategy, by_rounds=spec.steps is not None, tables=bool(tables))
     sizes, private = (bytes_of(model), bytes_of(data)), private_phases(both, workload, data, model)
-    return PreflightFindings(steps, warnings, tables, divisions, start, sizes, rows, blocks, private, clients)
+    return PreflightFindings(
+        steps, warnings, tables, divisions, start, sizes, rows, data.drop_last, blocks, private, clients
+    )
+
+
+def _lengths(
+    workload: Workload, phases: list[Phase], spec: JobSpec, data: Data, *, tables: bool
+) -> tuple[list[int], tuple[int, int] | None, int | None]:
+    """Return the rounds of an epoch of each phase, and `rows` and `blocks` of `PreflightFindings`.
+
+    Raises DataError or ConfigError if workers cannot be given their rows.
+    """
+    grids, accumulate = [phase.grid(spec.workers) for phase in phases], workload.accumulate
+    steps = [_steps(data, phase.strategy, grid, accumulate) for phase, grid in zip(phases, grids, strict=True)]
+    if spec.elastic is None:
+        return steps, None, None
+    check_phases(phases, spec.elastic, tables=tables, by_epoch=_counts_epochs(workload))
+    if takes_leases(phases):
+        must_have_row_numbers(data)
+        return [OPEN], None, _steps(data, phases[0].strategy, Grid(1), accumulate)
+    rows = _rows_of_workers(data, phases, workload, spec)
+    members = _membership(spec, spec.elastic, rows, data)
+    most = sum(members.shares(spec.elastic.most))
+    if data.drop_last and most > rows[0] and not learns_by_client(phases[0].strategy):
+        raise no_whole_batch(
+            f"a round of {spec.elastic.most} workers takes {most} of {counted(rows[0])}", data.batch_size
+        )
+    return [members.current.rounds(rows[0])] * len(phases), rows, None
+
+
+def _membership(spec: JobSpec, elastic: ElasticWorkers, rows: tuple[int, int], data: Data) -> Membership:
+    """Return the first members of an elastic job with these rows of an epoch, and of one worker in a round."""
+    return Membership(elastic, *rows, spec.workers, drop_last=data.drop_last)
 
 
 def _rows_of_workers(data: Data, phases: list[Phase], workload: Workload, spec: JobSpec) -> tuple[int, int]:
@@ -267,8 +304,12 @@ def _division(workload: Workload, strategy: StrategyView, grid: Grid, model: nn.
         )
     with user_code("data"):
         sample = next(data.batches(rank=0, size=grid.data, seed=0, epoch=0), None)
+    few = None if sample is None else sample_of(sample)
     with apart():
-        return divide(workload, replica, model, None if sample is None else sample_of(sample))
+        found = divide(workload, replica, model, few)
+        if few is not None and few.size:
+            WeightCheck(workload, model).of(few)
+        return found
 
 
 def _refuse_fields(workload: Workload, replica: Replica) -> None:
@@ -318,7 +359,15 @@ def _check_batchnorm(workload: Workload, phases: list[Phase], model: nn.Module, 
     given = workload.sync_batchnorm
     if not isinstance(given, bool):
         raise ConfigError(f"sync_batchnorm is {given!r}: give True or False", field="sync_batchnorm")
-    if not given and replicas > 1:
+    private = next((phase.name for phase in phases if privacy_in(phase.strategy) is not None), None)
+    if given and private is not None:
+        raise ConfigError(
+            f"sync_batchnorm is True, and {private} has privacy, which takes no BatchNorm layer, because its "
+            "statistics mix rows: set sync_batchnorm to False, and use layers that normalize each row alone "
+            "(torch.nn.LayerNorm for features, GroupNorm for images); or leave out privacy",
+            field="sync_batchnorm",
+        )
+    if not given and replicas > 1 and private is None:  # privacy names the layer, and what takes its place
         name = next((name for name, each in model.named_modules() if isinstance(each, nn.SyncBatchNorm)), None)
         if name is not None:
             raise ConfigError(
@@ -429,22 +478,6 @@ def _data(workload: Workload, remote: bool) -> Data:
     return data
 
 
-def _refuse_closure(optimizer: Optimizer) -> None:
-    # step() may evaluate a closure several times, but a round of several workers has one gradient
-    needed = [
-        p.name
-        for p in inspect.signature(optimizer.step).parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    if needed:
-        name = type(optimizer).__name__
-        raise WorkloadError(
-            f"optimizer(params) returned {name}, whose step() needs {', '.join(needed)}: under every strategy a round "
-            "computes one gradient, and a closure could not compute another\n"
-            "use an optimizer whose step() needs no closure, such as SGD, Adam or Adagrad"
-        )
-
-
 def _try_schedule(workload: Workload, phases: list[Phase], layout: Layout, tables: tuple[SparseTable, ...]) -> None:
     """Evaluate the schedule of every optimizer of the job at its first steps. Raises WorkloadError if that fails."""
     recipe = recipe_of(workload)
@@ -462,6 +495,7 @@ def _try_schedule(workload: Workload, phases: list[Phase], layout: Layout, table
 
 FEW_ROWS = 8  # the number of rows with which a batch is tried first
 PRIVATE_SECONDS = 60.0  # for which workers wait until the loss of private rows was tried
+WATCHED_SECONDS = 10.0  # for which workers wait until it is known whether evaluations have a metric
 SINGLE_ROWS = 32  # the number of private rows whose losses are compared with that of their batch
 # causes of errors in the child process that need not occur in a worker
 _NOT_OF_THE_JOB = (OSError, ImportError, MemoryError, KeyboardInterrupt)
@@ -477,20 +511,24 @@ class TrialRequest:
     seed: int
     federated: bool = False
     private: bool = False  # whether the gradients of single rows are learned
+    watched: bool = False  # whether a callback watches a metric other than the loss
     working_dir: str | None = None
     path: tuple[str, ...] = ()
+    argv: tuple[str, ...] = ("",)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The result of the child process: the `error` with which the job fails, or why the trial says nothing (`skipped`).
 
-    Both are None if the batch was tried without an error. `warning` is for the user; None if there is none.
+    Both are None if the batch was tried without an error. `warning` is for the user; None if there is none. `metrics`
+    are the names that evaluations have; empty if the request asks for none, or two batches have other names.
     """
 
     error: RaypsError | None = None
     skipped: str | None = None
     warning: str | None = None
+    metrics: tuple[str, ...] = ()
 
 
 def main() -> None:
@@ -501,7 +539,7 @@ def main() -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     with contextlib.suppress(OSError):  # if memory runs out, the kernel should end this process
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-    sys.path[:] = request.path
+    sys.path[:], sys.argv[:] = request.path, request.argv
     torch.set_num_threads(1)
     verdict = try_batch(request)
     try:
@@ -521,7 +559,7 @@ def _exit_with_parent() -> None:
 def try_batch(request: TrialRequest) -> Verdict:
     """Try the first batch that the request selects, and return the verdict. No exception is raised."""
     try:
-        return _train_and_evaluate(unpack(request.packed), request)
+        return _train_and_evaluate(unpack(request.packed, shared=True), request)
     except RaypsError as error:
         cause = error.__cause__
         first_line = error.message.splitlines()[0]
@@ -562,14 +600,20 @@ def _train_and_evaluate(workload: Workload, request: TrialRequest) -> Verdict:
     batch = _first(data, request)
     if batch is None:
         return Verdict(skipped="worker-0 has no row")
+    held.check_weight.is_checked = True  # the whole batch says more than a few rows
     _with_few(batch, lambda some: _train(held, some))
+    held.check_weight.of_pairs(batch)
     with user_code("evaluation_data"):
         evaluation_batch = next(
             iter(evaluation.batches(rank=0, size=request.workers, seed=request.seed, epoch=0)), None
         )
+    names: list[tuple[str, ...]] = []
     if evaluation_batch is not None and evaluation_batch.size:
-        _with_few(evaluation_batch, lambda some: _evaluate(held, some))
-    return Verdict(warning=_warn_of_rows(workload, held, data, request.seed) if request.private else None)
+        _with_few(evaluation_batch, lambda some: names.append(_evaluate(held, some)))
+        if request.watched:
+            names.append(_evaluate(held, evaluation_batch))
+    warning = _warn_of_rows(workload, held, data, request.seed) if request.private else None
+    return Verdict(warning=warning, metrics=names[0] if request.watched and len(set(names)) == 1 else ())
 
 
 def _warn_of_rows(workload: Workload, held: Whole, data: Data, seed: int) -> str | None:
@@ -605,15 +649,14 @@ def _with_few(batch: Batch, run: Callable[[Batch], None]) -> None:
 
 
 def _train(held: Whole, batch: Batch) -> None:
-    held.module.train()
     with _batch_in_errors(batch):
         held.backward(batch, 0, scalar)
 
 
-def _evaluate(held: Whole, batch: Batch) -> None:
-    held.module.eval()
-    with _batch_in_errors(batch), torch.no_grad(), user_code("evaluate"):
-        held.evaluate(batch)
+def _evaluate(held: Whole, batch: Batch) -> tuple[str, ...]:
+    """Evaluate a batch, and return the names of its metrics."""
+    with _batch_in_errors(batch), evaluating(held.module), torch.no_grad(), user_code("evaluate"):
+        return tuple(held.evaluate(batch))
 
 
 def scalar(loss: Nested) -> float:
@@ -699,13 +742,14 @@ class Trial:
     def __init__(self) -> None:
         self.verdict: Verdict | None = None  # None until it is known
         self._patience = 0.0  # seconds for which `end` waits for the verdict
+        self._watches: Sequence[MetricWatch] = ()
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
 
-    def begin(self, facts: TrialFacts, request: TrialRequest) -> None:
-        """Start the process if a batch can be tried, and return at once."""
-        reason = reason_not_to_try(facts)
-        self._patience = PRIVATE_SECONDS if request.private else 0.0
+    def begin(self, facts: TrialFacts, request: TrialRequest, watches: Sequence[MetricWatch] = ()) -> None:
+        """Start the process if a batch can be tried, and return at once. `watches`: what the callbacks watch."""
+        reason, self._watches = reason_not_to_try(facts), watches
+        self._patience = PRIVATE_SECONDS if request.private else WATCHED_SECONDS if request.watched else 0.0
         if reason is not None:
             self.verdict = Verdict(skipped=reason)
             return
@@ -737,9 +781,19 @@ class Trial:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise the WorkloadError or DataError that the process has found, if any so far."""
+        """Raise the WorkloadError or DataError that the process has found, if any so far.
+
+        Raises ConfigError if the name of a metric that a callback watches is misspelt.
+        """
         if self.verdict is not None and self.verdict.error is not None:
             raise self.verdict.error
+        self._missing()
+
+    def _missing(self) -> list[str]:
+        """Return a warning for each watched metric that the tried batch does not have."""
+        names = () if self.verdict is None else self.verdict.metrics
+        found = [watch.check_soon(names) for watch in self._watches if names]
+        return [each for each in found if each is not None]
 
     def wait(self, seconds: float) -> None:
         """Wait until there is a verdict, but at most `seconds`."""
@@ -749,9 +803,10 @@ class Trial:
     def end(self, journal: Journal) -> None:
         """End the child process, because the workers have started. If no batch was tried, write the reason as an event.
 
-        If rows are private, first wait for the verdict: a loss that does not suit them would learn only noise.
+        If rows are private, first wait for the verdict: a loss that does not suit them would learn only noise. Also
+        wait, for a shorter time, if a callback watches a metric: the first evaluation may be hours away.
 
-        Raises the WorkloadError or DataError that the process has found.
+        Raises the WorkloadError or DataError that the process has found, and ConfigError as `check` does.
         """
         self.wait(self._patience)
         self.check()
@@ -763,6 +818,8 @@ class Trial:
             journal.event("choice", f"no batch was tried before the workers started: {verdict.skipped}")
         if verdict is not None and verdict.warning is not None:
             journal.event("warning", verdict.warning)
+        for warning in self._missing():
+            journal.event("warning", warning)
 
     def close(self) -> None:
         """End the process."""

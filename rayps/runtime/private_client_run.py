@@ -35,6 +35,8 @@ class PrivateClientRun:
         found = claim_of_run(self._journal.events, self._journal.points)
         if found is None:
             found = with_releases(claim(job.spec, mechanism, job.setting), 0.0, 0)
+        why = next((each.void for each, _ in self._phases if each.void is not None), None)
+        found |= {} if why is None else {"proves": False, "not_proven": why}
         try:
             spent = self._ledger.spent(CLIENT)
             epsilon = max(accountant.epsilon(spent, float(str(found["delta"]))), float(str(found["epsilon"])))

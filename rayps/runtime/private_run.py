@@ -12,7 +12,7 @@ from rayps.core.topology import servers_of
 from rayps.core.values import JsonObject
 from rayps.privacy import accountant
 from rayps.privacy.budget import must_allow_one
-from rayps.privacy.claim import Setting, claim, delta_too_large, with_releases
+from rayps.privacy.claim import Setting, claim, delta_too_large, own_strategy, void, with_releases
 from rayps.privacy.mechanism import ROW, Mechanism, Spent
 from rayps.privacy.row_level import RowPrivacy
 from rayps.runtime.journal import Journal
@@ -25,12 +25,8 @@ _MOST_STEPS = 10_000_000  # for which a budget is computed
 class PrivateRun:
     """The privacy of the rows of one run, by phase. It only reads the ledger, to which rank 0 appends."""
 
-    def __init__(
-        self, phases: Sequence[RowPrivacy], ledger: LedgerFolder, journal: Journal, *, started_from: bool, servers: bool
-    ) -> None:
-        """Prepare. `started_from`: whether the first parameters are given. `servers`: whether servers get the sums."""
-        self._phases, self._ledger, self._journal = phases, ledger, journal
-        self._setting = Setting(ROW, phases[0].rows, divided=True, started_from=started_from, servers=servers)
+    def __init__(self, phases: Sequence[RowPrivacy], ledger: LedgerFolder, journal: Journal, setting: Setting) -> None:
+        self._phases, self._ledger, self._journal, self._setting = phases, ledger, journal, setting
 
     def plan(self, number: int, start: int, end: int) -> RowPrivacy:
         """Return what the workers of a generation of phase `number` must know, which has the rounds `start` to `end`.
@@ -124,11 +120,16 @@ def private_run(
             "the same kind of strategy",
             field="privacy",
         )
-    for each in found:
-        if (why := delta_too_large(each.spec.delta, each.rows, ROW)) is not None:
+    strategies = [phase.strategy for phase in phases]
+    for each, strategy in zip(found, strategies, strict=True):
+        why = own_strategy(strategy) or delta_too_large(each.spec.delta, each.rows, ROW)
+        if why is not None:
             journal.event("warning", f"this run will prove nothing: {why}")
-    servers = any(servers_of(phase.strategy) is not None for phase in phases)
-    return PrivateRun(found, ledger, journal, started_from=started_from, servers=servers)
+    servers = any(servers_of(strategy) is not None for strategy in strategies)
+    reasons = (void(each.spec, strategy) for each, strategy in zip(found, strategies, strict=True))
+    why = next(filter(None, reasons), None)
+    setting = Setting(ROW, found[0].rows, divided=True, started_from=started_from, servers=servers, void=why)
+    return PrivateRun(found, ledger, journal, setting)
 
 
 def _after(spent: Mapping[Mechanism, Spent], plan: RowPrivacy, releases: int) -> dict[Mechanism, Spent]:

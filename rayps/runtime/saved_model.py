@@ -57,8 +57,8 @@ def export_checkpoint(path: Location, folder: str | Path, workload: Workload | N
     """Write the model of a checkpoint into a new folder, as `save_model` does. Return the folder.
 
     Without `workload` there is no model: the tensors are written by name into `model.safetensors`, and the rows of
-    sparse tables are copied. With `average` the parameters are the average of the weights (`Workload.average`); buffers
-    and rows are those of the checkpoint.
+    sparse tables are copied. With `average` the parameters and floating-point buffers are the average of the weights
+    (`Workload.average`); other buffers and rows are those of the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint cannot be used, is of another model, or the folder cannot be written.

@@ -25,6 +25,7 @@ from rayps.core.goodput import JobTime
 from rayps.core.job_status import Status
 from rayps.core.loading import without_collection
 from rayps.core.records import Event, ProgressRecord
+from rayps.core.spelling import suggests_names
 from rayps.core.strategy import Phase
 from rayps.core.time_report import report_of
 from rayps.core.urls import Location, is_url, location_of
@@ -53,7 +54,7 @@ from rayps.tensors.checkpoint_place import CheckpointPlace, ObjectStore
 from rayps.tensors.snapshot import Snapshot
 from rayps.tensors.weight_average import check_average
 from rayps.workload import parameters
-from rayps.workload.base import Workload, as_workload, check_fields
+from rayps.workload.base import Workload, as_workload, check_fields, is_workload, workload_of
 from rayps.workload.base import load as load_workload
 from rayps.workload.callback import Callback
 from rayps.workload.model import has_tables
@@ -125,8 +126,8 @@ class Result:
         """Return the trained model on the CPU, in evaluation mode, with its sparse tables in this process.
 
         In evaluation mode dropout is off, and BatchNorm uses its running statistics. Call `.train()` on the model to
-        train it further. With `average` the dense parameters are the average of the weights (`Workload.average`), whose
-        metrics are `metrics`. Buffers and sparse tables are those at the end.
+        train it further. With `average` the dense parameters and floating-point buffers are the average of the weights
+        (`Workload.average`), whose metrics are `metrics`. Other buffers and sparse tables are those at the end.
 
         Raises:
             ConfigError: `average` is True, and the workload has no average.
@@ -190,8 +191,9 @@ class Result:
         return save_model(self.model(average=average), folder)
 
 
+@suggests_names
 def train(
-    workload: Workload | str,
+    workload: Workload | type[Workload] | str,
     *,
     strategy: StrategySpec = "all_reduce",
     workers: int | tuple[int, int] = 1,
@@ -225,7 +227,7 @@ def train(
 ) -> Result:
     """Train a workload with `workers` Ray actors and return the result.
 
-    `workload` is a Workload or its name ("digits.py:Digits"). `strategy` is a Strategy or its text form, such as
+    `workload` is a Workload, its class or its name ("digits.py:Digits"). `strategy` is a Strategy or its text form, as
     "parameter_server:staleness=3,shards=2", or "easgd.py:EASGD:rho=0.1" for your own class in the current folder. A
     list of (epochs, strategy) changes the strategy during the run. If the strategy's `replica` is several workers,
     `workers` must be a multiple of their number. Each worker then holds a part of the model, and the initial parameters
@@ -278,7 +280,7 @@ def train(
     the folder for checkpoints.
 
     `params` are values of the workload's parameters, the fields of its class (`rayps.workload.parameters`), for a
-    workload that is given by its name: `rayps.train("digits.py:Digits", params={"lr": 0.3})`.
+    workload that is given by its class or name: `rayps.train(Digits, params={"lr": 0.3})`.
 
     `server_group` names a server group of the cluster at `address` (`rayps servers start`), on which the job has a
     space called `name`, within `quota`: {"bytes": ..., "operations": per second}. `branch` is the name of another space
@@ -298,7 +300,7 @@ def train(
         result.metrics["loss"], result.model()
     """
     phases = parse(strategy, Path.cwd())
-    kind = workload if isinstance(workload, str) else f"{type(workload).__module__}:{type(workload).__qualname__}"
+    kind = workload if isinstance(workload, str) else _kind(workload if isinstance(workload, type) else type(workload))
     size = elastic_fields(workers, _elastic_options(elastic, global_batch, balance=balance))
     spec = JobSpec(
         kind,
@@ -479,14 +481,21 @@ def _rehearsed(
     return Result(found.outcome.metrics, history, journal.events, None, workload, found.outcome.snapshot)
 
 
-def _workload(given: Workload | str, params: JsonObject) -> Workload:
+def _kind(workload: type) -> str:
+    return f"{workload.__module__}:{workload.__qualname__}"
+
+
+def _workload(given: Workload | type[Workload] | str, params: JsonObject) -> Workload:
     if isinstance(given, str):
         given = load_workload(given, params=params)
+    elif isinstance(given, type) and is_workload(given):
+        given = workload_of(given, params)
     elif params and isinstance(given, Workload):
         first = next(iter(params))
         raise ConfigError(
             f"params was given with an object of {type(given).__name__}, whose __init__ has run already: set the "
-            f"fields of the object (work.{first} = ...), or give the workload's name, 'file.py:{type(given).__name__}'",
+            f"fields of the object (work.{first} = ...), or give the class: rayps.train({type(given).__name__}, "
+            "params=...)",
             field="params",
         )
     given = as_workload(given)

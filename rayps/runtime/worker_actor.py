@@ -232,6 +232,11 @@ class WorkerActor:
         words = f"in worker-{self._rank}"
         return [{"kind": "event", "event": {"kind": "warning", "message": f"{words}: {text}"}} for text in new]
 
+    def last_lines(self) -> list[tuple[float, str]]:
+        """Return the log lines since the last poll, also the text after the last newline: the process will end."""
+        self.logs.release()
+        return self.logs.drain()
+
     def times(self) -> MemberTimes:
         """Return where the time of this process went until now."""
         return self._times.report()
@@ -313,5 +318,5 @@ class WorkerActor:
 
     def _load(self) -> Workload:
         if self._workload is None:
-            self._workload = unpack(self._packed)
+            self._workload = unpack(self._packed, shared=True)
         return self._workload

@@ -9,13 +9,14 @@ import functools
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import ActorReply, Bundle, Cluster, LocalCluster, refuse_if_too_large, until
-from rayps.cluster.members import GroupMember, leave, place, settle
+from rayps.cluster.members import LEAVE_SECONDS, GroupMember, leave, place, settle
 from rayps.cluster.notices import Notice
 from rayps.cluster.reservation import WorkerResources, reserve, torch_threads
 from rayps.cluster.room import avoided_hosts
@@ -124,7 +125,7 @@ class WorkerLauncher:
             code=self.code,
             threads=torch_threads(cpus),
             device="cuda" if gpus else "cpu",
-            capture=self.capture,
+            capture=self.capture and not isinstance(self.cluster, LocalCluster),  # never of the caller's process
             cpus=cpus,
             gpus=gpus,
             gang=reserved.gang,
@@ -178,9 +179,9 @@ class WorkerGroup:
         # Ray keeps the value once on each host; an actor gets it as an argument
         shared = None if code is None else cluster.share(code)
         self._code = code or JobCode("")
-        # a warm process has imported more packages than a new worker, and an imported package keeps its version
-        warm = not self._code.requirements
-        self._launcher = WorkerLauncher(cluster, packed, resources, self.secret, shared, capture, warm)
+        self._launcher = WorkerLauncher(
+            cluster, packed, resources, self.secret, shared, capture, self._code.may_be_warm
+        )
         self._fixed = FixedServers(cluster, packed, self.secret, shared)
         self._orders: Orders | None = None
         self._schedule: SnapshotSchedule | None = None
@@ -744,7 +745,22 @@ class WorkerGroup:
             if isinstance(member.facts, WorkerFacts) and member.facts.lines:
                 found += [(at, member.name, text) for at, text in member.facts.lines]
                 member.facts.lines = []
-        return sorted(found)
+        return sorted(found, key=itemgetter(0))  # lines of one moment stay in their order
+
+    def last_lines(self) -> list[tuple[float, str, str]]:
+        """Return the log lines that no poll has fetched, before the workers end. A silent worker is waited for 2 s."""
+        asked = [
+            (worker.name, worker.pending, worker.handle.call("last_lines"))
+            for worker in self.workers
+            if worker.dead is None
+        ]
+        until(lambda: all(reply.done() for _, _, reply in asked), LEAVE_SECONDS)
+        found = self.lines()
+        for name, poll, reply in asked:
+            with suppress(ClusterError, TimeoutError):
+                polled = [] if poll is None else getattr(poll.result(0), "lines", [])
+                found += [(at, name, text) for at, text in [*polled, *reply.result(0)]]
+        return sorted(found, key=itemgetter(0))
 
     def collect(self, snapshot: Snapshot) -> Snapshot | None:
         """Return the newest state of which every member retains its part, or None if none is newer than `snapshot`.

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from urllib.parse import quote
 
 import httpx2
+from rayps_client.private_file import read_token
 from rayps_client.service_answers import checked as checked
 
 from rayps.core.errors import ConfigError, NotFound, Unauthorized, Unreachable
@@ -35,7 +36,7 @@ from rayps.core.values import Json, JsonObject, is_json
 from rayps.service.code_files import PackedCode, must_be_project
 from rayps.service.code_upload import prepare_upload, sent_value, write_code
 from rayps.service.remote_group import RemoteGroup, size_fields
-from rayps.service.rest_answers import ClusterAnswer, GroupRow, JobAnswer, SweepAnswer
+from rayps.service.rest_answers import ClusterAnswer, GroupRow, JobAnswer, JobsAnswer, SweepAnswer
 from rayps.service.settings import Settings
 from rayps.service.sweep_client import Sweep, listed
 from rayps.strategies.catalogue import StrategySpec, sendable
@@ -60,6 +61,7 @@ def log_left_out(packed: PackedCode) -> None:
 class Client:
     """A connection to a job service: the one that RAYPS_URL and RAYPS_TOKEN name, or that of this machine and user.
 
+    `token`, or RAYPS_TOKEN, is the token or @FILE, a file that holds it.
     `timeout`: seconds to wait for each answer of the service. `on_packed` is called with a job's packed code before it
     is sent; by default it logs a warning that names the files that were left out because they hold a secret.
 
@@ -80,7 +82,7 @@ class Client:
     ) -> None:
         settings = Settings.read(url=url)
         self.url = settings.url or _running_address(settings) or f"http://127.0.0.1:{settings.port}"
-        self._token = token if token is not None else _token(settings)
+        self._token = _token(settings) if token is None else read_token(token, "token")
         self._state_dir, self._most_code, self._on_packed = settings.state_dir, settings.code_bytes, on_packed
         self._http = httpx2.Client(
             base_url=self.url,
@@ -119,8 +121,9 @@ class Client:
         a folder for temporary files; any other value names the folder on purpose. The job, also after a restart, runs
         these files on every host. With `upload=False`, `working_dir` is a folder of the service's machine, and the job
         runs what is there when it starts. `requirements` is a requirements file or a list of its lines; pip installs
-        them for the job's processes. `code`, the SHA-256 of an archive that the service has, takes the place of
-        `working_dir`.
+        them for the job's processes. `env` has environment variables by name: a text, "@/path" of a file of the
+        service's machine, or None for the service's own variable; their values are never shown. `code`, the SHA-256 of
+        an archive that the service has, takes the place of `working_dir`.
 
         Raises:
             ConfigError: the service refused the job, the class of a strategy object is not defined in a file, or the
@@ -164,12 +167,21 @@ class Client:
     def submit_again(self, job_id: str, **changes: Json) -> Job:
         """Submit a job with the specification and the code of another job; `changes` replaces fields.
 
+        If that job has environment variables, `env` must be given, because the service does not tell their values.
+
         Raises:
             NotFound: there is no such job.
             ConfigError: the service refused the job.
         """
         first = self.job(job_id)
         origin = self.call("GET", f"/api/v1/jobs/{first.id}/code")["origin"]
+        names = first.data["spec"].get("env")
+        if names and "env" not in changes:
+            raise ConfigError(
+                f"job {first.id} has the variables {', '.join(names)}, whose values the service does not tell: give "
+                "env (--env NAME=VALUE for each)",
+                field="env",
+            )
         body: dict[str, Any] = {key: value for key, value in first.data["spec"].items() if value is not None} | changes
         body |= {} if origin is None else {"origin": {k: v for k, v in origin.items() if v is not None}}
         return Job(self, self._post("/api/v1/jobs", body))
@@ -236,7 +248,7 @@ class Client:
         chosen = listed({**(over or {}), **values})
         for key in ("strategy", "job.strategy"):
             if key in chosen:
-                each: list[Any] = chosen[key]
+                each: list[Json] = chosen[key]
                 chosen[key] = [sendable(value, place) for value in each]
         job, packed = self._prepared(fields, place, fields.pop("strategy", None), requirements, upload=upload)
         if packed is not None:
@@ -263,17 +275,33 @@ class Client:
         """
         return Job(self, self.call("GET", f"/api/v1/jobs/{_checked_id(job_id)}"))
 
-    def jobs(self, *, status: Status | str | None = None, limit: int = 50, sweep: str | None = None) -> list[Job]:
-        """List the newest `limit` jobs, newest first; with `status` or `sweep`, only the jobs with this one."""
+    def jobs(
+        self, *, status: Status | str | None = None, limit: int = 50, sweep: str | None = None, text: str | None = None
+    ) -> list[Job]:
+        """List the newest `limit` jobs, newest first; with `status` or `sweep`, only the jobs with this one.
+
+        With `text`, only those in which each of its words is found, in any case: in the id, name, status, reason,
+        strategy, workload, function or sweep.
+        """
         found: list[Job] = []
         cursor: str | None = None
         while len(found) < limit:
-            params = {"limit": min(200, limit - len(found)), "status": status, "cursor": cursor, "sweep": sweep}
-            page = self.call("GET", "/api/v1/jobs", params={k: v for k, v in params.items() if v is not None})
+            size = min(200, limit - len(found))
+            page = self._page(limit=size, status=status, cursor=cursor, sweep=sweep, text=text)
             found += [Job(self, data) for data in page["jobs"]]
             cursor = page["next_cursor"]
             if cursor is None:
                 break
+        return found
+
+    def count_jobs(self, *, sweep: str | None = None, text: str | None = None) -> dict[Status, int]:
+        """Return the number of jobs with each status, of all jobs or of those that `sweep` and `text` choose."""
+        counts = self._page(limit=1, sweep=sweep, text=text)["counts"]
+        return {status: counts.get(status, 0) for status in Status}
+
+    def _page(self, **params: str | int | None) -> JobsAnswer:
+        given = {key: value for key, value in params.items() if value is not None}
+        found: JobsAnswer = self.call("GET", "/api/v1/jobs", params=given)
         return found
 
     def start_servers(
@@ -460,6 +488,11 @@ class Job:
     def params(self) -> dict[str, Json]:
         """The workload's parameters: all of them after the job has started; before, those that were given."""
         return dict(self.data["params"])
+
+    @property
+    def strategies(self) -> list[Json]:
+        """The job's strategy, as a dict or a list of phases; of a function those that it gave to `rayps.wrap`."""
+        return list(self.data["strategies"])
 
     @property
     def result(self) -> dict[str, float]:
@@ -653,7 +686,7 @@ def _running_address(settings: Settings) -> str | None:
 
 def _token(settings: Settings) -> str:
     if settings.token is not None:
-        return settings.token
+        return read_token(settings.token, "RAYPS_TOKEN")
     try:
         return settings.token_file.read_text().strip()
     except OSError:

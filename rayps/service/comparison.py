@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypedDict
@@ -18,17 +18,36 @@ from rayps.service.rest_answers import JobAnswer
 BATCH_LOSS = "batch loss"  # the mean loss of the training batches of a round; other metrics of rounds are named alike
 _EPSILON, _DELTA = "epsilon", "delta"  # what a private job has spent; a number of its rounds, and of its strategy
 _NOT_COMPARED = ("name", "params", "resume")
+FACTS = ("id", "name", "status", "rounds", "seconds")  # of a job, in each table
 MOST_JOBS = 200
 
 
 class MetricSummary(TypedDict):
-    """The last and the best value of a metric; null if no value was finite.
+    """The last, best, least and largest value of a metric, of single rounds; null if no value was finite.
 
     The best value is also null if the metric's name does not say whether the lowest or the highest is the best.
     """
 
     last: float | None
     best: float | None
+    least: float | None
+    most: float | None
+
+
+NO_SUMMARY: MetricSummary = {"last": None, "best": None, "least": None, "most": None}
+
+
+class TableColumn(TypedDict):
+    """A column of the table of a comparison; the columns' names differ.
+
+    `kind` says where a row has the value of the name `of`: "fact" in the row, "value" in its `values`, "last" and
+    "best" in its `metrics`. Facts and the fields of a job keep their names, and then the parameters: one with the name
+    of a fact or a field is "params.NAME". A metric with a name that is taken is "metrics.NAME".
+    """
+
+    name: str
+    kind: str
+    of: str
 
 
 class ComparedRow(TypedDict):
@@ -61,21 +80,29 @@ class Curve(TypedDict):
     seconds: list[float]
 
 
+_NO_CURVE: Curve = {"value": [], "round": [], "epoch": None, "seconds": []}
+
+
 class Comparison(TypedDict):
     """The answer to a comparison. `lowest`: for each metric, whether the best value is the lowest; null if unknown."""
 
     differing: list[str]
     metrics: list[str]
+    columns: list[TableColumn]
     lowest: dict[str, bool | None]
     rows: list[ComparedRow]
     curves: dict[str, dict[str, Curve]]  # by job id and metric
 
 
 class SeriesAnswer(TypedDict):
-    """A job's rounds in buckets, and its evaluations, as the service returns them."""
+    """A job's rounds in buckets, and its evaluations, as the service returns them.
+
+    `summaries`: "last", "least" and "most" of each metric of the rounds, of single rounds.
+    """
 
     series: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
+    summaries: dict[str, dict[str, float | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +128,12 @@ class _Clock:
 
 def compared(jobs: Sequence[JobAnswer], series: Mapping[str, SeriesAnswer], now: float) -> Comparison:
     """Compare jobs, given each job's series by its id. `now`: seconds since the epoch, for jobs that have not ended."""
+    curves = {job["id"]: _curves(job, series[job["id"]]) for job in jobs}
+    metrics = list(dict.fromkeys(name for found in curves.values() for name in found if name != BATCH_LOSS))
+    if any(value is not None for found in curves.values() for value in found.get(BATCH_LOSS, _NO_CURVE)["value"]):
+        metrics.append(BATCH_LOSS)  # a private job has none
     values = [_values(job) for job in jobs]
     names = _differing(values, [set(job["spec"].get("params") or {}) for job in jobs])
-    curves = {job["id"]: _curves(job, series[job["id"]]) for job in jobs}
     rows: list[ComparedRow] = []
     for job, known in zip(jobs, values, strict=True):
         rows.append(
@@ -117,30 +147,70 @@ def compared(jobs: Sequence[JobAnswer], series: Mapping[str, SeriesAnswer], now:
                 "rounds": (job["progress"] or {}).get("round"),
                 "seconds": _seconds(job, now),
                 "metrics": {
-                    name: _summary(curve["value"], direction_of(name)) for name, curve in curves[job["id"]].items()
+                    name: _summary(name, curve, series[job["id"]], loop=bool(job["spec"].get("run")))
+                    for name, curve in curves[job["id"]].items()
                 },
             }
         )
-    metrics = list(dict.fromkeys(name for row in rows for name in row["metrics"] if name != BATCH_LOSS))
-    if any(
-        value is not None for found in curves.values() if BATCH_LOSS in found for value in found[BATCH_LOSS]["value"]
-    ):
-        metrics.append(BATCH_LOSS)  # a private job has none
     return {
         "differing": names,
         "metrics": metrics,
+        "columns": _columns(names, metrics, {name for job in jobs for name in job["spec"]}),
         "lowest": {name: lowest_is_best(name) for name in metrics},
         "rows": rows,
         "curves": curves,
     }
 
 
+def metric_columns(metrics: Sequence[str], taken: Collection[str]) -> dict[str, str]:
+    """Return a column's name for each metric: the metric's own, or "metrics.NAME" if a column of `taken` has it."""
+    return {name: f"metrics.{name}" if name in taken else name for name in metrics}
+
+
+def _columns(differing: Sequence[str], metrics: Sequence[str], fields: Collection[str]) -> list[TableColumn]:
+    best = {name: f"best {name}" for name in metrics}
+    heads = metric_columns(metrics, {*FACTS, *fields, *differing, *best.values()})
+    return [
+        *(TableColumn(name=name, kind="fact", of=name) for name in FACTS[:3]),
+        *(TableColumn(name=name, kind="value", of=name) for name in differing),
+        *(TableColumn(name=name, kind="fact", of=name) for name in FACTS[3:]),
+        *(
+            column
+            for name in metrics
+            for column in (
+                TableColumn(name=heads[name], kind="last", of=name),
+                TableColumn(name=best[name], kind="best", of=name),
+            )
+        ),
+    ]
+
+
+def cell(row: ComparedRow, column: TableColumn) -> Json:
+    """Return the value of a row in a column; None if it has none."""
+    of = column["of"]
+    match column["kind"]:
+        case "value":
+            return row["values"].get(of)
+        case "last":
+            return row["metrics"].get(of, NO_SUMMARY)["last"]
+        case "best":
+            return row["metrics"].get(of, NO_SUMMARY)["best"]
+    facts: JsonObject = {
+        "id": row["id"],
+        "name": row["name"],
+        "status": row["status"],
+        "rounds": row["rounds"],
+        "seconds": row["seconds"],
+    }
+    return facts[of]
+
+
 def with_direction(found: Comparison, metrics: Sequence[str], direction: Direction) -> Comparison:
     """Return a comparison in which the best value of these metrics is the lowest ("min") or the highest ("max")."""
     rows = []
     for row in found["rows"]:
-        curves = {name: curve for name, curve in found["curves"][row["id"]].items() if name in metrics}
-        summaries = {name: _summary(curve["value"], direction) for name, curve in curves.items()}
+        chosen = {name: known for name, known in row["metrics"].items() if name in metrics}
+        summaries = {name: known | {"best": _best(known, direction)} for name, known in chosen.items()}
         rows.append(row | {"metrics": row["metrics"] | summaries})
     lowest = {name: direction == "min" if name in metrics else known for name, known in found["lowest"].items()}
     return found | {"rows": rows, "lowest": lowest}
@@ -157,7 +227,7 @@ def best_row(found: Comparison, metric: str, mode: str = "auto") -> ComparedRow 
     """
     ended: list[tuple[float, ComparedRow]] = []
     for row in found["rows"]:
-        value = row["metrics"].get(metric, {"last": None, "best": None})["last"]
+        value = row["metrics"].get(metric, NO_SUMMARY)["last"]
         if value is not None and row["result"]:
             ended.append((value, row))
     if not ended:
@@ -172,8 +242,8 @@ def _has_result(job: JobAnswer) -> bool:
 
 def _values(job: JobAnswer) -> JsonObject:
     spec: JsonObject = {name: value for name, value in job["spec"].items() if name not in _NOT_COMPARED}  # type: ignore[misc]
-    params = job["params"]
-    return {(f"params.{name}" if name in spec else name): value for name, value in params.items()} | spec
+    taken = {*FACTS, *job["spec"]}
+    return {(f"params.{name}" if name in taken else name): value for name, value in job["params"].items()} | spec
 
 
 def _differing(values: Sequence[JsonObject], given: Sequence[set[str]]) -> list[str]:
@@ -241,10 +311,26 @@ def _curve(points: Mapping[int, float | None], clock: _Clock) -> Curve:
     }
 
 
-def _summary(values: Sequence[float | None], direction: Direction | None) -> MetricSummary:
-    known = [value for value in values if value is not None]
-    best = None if not known or direction is None else min(known) if direction == "min" else max(known)
-    return {"last": values[-1] if values else None, "best": best}
+def _summary(name: str, curve: Curve, found: SeriesAnswer, *, loop: bool) -> MetricSummary:
+    """Return the summary of a curve. One of rounds is that of all rounds: its curve has the means of buckets."""
+    evaluated = {each for evaluation in found["evaluations"] for each in evaluation["metrics"]}
+    logged = "loss" if loop else BATCH_LOSS
+    own = "loss" if name == logged else name.removeprefix("batch ")
+    rounds = found["summaries"].get(own) if name not in evaluated and (own != "loss" or name == logged) else None
+    if rounds is not None:
+        known: MetricSummary = {**NO_SUMMARY, **rounds}  # type: ignore[typeddict-item]
+    else:
+        values = [value for value in curve["value"] if value is not None]
+        known = NO_SUMMARY | {
+            "last": curve["value"][-1] if curve["value"] else None,
+            "least": min(values, default=None),
+            "most": max(values, default=None),
+        }
+    return known | {"best": _best(known, direction_of(name))}
+
+
+def _best(known: MetricSummary, direction: Direction | None) -> float | None:
+    return None if direction is None else known["least"] if direction == "min" else known["most"]
 
 
 def _seconds(job: JobAnswer, now: float) -> float | None:

@@ -139,9 +139,11 @@ class Drivers:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         end_process(folder)
         elsewhere: Keywords = {}
+        if job.spec.environment.env:
+            elsewhere["variables"] = job.spec.environment.looked_up(os.environ)
         if self._anywhere:
             ending = {one.node for one in self._notices if one.node and one.pid is None}
-            elsewhere = {"anywhere": True, "avoid": tuple(sorted(ending))}
+            elsewhere |= {"anywhere": True, "avoid": tuple(sorted(ending))}
         try:
             self._handles[job.id] = self._joined_cluster().spawn(
                 DRIVER,
@@ -153,7 +155,7 @@ class Drivers:
                 detached=True,
                 here=True,
                 cpus=0.0,
-                warm=not job.spec.requirements,  # an imported package keeps its version
+                warm=not job.spec.environment.requirements,  # an imported package keeps its version
                 **elsewhere,
             )
             passing("launch: started, not noted")

@@ -8,8 +8,9 @@ from rayps.cluster.local import Bundle
 from rayps.core.job_status import Status
 from rayps.core.records import ProgressRecord
 from rayps.service.elastic_plan import ElasticJob, reserved
-from rayps.service.plan import needs
+from rayps.service.plan import cores_for, needs
 from rayps.service.store import JobRecord
+from rayps.service.waiting import with_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +36,12 @@ def worker_counts(record: JobRecord, progress: ProgressRecord | None) -> WorkerC
 
 
 def elastic_job(
-    record: JobRecord, progress: ProgressRecord | None, now: float, *, reachable: bool
+    record: JobRecord, progress: ProgressRecord | None, now: float, *, reachable: bool, cores: float | None = None
 ) -> ElasticJob | None:
     """Return the facts of a started job, or None if its number of workers is fixed.
 
     `progress`: what the driver of the current attempt wrote. `now` is in seconds since the epoch. `reachable`: whether
-    the driver can be called.
+    the driver can be called. `cores`: see `rayps.service.waiting.with_cores`.
     """
     counts, elastic = worker_counts(record, progress), record.spec.elastic
     if counts is None or elastic is None:
@@ -51,7 +52,7 @@ def elastic_job(
         record.name,
         counts.least,
         counts.most,
-        each_worker(record),
+        with_cores(each_worker(record), cores_for(record.spec, cores)),
         max(counts.least, counts.now),  # a job that starts reserves its least number
         counts.allowed,
         counts.requested,
@@ -68,12 +69,12 @@ def each_worker(record: JobRecord) -> Bundle:
     return {kind: record.spec.resources.get(kind, 0.0) for kind in ("cpu", "gpu")}
 
 
-def job_needs(record: JobRecord, job: ElasticJob | None) -> tuple[Bundle, Bundle]:
+def job_needs(record: JobRecord, job: ElasticJob | None, cores: float | None = None) -> tuple[Bundle, Bundle]:
     """Return what a job reserves or may reserve, and the part of it that it has not taken yet, if it is running.
 
-    `job`: its facts if it is elastic and has started.
+    `job`: its facts if it is elastic and has started. `cores`: see `rayps.service.waiting.with_cores`.
     """
-    least = needs(record.spec)
+    least = with_cores(needs(record.spec), cores_for(record.spec, cores))
     if job is None:
         return least, {}
     held = reserved(least, job.each, max(job.members, job.allowed) - job.least)

@@ -23,7 +23,7 @@ from rayps.core.requirements import read_requirements
 from rayps.core.statement import read_statement
 from rayps.core.values import JsonObject, Keywords
 from rayps.core.workload_name import misnamed
-from rayps.strategies.job import JobSpec
+from rayps.strategies.job import FIELDS
 
 MOST_BYTES = 1_000_000
 _KINDS = (
@@ -57,7 +57,7 @@ def read(path: Path, changes: Sequence[str] = ()) -> Keywords:
     for change in changes:
         _apply_change(data, _in_full(change))
     for key in data:
-        if key not in JobSpec.__dataclass_fields__:
+        if key not in FIELDS:
             raise ConfigError(f"{path}: {_no_field(key)}", field=str(key))
     if data.get("workload") is None and data.get("run") is None:
         raise ConfigError(
@@ -83,7 +83,7 @@ def changed(fields: Keywords, changes: Sequence[str]) -> Keywords:
     for change in changes:
         _apply_change(found, _in_full(change))
     for key in found:
-        if key not in JobSpec.__dataclass_fields__:
+        if key not in FIELDS:
             raise ConfigError(_no_field(key), field=str(key))
     return found
 
@@ -175,15 +175,14 @@ def _apply_change(data: Keywords, change: str) -> None:
 def _in_full(change: str) -> str:
     """Return a change of a parameter as `params.NAME=VALUE`. A name that resembles a field of a job stays as it is."""
     name = re.split(r"[.=]", change, maxsplit=1)[0]
-    fields = JobSpec.__dataclass_fields__
-    known = not name.isidentifier() or name in fields or difflib.get_close_matches(name, fields, 1)
+    known = not name.isidentifier() or name in FIELDS or difflib.get_close_matches(name, FIELDS, 1)
     return change if known or "=" not in change else f"params.{change}"
 
 
 def _no_field(key: object) -> str:
     if key == "rounds":
         return "a job has no field 'rounds': a federated job runs one round in each epoch; write epochs"
-    fields = sorted(JobSpec.__dataclass_fields__)
+    fields = sorted(FIELDS)
     found = difflib.get_close_matches(str(key), fields, 1)
     hint = f"did you mean {found[0]!r}, or params.{key}?" if found else f"the fields are {', '.join(fields)}"
     return misplaced(key) or f"a job has no field {key!r}: {hint}"

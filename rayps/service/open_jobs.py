@@ -7,16 +7,20 @@ refresh, and after an error, the rows of all jobs that have not ended are read.
 from __future__ import annotations
 
 from rayps.core.job_status import Status
-from rayps.service.plan import needs
+from rayps.service.plan import cores_for, needs
 from rayps.service.store import JobRecord, Store
-from rayps.service.waiting import JobQueue, QueuedJob
+from rayps.service.waiting import JobQueue, QueuedJob, with_cores
 
 
 class OpenJobs:
-    """The jobs that have not ended. `queue`: the QUEUED jobs; `started`: a dict from id to record of the others."""
+    """The jobs that have not ended. `queue`: the QUEUED jobs; `started`: a dict from id to record of the others.
 
-    def __init__(self, store: Store) -> None:
+    `cores`: how many CPUs jobs that run side by side may reserve; None: all. See `rayps.service.waiting.with_cores`.
+    """
+
+    def __init__(self, store: Store, cores: float | None = None) -> None:
         self.queue = JobQueue()
+        self.cores = cores
         self.started: dict[str, JobRecord] = {}
         self._store = store
         self._whole = False  # whether all rows have been read
@@ -50,7 +54,7 @@ class OpenJobs:
                 QueuedJob(
                     record.id,
                     record.name,
-                    needs(record.spec),
+                    with_cores(needs(record.spec), cores_for(record.spec, self.cores)),
                     record.attempt,
                     record.spec.server_group,
                     record.stop_requested_at is not None,

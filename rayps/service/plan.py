@@ -114,6 +114,14 @@ class EndJob:
 Action = Start | RequestStop | Kill | SetStatus | SetReason | EndJob
 
 
+def cores_for(spec: JobSpec, cores: float | None) -> float | None:
+    """Return the `cores` into which a job's workers must fit beside other jobs, or None if it waits for none.
+
+    A job that branches from another one runs beside it in any case.
+    """
+    return None if spec.branch is not None else cores
+
+
 def needs(spec: JobSpec) -> Bundle:
     """Return the resources that a running job reserves for its (least) workers, and for servers on GPUs.
 
@@ -185,6 +193,7 @@ def _unseen(job: OpenJob, unseen: float, why: str) -> list[Action]:
                 Status.STOPPED,
                 f"stopped: the job's driver could not be reached for {job.deadline:g} s ({why}); "
                 "a driver that is found later is killed",
+                _last_metrics(job),
             )
         ]
     if unseen < UNSEEN_SECONDS or job.status is Status.UNKNOWN:
@@ -203,17 +212,23 @@ def _end_by_outcome(job: OpenJob, outcome: OutcomeRecord) -> EndJob:
         job.id,
         status,
         str(outcome.get("message", "")),
-        outcome.get("metrics"),
+        outcome.get("metrics") if status is not Status.STOPPED else _last_metrics(job),
         outcome.get("checkpoint"),
         outcome.get("finished_at"),
         has_event=True,
     )
 
 
+def _last_metrics(job: OpenJob) -> dict[str, float] | None:
+    """Return the last metrics of a job that was stopped, or None if it has none."""
+    told = (job.outcome or {}).get("metrics") or {}
+    return {**told, **((job.progress or {}).get("metrics") or {})} or None
+
+
 def _lost(job: OpenJob) -> Action:
     if job.stopping is not None:
         why = f"was killed ({job.crash})" if job.crash else "ended without an outcome"
-        return EndJob(job.id, Status.STOPPED, f"stopped: the job's driver {why}")
+        return EndJob(job.id, Status.STOPPED, f"stopped: the job's driver {why}", _last_metrics(job))
     failures = max(job.failures, int((job.progress or {}).get("failures", 0)))
     if job.interrupted:
         return Start(job.id, job.attempt + 1, failures, "the service had stopped its own Ray: the driver is restarted")

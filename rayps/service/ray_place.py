@@ -40,6 +40,18 @@ def place(settings: Settings) -> OwnRay | JoinedRay:
     return OwnRay(settings) if settings.address is None else JoinedRay(settings.address)
 
 
+def cpus_note(settings: Settings) -> str:
+    """Return what one job may reserve in rayps's own Ray, and what jobs may that run side by side."""
+    most, cores = settings.logical_cpus, settings.cores
+    own = f"starting Ray with {most} logical CPUs; this machine has {os.cpu_count() or 1} cores"
+    if cores is None:
+        return f"{own}: the workers of all running jobs may be up to {most} (--cpus)"
+    return (
+        f"{own}: jobs run side by side while they have at most {cores} workers of one CPU together, and a job with "
+        f"more runs alone, with up to {most} (--cpus N: jobs share N CPUs)"
+    )
+
+
 class OwnRay:
     """A Ray on this machine that belongs to one state directory.
 
@@ -68,7 +80,7 @@ class OwnRay:
 
     def capacity(self) -> Bundle:
         """Return the logical CPUs of the running Ray, or of the one that will be started."""
-        cpus = self._settings.cpus if self._record is None else self._record.cpus
+        cpus = self._settings.logical_cpus if self._record is None else self._record.cpus
         return {"cpu": float(cpus)}
 
     def cluster(self) -> Actors:
@@ -163,11 +175,7 @@ class OwnRay:
         if self._daemon is not None and self._daemon.poll() is None:
             return  # the daemon is starting, or waits for the previous one to end
         make_token(self._dir)
-        log.info(
-            "starting Ray with %d logical CPUs for all jobs (--cpus); this machine has %d cores",
-            self._settings.cpus,
-            os.cpu_count() or 1,
-        )
+        log.info("%s", cpus_note(self._settings))
         with (self._dir / LOG).open("ab") as out:
             self._daemon = subprocess.Popen(
                 [
@@ -177,7 +185,7 @@ class OwnRay:
                     "--state-dir",
                     str(self._dir),
                     "--cpus",
-                    str(self._settings.cpus),
+                    str(self._settings.logical_cpus),
                     "--idle",
                     str(self._settings.idle),
                 ],

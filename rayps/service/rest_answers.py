@@ -35,6 +35,7 @@ class SpecAnswer(TypedDict, total=False):
     params: JsonObject
     code: str | None
     requirements: list[str] | None
+    env: list[str] | None
     run: str | None
     elastic: JsonObject | None
     statement: str | None
@@ -90,7 +91,16 @@ class JobAnswer(TypedDict):
     stop_requested: bool
     params: JsonObject
     sweep: str | None
+    strategies: list[Json]  # the job's strategy; of a loop of the user's own the different ones given to `rayps.wrap`
     elastic: WorkersAnswer | None  # None if the number of workers is fixed
+
+
+class JobsAnswer(TypedDict):
+    """A page of jobs, and the number of jobs by status on all pages, whatever the status that was asked for."""
+
+    jobs: list[JobAnswer]
+    next_cursor: str | None
+    counts: dict[str, int]
 
 
 class SweepAnswer(TypedDict):
@@ -123,6 +133,7 @@ class ClusterAnswer(TypedDict):
     address: str | None
     owned: bool
     cores: int | None
+    together: float | None
     total: dict[str, float]
     free: dict[str, float]
     reason: str | None

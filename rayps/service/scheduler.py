@@ -47,7 +47,7 @@ from rayps.service.plan import (
 )
 from rayps.service.state_disk import is_full
 from rayps.service.store import JobRecord, RowFacts, Store
-from rayps.service.waiting import GroupReasons, room_for_new_jobs
+from rayps.service.waiting import CORE, GroupReasons, room_for_new_jobs
 from rayps.strategies.job import JobSpec
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,9 @@ class Scheduler:
         stall: float = STALL_SECONDS,
         warm: int = 0,
         anywhere: bool = False,
+        cores: float | None = None,
     ) -> None:
+        """Prepare. `cores`: the CPUs that jobs side by side may reserve in a Ray that rayps owns; None: all."""
         self.place = place
         self.view = View()
         # two functions that return why a job must wait for its server group, and why the group was stopped
@@ -101,7 +103,7 @@ class Scheduler:
         self._quiet_times = QuietTimes()
         self._stall = stall
         self._wake = asyncio.Event()
-        self._open_jobs = OpenJobs(store)
+        self._open_jobs = OpenJobs(store, cores if place.owned else None)
         self.notices = NoticeStore(store)
         self._allow_reasons: dict[str, str] = {}  # from job to why it may have its number of workers
         self._active_at = time.monotonic()
@@ -110,6 +112,11 @@ class Scheduler:
     def cluster(self) -> Actors | None:
         """The joined cluster, or None if it does not answer."""
         return self._drivers.cluster if self.view.ready else None
+
+    @property
+    def cores(self) -> float | None:
+        """How many CPUs jobs that run side by side may reserve; None: all that Ray has."""
+        return self._open_jobs.cores
 
     @property
     def join_count(self) -> int:
@@ -185,7 +192,7 @@ class Scheduler:
     async def tick(self) -> list[Action]:
         """View the cluster, decide on the actions, and carry them out; return the actions."""
         await self._open_jobs.refresh()
-        done = await self._act([*self._open_jobs.queue.stopped()], {})  # ends queued jobs, without an answer of Ray
+        done: list[Action] = [*await self._end_stopped()]  # without an answer of Ray
         records = list(self._open_jobs.started.values())
         seen = await self._view_drivers([r.id for r in records])
         if seen is not None:
@@ -197,27 +204,31 @@ class Scheduler:
             self._unseen_since = None
         elif self._unseen_since is None:
             self._unseen_since = now
+        free, total = (None, None) if seen is None else (self._with_cores(seen.free), self._with_cores(seen.total))
         actions: list[Action] = plan(
             facts,
             None if seen is None else seen.drivers,
-            None if seen is None else seen.free,
-            None if seen is None else seen.total,
+            free,
+            total,
             unseen=0.0 if self._unseen_since is None else now - self._unseen_since,
             why=self.view.reason or "Ray is starting",
         )
         running = [fact for fact in facts if fact.outside.group_ended is None]
-        room = None if seen is None else room_for_new_jobs(running, seen.free, seen.total)
+        room = None if free is None or total is None else room_for_new_jobs(running, free, total)
         await self._open_jobs.refresh()  # a stop may have been requested during the view
-        actions += self._open_jobs.queue.stopped()
-        actions += self._open_jobs.queue.decide(
-            room, None if seen is None else seen.total, self._groups(), self.view.reason or "Ray is starting"
-        )
+        done += await self._end_stopped()
+        actions += self._open_jobs.queue.decide(room, total, self._groups(), self.view.reason or "Ray is starting")
         known = {record.id: record for record in records}
         if room is not None:
             await self._allot([job for job, _ in elastic.values()], facts, known)
             for job_id, (_, told) in elastic.items():
                 await self._allow(known[job_id], told)
         return done + await self._act(actions, known)
+
+    def _with_cores(self, has: Bundle) -> Bundle:
+        """Return resources of the cluster with the cores of this machine, which only jobs occupy."""
+        cores = self._open_jobs.cores
+        return has if cores is None else has | {CORE: cores}
 
     async def _allot(self, jobs: list[ElasticJob], facts: list[OpenJob], records: dict[str, JobRecord]) -> None:
         """Decide how many workers each elastic job may have now, and store it."""
@@ -269,6 +280,24 @@ class Scheduler:
                 self._store.disk.record_failure()  # logs it; the next tick tries again
         return actions
 
+    async def _end_stopped(self) -> list[EndJob]:
+        """End the queued jobs whose stop was requested, all in one transaction; return the actions."""
+        actions = self._open_jobs.queue.stopped()
+        if not actions:
+            return []
+        self._active_at = time.monotonic()
+        passing("end: decided, not stored")
+        try:
+            ended = await self._store.end_queued([action.job for action in actions], actions[0].message)
+        except Exception as error:
+            if not is_full(error):
+                raise
+            self._store.disk.record_failure()  # logs it; the next tick tries again
+            return []
+        for job_id in ended:
+            log.info("job %s ended: %s %s", job_id, Status.STOPPED, actions[0].message)
+        return [action for action in actions if action.job in ended]
+
     def reason(self, job: JobRecord) -> str | None:
         """Return the reason for a job's status. The reason of a queued job is not stored, but computed here."""
         waits = job.status is Status.QUEUED and job.id in self._open_jobs.queue
@@ -313,7 +342,7 @@ class Scheduler:
             if woken.done():
                 self._wake.clear()
                 await self._open_jobs.refresh()
-                await self._act([*self._open_jobs.queue.stopped()], {})
+                await self._end_stopped()
             woken.cancel()
 
     def _all_facts(
@@ -324,10 +353,11 @@ class Scheduler:
         for record in records:
             fact = self._facts(record, seen)
             reachable = seen is not None and record.id in seen.drivers and fact.version_conflict is None
-            job = elastic_job(record, fact.progress, now, reachable=reachable)
+            cores = self._open_jobs.cores
+            job = elastic_job(record, fact.progress, now, reachable=reachable, cores=cores)
             if job is not None:
                 elastic[record.id] = job, (fact.progress or {}).get("allowed")
-            held, coming = job_needs(record, job)
+            held, coming = job_needs(record, job, cores)
             found.append(replace(fact, needs=held, coming=coming))
         return found, elastic
 

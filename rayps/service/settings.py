@@ -40,7 +40,7 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8420
     address: str | None = None  # the address of a Ray cluster to join; None means that rayps runs its own Ray
-    cpus: int = field(default_factory=lambda: max(LOCAL_CPUS, os.cpu_count() or 1))  # logical CPUs of rayps's own Ray
+    cpus: int | None = None  # how many CPUs jobs may reserve in rayps's own Ray; None: see `logical_cpus` and `cores`
     idle: float = 600.0  # rayps's own Ray stops after this many seconds without activity of the service and of jobs
     warm: int = 0  # processes that are started before a job needs them: see `rayps.cluster.warm`
     shared_state: bool = False  # whether every host of the cluster has the state directory at this path
@@ -74,6 +74,16 @@ class Settings:
     def loopback(self) -> bool:
         """Whether the service listens on the loopback interface only."""
         return self.host in LOOPBACK or self.host.startswith("127.")
+
+    @property
+    def logical_cpus(self) -> int:
+        """The logical CPUs of rayps's own Ray: how many one job may reserve that runs alone."""
+        return max(LOCAL_CPUS, os.cpu_count() or 1) if self.cpus is None else self.cpus
+
+    @property
+    def cores(self) -> int | None:
+        """How many CPUs jobs that run side by side may reserve in rayps's own Ray; None: all its logical CPUs."""
+        return (os.cpu_count() or 1) if self.cpus is None else None
 
     @property
     def database(self) -> Path:
@@ -216,6 +226,10 @@ def _word(name: str, text: str) -> str:
     return text
 
 
+def _token(name: str, text: str) -> str:
+    return text if text.startswith("@") else _word(name, text)  # @FILE; the path of a file may have spaces
+
+
 def _cluster(name: str, text: str) -> str:
     host, _, port = _word(name, text).rpartition(":")
     if text == "auto" or not host or not port.isdigit():
@@ -254,5 +268,5 @@ _READERS: dict[str, Callable[[str, str], Value]] = {
     "members_revoked": _file,
     "allowed_hosts": _names,
     "url": _url,
-    "token": _word,
+    "token": _token,
 }

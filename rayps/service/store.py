@@ -30,7 +30,7 @@ from rayps.core.job_status import Status, may_move
 from rayps.core.values import Keywords
 from rayps.service.job_folders import JobRow
 from rayps.service.state_disk import StateDisk, is_full
-from rayps.strategies.job import JobSpec, elastic_fields
+from rayps.strategies.job import JobSpec
 
 ID_LETTERS = 26
 FEWEST_LETTERS = 4  # the least number of letters of an abbreviated id
@@ -342,19 +342,23 @@ class Store:
         return found[0]
 
     async def page(
-        self, *, status: Sequence[Status] = (), limit: int = 50, before: str | None = None, sweep: str | None = None
+        self,
+        *,
+        status: Sequence[Status] = (),
+        limit: int = 50,
+        before: str | None = None,
+        sweep: str | None = None,
+        text: str = "",
     ) -> list[JobRecord]:
         """List at most `limit` jobs, newest first. `before`: the last id of the previous page.
 
-        With `sweep`, only the jobs of the sweep of this name.
+        With `sweep`, only the jobs of the sweep of this name; with `text`, only those that `_holds` its words.
         """
-        query = _jobs.select().order_by(_jobs.c.id.desc()).limit(limit)
+        query = _jobs.select().where(_holds(sweep, text)).order_by(_jobs.c.id.desc()).limit(limit)
         if status:
             query = query.where(_jobs.c.status.in_([s.value for s in status]))
         if before is not None:
             query = query.where(_jobs.c.id < before)
-        if sweep is not None:
-            query = query.where(_jobs.c.sweep == sweep)
         async with self.reading() as tx:
             return [_record(row) for row in await tx.execute(query)]
 
@@ -372,16 +376,12 @@ class Store:
 
     async def get_many(self, ids: Collection[str]) -> list[JobRecord]:
         """List the jobs with these ids, oldest first. Ids of deleted jobs are ignored."""
-        chosen, found = sorted(ids), list[JobRecord]()
         async with self.reading() as tx:
-            for first in range(0, len(chosen), _MOST_IDS):
-                query = _jobs.select().where(_jobs.c.id.in_(chosen[first : first + _MOST_IDS])).order_by(_jobs.c.id)
-                found += [_record(row) for row in await tx.execute(query)]
-        return found
+            return await _get_many(tx, ids)
 
-    async def counts(self) -> dict[str, int]:
-        """Return a dict from status to the number of jobs with that status."""
-        query = sa.select(_jobs.c.status, sa.func.count()).group_by(_jobs.c.status)
+    async def counts(self, *, sweep: str | None = None, text: str = "") -> dict[str, int]:
+        """Return a dict from status to the number of jobs with that status; `sweep` and `text` as in `page`."""
+        query = sa.select(_jobs.c.status, sa.func.count()).where(_holds(sweep, text)).group_by(_jobs.c.status)
         async with self.reading() as tx:
             return {row[0]: row[1] for row in await tx.execute(query)}
 
@@ -484,6 +484,35 @@ class Store:
                 await tx.execute(_jobs.update().where(_jobs.c.id == job_id).values(stop_requested_at=now))
                 await _add_event(tx, job_id, "stop_requested", "stop requested", found.attempt, now)
             return await _get(tx, job_id)
+
+    async def request_stops(self, ids: Collection[str], now: float | None = None) -> list[JobRecord]:
+        """Record in one transaction a request to stop each of these jobs that has not ended; return those jobs.
+
+        Jobs that have ended or were deleted are left out, and a job whose stop was requested before is not changed.
+        """
+        now = time.time() if now is None else now
+        async with self.writing(*ids) as tx:
+            found = [job for job in await _get_many(tx, ids) if not job.status.terminal]
+            asked = [job for job in found if job.stop_requested_at is None]
+            await _add_events(tx, [(job.id, job.attempt) for job in asked], "stop_requested", "stop requested", now)
+            for some in _parts([job.id for job in asked]):
+                await tx.execute(_jobs.update().where(_jobs.c.id.in_(some)).values(stop_requested_at=now))
+            return await _get_many(tx, [job.id for job in found])
+
+    async def end_queued(self, ids: Collection[str], message: str, now: float | None = None) -> list[str]:
+        """End jobs as STOPPED before they have started, in one transaction; return the ids of those that it ended.
+
+        Jobs that are not QUEUED any more, or were deleted, are left as they are.
+        """
+        now = time.time() if now is None else now
+        async with self.writing(*ids) as tx:
+            found = [job for job in await _get_many(tx, ids) if job.status is Status.QUEUED]
+            kind = Status.STOPPED.value.lower()
+            await _add_events(tx, [(job.id, job.attempt) for job in found], kind, message, now)
+            ended: Keywords = {"status": Status.STOPPED.value, "reason": message, "finished_at": now}
+            for some in _parts([job.id for job in found]):
+                await tx.execute(_jobs.update().where(_jobs.c.id.in_(some)).values(ended))
+            return [job.id for job in found]
 
     async def scale(self, job_id: str, workers: int, now: float | None = None) -> JobRecord:
         """Record the most workers that the user wants an elastic job to have. A repeated request changes nothing.
@@ -588,13 +617,19 @@ class Store:
 
     async def json_row(self, job_id: str) -> JobRow:
         """Return a job's row as JSON data, as `restore_rows` expects it. Raises NotFound if there is no such job."""
+        for row in await self.json_rows([job_id]):
+            return row
+        raise NotFound(f"there is no job {job_id!r}: `rayps ls` lists them", job=job_id, status=404)
+
+    async def json_rows(self, ids: Collection[str]) -> list[JobRow]:
+        """Return the rows of jobs as JSON data, as `restore_rows` expects them. Deleted jobs are left out."""
+        found: list[JobRow] = []
         async with self.reading() as tx:
-            found = (await tx.execute(_jobs.select().where(_jobs.c.id == job_id))).mappings().first()
-        if found is None:
-            raise NotFound(f"there is no job {job_id!r}: `rayps ls` lists them", job=job_id, status=404)
-        columns: Any = {**found, "spec": json.loads(found["spec"])}
-        row: JobRow = columns
-        return row
+            for some in _parts(ids):
+                for row in (await tx.execute(_jobs.select().where(_jobs.c.id.in_(some)))).mappings():
+                    columns: Any = {**row, "spec": json.loads(row["spec"])}
+                    found.append(columns)
+        return found
 
     async def statuses(self) -> list[tuple[str, Status, int]]:
         """List every job's id, status and attempt."""
@@ -720,6 +755,7 @@ def _engine(url: sa.URL, begin: str, size: int) -> AsyncEngine:
     @sa.event.listens_for(engine.sync_engine, "connect")
     def _connect(dbapi: sqlite3.Connection, _: sa.pool.ConnectionPoolEntry) -> None:
         dbapi.isolation_level = None  # the SQLite driver then opens no transaction by itself; `_begin` opens it
+        dbapi.create_function("lower", 1, _lower, deterministic=True)  # SQLite's own knows the letters A to Z only
         cursor = dbapi.cursor()
         for pragma in (
             f"busy_timeout={LOCKED_SECONDS * 1000:.0f}",
@@ -737,6 +773,24 @@ def _engine(url: sa.URL, begin: str, size: int) -> AsyncEngine:
     return engine
 
 
+def _lower(text: str | None) -> str | None:
+    return None if text is None else text.lower()
+
+
+def _holds(sweep: str | None, text: str) -> sa.ColumnElement[bool]:
+    """Return the condition that a job is of this sweep, and that each word of `text` is in one of its facts.
+
+    These are its id, name, status, stored reason and sweep, and the strategy, workload and function of its
+    specification. Letters are compared in lower case.
+    """
+    found = sa.true() if sweep is None else _jobs.c.sweep == sweep
+    spec = [sa.func.json_extract(_jobs.c.spec, f"$.{name}") for name in ("strategy", "workload", "run")]
+    columns = (_jobs.c.id, _jobs.c.name, _jobs.c.status, _jobs.c.reason, _jobs.c.sweep, *spec)
+    for word in text.lower().split():
+        found &= sa.or_(*(sa.func.lower(column).contains(word, autoescape=True) for column in columns))
+    return found
+
+
 def _migrate(connection: sa.Connection) -> None:
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
@@ -752,6 +806,29 @@ async def _get(tx: AsyncConnection, job_id: str) -> JobRecord:
     return _record(row)
 
 
+async def _get_many(tx: AsyncConnection, ids: Collection[str]) -> list[JobRecord]:
+    found: list[JobRecord] = []
+    for some in _parts(ids):
+        query = _jobs.select().where(_jobs.c.id.in_(some)).order_by(_jobs.c.id)
+        found += [_record(row) for row in await tx.execute(query)]
+    return found
+
+
+def _parts(ids: Collection[str]) -> list[list[str]]:
+    """Return sorted ids in lists that one SQL statement can hold."""
+    chosen = sorted(ids)
+    return [chosen[first : first + _MOST_IDS] for first in range(0, len(chosen), _MOST_IDS)]
+
+
+async def _add_events(
+    tx: AsyncConnection, jobs: Sequence[tuple[str, int]], kind: str, message: str, now: float
+) -> None:
+    """Write the same event of several jobs, given as ids and attempts."""
+    facts = {"kind": kind, "message": message, "time": now}
+    if jobs:
+        await tx.execute(_events.insert(), [{"job_id": job, "attempt": attempt, **facts} for job, attempt in jobs])
+
+
 async def _add_event(tx: AsyncConnection, job_id: str, kind: str, message: str, attempt: int, now: float) -> None:
     await tx.execute(_events.insert().values(job_id=job_id, time=now, kind=kind, message=message, attempt=attempt))
 
@@ -759,8 +836,7 @@ async def _add_event(tx: AsyncConnection, job_id: str, kind: str, message: str, 
 def _record(row: sa.Row[Any]) -> JobRecord:
     facts = {name: getattr(row, name) for name in JobRecord.__dataclass_fields__}
     facts["status"] = Status(row.status)
-    spec = json.loads(row.spec)
-    facts["spec"] = JobSpec(**spec | elastic_fields(spec["workers"], spec.get("elastic")))
+    facts["spec"] = JobSpec.of_stored(json.loads(row.spec))
     facts["metrics"] = None if row.metrics is None else json.loads(row.metrics)
     return JobRecord(**facts)
 

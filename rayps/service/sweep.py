@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from rayps.core.errors import ConfigError
 from rayps.core.text import written
 from rayps.core.values import Json, JsonObject
-from rayps.strategies.job import JobSpec
+from rayps.strategies.job import FIELDS, NOT_IN_LOOPS
 
 MOST_JOBS = 200  # jobs of one sweep
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,62}[A-Za-z0-9])?$"
-_FIELDS = frozenset(JobSpec.__dataclass_fields__)
 _ONE = "a sweep has one workload or function: start a sweep for each, and compare them"
 _FIXED = {  # fields that a sweep cannot vary, and what to do instead
     "params": "give the parameter's own name, e.g. lr",
+    "env": "the jobs are named after their values, and those of variables are not shown: give a parameter",
     "name": "the jobs of a sweep are named after their values",
     "workload": _ONE,
     "run": _ONE,
@@ -57,6 +57,12 @@ def sweep_jobs(job: Mapping[str, Json], over: Mapping[str, Sequence[Json]]) -> l
         raise ConfigError(f"over has one name twice: {', '.join(over)}", field="over")
     for name, values in over.items():
         _check_values(name, values)
+        if name in NOT_IN_LOOPS and job.get("run") is not None:
+            raise ConfigError(
+                f"over has {name!r}, and a function with a loop of its own has no such field of a job: write "
+                f"params.{name} for the function's argument {name!r}, as in --over params.{name}=...",
+                field="over",
+            )
     count = 1
     for values in over.values():
         count *= len(values)
@@ -70,7 +76,7 @@ def sweep_jobs(job: Mapping[str, Json], over: Mapping[str, Sequence[Json]]) -> l
 
 def bare_fields(over: Mapping[str, Sequence[Json]]) -> list[str]:
     """Return the names that mean fields of the job although a parameter may have the same name."""
-    return [name for name in over if name in _FIELDS]
+    return [name for name in over if name in FIELDS]
 
 
 def ambiguous(name: str) -> ConfigError:
@@ -96,13 +102,13 @@ def check_name(name: str) -> str:
 def _place(name: str) -> tuple[str, str]:
     """Return whether a name means a field ("job") or a parameter ("params"), and its own name."""
     kind, dot, rest = name.partition(".")
-    if dot and kind == "job" and rest not in _FIELDS:
-        near = difflib.get_close_matches(rest, _FIELDS, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(sorted(_FIELDS))}"
+    if dot and kind == "job" and rest not in FIELDS:
+        near = difflib.get_close_matches(rest, FIELDS, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(sorted(FIELDS))}"
         raise ConfigError(f"over has {name!r}, and a job has no field {rest!r}: {hint}", field="over")
     if dot and kind not in ("job", "params"):
         raise ConfigError(f"over has {name!r}: write params.NAME, job.NAME, or a name without a dot", field="over")
-    found = (kind, rest) if dot else ("job" if name in _FIELDS else "params", name)
+    found = (kind, rest) if dot else ("job" if name in FIELDS else "params", name)
     if found[0] == "job" and found[1] in _FIXED:
         raise ConfigError(f"a sweep cannot vary {found[1]!r}: {_FIXED[found[1]]}", field="over")
     return found

@@ -8,11 +8,14 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from rayps.core.errors import ConfigError, NotFound
 from rayps.core.values import Json, JsonObject
-from rayps.service.comparison import Comparison, best_row
+from rayps.service.comparison import NO_SUMMARY, Comparison, best_row, cell
+from rayps.service.rest_answers import JobAnswer, SweepAnswer
 
 
 class SweepMember(Protocol):
     """A job of a sweep, as `rayps.service.client.Job` is."""
+
+    data: JobAnswer
 
     @property
     def id(self) -> str:
@@ -59,10 +62,14 @@ class Sweep(Generic[JobT]):
 
     def stop(self) -> Self:
         """Request all jobs that have not ended to stop. Raises Conflict if all have ended."""
-        self._call("POST", f"/api/v1/sweeps/{self.name}/stop")
-        for job in self.jobs:
-            job.refresh()
+        self._take(self._call("POST", f"/api/v1/sweeps/{self.name}/stop"))
         return self
+
+    def _take(self, found: SweepAnswer) -> None:
+        """Take the newest data of the jobs from an answer about the sweep. A job that was deleted keeps its own."""
+        newest = {data["id"]: data for data in found["jobs"]}
+        for job in self.jobs:
+            job.data = newest.get(job.id, job.data)
 
     def compare(self, points: int = 200) -> Comparison:
         """Return the comparison of the jobs, with curves of at most `points` points."""
@@ -73,7 +80,8 @@ class Sweep(Generic[JobT]):
         """Return one dict for each job: id, name, status, the values that differ, rounds, seconds, metrics.
 
         A metric has its last value under its name, and its best value under "best NAME" (None if the name does not say
-        whether that is the lowest or the highest). Give the list to `pyarrow.Table.from_pylist` or `pandas.DataFrame`.
+        whether that is the lowest or the highest). `rayps.service.comparison.TableColumn` says how equal names are told
+        apart. Give the list to `pyarrow.Table.from_pylist` or `pandas.DataFrame`.
         """
         return table_of(self.compare(2))
 
@@ -89,7 +97,7 @@ class Sweep(Generic[JobT]):
             ConfigError: `mode` is invalid, or "auto" and the metric's name does not say which value is the best.
         """
         found = self.compare(2)
-        if not any(row["metrics"].get(metric, {"last": None})["last"] is not None for row in found["rows"]):
+        if not any(row["metrics"].get(metric, NO_SUMMARY)["last"] is not None for row in found["rows"]):
             known = ", ".join(found["metrics"]) or "none yet"
             raise NotFound(
                 f"no job of the sweep {self.name!r} has the metric {metric!r}: there are {known}", status=404
@@ -106,16 +114,7 @@ class Sweep(Generic[JobT]):
 
 def table_of(found: Comparison) -> list[JsonObject]:
     """Return the rows of a comparison as flat dicts, all with the same keys."""
-    rows: list[JsonObject] = []
-    for row in found["rows"]:
-        flat: JsonObject = {"id": row["id"], "name": row["name"], "status": row["status"]}
-        flat |= {name: row["values"].get(name) for name in found["differing"]}
-        flat |= {"rounds": row["rounds"], "seconds": row["seconds"]}
-        for metric in found["metrics"]:
-            summary = row["metrics"].get(metric, {"last": None, "best": None})
-            flat |= {metric: summary["last"], f"best {metric}": summary["best"]}
-        rows.append(flat)
-    return rows
+    return [{column["name"]: cell(row, column) for column in found["columns"]} for row in found["rows"]]
 
 
 def listed(over: Mapping[str, Iterable[Json]]) -> dict[str, list[Json]]:

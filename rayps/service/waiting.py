@@ -16,6 +16,7 @@ from rayps.cluster.local import Bundle
 from rayps.core.job_status import Status
 from rayps.service.plan import EndJob, OpenJob, Start
 
+CORE = "core"  # beside CPUs and GPUs: a core of the machine on which rayps runs a Ray of more logical CPUs
 Shape = tuple[tuple[tuple[str, float], ...], str | None]  # a job's resources and its server group
 
 
@@ -201,6 +202,18 @@ class JobQueue:
         )
 
 
+def with_cores(needs: Bundle, cores: float | None) -> Bundle:
+    """Return what jobs reserve, with the cores of the machine that their workers occupy: one for each CPU, at most all.
+
+    Logical CPUs may outnumber the machine's `cores`. Jobs then run side by side only while their CPUs fit into the
+    cores, and a job of more workers than cores runs alone. `cores` is None if all CPUs may be reserved at once.
+
+    Example:
+        with_cores({"cpu": 4.0}, 2)     # {"cpu": 4.0, "core": 2.0}: no other job fits beside it
+    """
+    return needs if cores is None else needs | {CORE: min(needs.get("cpu", 0.0), cores)}
+
+
 def room_for_new_jobs(running: Iterable[OpenJob], free: Bundle, total: Bundle) -> Bundle:
     """Return the resources that new jobs may reserve.
 
@@ -225,6 +238,11 @@ def _too_large(needs: Bundle, total: Bundle) -> str | None:
 def _shortage(needs: Bundle, room: Bundle) -> str | None:
     for kind, amount in needs.items():
         if amount > room.get(kind, 0.0):
+            if kind == CORE:
+                return (
+                    f"waits until its workers fit beside the other jobs: needs {amount:g} of this machine's cores, "
+                    f"{room.get(kind, 0.0):g} free (`rayps serve --cpus` sets how many workers run at once)"
+                )
             return f"needs {_many(amount, kind)}, {room.get(kind, 0.0):g} free"
     return None
 

@@ -9,6 +9,7 @@ module does not import torch.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 
 from rayps.core.grid import Grid
@@ -100,6 +101,16 @@ class Strategy:
     def needs_end(self) -> bool:
         """Whether the rounds depend on the number of rounds of the phase, which must be known before they start."""
         return False
+
+    @property
+    def mean_rounds(self) -> float:
+        """The number of rounds, from the first, that step by `w.mean_grad`: inf if all do.
+
+        In a loop of a user's own, the mean is in `.grad` when the backward of such a round has ended, so that the loop
+        can clip it. By default it is inf if the code of `round` calls `w.mean_grad` and not `w.grad`, else 0.
+        """
+        names = getattr(getattr(type(self).round, "__code__", None), "co_names", ())
+        return math.inf if "mean_grad" in names and "grad" not in names else 0
 
     @property
     def tables(self) -> Strategy | None:

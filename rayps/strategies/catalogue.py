@@ -24,12 +24,13 @@ from rayps.core.spelling import near
 from rayps.core.strategy import Phase, ShardView, StrategyView, WorkerView
 from rayps.core.strategy_families import LOCAL_UPDATES, SERVER_STEPS, SYNC_GRADIENTS, has_remote_clients
 from rayps.core.text import form, scalar
-from rayps.core.topology import Servers, backup_in, refuse_adaptive, shard_of
+from rayps.core.topology import Servers, backup_in, is_private, refuse_adaptive, shard_of
 from rayps.core.user_module import Finder, broken
 from rayps.core.values import Json, JsonObject, Keywords, is_json
 from rayps.federated.population.attack_spec import attack_with
 from rayps.federated.robust_rules import rule_with
 from rayps.federated.strategy_interface import FederatedView, Federation
+from rayps.privacy.options import privacy_in
 from rayps.strategies.admm import ADMM
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Strategy
@@ -246,6 +247,13 @@ def check_for_loop(phases: Sequence[Phase]) -> StrategyView:
         )
     chosen = phases[0].strategy
     topology = chosen.topology
+    if privacy_in(chosen) is not None or is_private(chosen):
+        raise ConfigError(
+            f"wrap cannot run {chosen.name} with privacy, because privacy clips the gradient of each row or the update "
+            "of each client, and a loop of your own computes the gradient of a whole batch: use rayps.train, which "
+            "runs the training loop itself, or leave out privacy",
+            field="privacy",
+        )
     if topology.replica is not None or chosen.loop not in (SYNC_GRADIENTS, SERVER_STEPS, LOCAL_UPDATES):
         what = chosen.name
         if topology.replica is not None:

@@ -83,6 +83,11 @@ class Hybrid(Strategy):
         return Peers(None, self.compression, self.bucket_mb, tables, self.prefetch)
 
     @property
+    def mean_rounds(self) -> float:
+        """The number of rounds that step by the mean gradient: all."""
+        return self.ring.mean_rounds if type(self).round is Hybrid.round else super().mean_rounds
+
+    @property
     def tables(self) -> ParameterServer:
         """The strategy whose servers hold the tables."""
         return ParameterServer(shards=self.servers, staleness=self.staleness, replicas=self.replicas)

@@ -12,7 +12,7 @@ from rayps.core.code_archive import is_hash
 from rayps.core.elastic import ElasticWorkers, misplaced, range_of, workers_of_text
 from rayps.core.elastic_support import check_phases
 from rayps.core.errors import ConfigError
-from rayps.core.requirements import refused_requirement
+from rayps.core.job_environment import NAMES, JobEnvironment
 from rayps.core.statement import check_statement
 from rayps.core.topology import shard_bundles
 from rayps.core.values import Json, JsonObject, Keywords
@@ -24,7 +24,7 @@ MOST_PARAMS = 1000  # values of `params`
 MOST_PARAMS_BYTES = 100_000  # of all values as JSON
 _DECIDES = "the loop decides about it: make it an argument of the function and give params.{} instead"
 # the fields that a job with a loop of its own does not have, and what to do instead
-_NOT_IN_LOOPS = {
+NOT_IN_LOOPS = {
     "epochs": _DECIDES.format("epochs"),
     "steps": _DECIDES.format("steps"),
     "checkpoint_every": "the loop decides when it calls rayps.save: give an argument of the function in params",
@@ -35,6 +35,9 @@ _NOT_IN_LOOPS = {
     "server_group": "rayps.wrap starts servers of its own; to use a running group, open rayps.ServerGroup(parameters, "
     "group=NAME, workers=...) in the function, and pull and push there",
 }
+
+
+LOOP_TIMEOUT = 600.0  # seconds, of a loop of the user's own unless it is given: rank 0 may validate alone in a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ class JobSpec:
     evaluate_every: int | None = None  # rounds between two evaluations; None: an evaluation after each epoch
     keep_checkpoints: int = 2  # the number of newest checkpoints, or saved states of a loop, that are kept
     code: str | None = None  # the SHA-256 of the uploaded archive of the working directory
-    requirements: list[str] | None = None  # lines of a requirements file, which pip installs for the job's processes
+    environment: JobEnvironment = field(default_factory=JobEnvironment)  # the fields requirements and env
     run: str | None = None  # "file.py:train_fn": a function with a loop of its own, which rayps calls on each worker
     # for an elastic job, whose least number of workers is `workers`: what else it states; None: the number is fixed
     elastic: ElasticWorkers | None = None
@@ -131,7 +134,7 @@ class JobSpec:
         reason = misnamed_function(target) if isinstance(target, str) else f"run is {target!r}: give 'file.py:train_fn'"
         if reason is not None:
             raise ConfigError(reason, field="run")
-        for name, way in _NOT_IN_LOOPS.items():
+        for name, way in NOT_IN_LOOPS.items():
             value = getattr(self, name)
             if value is not None and value is not False:
                 raise ConfigError(
@@ -218,15 +221,7 @@ class JobSpec:
                 f"code is {self.code!r:.100}: give the SHA-256 of an uploaded archive, 64 digits from 0 to f",
                 field="code",
             )
-        lines = [] if self.requirements is None else self.requirements
-        if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-            raise ConfigError(
-                f"requirements is {lines!r:.100}: give a list of lines such as ['einops==0.8.1']", field="requirements"
-            )
-        for line in lines:
-            why = refused_requirement(line)
-            if why is not None:
-                raise ConfigError(f"requirements has {line!r:.200}: {why}", field="requirements")
+        self.environment.check()
 
     def _check_resources(self) -> None:
         if not isinstance(self.resources, dict):
@@ -239,8 +234,10 @@ class JobSpec:
                 )
 
     def to_dict(self) -> JsonObject:
-        """Return the spec as JSON-ready data."""
-        return asdict(self) | {"elastic": None if self.elastic is None else self.elastic.to_json()}
+        """Return the spec as JSON-ready data, with the values of `env`: only to store it, and for the job's driver."""
+        found: JsonObject = asdict(self)
+        del found["environment"]
+        return found | asdict(self.environment) | {"elastic": None if self.elastic is None else self.elastic.to_json()}
 
     @classmethod
     def from_dict(cls, data: Keywords) -> Self:
@@ -249,19 +246,27 @@ class JobSpec:
         Raises:
             ConfigError: `data` has an unknown field, or neither a workload nor a function to run.
         """
-        known = set(cls.__dataclass_fields__)
         for key in data:
-            if key not in known:
-                reason = misplaced(key) or f"a job has no field {key!r}: the fields are {', '.join(sorted(known))}"
+            if key not in FIELDS:
+                reason = misplaced(key) or f"a job has no field {key!r}: the fields are {', '.join(sorted(FIELDS))}"
                 raise ConfigError(reason, field=key)
         given = {key: value for key, value in data.items() if key != "workload" or value is not None}
-        given |= elastic_fields(given.get("workers", 1), given.get("elastic"))
         if "workload" not in given and given.get("run") is None:
             raise ConfigError(
                 "a job needs a workload: 'module:Class' or 'file.py:Class'; or run: 'file.py:train_fn'",
                 field="workload",
             )
-        return cls(**given).check()
+        return cls.of_stored({"workers": 1, **given}).check()
+
+    @classmethod
+    def of_stored(cls, data: Keywords) -> Self:
+        """Build a spec from what `to_dict` returned, without checking it again."""
+        plain = {key: value for key, value in data.items() if key not in NAMES}
+        found = plain | elastic_fields(data["workers"], data.get("elastic"))
+        return cls(**found, environment=JobEnvironment.of(data))
+
+
+FIELDS = frozenset((JobSpec.__dataclass_fields__.keys() - {"environment"}) | set(NAMES))  # of a job, as users give them
 
 
 def elastic_fields(workers: object, elastic: object) -> Keywords:

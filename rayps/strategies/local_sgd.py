@@ -63,6 +63,11 @@ class LocalSGD(Strategy):
         """Workers average their parameters around the ring, at the end of each period."""
         return Peers(compression=self.compression)
 
+    @property
+    def mean_rounds(self) -> float:
+        """The number of rounds that step by the mean gradient: those of the warm-up."""
+        return self.warmup if type(self).round is LocalSGD.round else super().mean_rounds
+
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
         """Return the cost per step of the mean of the parameters at each average."""
         return traffic.periodic_mean(grid, sizes, self.compression, self.period, moments=self.momentum == "average")

@@ -71,7 +71,11 @@ def _refuse_states(name: str, side: ClientSide) -> None:
     if side.private:
         what, field, way = f"private={','.join(side.private)}", "private", "leave private out"
     elif side.keeps_buffers:
-        what, field, way = "buffers=keep", "buffers", "leave buffers out, and use torch.nn.GroupNorm, not BatchNorm"
+        what, field, way = (
+            "buffers=keep",
+            "buffers",
+            "leave buffers out, and use no BatchNorm, but layers that normalize each row alone",
+        )
     else:
         what, field, way = name, "privacy", "use fedavg, fedprox or a server optimizer (fedavgm, fedadam, ...)"
     raise ConfigError(

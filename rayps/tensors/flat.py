@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from rayps.core.errors import ConfigError, WorkloadError
 from rayps.tensors.named_parameters import NamedParameters
+from rayps.tensors.weight_watch import WeightWatch
+
+_DOT = 1 << 27  # elements of which one product is computed: cuBLAS counts in 32 bits, and half precision needs a copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +42,19 @@ class Layout:
         """Lay out named tensors, one after another.
 
         Raises:
-            WorkloadError: there are no tensors, or their dtypes differ.
+            WorkloadError: there are no tensors, their dtypes differ, or one is complex.
         """
         entries: list[Entry] = []
         dtypes: dict[torch.dtype, str] = {}
         lo = 0
         for name, tensor in named:
+            if tensor.is_complex():
+                raise WorkloadError(
+                    f"the parameter {name!r} has complex numbers ({str(tensor.dtype).removeprefix('torch.')}), which "
+                    "are not trained:\nkeep a parameter of real numbers of shape "
+                    f"{[*tensor.shape, 2]}, and use torch.view_as_complex(parameter) in forward",
+                    parameter=name,
+                )
             hi = lo + tensor.numel()
             entries.append(Entry(name, lo, hi, tuple(tensor.shape)))
             dtypes.setdefault(tensor.dtype, name)
@@ -99,6 +109,46 @@ def outside_vector(model: nn.Module) -> dict[str, Tensor]:
     return frozen | dict(model.named_buffers())
 
 
+def untrained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that need no gradient, with their names."""
+    return [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+
+
+def refuse_thawed(frozen: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuse a parameter that needed no gradient when the model was laid out, and needs one now.
+
+    Raises:
+        WorkloadError: the error names the parameter.
+    """
+    for name, p in frozen:
+        if p.requires_grad:
+            raise WorkloadError(
+                f"the parameter {name!r} needs a gradient now, but needed none when training began "
+                "(requires_grad=False), so that no worker steps it:\nlet it need a gradient from the start, in a "
+                "parameter group whose learning rate the schedule holds at 0 until then; or train twice, the second "
+                "time with start_from",
+                parameter=name,
+            )
+
+
+def refuse_frozen(trained: Iterable[tuple[str, nn.Parameter]], strategy: str) -> None:
+    """Refuse a parameter that needed a gradient when the model was laid out, and needs none now.
+
+    Call it under a strategy that would still move the parameter. `strategy` is its name.
+
+    Raises:
+        WorkloadError: the error names the parameter.
+    """
+    name = next((name for name, p in trained if not p.requires_grad), None)
+    if name is not None:
+        raise WorkloadError(
+            f"the parameter {name!r} needs no gradient any more (requires_grad=False), but {strategy} steps all "
+            "parameters that needed one at the start, by momentum and weight decay too:\nlet it need a gradient, and "
+            "set the learning rate of its group to 0 by the schedule; or use all_reduce, whose workers skip it",
+            parameter=name,
+        )
+
+
 class FlatModel:
     """A model whose parameters and gradients are views of two vectors."""
 
@@ -127,6 +177,7 @@ class FlatModel:
         else:
             self.layout = part[0]
             self._params = [(entry.name, p) for entry, p in zip(part[0].entries, part[1], strict=True)]
+        self._untrained = untrained(model)
         self._parameters = NamedParameters((p for _, p in self._params), (name for name, _ in self._params))
         device = self._params[0][1].device if self._params else torch.device("cpu")
         self._keeps_sparse = keeps_sparse
@@ -154,11 +205,20 @@ class FlatModel:
                     self.views.append(self.packed[entry.lo : entry.hi].view(entry.shape).data)
         for (_, p), view in zip(self._params, self.views, strict=holds_gradient):
             p.grad = view  # zeros; pages that are never written take no memory
+        self.watch = WeightWatch(self.vector, self._parameters, self.layout.entries)
 
     @property
     def parameters(self) -> NamedParameters:
         """The trained parameters with their names, in the model's order."""
         return self._parameters
+
+    def refuse_thawed(self) -> None:
+        """Raise WorkloadError if a parameter that is not in the vector needs a gradient now: see `refuse_thawed`."""
+        refuse_thawed(self._untrained)
+
+    def refuse_frozen(self, strategy: str) -> None:
+        """Raise WorkloadError if a parameter in the vector needs no gradient any more: see `refuse_frozen`."""
+        refuse_frozen(self._params, strategy)
 
     def zero_grad(self) -> None:
         """Zero the gradient vector and make every `.grad` a view of it again."""
@@ -181,8 +241,10 @@ class FlatModel:
                 continue
             if p.grad is None:
                 view.zero_()
-            elif p.grad.data_ptr() != view.data_ptr() or p.grad.shape != view.shape:
-                view.copy_(dense(p.grad))
+            else:
+                grad = dense(p.grad)
+                if grad.data_ptr() != view.data_ptr() or grad.shape != view.shape:
+                    view.copy_(grad)
             p.grad = view
         return self.packed
 
@@ -223,6 +285,20 @@ def dense(grad: Tensor) -> Tensor:
     """Return a gradient as a dense tensor without autograd history."""
     grad = grad.detach()
     return grad if grad.layout is torch.strided else grad.to_dense()
+
+
+def quick_square(values: Tensor) -> float:
+    """Return the squared Euclidean norm in one pass, with the accuracy of the dtype, in float32 for half precision."""
+    if not values.numel():
+        return 0.0
+    flat = values.detach().reshape(-1)
+    found = math.fsum(_quick_square(flat[lo : lo + _DOT]) for lo in range(0, len(flat), _DOT))
+    return found if math.isfinite(found) else float(square_of(values))
+
+
+def _quick_square(flat: Tensor) -> float:
+    wide = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
+    return float(torch.vdot(wide, wide).real if wide.is_complex() else torch.dot(wide, wide))
 
 
 def square_of(values: Tensor) -> Tensor:

@@ -265,6 +265,16 @@ class ScheduleRecord:
         return {"schedule": {"every": self._factory.every, "tick": tick, "groups": groups}}
 
 
+def rates_in(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the learning rates of an optimizer's groups: `lr` of the first, and `lr_0`, `lr_1`, ... if they differ."""
+    rates = {number: _number(group["lr"]) for number, group in enumerate(groups) if _is_number(group.get("lr"))}
+    plain = {number: rate for number, rate in rates.items() if isinstance(rate, float)}
+    if not plain:
+        return {}
+    each = {f"lr_{number}": rate for number, rate in plain.items()} if len(set(plain.values())) > 1 else {}
+    return {"lr": next(iter(plain.values())), **each}
+
+
 def rates_of(factory: Factory, layout: Layout) -> Rates | None:
     """Return the values of a factory's schedule for the parameters of `layout`, or None if there is no schedule.
 

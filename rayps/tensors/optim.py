@@ -7,13 +7,14 @@ and L-BFGS are not. `check_elementwise` tests an optimizer by a trial, not by it
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Optimizer
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from rayps.core.errors import WorkloadError
 from rayps.core.user_code import user_code
@@ -544,6 +545,32 @@ def _join(values: list[_Value], entry: Entry) -> _Value | Tensor:
     if isinstance(first, Tensor) and first.dim() > 0 and sum(v.numel() for v in tensors) == entry.hi - entry.lo:
         return torch.cat([v.reshape(-1) for v in tensors]).reshape(entry.shape)
     return first
+
+
+def check_step(optimizer: Optimizer, *, keeps_sparse: bool) -> None:
+    """Check that an optimizer steps by one dense gradient. `keeps_sparse`: it may have sparse gradients only.
+
+    Raises:
+        WorkloadError: it does not. The error names optimizers to use instead.
+    """
+    name = type(optimizer).__name__
+    _, *given = inspect.signature(type(optimizer).step).parameters.values()  # schedulers replace the object's own step
+    needed = [
+        p.name
+        for p in given
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    if needed:  # step() may evaluate a closure several times, but a round of several workers has one gradient
+        raise WorkloadError(
+            f"the step() of the optimizer {name} needs {', '.join(needed)}: under every strategy a round computes one "
+            "gradient, and a closure could not compute another\n"
+            "use an optimizer whose step() needs no closure, such as SGD, Adam or Adagrad"
+        )
+    if isinstance(optimizer, SparseAdam) and not keeps_sparse:
+        raise WorkloadError(
+            f"the optimizer {name} steps sparse gradients only, and those of nn.Embedding(sparse=True) become dense "
+            "where gradients of workers are added\nuse torch.optim.Adam, or rayps.Embedding, whose rows are on servers"
+        )
 
 
 def check_elementwise(factory: Factory, layout: Layout) -> None:

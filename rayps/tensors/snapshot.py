@@ -206,10 +206,11 @@ class Snapshot:
         return named | {name: value.clone() for name, value in self.buffers.items()}
 
     def averaged(self, average: Average | None) -> Snapshot:
-        """Return the snapshot with the workload's average in place of the parameters, if there is one by now."""
+        """Return the snapshot with the workload's average of parameters and buffers, if there is one by now."""
         step = self.clock - loss_scale.skipped_by_all(self.shared)  # workers count the steps of their averages alone
-        found = weight_average.averaged(average, self.shared, self.params, step)
-        return self if found is None else replace(self, params=found)
+        own = {name: value for name, value in self.buffers.items() if name not in self.frozen}
+        found = weight_average.averaged(average, self.shared, self.params, own, step)
+        return self if found is None else replace(self, params=found[0], buffers=self.buffers | found[1])
 
     def fill(self, model: nn.Module) -> nn.Module:
         """Copy parameters and buffers into a model of the same kind; return the model."""

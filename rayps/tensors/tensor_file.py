@@ -82,7 +82,10 @@ class FilePlan:
         """
         for key, value in tensors.items():
             if value.dtype not in _NAMES or value.layout is not torch.strided:
-                raise TensorFileError(f"{key!r} is a tensor of {value.dtype}, {value.layout}, which safetensors lacks")
+                way = ": keep real numbers [..., 2], and use torch.view_as_complex(x)" if value.is_complex() else ""
+                raise TensorFileError(
+                    f"{key!r} is a tensor of {value.dtype}, {value.layout}, which safetensors lacks{way}"
+                )
         order = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
         entries, at = dict[str, object](), 0
         for key in order:

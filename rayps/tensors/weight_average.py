@@ -2,16 +2,19 @@
 
 The average is updated after a step, on the whole vector of trained parameters, as by
 `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn` or `get_swa_multi_avg_fn`. The first update copies the
-parameters. Buffers are not averaged. A round in which all workers have skipped their step (`rayps.tensors.loss_scale`)
-is no step.
+parameters. A round in which all workers have skipped their step (`rayps.tensors.loss_scale`) is no step.
 
-The state of an average is stored in a dict of tensors under the names `PARAMS`, `COUNT` and `STEPS`, among the
-strategy's own tensors, which are in every checkpoint.
+The model's floating-point buffers are averaged like the parameters, as with `use_buffers=True` of torch: the running
+statistics of BatchNorm are those of the parameters with which they were measured, and not those of an average of
+earlier parameters. Other buffers, such as counts and masks with an infinite value, are the last ones.
+
+The state of an average is stored in a dict of tensors under the names `PARAMS`, `COUNT` and `STEPS`, and `BUFFER` with
+each buffer's name, among the strategy's own tensors, which are in every checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
@@ -25,6 +28,7 @@ PREFIX = "average/"
 PARAMS = f"{PREFIX}params"  # the average, a vector [size]
 COUNT = f"{PREFIX}count"  # the number of parameters in the average
 STEPS = f"{PREFIX}steps"  # the number of steps that led to the last parameters that were considered
+BUFFER = f"{PREFIX}buffer/"  # before the name of a buffer: its average
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,8 @@ class EMA:
     """An exponential moving average of the weights: average <- decay * average + (1 - decay) * weights, in each step.
 
     Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", SIAM J. Control Optim. 1992; in this
-    form as in `torch.optim.swa_utils.get_ema_multi_avg_fn`. `decay` is from 0 to below 1.
+    form as in `torch.optim.swa_utils.get_ema_multi_avg_fn`. `decay` is from 0 to below 1. The average is over about
+    1 / (1 - decay) steps. They must be a small part of all steps, because the first parameters are in it too.
 
     Example:
         class Digits(rayps.Workload):
@@ -86,8 +91,10 @@ class SWA:
 Average: TypeAlias = EMA | SWA
 
 
-def update(average: Average, state: MutableMapping[str, Any], params: Tensor, step: int) -> None:
-    """Consider the parameters [size] after `step` steps: update the average in `state` if they belong to it.
+def update(
+    average: Average, state: MutableMapping[str, Any], params: Tensor, buffers: Mapping[str, Tensor], step: int
+) -> None:
+    """Consider the parameters [size] and the buffers after `step` steps: update the average in `state` if they are due.
 
     Do nothing if the state has considered the parameters after as many steps before. The parameters may be on another
     device than the average: those of servers are on the CPU, also if the worker has a GPU.
@@ -100,24 +107,41 @@ def update(average: Average, state: MutableMapping[str, Any], params: Tensor, st
             state[PARAMS].lerp_(params.detach().to(state[PARAMS].device), average.weight(count))
         else:
             state[PARAMS] = params.detach().clone()
+        for name, value in _averaged_buffers(buffers, state, first=not count):
+            key = f"{BUFFER}{name}"
+            new = value.detach()
+            state[key] = new.clone() if not count else state[key].lerp(new.to(state[key].device), average.weight(count))
         state[COUNT] = torch.tensor(count + 1)
     state[STEPS] = torch.tensor(step)
 
 
-def averaged(average: Average | None, state: Mapping[str, Any], params: Tensor, step: int) -> Tensor | None:
-    """Return the average that includes the parameters [size] after `step` steps, or None if there is no average yet.
+def _averaged_buffers(
+    buffers: Mapping[str, Tensor], state: Mapping[str, Tensor], *, first: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that have an average. It is decided at the first update, so that later ones wait for no GPU."""
+    for name, value in buffers.items():
+        if (value.is_floating_point() and bool(value.isfinite().all())) if first else f"{BUFFER}{name}" in state:
+            yield name, value
 
-    `state` does not change. The parameters are added only if the state has not considered them yet.
+
+def averaged(
+    average: Average | None, state: Mapping[str, Any], params: Tensor, buffers: Mapping[str, Tensor], step: int
+) -> tuple[Tensor, dict[str, Tensor]] | None:
+    """Return the averages of the parameters [size] and of the buffers, by name, or None if there is no average yet.
+
+    They include `params` and `buffers`, which are those after `step` steps: they are added if the state has not
+    considered them yet. `state` does not change.
     """
     if average is None:
         return None
-    held = {name: state[name] for name in (PARAMS, COUNT, STEPS) if name in state}
+    held = dict(only(state))
     if step > int(held.get(STEPS, 0)) and average.due(step):
         if PARAMS in held:
             held[PARAMS] = held[PARAMS].clone()
-        update(average, held, params, step)
-    found: Tensor | None = held.get(PARAMS)
-    return found
+        update(average, held, params, buffers, step)
+    if PARAMS not in held:
+        return None
+    return held[PARAMS], {name: held[f"{BUFFER}{name}"] for name in buffers if f"{BUFFER}{name}" in held}
 
 
 def to_json(average: Average | None) -> JsonObject | None:
@@ -150,9 +174,9 @@ def check_average(average: object) -> None:
 def mean_of(states: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return the state whose average is the mean over workers, or {} if not all workers have an average.
 
-    An average is linear in the parameters: this is the average of the mean of the workers' parameters.
+    An average is linear in the parameters: this is the average of the mean of the workers' parameters. The buffers are
+    those of the first worker.
     """
     if not states or not all(PARAMS in state for state in states):
         return {}
-    held = {name: states[0][name] for name in (COUNT, STEPS) if name in states[0]}
-    return held | {PARAMS: torch.stack([state[PARAMS] for state in states]).mean(0)}
+    return only(states[0]) | {PARAMS: torch.stack([state[PARAMS] for state in states]).mean(0)}

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
+from rayps_client.module_modes import evaluating
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
@@ -122,7 +123,8 @@ class Worker:
         self.batches = self._stream(workload)
         self.part: ModelPart = self._model_part(peers)
         self.flat = (vectors or VectorMemory()).flatten(self.part)
-        self.clip = NormClip(workload.clip_norm, peers.rings.values())
+        self.clip = NormClip(workload.clip_norm, peers.rings.values(), measures=True)
+        self.clip.share = self.rank, self.size
         self.local: WorkerOptimizer | None = self._optimizer() if steps else None
         self.meter = Meter(list(peers.rings.values()))
 
@@ -237,6 +239,13 @@ class Worker:
         moments = {entry.name: optimizer.state.get(p, {}) for entry, p in named}
         return flat.vector, optim.with_edits(moments, optimizer, flat.layout, flat.parameters)
 
+    def of_first_rank(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return rank 0's tensors, by name. Workers that are not in step have no common moment and return their own.
+
+        This is a collective: all workers call it in the same round. Raises LinkError if a connection fails.
+        """
+        return tensors
+
     def own_loss(self) -> float:
         """Return the mean loss of this worker's model over all of the evaluation data."""
         result = evaluated(self, whole=True).get("loss", Total(math.nan, 1)).result
@@ -291,7 +300,8 @@ class Worker:
         return self._recorded(found, batch)
 
     def _recorded(self, found: StepLoss, batch: Batch) -> StepLoss:
-        """Record the loss of a step in the meter, and return it."""
+        """Record the loss of a step in the meter, and return it. Raises WorkloadError if a frozen layer has thawed."""
+        self.flat.refuse_thawed()
         self.batches.weight = found.weight
         if found.mean is not None and self.part.reports:
             self.meter.add_loss(found.mean, found.weight, batch.size)
@@ -342,7 +352,7 @@ class Worker:
         row = None if parameter is not None or self.tables is None else self.tables.gradient_fault()
         if parameter is not None or row is not None:
             at = self.position - 1
-            raise gradient_error(rank, parameter, row, at, self.batches.epoch_of(at)[0])
+            raise gradient_error(rank, parameter, row, at, self.batches.epoch_of(at)[0], self.meter.growth)
 
     def _stream(self, workload: Workload) -> BatchStream:
         plan = self.plan
@@ -564,6 +574,7 @@ class Meter:
         self.sources: list[Callable[[], Traffic]] = [traffic_of(ring) for ring in axes]
         self.lead: Callable[[], int | None] = lambda: None
         self._axes = axes
+        self._ends: tuple[float, float] | None = None  # the first and the last loss; None before the first
         self._began = 0.0
         self._before: Traffic = (0.0, 0.0, 0)
 
@@ -575,6 +586,16 @@ class Meter:
     def add_loss(self, mean: float, weight: float, rows: int) -> None:
         """Add the mean loss over a batch of `rows` rows, and its weight: `rows`, or what the loss returned."""
         self._losses.append((mean, weight, rows))
+        if weight:
+            self._ends = (self._ends or (mean, mean))[0], mean
+
+    @property
+    def growth(self) -> str | None:
+        """How the loss has exploded since the first step, in words; None if it has not."""
+        first, last = self._ends or (0.0, 0.0)
+        if not abs(last) > _EXPLODED * max(abs(first), 1.0):
+            return None
+        return f"the loss has grown from {first:.3g} to {last:.3g}: lower the learning rate, or clip the gradient"
 
     def drop_losses(self) -> None:
         """Drop the losses and metrics of this round, because its gradient does not count."""
@@ -667,10 +688,9 @@ def evaluated(w: Worker, *, whole: bool = False) -> Totals:
     WorkloadError or DataError if the user's code fails, and LinkError if a connection within the replica fails.
     """
     rank, size = (0, 1) if whole else (w.rank, w.size)
-    model, totals = w.flat.model, Totals()
+    totals = Totals()
     w.part.refresh()
-    model.eval()
-    with torch.no_grad(), user_code("evaluate"):
+    with evaluating(w.flat.model), torch.no_grad(), user_code("evaluate"):
         data = w.workload.evaluation_data()
         batches = data.batches(rank=rank, size=size, seed=w.plan.seed, epoch=0)
         for batch in bounded(batches, evaluation_facts(w, data, whole=whole), w.plan.timeout):
@@ -678,7 +698,6 @@ def evaluated(w: Worker, *, whole: bool = False) -> Totals:
                 with user_code("evaluate"):  # each batch is a call of its own for the time limit
                     found = w.part.evaluate(batch.to(w.device))
                 add_totals(totals, found)
-    model.train()
     return totals
 
 
@@ -714,12 +733,20 @@ def loss_value(loss: object, rank: int, round: int, epoch: int) -> float:
     return value
 
 
+_EXPLODED = 1e3  # a loss so many times the first one explains a gradient that is not finite
+_NO_DERIVATIVE = (
+    "look for an operation without a finite derivative (sqrt or a norm at 0, 0 * inf, a division by 0), or for bad "
+    "values in the data; torch.autograd.set_detect_anomaly(True) names the operation"
+)
+
+
 def gradient_error(
-    rank: int, parameter: str | None, row: tuple[str, int] | None, round: int, epoch: int
+    rank: int, parameter: str | None, row: tuple[str, int] | None, round: int, epoch: int, growth: str | None = None
 ) -> TrainingError:
     """Return the error for a gradient that is not finite: of `parameter`, or of `row` = (table, id).
 
-    `rank` is the worker with this gradient; -1 if each worker's gradient is finite, but their sum is not.
+    `rank` is the worker with this gradient; -1 if each worker's gradient is finite, but their sum is not. `growth` says
+    how the loss has exploded, which then is the cause.
     """
     named: Keywords = {"parameter": parameter, "rank": rank}
     what, who = f"the gradient of parameter {parameter!r}", f"on worker-{rank}"
@@ -731,8 +758,7 @@ def gradient_error(
         del named["rank"]
     return TrainingError(
         f"{what} is not finite (NaN or infinite) {who} at round {round} (epoch {epoch + 1}), but the loss is finite:\n"
-        "look for an operation without a finite derivative (sqrt or a norm at 0, 0 * inf, a division by 0), or "
-        "for bad values in the data; torch.autograd.set_detect_anomaly(True) names the operation",
+        + (growth or _NO_DERIVATIVE),
         round=round,
         **named,
     )

@@ -47,6 +47,14 @@ class FederatedRounds(Loop):
             self.w.clients.source.waits_for = self.waits_for
         super().begin(stopped)
 
+    def step_facts(self) -> dict[str, float]:
+        """Return the learning rates of simulated clients, and the norm of the combined update. See `Loop`."""
+        found, federation = super().step_facts(), self.w.clients.federation
+        own = (
+            federation.joining is not None or federation.client_side.answers
+        )  # real clients may set rates of their own
+        return {name: value for name, value in found.items() if not (own and name.startswith("lr"))}
+
     def evaluate(self, vector: Tensor | None = None) -> Totals:
         """Evaluate the model, and add the metrics `personal_*` and `client_*` on clients' rows. See `Loop`."""
         found = super().evaluate(vector)

@@ -157,9 +157,9 @@ class LeasedBatches(BatchStream):
         """Take the rows of a block by their numbers."""
         if self._rows is None or self._rows[0] != epoch:
             self._rows = epoch, self.data.order(self.seed, epoch)
-        most, each = self.data.batch_size, self.accumulate
-        rows = self._rows[1][block * most * each : (block + 1) * most * each]
-        parts = [rows[at : at + most] for at in range(0, len(rows), most)]
+        each = self.accumulate
+        found = (self.data.cut(self._rows[1], block * each + at) for at in range(each))
+        parts = [part for part in found if len(part)]
         return self.data.take(parts[0]) if each == 1 else step_of(tuple(self.data.take(part) for part in parts))
 
     def _loaded(self, epoch: int, block: int) -> Batch:

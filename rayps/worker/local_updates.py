@@ -19,7 +19,7 @@ from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import VectorMemory, Worker
 from rayps.worker.loop import Loop
 from rayps.worker.plan import WorkerPart, WorkerPlan
-from rayps.worker.ring_worker import RingWorker, gradient_memory
+from rayps.worker.ring_worker import RingWorker, gradient_memory, of_first_rank
 from rayps.worker.step_flags import StepFlags
 from rayps.workload.base import Workload
 
@@ -31,6 +31,10 @@ class LocalWorker(RingWorker):
         """Build the worker, with gradients in memory of the ring. See `Worker`."""
         assert peers.ring is not None, "workers average over a ring"
         super().__init__(workload, plan, peers, device, vectors=VectorMemory(gradient_memory(peers.ring, device)))
+
+    def of_first_rank(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return rank 0's tensors: see `Worker.of_first_rank`."""
+        return of_first_rank(self.means.exact_ring, tensors)
 
 
 class LocalUpdates(Loop):

@@ -6,7 +6,7 @@ of `Loop`, or of a family's loop, which `Strategy.loop = "module:Class"` names.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, TypeAlias
 
@@ -18,6 +18,7 @@ from rayps.core.metrics import Totals
 from rayps.core.rank_seed import rank_seed, seed_after
 from rayps.core.records import Point
 from rayps.tensors import optim, weight_average
+from rayps.tensors.learning_rate import rates_in
 from rayps.tensors.local_state import LocalState
 from rayps.tensors.random_state import seed_torch
 from rayps.tensors.snapshot import Snapshot
@@ -63,7 +64,6 @@ class Loop:
 
     def begin(self, stopped: Callable[[], bool]) -> None:
         """Prepare the first round. `stopped()` returns whether the plan was ended from outside."""
-        self.w.flat.model.train()
         self.w.plan.strategy.begin(self._view())
 
     def await_batch(self, stopped: Callable[[], bool]) -> bool:
@@ -81,9 +81,13 @@ class Loop:
     def run_round(self) -> None:
         """Run one round: set the learning rates by the schedule, then call the strategy's `round`."""
         if self.w.local is not None:
-            skipped = self.w.scaling.skipped if self.w.workload.schedule_every == "step" else 0
-            self.w.local.at(max(0, self.w.position - skipped))  # a resume may have renumbered the rounds
+            self.w.local.at(self.steps_before_round())
         self.w.plan.strategy.round(self._view())
+
+    def steps_before_round(self) -> int:
+        """Return the number by which the schedule knows the next round."""
+        skipped = self.w.scaling.skipped if self.w.workload.schedule_every == "step" else 0
+        return max(0, self.w.position - skipped)  # a resume may have renumbered the rounds
 
     def agree(self) -> bool:
         """Exchange what the workers must know to end an epoch together. Return whether they did so in this round.
@@ -129,7 +133,22 @@ class Loop:
         w, done = self.w, self.w.position - 1
         point = {"kind": "round", "round": done, "epoch": w.batches.epoch_of(done)[0], **w.meter.point()}
         point |= w.log.take_numbers() | w.part.facts()
+        step = self.step_facts()
+        point |= {"step": step} if step else {}
         return point | (w.tables.point() if w.tables is not None else {})
+
+    def step_facts(self) -> dict[str, float]:
+        """Return the learning rates of the last round's step, and what is known of the norm of its gradient.
+
+        See `rates_in` and `NormClip.take`. The rows of sparse tables have gradients of their own, so that the norm of
+        the whole gradient is not known.
+        """
+        norm = self.w.clip.take()
+        return rates_in(self._groups()) | (norm if self.w.tables is None else {})
+
+    def _groups(self) -> Sequence[optim.Group]:
+        """Return the groups of the optimizer that takes the steps, with the values of the last round."""
+        return () if self.w.optimizer is None else self.w.optimizer.param_groups
 
     # ---- the state in memory, from which other workers continue
 
@@ -189,22 +208,35 @@ class Loop:
         """Update the workload's average, if it has one, by this worker's parameters after the round."""
         average = self.w.workload.average
         if average is not None:
-            weight_average.update(average, self._average_state(), self.w.params, self._steps_of_params())
+            buffers, steps = self._buffers_of_params(), self._steps_of_params()
+            weight_average.update(average, self._average_state(), self.w.params, buffers, steps)
 
-    def averaged_params(self) -> Tensor | None:
-        """Return the vector to evaluate during the plan: the workload's average if it has one.
+    def evaluated_state(self) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Return the vector and the buffers to evaluate during the plan: the workload's average if it has one.
 
-        Without an average, or before its first step, return `evaluation_params()`. This is a collective: all workers
-        call it in the same round. Raises LinkError if a connection fails.
+        Without an average, or before its first step, the vector is `evaluation_params()`. Workers in step return the
+        buffers of rank 0, which are also saved; other workers have their own. Buffers that the worker has anyway are
+        left out. This is a collective: all workers call it in the same round. Raises LinkError if a connection fails.
         """
-        params = self.evaluation_params()
-        vector = self.w.params if params is None else params
-        found = weight_average.averaged(self.w.workload.average, self._average_state(), vector, self._steps())
-        return params if found is None else self._job_average(found)
+        params, buffers = self.evaluation_params(), self._module_buffers()
+        vector, average = self.w.params if params is None else params, self.w.workload.average
+        found = weight_average.averaged(average, self._average_state(), vector, buffers, self._steps())
+        if found is not None:
+            params, buffers = self._job_average(found[0]), buffers | found[1]
+        return params, self.w.of_first_rank(buffers) if self.w.size > 1 else {} if found is None else found[1]
 
     def _average_state(self) -> dict[str, Any]:
         """Return the dict that has the state of the average: `shared`, because parameters are equal on all workers."""
         return self.w.shared
+
+    def _module_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers of the worker's part of the model, by name, without a copy."""
+        held = self.w.part.beside
+        return {name: value for name, value in self.w.part.module.named_buffers() if name in held}
+
+    def _buffers_of_params(self) -> dict[str, Tensor]:
+        """Return the buffers after the steps that led to the worker's parameters after a round."""
+        return self._module_buffers()
 
     def _steps_of_params(self) -> int:
         """Return the number of steps that led to the worker's parameters after a round."""
@@ -248,7 +280,7 @@ class Loop:
         average = w.workload.average
         if average is not None and weight_average.STEPS in w.shared:  # servers have stepped after the last pull
             steps = snapshot.clock - w.scaling.skipped_by_all
-            weight_average.update(average, w.shared, snapshot.params.to(w.device), steps)
+            weight_average.update(average, w.shared, snapshot.params.to(w.device), self._module_buffers(), steps)
         if w.plan.elastic is not None or w.plan.private is not None:
             self.seed_after(w.plan.start)
         elif w.plan.rank in snapshot.rng:
@@ -283,6 +315,12 @@ class Loop:
         """Return the model's parameters that need no gradient, by name."""
         beside = self.w.part.beside
         return {name: p for name, p in self.w.part.module.named_parameters() if name in beside}
+
+    def exchange_buffers(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copy named buffers into the model, and return copies of those that they replace."""
+        replaced = {name: value.clone() for name, value in self._module_buffers().items() if name in buffers}
+        self.load_buffers(buffers)
+        return replaced
 
     def load_buffers(self, buffers: dict[str, Tensor]) -> None:
         """Copy named buffers into the model. Unknown names are ignored."""

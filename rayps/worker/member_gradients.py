@@ -85,7 +85,8 @@ class MemberWorker(RingWorker):
         if self.scaling.scale is not None:
             self._decide(self.flags.stated(OVERFLOW), all_ranks=True)
         self._skip([i for i, used in enumerate(found.marks[:-COUNT].tolist()) if not used])
-        return found.mean.to(self.flat.vector)
+        mean = self.clip.mean = found.mean.to(self.flat.vector)
+        return mean
 
     def _offer(self, step: int, batch: Batch) -> bool:
         """Compute and offer this worker's gradient. Return False if the step was abandoned."""

@@ -136,6 +136,7 @@ class MemberPushes(ServerSteps):
         """
         if self.w.is_decided:
             self._skipped_before = self.w.scaling.skipped_by_all
+            self._set_rates()
             self.w.miss_round()
         else:
             super().run_round()

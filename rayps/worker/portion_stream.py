@@ -120,8 +120,7 @@ class ShareReader:
         return self._step(found)
 
     def _taken(self, rows: NDArray[np.int64], number: int) -> Batch:
-        size = self._data.batch_size
-        return self._data.take(rows[number * size : (number + 1) * size])
+        return self._data.take(self._data.cut(rows, number))
 
     def _step(self, parts: list[Batch]) -> Batch:
         return parts[0] if self._accumulate == 1 else step_of(tuple(parts))

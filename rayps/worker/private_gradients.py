@@ -51,6 +51,8 @@ class NoisedSums:
         w = self._w
         with w.meter.computing():
             total = self._rows.of(micro_batches(batch))
+            w.flat.refuse_thawed()
+            w.flat.refuse_frozen(w.plan.strategy.name)
             said = self.releases.release(w.position - 1, total)
         if said:
             w.say(**said)
@@ -89,7 +91,8 @@ class PrivateRingWorker(RingWorker):
         total = self.sums.part(batch)
         self.means.exact_ring.sum(total)
         self._skip(())
-        return (total / self.sums.batch).to(self.flat.vector.dtype)
+        mean = self.clip.mean = (total / self.sums.batch).to(self.flat.vector.dtype)
+        return mean
 
     def grad(self, batch: Batch) -> Gradient:
         """Raise ConfigError: it would be a gradient without noise."""
@@ -112,7 +115,8 @@ class PrivatePushWorker(ServerWorker):
 
         Raises the errors of `NoisedSums.part`, and LinkError if a connection fails.
         """
-        part = self.sums.part(batch)
+        with self.refusing_changes("loss"):
+            part = self.sums.part(batch)
         gradient = Gradient(self.flat.packed, 1)
         self.server.settle()  # the vector must not change before the last push has left
         gradient.vector.copy_(part.mul_(self.size / self.sums.batch))

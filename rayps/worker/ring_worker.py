@@ -168,6 +168,7 @@ class RingWorker(Worker):
             marks = self.ring.max(with_flags(used, self.flags))
             self.flags.receive(marks[-COUNT:])
         self._skip(_unmarked(marks[:-COUNT].tolist()))
+        self.clip.mean = mean
         return mean
 
     def mean(self, vector: Tensor, samples: float = 1.0, *, exact: bool = False) -> Tensor:
@@ -228,6 +229,14 @@ class RingWorker(Worker):
         """
         assert self.local is not None, "on a ring each worker has an optimizer"
         self.local.unused, self.local.mean = unused, mean
+
+
+def of_first_rank(ring: Ring, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of rank 0's tensors, by name. All ranks call it with tensors of equal names and shapes.
+
+    Raises LinkError if a connection fails.
+    """
+    return {name: ring.broadcast(value.detach().clone()) for name, value in tensors.items()}
 
 
 def gradient_memory(ring: Ring, device: str) -> Memory | None:

@@ -550,11 +550,13 @@ class PlanRun:
         if at <= plan.evaluation.done or not self._evaluation_is_due():
             return
         with self.account.span("evaluation"):
-            held = self.loop.averaged_params()
+            held, buffers = self.loop.evaluated_state()
             own = None if held is None or held.data_ptr() == w.params.data_ptr() else w.params.clone()
+            replaced = self.loop.exchange_buffers(buffers)
             self._report({"kind": "evaluation", "round": at, "sums": self.loop.evaluate(held)})
             if own is not None:
                 w.params = own  # restore the worker's own parameters, which differ from the consensus
+            self.loop.load_buffers(replaced)
 
 
 def shares_of(point: Point) -> dict[str, float]:

@@ -5,21 +5,26 @@ Under a strategy with `own_copies` (Downpour), a worker also steps its own copy 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
 from torch import Tensor
 
+from rayps.core.metrics import Totals
 from rayps.core.records import Point
 from rayps.core.topology import runs_in_step, servers_of
 from rayps.data.base import Batch
 from rayps.parallel.division.agree import agreed_step
 from rayps.ps.client.client import GroupServer, compress
 from rayps.ps.client.device_server import DeviceServer
+from rayps.tensors import optim
 from rayps.tensors.device import Device
 from rayps.tensors.flat import Gradient, square_of
+from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of
 from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import Snapshot
+from rayps.tensors.weight_watch import change_lost
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import VectorMemory, Worker
 from rayps.worker.early_push import EarlyPush
@@ -29,6 +34,7 @@ from rayps.worker.plan import WorkerPart, WorkerPlan
 from rayps.worker.push_agreement import PushAgreement
 from rayps.worker.ring_worker import ring_choices
 from rayps.worker.tables import bind_tables
+from rayps.workload.accumulate import Ready, StepLoss
 from rayps.workload.base import Workload
 
 
@@ -48,6 +54,7 @@ class ServerWorker(Worker):
         memory = VectorMemory(server.buffer if place is None else None)  # on a device, servers cannot read the gradient
         super().__init__(workload, plan, peers, device, vectors=memory, steps=servers.own_copies)
         self.server: GroupServer | DeviceServer = server
+        self.clip.measures = False  # what the servers apply, no worker knows
         self._early: EarlyPush | None = None
         if place is not None:
             self.server = DeviceServer(server, place, self.flat.vector, self._pulls_again)
@@ -106,6 +113,24 @@ class ServerWorker(Worker):
         else:  # the loss has weight 0
             server.push(gradient)
 
+    @contextmanager
+    def refusing_changes(self, method: str) -> Iterator[None]:
+        """Call the user's `method` inside the block. Raises WorkloadError if it changes a parameter in place.
+
+        The next pull would replace the changed values, because servers hold the parameters.
+        """
+        self.flat.watch.record()
+        yield
+        name = self.flat.watch.changed()
+        if name is not None:
+            raise change_lost(f"{method}(model, batch)", name, self.plan.strategy.name)
+
+    def _backward(self, batch: Batch, ready: Ready | None = None) -> StepLoss:
+        with self.refusing_changes("loss"):
+            found = super()._backward(batch, ready)
+        self.flat.refuse_frozen(self.plan.strategy.name)
+        return found
+
     def _pulls_again(self) -> bool:
         leased = self.batches
         return self.position < self.plan.end and (not isinstance(leased, LeasedBatches) or leased.in_hand)
@@ -126,6 +151,27 @@ def transfer_device(name: str) -> Device | None:
     return None if name == "cpu" else Device.of(name)
 
 
+class ServerRates:
+    """The learning rates with which servers apply this worker's pushes, from an optimizer without memory.
+
+    A server uses the rate of the push's round. Where rows are leased, a push has no round of its own schedule.
+    """
+
+    def __init__(self, w: Worker) -> None:
+        """Build the optimizer. Raises WorkloadError if optimizer() or schedule() fails."""
+        factory = w.part.factory(recipe_of(w.workload, w.plan.lr_factor))
+        optimizer = optim.build(factory, w.layout)
+        self._pace = pace_of(factory, w.layout, optimizer, Ticks(w.plan.origin, w.batches.steps_per_epoch))
+        self.groups: Sequence[optim.Group] = optimizer.param_groups
+        if self._pace is not None and w.plan.leased:
+            self.groups = ()
+
+    def at(self, round: int) -> None:
+        """Set the rates of round `round`."""
+        if self._pace is not None and self.groups:
+            self._pace.at(round)
+
+
 class ServerSteps(Loop):
     """The loop of strategies with servers. The servers' parameters are saved and evaluated, not the workers'.
 
@@ -139,6 +185,8 @@ class ServerSteps(Loop):
         """Build the worker at the position that the servers report. See `Loop`."""
         super().__init__(workload, plan, peers, device)
         self._skipped_before = 0  # rounds before the current one in which no step was taken
+        self._rates: ServerRates | None = None if self.w.optimizer is not None else ServerRates(self.w)
+        self._buffers_before: dict[str, Tensor] = {}  # copies of before the current round, if weights are averaged
         self.w.position = self.w.server.step  # a replacement worker continues after its predecessor's last push
 
     def await_batch(self, stopped: Callable[[], bool]) -> bool:
@@ -156,9 +204,20 @@ class ServerSteps(Loop):
     def run_round(self) -> None:
         """Run one round, with the lookups of sparse tables in it. See `Loop`."""
         self._skipped_before = self.w.scaling.skipped_by_all
+        self._set_rates()
+        if self.w.workload.average is not None:
+            self._buffers_before = {name: value.clone() for name, value in self._module_buffers().items()}
         if self.w.tables is not None:
             self.w.tables.begin(self.w.position)
         super().run_round()
+
+    def _set_rates(self) -> None:
+        """Set the rates that the next round's point has."""
+        if self._rates is not None:
+            self._rates.at(self.steps_before_round())
+
+    def _groups(self) -> Sequence[optim.Group]:
+        return super()._groups() if self._rates is None else self._rates.groups
 
     def point(self) -> Point:
         """Return the metrics of the last round. See `Loop`."""
@@ -186,6 +245,10 @@ class ServerSteps(Loop):
         """Return the number of steps before the last pull: a worker averages the parameters that it pulls."""
         return self.w.position - 1 - self._skipped_before
 
+    def _buffers_of_params(self) -> dict[str, Tensor]:
+        """Return the buffers before the round: see `_steps_of_params`."""
+        return self._buffers_before
+
     def consensus(self) -> Tensor | None:
         """Return None, because the servers hold the parameters."""
         return None
@@ -198,6 +261,13 @@ class ServerSteps(Loop):
         server = self.w.server
         vector: Tensor = server.pull() if runs_in_step(self.w.plan.strategy) else server.read()
         return vector
+
+    def evaluate(self, vector: Tensor | None = None) -> Totals:
+        """Evaluate the model, which must not change its parameters: see `Loop.evaluate`. Raises WorkloadError."""
+        if vector is not None:
+            self.w.params = vector
+        with self.w.refusing_changes("evaluate"):
+            return super().evaluate()
 
     def state_dict(self, *, together: bool) -> WorkerPart:
         """Return the worker's part without parameters and moments, which the servers have. See `Loop`."""

@@ -12,18 +12,22 @@ holds the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from rayps_client.error_hints import READ_OUTSIDE_WAY
+from rayps_client.moved_weight import drawn_like
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from rayps.core.errors import WorkloadError
 from rayps.tensors import optim
 from rayps.tensors.finite import is_finite
-from rayps.tensors.flat import Layout, square_of
+from rayps.tensors.flat import Layout, quick_square, refuse_frozen, refuse_thawed, square_of, untrained
 from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of
 from rayps.tensors.named_parameters import NamedParameters
 from rayps.tensors.optim import EDITS, PER_PARAMETER, Moments
@@ -94,6 +98,7 @@ class ShardedModel:
                 module.to_empty(device="cpu", recurse=False)
         trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         self.layout = Layout.of(trained)
+        self._untrained = untrained(self.module)
         self.parameters = NamedParameters((p for _, p in trained), (name for name, _ in trained))
         factory = recipe_of(workload, lr_factor)
         self.optimizer = optim.made(factory, self.parameters)
@@ -114,6 +119,24 @@ class ShardedModel:
     def local(self, name: str) -> Tensor:
         """Return this process's shard of a parameter, flat, without a copy."""
         return _local(self.module.get_parameter(name).detach()).view(-1)
+
+    def refuse_read_outside(self, given: object) -> None:
+        """Refuse a loss, or a metric, that was computed from shards: a forward pass makes plain tensors of them.
+
+        Raises:
+            WorkloadError: the text names the parameters, if the value has a gradient.
+        """
+        values = [*given.values()] if isinstance(given, Mapping) else [given]
+        parts = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+        found = [part for part in parts if isinstance(part, DTensor)]
+        if found:
+            read = {id(leaf) for value in found for leaf in _leaves(value)}
+            names = [repr(name) for name, p in self.module.named_parameters() if id(p) in read]
+            raise WorkloadError(
+                f"loss(model, batch) read {', '.join(names[:4]) or 'a parameter'} outside of its module's forward:\n"
+                f"{READ_OUTSIDE_WAY}",
+                parameters=names,
+            )
 
     # ---- values
 
@@ -194,7 +217,36 @@ class ShardedModel:
         local = value.detach().reshape(shard.shape).clone()
         return DTensor.from_local(local, self.mesh, [Shard(0)], run_check=False, shape=p.shape, stride=p.stride())
 
+    @contextmanager
+    def other_values(self, number: int) -> Iterator[None]:
+        """Replace the shards by random values inside the block, unless `number` is 0, and restore buffers after it.
+
+        All processes enter and leave the block together.
+        """
+        kept = {name: self.local(name).clone() for name in (self.layout.names if number else ())}
+        buffers = [(value, value.clone()) for value in self.module.buffers()]
+        drawn = {name: drawn_like(value, number, index) for index, (name, value) in enumerate(kept.items())}
+        self._fill_again(drawn)
+        try:
+            yield
+        finally:
+            self._fill_again(kept)
+            for value, before in buffers:
+                value.copy_(before)
+
+    def _fill_again(self, pieces: Mapping[str, Tensor]) -> None:
+        """Copy pieces into the shards, and let each unit get its parameters again before it computes."""
+        self.fill(pieces)
+        for each in self.module.modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()
+
     # ---- a step
+
+    def refuse_other_parameters(self) -> None:
+        """Raise WorkloadError if other parameters need a gradient than those that needed one at the start."""
+        refuse_thawed(self._untrained)
+        refuse_frozen(self.parameters.pairs(), "shard='parameters'")
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -223,6 +275,10 @@ class ShardedModel:
                 found += square_of(_local(p.grad))
         return found
 
+    def quick_square(self) -> float:
+        """Return the squared norm of this process's shards of the gradients, with the accuracy of their dtype."""
+        return sum(quick_square(_local(p.grad)) for p in self.parameters if p.grad is not None)
+
     def at(self, round: int) -> None:
         """Set the learning rates of round `round` by the schedule. Raises WorkloadError if the schedule fails."""
         if self._pace is not None:
@@ -236,3 +292,17 @@ def _local(t: Tensor) -> Tensor:
 def _has_memory(module: nn.Module) -> bool:
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     return not any(value.is_meta for value in own)
+
+
+def _leaves(value: Tensor) -> Iterator[DTensor]:
+    """Yield the divided parameters from which a value was computed, as far as its gradient reaches them."""
+    nodes, seen = [value.grad_fn], set[int]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, DTensor):
+            yield leaf
+        nodes += [each for each, _ in node.next_functions]

@@ -13,10 +13,11 @@ equal unless losses are pairs (sum, weight).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch
+from rayps_client.module_modes import evaluating
 from torch import Tensor
 
 from rayps.comm.ring import Ring
@@ -33,7 +34,7 @@ from rayps.tensors.clip import NormClip
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.local_state import LocalState
-from rayps.tensors.optim import PER_PARAMETER
+from rayps.tensors.optim import PER_PARAMETER, Group
 from rayps.tensors.snapshot import Snapshot
 from rayps.tensors.state_pieces import moments_in
 from rayps.worker.connections import WorkerConnections
@@ -43,6 +44,7 @@ from rayps.worker.loop import Loop
 from rayps.worker.part_writer import PartWriter
 from rayps.worker.plan import WorkerPart, WorkerPlan
 from rayps.worker.process_group import ProcessGroup
+from rayps.worker.ring_worker import of_first_rank
 from rayps.worker.sharded_model import ShardedModel, units_of
 from rayps.worker.step_flags import COUNT, StepFlags
 from rayps.worker.step_scaling import StepScaling
@@ -54,6 +56,8 @@ from rayps.workload.precision import autocast
 
 class DividedWorker(Worker):
     """A worker that holds its shards of the model. It takes whole steps: see `take_step`."""
+
+    part: Whole
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
         """Form the process group, and build the divided model. See `Worker`, whose vectors this worker lacks."""
@@ -82,7 +86,7 @@ class DividedWorker(Worker):
                 f"{1 / plan.size:.0%} of the elements, by torch's FSDP2 in {len(units_of(self.model.module)) + 1} units"
             )
             self.log.choices.append({"kind": "choice", "message": message, "shard": "parameters"})
-        self.clip = NormClip(workload.clip_norm, [self.ring])
+        self.clip = NormClip(workload.clip_norm, [self.ring], measures=True)
         self.meter = Meter()
         self.meter.sources.append(traffic_of(self.ring))
         self._counted: Batch | None = None  # the last micro-batch with rows
@@ -98,6 +102,10 @@ class DividedWorker(Worker):
         self.batches.state(self.flags)
         return batch
 
+    def of_first_rank(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return rank 0's tensors: see `Worker.of_first_rank`."""
+        return of_first_rank(self.ring, tensors)
+
     def take_step(self, batch: Batch) -> None:
         """Compute the mean gradient over the samples of all workers, clip it, and step. All workers call it together.
 
@@ -112,6 +120,7 @@ class DividedWorker(Worker):
         self.model.zero_grad()
         if rows:
             weight = self._backward_parts(parts, most, rows, batch)
+            self.model.refuse_other_parameters()
             self._finish_step(weight, rows)
         self.meter.compute += time.perf_counter() - began
 
@@ -136,6 +145,7 @@ class DividedWorker(Worker):
                 found = self._loss(part)
                 add_totals(totals, found.metrics)
                 pairs = is_pair(found, pairs)
+                self.part.check_weight.see(found, part)
                 own = found.weight_of(part.size)
                 if own:
                     value = self._check(found.total)
@@ -159,22 +169,44 @@ class DividedWorker(Worker):
     def _finish_step(self, weight: float, rows: int) -> None:
         model = self.model
         fault = model.fault()
-        found = self.ring.all_gather(torch.tensor([weight, fault], dtype=torch.float64)).view(self.size, 2)
+        own = torch.tensor([weight, fault, self.part.check_weight.is_due], dtype=torch.float64)
+        found = self.ring.all_gather(own).view(self.size, 3)
         weights, worst = float(found[:, 0].sum()), int(found[:, 1].max())
+        if found[:, 2].any():
+            self._check_weight()
         if worst >= 0:  # a shard is of the sum over all workers: each of them has the name of the parameter
             at = self.position - 1
-            raise gradient_error(-1, model.layout.names[worst], None, at, self.batches.epoch_of(at)[0])
+            raise gradient_error(
+                -1, model.layout.names[worst], None, at, self.batches.epoch_of(at)[0], self.meter.growth
+            )
         if not weights:
             return
         model.scale_gradients(rows / weights)
-        factor = self.clip.factor(model.square()) if self.clip.most is not None else 1.0
-        model.scale_gradients(min(factor, 1.0))
+        if self.clip.most is None:
+            self.clip.note(square=model.quick_square())
+        else:
+            model.scale_gradients(min(self.clip.factor(model.square()), 1.0))
         with user_code("optimizer.step"), self.group.failures():
             model.optimizer.step()
+
+    def _check_weight(self) -> None:
+        """Check, on all workers together, that the weight of the loss does not depend on the model: see `WeightCheck`.
+
+        Each worker calls the loss for its last micro-batch, with the same number of other shards.
+        """
+        check, batch = self.part.check_weight, self._counted
+        assert batch is not None, "each worker has computed in this step"
+        check.is_checked = True
+        with self.group.failures():
+            check.of(batch, replaced=self.model.other_values, most=self._most)
+
+    def _most(self, number: int) -> int:
+        return int(self.ring.max(torch.tensor([number], dtype=torch.int64)))
 
     def _loss(self, batch: Batch, *, trains: bool = True) -> LossResult:
         with autocast(self.workload, self.device):
             given = self.workload.loss(self.model.module, batch)
+        self.model.refuse_read_outside(given)
         return loss_result(given, batch.size, trains=trains)
 
     def _any_batch(self) -> Batch:
@@ -192,20 +224,16 @@ class DividedWorker(Worker):
         A worker whose share has fewer batches than the others' takes part with its last one. Raises WorkloadError or
         DataError if the user's code fails, and LinkError if a peer is lost.
         """
-        module, totals = self.model.module, Totals()
-        module.eval()
-        try:
-            with torch.no_grad(), user_code("evaluate"):
-                data = self.workload.evaluation_data()
-                batches = data.batches(rank=self.rank, size=self.size, seed=self.plan.seed, epoch=0)
-                facts = evaluation_facts(self, data, whole=False)
-                for batch, counts in self._together(bounded(batches, facts, self.plan.timeout)):
-                    with user_code("evaluate"), self.group.failures():
-                        found = self.part.evaluate(batch.to(self.device))
-                    if counts:
-                        add_totals(totals, found)
-        finally:
-            module.train()
+        totals = Totals()
+        with evaluating(self.model.module), torch.no_grad(), user_code("evaluate"):
+            data = self.workload.evaluation_data()
+            batches = data.batches(rank=self.rank, size=self.size, seed=self.plan.seed, epoch=0)
+            facts = evaluation_facts(self, data, whole=False)
+            for batch, counts in self._together(bounded(batches, facts, self.plan.timeout)):
+                with user_code("evaluate"), self.group.failures():
+                    found = self.part.evaluate(batch.to(self.device))
+                if counts:
+                    add_totals(totals, found)
         return totals
 
     def _together(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
@@ -250,8 +278,7 @@ class ShardedParameters(Loop):
         w.take_step(w.batch())
 
     def begin(self, stopped: object) -> None:
-        """Set the model to training mode."""
-        self.w.model.module.train()
+        """Do nothing: the model is in training mode."""
 
     def point(self) -> Point:
         """Return the metrics of the last round, without traffic: torch's process group does not count it."""
@@ -263,6 +290,9 @@ class ShardedParameters(Loop):
 
     def _flags(self) -> StepFlags:
         return self.w.flags
+
+    def _groups(self) -> Sequence[Group]:
+        return self.w.model.optimizer.param_groups
 
     def finish(self) -> None:
         """End the plan. The process group remains for the evaluation after it, and ends with the worker's ring."""
@@ -287,9 +317,9 @@ class ShardedParameters(Loop):
         """Return None: the workers' shards are the parameters."""
         return None
 
-    def averaged_params(self) -> Tensor | None:
-        """Return None: the worker's own shards are evaluated, and weights are not averaged."""
-        return None
+    def evaluated_state(self) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Return None and rank 0's buffers: the worker's own shards are evaluated, and weights are not averaged."""
+        return None, self.w.of_first_rank(self._module_buffers())
 
     def average_weights(self) -> None:
         """Do nothing, because an average of the weights is refused."""

@@ -34,7 +34,7 @@ from rayps.tensors.checkpoint import meta_of
 from rayps.tensors.checkpoint_parts import contents, read_pieces, verify_share
 from rayps.tensors.clip import NormClip
 from rayps.tensors.finite import first_not_finite, is_finite
-from rayps.tensors.flat import FlatModel, Gradient, Layout, square_of
+from rayps.tensors.flat import FlatModel, Gradient, Layout, quick_square, square_of
 from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of
 from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import Snapshot
@@ -154,7 +154,7 @@ class ShardedWorker(SyncWorker):
             gradient_memory(ring, device), partial(self._parameters, ring), holds_gradient=not scatters
         )
         super().__init__(workload, plan, peers, device, vectors=vectors)
-        self.clip = NormClip(workload.clip_norm, [ring])
+        self.clip = NormClip(workload.clip_norm, [ring], measures=True)
         self._scattered: ScatteredGradients | None = None
         if self._scatters:
             self._scattered = ScatteredGradients(
@@ -200,7 +200,9 @@ class ShardedWorker(SyncWorker):
         most = self._most_micro_batches(own)
         if own:
             assert isinstance(self.part, Whole), "a sharded worker holds the whole model"
+            self._record_parameters()
             found = self.part.backward_each(batch, self._check, scattered, scale=self.scaling.factor)
+            self._state_changes()
             self._recorded(found, batch)
         for _ in range(most - own):  # the other ranks have more micro-batches
             scattered.begin(0)
@@ -227,6 +229,7 @@ class ShardedWorker(SyncWorker):
         squares are summed in another order than under all_reduce. Raises WorkloadError if the optimizer's step fails,
         and LinkError if a connection fails.
         """
+        self._must_be_alike()
         if self.scaling.skips:
             return
         vector = grad.vector if isinstance(grad, Gradient) else grad
@@ -287,6 +290,7 @@ class ShardedWorker(SyncWorker):
 
     def _clip_factor(self, vector: Tensor) -> float:
         if self.clip.most is None:
+            self.clip.note(square=sum(map(quick_square, self.sliced.owned(vector))))
             return 1.0
         square = torch.zeros((), dtype=torch.float64)
         for owned in self.sliced.owned(vector):

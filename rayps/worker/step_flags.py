@@ -13,8 +13,10 @@ OVERFLOW = 0  # a gradient of this step is infinite or NaN after the scaling of 
 DATA_ENDED = 1  # this worker has no batch for the next round
 DATA_LEFT = 2  # this worker has a batch for the next round
 DATA_SEEN = 3  # this worker has had a batch in this epoch
-REPEAT = 4  # this worker's gradient has changed after it was sent, and the mean is computed again
-COUNT = 5
+EVEN_STEP = 4  # this worker computes the mean of a step with an even number
+ODD_STEP = 5  # the same with an odd number
+CHANGED = 6  # the user's code has written parameters of this worker in place, and all workers compare theirs
+COUNT = 7
 
 
 class StepFlags:

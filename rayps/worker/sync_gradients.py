@@ -14,22 +14,25 @@ from torch import Tensor
 
 from rayps.comm.ring import Ring
 from rayps.core.errors import DataError, WorkloadError
+from rayps.core.metrics import Totals
 from rayps.core.topology import Peers
 from rayps.core.user_code import user_code
 from rayps.data.base import Batch
 from rayps.tensors.flat import Gradient
+from rayps.tensors.weight_watch import check_alike, evaluation_changed
 from rayps.worker.buckets import Buckets
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import VectorMemory, Worker
 from rayps.worker.loop import Loop
 from rayps.worker.plan import WorkerPlan
-from rayps.worker.ring_worker import RingWorker, gradient_memory
-from rayps.worker.step_flags import OVERFLOW, StepFlags
+from rayps.worker.ring_worker import RingWorker, gradient_memory, of_first_rank
+from rayps.worker.step_flags import CHANGED, OVERFLOW, StepFlags
 from rayps.worker.sync_batchnorm import BatchNormSync, synchronize
 from rayps.worker.tables import bind_tables
 from rayps.workload.accumulate import Ready, StepLoss
 from rayps.workload.base import Workload
 from rayps.workload.loss_result import loss_result
+from rayps.workload.model_part import Whole
 from rayps.workload.precision import autocast
 
 
@@ -58,6 +61,8 @@ class SyncWorker(RingWorker):
         self._batchnorm: BatchNormSync | None = None
         if workload.sync_batchnorm and plan.size > 1:
             self._batchnorm = synchronize(self.part.module, peers.ring)
+            if isinstance(self.part, Whole):  # `_backward` refuses these weights, and the layers are called in step
+                self.part.check_weight.is_checked = True
         self._counted: Batch | None = None  # the last batch with rows, if BatchNorm layers are synchronized
         self._buckets: Buckets | None = None
         if isinstance(self.ring, Ring) and plan.division is None:
@@ -66,6 +71,10 @@ class SyncWorker(RingWorker):
                 self.log.choices.append(self._buckets.choice)
         if peers.session is not None:
             bind_tables(self, peers.session)
+
+    def of_first_rank(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return rank 0's tensors: see `Worker.of_first_rank`."""
+        return of_first_rank(self.means.exact_ring, tensors)
 
     def _make_buckets(self, ring: Ring) -> Buckets | None:
         return Buckets(self.flat, ring, self._bucket_mb, self.flags)
@@ -128,8 +137,31 @@ class SyncWorker(RingWorker):
         if self.scaling.scale is not None:
             self._decide(may_skip and (self.flags.stated(OVERFLOW) or buckets.fault is not None), all_ranks=True)
             mean = torch.zeros_like(mean) if self.scaling.skips else mean
+        self.clip.mean = mean
         self.meter.compute += time.perf_counter() - began - (buckets.seconds - talked)
         return mean
+
+    def step(self, grad: Gradient | Tensor) -> None:
+        """Apply a gradient as `Worker.step` does.
+
+        If the loss of a worker has changed its parameters in place, all workers first compare theirs. Raises
+        WorkloadError if these differ.
+        """
+        self._must_be_alike()
+        super().step(grad)
+
+    def _record_parameters(self) -> None:
+        if self.size > 1:
+            self.flat.watch.record()
+
+    def _state_changes(self) -> None:
+        """State in the next flags whether the user's code has changed parameters since they were recorded."""
+        if self.size > 1 and self.flat.watch.touched():
+            self.flags.state(CHANGED)
+
+    def _must_be_alike(self) -> None:
+        if self.flags.stated(CHANGED) and self.flags.fresh:
+            check_alike(self.flat, self.means.exact_ring)
 
     def _take_part(self, batch: Batch) -> None:
         """Prepare synchronized BatchNorm layers for a batch.
@@ -162,7 +194,9 @@ class SyncWorker(RingWorker):
         raise DataError("the data has no row on any worker, and synchronized BatchNorm layers need one")
 
     def _backward(self, batch: Batch, ready: Ready | None = None) -> StepLoss:
+        self._record_parameters()
         found = super()._backward(batch, ready)
+        self._state_changes()
         if self._batchnorm is not None and found.weight != batch.size:
             raise WorkloadError(
                 "loss(model, batch) returned a pair (sum, weight), and sync_batchnorm is True: return the mean over "
@@ -181,6 +215,19 @@ class SyncGradients(Loop):
         """Exchange the flags, unless they were exchanged with the mean gradient: see `Loop.agree`."""
         self.w.exchange_flags()
         return True
+
+    def evaluate(self, vector: Tensor | None = None) -> Totals:
+        """Evaluate the model, which must not change its parameters: see `Loop.evaluate`. Raises WorkloadError."""
+        if vector is not None:
+            self.w.params = vector
+        if self.w.size == 1:
+            return super().evaluate()
+        self.w.flat.watch.record()
+        found = super().evaluate()
+        changed = self.w.flat.watch.changed()
+        if changed is not None:
+            raise evaluation_changed(changed)
+        return found
 
     def _flags(self) -> StepFlags:
         return self.w.flags

@@ -38,6 +38,22 @@ def _none(method: Any) -> Any:
     return method
 
 
+class TotalSteps:
+    """The attribute `total_steps` of a workload. A class or object that has an attribute of this name keeps its own."""
+
+    def __get__(self, workload: Workload | None, kind: type[Workload] | None = None) -> int | None:
+        found = None if workload is None else vars(workload).get(_PLANNED)
+        return found if isinstance(found, int) else None
+
+
+_PLANNED = "_planned_steps"  # the attribute of a workload that has its `total_steps`
+
+
+def plan_steps(workload: Workload, steps: int | None) -> None:
+    """Set the `total_steps` of a workload, before it is sent to workers; None if the number is not known."""
+    vars(workload)[_PLANNED] = steps
+
+
 class Workload(LightWorkload):
     """What to learn: a model, a loss, data, an optimizer and its schedule.
 
@@ -72,6 +88,13 @@ class Workload(LightWorkload):
     decoder, and computes their activations again for backward. Names such as "layers.*", or several, choose modules
     instead. Loss and gradients do not change.
 
+    `total_steps` is the planned number of steps of the whole job, with all its epochs, phases and workers, which
+    `schedule` and `optimizer` may use: `OneCycleLR(optimizer, 0.1, total_steps=self.total_steps)`. Under federated
+    strategies these are rounds. It does not change if workers join or leave (without
+    `global_batch` a job with more workers than planned takes fewer), or if the job ends early. It is None
+    before the job is checked, if the data has no length and the job ends with epochs, where rows are leased, and on
+    real clients. An attribute `total_steps` of your class is not changed.
+
     Example:
         class Line(rayps.Workload):
             def model(self):
@@ -93,6 +116,7 @@ class Workload(LightWorkload):
     precision: str | None = None  # of loss and evaluation: None (as the model is), "bf16" or "fp16"
     compile: Compile = False  # True, a backend's name, or a dict of options of torch.compile
     checkpoint_activations: BlockNames = False  # True (repeated blocks), or names of modules such as "layers.*"
+    total_steps = TotalSteps()  # the planned steps of the job; None if they are not known
     schedule_every: str = "step"  # the unit of `schedule`: "step" or "epoch"
     evaluation_batches: int | None = None  # the most batches of each worker in an evaluation; None: all of its share
     sync_batchnorm: bool = False  # whether BatchNorm layers use the union of the workers' batches (all_reduce, hybrid)
@@ -239,16 +263,23 @@ def check_fields(workload: Workload) -> None:
 
 
 def misspelt(workload: Workload) -> list[str]:
-    """Return a warning for each method of the user's classes whose name is similar to that of a Workload method."""
+    """Return a warning for each name of the user's that is similar to that of a method or attribute of Workload.
+
+    The names are those of the user's classes, and those that the constructor gives to the workload.
+    """
     ours = [name for name in vars(Workload) if not name.startswith("_")]
     kinds = [kind for kind in type(workload).__mro__ if issubclass(kind, Workload) and kind is not Workload]
+    in_classes = {name for kind in kinds for name in vars(kind)}
+    places = [(kind.__name__, set(vars(kind)), set(vars(kind))) for kind in kinds]
+    own = set(vars(workload)) - in_classes
+    places.append((f"an object of {type(workload).__name__}", own, own | in_classes))
     found = []
-    for kind in kinds:
-        missing = [name for name in ours if name not in vars(kind)]
-        for name in sorted(set(vars(kind)) - set(ours)):
+    for place, names, known in places:
+        missing = [name for name in ours if name not in known]
+        for name in sorted(names - set(ours)):
             near = difflib.get_close_matches(name, missing, 1, cutoff=0.84)
             if near and not name.startswith("_"):
-                found.append(f"{kind.__name__} defines {name!r} and not {near[0]!r}: is the name misspelt?")
+                found.append(f"{place} defines {name!r} and not {near[0]!r}: is the name misspelt?")
     return found
 
 
@@ -273,6 +304,21 @@ def load(target: str, working_dir: str | None = None, params: Mapping[str, Json]
     kind = adapted(FINDER.find(target, working_dir, (Workload, *LIGHT)), Workload)
     FINDER.remember(kind, target)
     return _instance(kind, target, params or {})
+
+
+def is_workload(kind: type) -> bool:
+    """Return whether instances of a class are workloads, of rayps or of the light client."""
+    return issubclass(kind, (Workload, *LIGHT))
+
+
+def workload_of(kind: type[Workload], params: Mapping[str, Json]) -> Workload:
+    """Return a workload of a class, with these values of its parameters.
+
+    Raises:
+        WorkloadError: it cannot be created.
+        ConfigError: a parameter is unknown, or its value does not have the parameter's type.
+    """
+    return _instance(adapted(kind, Workload), kind.__qualname__, params)
 
 
 def as_workload(given: Any) -> Any:

@@ -91,7 +91,7 @@ class ClippedSum:
             if held is not value or version != earlier or not _same(copies.get(name, value), value):
                 raise WorkloadError(
                     f"loss(model, batch) changed {name!r} of the model: its value would disclose rows without noise\n"
-                    "use layers without running statistics (GroupNorm in place of BatchNorm), or leave out privacy"
+                    "use layers without running statistics (LayerNorm or GroupNorm), or leave out privacy"
                 )
 
     def _add_together(self, stack: Batch, total: _RowSum) -> None:

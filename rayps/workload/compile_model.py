@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
 from typing import TypeAlias
 
 import torch
@@ -15,6 +17,7 @@ from rayps.core.values import Json, Keywords
 from rayps.data.base import Nested
 
 Compile: TypeAlias = bool | str | Mapping[str, Json]  # a workload's `compile`
+_ORIGINAL = "_torchdynamo_orig_callable"  # where torch.compile keeps the function that it compiled
 
 
 def options_of(given: Compile) -> Keywords | None:
@@ -68,3 +71,29 @@ def compile_model(model: nn.Module, given: Compile, device: str | torch.device) 
     # not model.compile(): torch does not compile the call of a container of its own, such as nn.Sequential, unless a
     # function of another package makes it
     model.forward = torch.compile(call, **options)
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Run a model in the block without `torch.compile`, for calls that are too few to compile for.
+
+    This is for the one model. `torch.compiler.set_stance` is for the process, whose other threads may be workers.
+    """
+    calls = [(layer, layer._compiled_call_impl) for layer in model.modules() if layer._compiled_call_impl is not None]
+    forwards = [(layer, vars(layer).get("forward")) for layer in model.modules() if hasattr(layer.forward, _ORIGINAL)]
+    try:
+        for layer, _ in calls:
+            layer._compiled_call_impl = None
+        for layer, compiled in forwards:
+            original = getattr(layer.forward, _ORIGINAL)
+            # `@torch.compile` in the class compiles a function, which is no method of this layer yet
+            layer.forward = original if compiled is not None else MethodType(original, layer)
+        yield
+    finally:
+        for layer, compiled in calls:
+            layer._compiled_call_impl = compiled
+        for layer, compiled in forwards:
+            if compiled is None:
+                del layer.forward
+            else:
+                layer.forward = compiled

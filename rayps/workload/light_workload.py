@@ -119,7 +119,8 @@ def adapted(kind: type, base: type) -> type:
 def data_of(found: Any) -> Any:
     """Return rows of the light client as data of rayps, and everything else as it is."""
     if isinstance(found, ArrayRows):
-        return tensors(found.x, found.y, batch_size=found.batch_size, shuffle=found.shuffle)  # type: ignore[arg-type]
+        options = {"batch_size": found.batch_size, "shuffle": found.shuffle, "drop_last": found.drop_last}
+        return tensors(found.x, found.y, **options)  # type: ignore[arg-type]
     again = getattr(found, "again", None)
     if again is not None:  # Parquet: its module is loaded only where Arrow is needed
         return again(data.parquet)

@@ -89,7 +89,8 @@ def _weight(given: object) -> float:
     if isinstance(given, Tensor) and given.requires_grad:
         raise WorkloadError(
             "loss(model, batch) returned a pair whose second value has a gradient, but the weight of a pair "
-            f"(sum, weight) is a plain number\n{OWN_LOOP_WAY}"
+            "(sum, weight) is a plain number: for a metric beside the loss, return a dict such as "
+            f'{{"loss": ..., "mae": ...}}\n{OWN_LOOP_WAY}'
         )
     number = math.nan
     if isinstance(given, (int, float)) or (isinstance(given, Tensor) and given.numel() == 1):

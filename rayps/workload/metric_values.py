@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rayps.core.errors import WorkloadError
 from rayps.core.metrics import Total, Totals
+from rayps.tensors.user_loss import refuse_divided
 
 Number: TypeAlias = float | Tensor  # one number
 
@@ -97,6 +98,8 @@ def _total(name: str, given: Metric, rows: float, method: str) -> Total:
 
 
 def _number(name: str, given: Number, method: str) -> float:
+    if isinstance(given, Tensor):
+        refuse_divided(given, f"{method} for {name!r}")
     try:
         return float(given.detach() if isinstance(given, Tensor) else given)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from rayps_client.module_modes import prepare_to_train
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -39,7 +40,7 @@ def apart() -> Iterator[None]:
 
 
 def model_of(workload: Workload) -> nn.Module:
-    """Return a new model from the user's `model()`.
+    """Return a new model from the user's `model()`, in the modes in which it is trained.
 
     Raises:
         WorkloadError: the method fails, or returns no Module or one with a lazy layer that has no shape yet.
@@ -55,6 +56,7 @@ def model_of(workload: Workload) -> nn.Module:
                 "model once on an example in model(), such as model(torch.zeros(1, 3)), and return it then",
                 parameter=name,
             )
+    prepare_to_train(model)
     return model
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from rayps_client.module_modes import evaluating
 from torch import Tensor
 
 from rayps.core.errors import WorkloadError
@@ -40,8 +41,7 @@ def check_single_rows(workload: Workload, part: Whole, stacks: Sequence[Batch]) 
         return None
     whole = with_tensors(stack, (tensor.flatten(0, 1) for tensor in tensors_of(stack)), stack.size)
     rows = [row_of(stack, row) for row in range(stack.size)]
-    part.module.eval()
-    with user_code("loss"):
+    with evaluating(part.module), user_code("loss"):
         if not any(_learns(workload, part, row) for row in rows) and _learns(workload, part, whole):
             raise WorkloadError(
                 "loss(model, batch) has no gradient on a batch of one row: it compares the rows of a batch, as a "

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from service_site import Site
 
+from rayps.cli import show
 from rayps.cluster.local import LocalCluster
 from rayps.cluster.local import until as wait
 from rayps.core.job_status import Status
@@ -36,7 +37,7 @@ import torch
 def train_fn(lr: float = 0.1, until: str = ""):
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    rayps.wrap(model, optimizer)
+    rayps.wrap(model, optimizer, "local_sgd:period=4", steps=8)
     for step in range(1, 9):
         optimizer.zero_grad()
         loss = model(torch.ones(8, 2)).square().mean()
@@ -124,8 +125,15 @@ def test_the_page_of_a_loop_shows_its_code_and_what_it_logs(
 def look_at_loop(site: Site, page: Any, job: str) -> None:
     with Client(site.url, site.token) as client:
         page.goto(client.page_address())
-    page.locator(f"[data-job='{job}']").get_by_text("loop.py:train_fn").wait_for()
+        (strategy,) = client.job(job).strategies
+        assert isinstance(strategy, dict) and (strategy["name"], strategy["period"]) == ("local_sgd", 4)
+        assert show.strategy_of(client.job(job).data) == "local_sgd:period=4"
+        assert client.job(job).data["spec"]["strategy"] != strategy, "the job was submitted with the default"
+    row = page.locator(f"[data-job='{job}']")
+    row.get_by_text("loop.py:train_fn").wait_for()
+    assert row.locator(".cell-strategy > span").first.inner_text() == "Local SGD, averages every 4 rounds"
     page.goto(f"{site.url}/jobs/{job}")
+    page.locator(".job-line").get_by_text("Local SGD, averages every 4 rounds").wait_for()
     code = page.locator("#code")
     code.get_by_text("Commit", exact=True).wait_for()
     assert "2 files" in code.inner_text() and "on trunk, changed since, with 1 new file" in code.inner_text()

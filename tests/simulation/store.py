@@ -80,9 +80,9 @@ class _Transaction:
     def __init__(self, connection: sa.Connection) -> None:
         self._connection = connection
 
-    async def execute(self, statement: Any) -> Any:
+    async def execute(self, statement: Any, rows: Any = None) -> Any:
         simulation().alive()
-        return self._connection.execute(statement)
+        return self._connection.execute(statement, rows)
 
 
 class _Writer:

@@ -120,6 +120,9 @@ class SimWorker:
             self._rank, run.plan.generation, run.status, run.position, run.error, parts=sorted(run.parts)
         )
 
+    def last_lines(self) -> list[tuple[float, str]]:
+        return []
+
     def times(self) -> MemberTimes:
         wall = self._sim.now - self._began
         return MemberTimes({"idle": wall})

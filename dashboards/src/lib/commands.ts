@@ -1,9 +1,16 @@
 /* A job's spec as commands that a person can paste into a shell. Pure. */
 import type { JobSpec } from "../types";
 
-/** The spec without fields that were left at nothing, ready to be sent again. */
+/** The spec without fields that were left at nothing, ready to be sent again.
+
+    The service tells the names of environment variables and no values: each becomes the service's own variable, and
+    the service refuses the job if it has none. */
 export function slim(spec: JobSpec): Record<string, unknown> {
-  return Object.fromEntries(Object.entries(spec).filter(([key, value]) => value !== null && value !== undefined && !(isEmpty(value) && key === "params")));
+  return Object.fromEntries(
+    Object.entries(spec)
+      .filter(([key, value]) => value !== null && value !== undefined && !(isEmpty(value) && key === "params"))
+      .map(([key, value]) => [key, key === "env" && Array.isArray(value) ? Object.fromEntries(value.map((name) => [name, null])) : value]),
+  );
 }
 
 function isEmpty(value: unknown): boolean {

@@ -7,32 +7,25 @@ export const XS: X[] = ["round", "epoch", "seconds"];
 /** A column of the table: how it is called in the address, its heading, and a row's value in it. */
 export interface Column {
   key: string;
+  kind: string; // where a row has the value: a fact of the job, a value in which the jobs differ, the last or best of a metric
   head: string;
   title?: string;
   numeric: boolean;
   value: (row: ComparedRow) => unknown;
 }
 
-/** The columns of a comparison: the values that differ, then rounds, seconds, and each metric's last and, if known, best value. */
+const HEADS: Record<string, string> = { name: "Job", status: "Status", rounds: "Rounds", seconds: "Time" };
+
+/** The columns of a comparison, as the service names them: without the ids, and without best values where it is not known which is the best. */
 export function columns(found: Comparison): Column[] {
-  const differing = found.differing.map((name): Column => ({
-    key: name, head: name, numeric: found.rows.every((row) => row.values[name] == null || typeof row.values[name] === "number"),
-    value: (row) => row.values[name],
-  }));
-  const metrics = found.metrics.flatMap((name): Column[] => {
-    const last: Column = { key: name, head: name, title: `The last value of ${name}`, numeric: true, value: (row) => row.metrics[name]?.last };
-    const lowest = found.lowest[name] ?? null;
-    if (lowest === null) return [last];
-    return [last, { key: `best ${name}`, head: lowest ? "lowest" : "highest", title: `The best value of ${name}`, numeric: true, value: (row) => row.metrics[name]?.best }];
-  });
-  return [
-    { key: "name", head: "Job", numeric: false, value: (row) => row.name },
-    { key: "status", head: "Status", numeric: false, value: (row) => row.status },
-    ...differing,
-    { key: "rounds", head: "Rounds", numeric: true, value: (row) => row.rounds },
-    { key: "seconds", head: "Time", numeric: true, value: (row) => row.seconds },
-    ...metrics,
-  ];
+  return found.columns
+    .filter(({ kind, of }) => !(kind === "fact" && of === "id") && !(kind === "best" && (found.lowest[of] ?? null) === null))
+    .map(({ name, kind, of }): Column => {
+      if (kind === "fact") return { key: name, kind, head: HEADS[of] ?? name, numeric: of === "rounds" || of === "seconds", value: (row) => row[of as keyof ComparedRow] };
+      if (kind === "value") return { key: name, kind, head: name, numeric: found.rows.every((row) => row.values[of] == null || typeof row.values[of] === "number"), value: (row) => row.values[of] };
+      if (kind === "last") return { key: name, kind, head: name, title: `The last value of ${of}`, numeric: true, value: (row) => row.metrics[of]?.last };
+      return { key: name, kind, head: found.lowest[of] ? "lowest" : "highest", title: `The best value of ${of}`, numeric: true, value: (row) => row.metrics[of]?.best };
+    });
 }
 
 /** Rows by one column; rows without a value are last in either direction, and equal rows keep their order. */

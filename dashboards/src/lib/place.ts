@@ -5,13 +5,16 @@ import { describe, phases } from "./strategy";
 
 /** A job's strategy; on a server group without what the strategy would have of its own: the group has the servers. */
 export function strategyOf(job: Job): { epochs?: number | null; strategy: StrategyWire }[] {
-  const all = phases(job.spec.strategy);
+  const all = phases(job.spec.run ? job.strategies?.[0] ?? job.spec.strategy : job.spec.strategy);
   if (typeof job.spec["server_group"] !== "string") return all;
   return all.map((phase) => ({ ...phase, strategy: { ...phase.strategy, shards: undefined, servers: undefined, replicas: undefined } }));
 }
 
-/** The whole strategy of a job in words. */
-export const describeJob = (job: Job): string => describe(strategyOf(job));
+/** The whole strategy of a job in words; of a function those that it gave to rayps.wrap. */
+export function describeJob(job: Job): string {
+  const further = job.spec.run ? (job.strategies ?? []).slice(1) : [];
+  return [describe(strategyOf(job)), ...further.map(describe)].join(" + ");
+}
 
 /** "shared (5 servers, 1 backup)": the group that a job is on, as far as it is known; "" where it is on none. */
 export function groupOf(job: Job): string {

@@ -1,5 +1,5 @@
 /* From a job's series to the arrays that a chart draws. Pure, so that tests can look at them. */
-import type { EvaluationPoint } from "../types";
+import type { EvaluationPoint, Job } from "../types";
 import { ema } from "./ema";
 import { count, loss, short } from "./format";
 import { type Bucket, dataShare, mean, rate, type Series } from "./series";
@@ -58,12 +58,16 @@ export function metricData(series: Series, name: string): { x: number[]; trainin
   };
 }
 
-/** The metric that evaluations are best read by: accuracy if there is one, else the first that is not a loss. */
-export function mainMetric(evaluations: readonly EvaluationPoint[], final: Record<string, unknown> | null): string | null {
-  const names = Object.keys(evaluations[evaluations.length - 1]?.metrics ?? final ?? {});
-  return names.find((name) => name === "accuracy") ?? names.find((name) => !/loss/i.test(name)) ?? null;
+/**
+ * The metric that a job is best read by: accuracy, else the first that is no loss and whose name says which value is the
+ * best, else the first of its evaluations that is no loss. What a loop logs is not all a measure: a gradient's norm is none.
+ */
+export function mainMetric(evaluations: readonly EvaluationPoint[], job: Job | null): string | null {
+  const names = Object.keys(evaluations[evaluations.length - 1]?.metrics ?? job?.metrics ?? job?.progress?.metrics ?? {}).filter((name) => !/loss/i.test(name));
+  return names.find((name) => name === "accuracy")
+    ?? names.find((name) => job?.lowest?.[name] != null)
+    ?? (job?.spec.run ? null : names[0] ?? null);
 }
-
 
 /** At most `rows` rows, evenly spread and with the last, as the chart's table. */
 export function sampled<T>(items: readonly T[], rows: number): T[] {

@@ -1,6 +1,5 @@
 /* The statuses of a job as groups and words. Pure. */
 import type { Job, Status } from "../types";
-import { target } from "./strategy";
 
 export type Tone = "run" | "ok" | "bad" | "warn" | "idle";
 
@@ -34,11 +33,4 @@ export function share(job: Job): number | null {
   const { round, rounds } = job.progress ?? {};
   if (typeof round !== "number" || !rounds) return null;
   return Math.min(1, Math.max(0, round / rounds));
-}
-
-/** Whether a job matches what was typed into the filter: every word is in its name, id, workload or function, strategy, sweep or reason. */
-export function matches(job: Job, text: string): boolean {
-  const hay = [job.name, job.id, target(job.spec), JSON.stringify(job.spec.strategy), job.sweep, job.reason, job.status]
-    .join(" ").toLowerCase();
-  return text.toLowerCase().split(/\s+/).every((word) => hay.includes(word));
 }

@@ -64,6 +64,12 @@ export function hasRealClients(spec: StrategySpec | null | undefined): boolean {
   return phases(spec).some(({ strategy }) => plain(strategy.name) in FEDERATED && "clients" in unusual(strategy));
 }
 
+/** The bound of each client's metrics, where they are summed under masks or with noise; null where they are not cut. */
+export function metricBound(spec: StrategySpec | null | undefined): number | null {
+  const found = phases(spec).map(({ strategy }) => strategy).find((each) => each["client_evaluation"] && (each["secure"] || each["privacy"]));
+  return found ? Number(found["metric_bound"] ?? 1) : null;
+}
+
 /** What simulated attackers do, as it is written: "sign_flip(clients=4)"; null where there are none. */
 export function attack(spec: StrategySpec | null | undefined): string | null {
   const found = phases(spec).map(({ strategy }) => strategy["attack"]).find((value) => value !== null && value !== undefined);

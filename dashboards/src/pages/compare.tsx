@@ -168,12 +168,12 @@ function TableCard({ found }: { found: Comparison }) {
 }
 
 function Cell({ column, row, index }: { column: Column; row: ComparedRow; index: number }) {
-  if (column.key === "name") return <span class="compared-name"><Swatch index={index} /><a href={href(["jobs", row.id])} data-row>{row.name}</a></span>;
-  if (column.key === "status") return <span title={row.reason ?? undefined}><Badge status={row.status} /></span>;
-  if (column.key === "seconds") return <>{duration(row.seconds)}</>;
-  if (column.key === "rounds") return <>{count(row.rounds)}</>;
+  if (column.kind === "fact" && column.key === "name") return <span class="compared-name"><Swatch index={index} /><a href={href(["jobs", row.id])} data-row>{row.name}</a></span>;
+  if (column.kind === "fact" && column.key === "status") return <span title={row.reason ?? undefined}><Badge status={row.status} /></span>;
+  if (column.kind === "fact" && column.key === "seconds") return <>{duration(row.seconds)}</>;
+  if (column.kind === "fact" && column.key === "rounds") return <>{count(row.rounds)}</>;
   const value = column.value(row);
-  if (column.key.replace(/^best /, "") in row.metrics) return <>{shownMetric(column.key, value as number | null)}</>;
+  if (column.kind === "last" || column.kind === "best") return <>{shownMetric(column.key, value as number | null)}</>;
   return <>{text(value)}</>;
 }
 

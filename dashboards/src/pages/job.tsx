@@ -183,8 +183,9 @@ function Tiles({ job, feed }: { job: Job; feed: Feed }) {
   void feed.version.value;
   const { progress } = job;
   const { evaluations } = feed.series;
-  const last = evaluations[evaluations.length - 1];
-  const name = mainMetric(evaluations, job.metrics ?? job.progress?.metrics ?? null);
+  const loading = feed.loading.value !== null;
+  const last = loading ? undefined : evaluations[evaluations.length - 1];
+  const name = mainMetric(loading ? [] : evaluations, job);
   const value = name ? (job.metrics?.[name] ?? last?.metrics[name] ?? job.progress?.metrics?.[name]) : null;
   const started = seconds(job.started_at);
   const spent = started === null ? null : Math.max(0, (seconds(job.finished_at) ?? now.value) - started);
@@ -195,7 +196,7 @@ function Tiles({ job, feed }: { job: Job; feed: Feed }) {
     <dl class="tiles">
       <Tile name="Loss" value={progress?.round && progress.loss === null && feed.series.badRounds > 0 ? "NaN" : loss(shown.value)} note={`${shown.of}${batch}`} />
       <Tile name={name ? name.charAt(0).toUpperCase() + name.slice(1) : "Accuracy"} value={name ? metric(name, value) : "–"} note={last ? `after round ${count(last.round)}` : job.spec.run && name ? "last logged" : "not evaluated yet"} />
-      <Tile name="Throughput" value={short(ended(job.status) ? average(feed) : progress?.samples_per_second)} unit="samples/s" note={ended(job.status) ? "mean of the run" : "now"} />
+      <Tile name="Throughput" value={short(ended(job.status) ? average(feed) : progress?.samples_per_second)} unit="samples/s" note={ended(job.status) ? (loading ? "mean of the rounds loaded" : "mean of the run") : "now"} />
       <Tile name="Time" value={duration(spent)} note={started === null ? "not started" : job.finished_at ? "in total" : progress?.eta_seconds ? `${duration(progress.eta_seconds)} left` : "so far"} />
       <Tile name="Failures" value={count(failures)} note={failures ? `generation ${progress?.generation ?? 1}, ${WORDS[job.status].toLowerCase()}` : "none so far"} tone={failures ? "warn" : ""} />
     </dl>

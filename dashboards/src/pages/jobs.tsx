@@ -1,37 +1,48 @@
 /* The list of jobs: filtered by the address, kept fresh by one stream, walked through with j and k. */
-import type { ComponentChildren } from "preact";
-import { useEffect } from "preact/hooks";
+import { useEffect, useRef } from "preact/hooks";
 import { now } from "../clock";
 import { asCurl } from "../lib/commands";
 import { count, duration, loss, metric, plural, seconds } from "../lib/format";
-import { ended, GROUPS, matches, share, TONES } from "../lib/status";
+import { mainMetric } from "../lib/plot";
+import { ended, GROUPS, share, TONES } from "../lib/status";
 import { describeJob, groupOf, shownLoss, strategyOf } from "../lib/place";
 import { brief, length, shardWords, target } from "../lib/strategy";
-import { failure, jobs, loadingMore, more, nextCursor, selected, state, toggle, watch } from "../list";
+import { counts, failure, jobs, loadingMore, more, nextCursor, selected, state, toggle, watch } from "../list";
 import { Ago, Badge, Bar, Command, Empty } from "../parts/bits";
 import { SearchIcon } from "../parts/icons";
 import { go, href, put, route } from "../route";
-import type { Job, JobSpec } from "../types";
+import type { Job, JobSpec, Status } from "../types";
 
 const SAMPLE: JobSpec = { workload: "digits.py:Digits", strategy: "all_reduce", workers: 4, epochs: 5 };
 
 /** Stands for the shell's own directory: the service wants an absolute path beside a workload file. */
 const HERE = "HERE";
 
+const TYPING = 250; // ms in which further letters may follow
+
 export function JobsPage() {
-  useEffect(() => {
-    document.title = "Jobs – rayps";
-    return watch();
-  }, []);
   const { query } = route.value;
   const status = query.get("status") ?? "";
-  const text = query.get("q") ?? "";
-  const all = jobs.value;
-  const named = text.trim() ? all.filter((job) => matches(job, text)) : all;
+  const text = query.get("q")?.trim() ?? "";
   const group = GROUPS.find((entry) => entry.key === status);
-  const shown = group ? named.filter((job) => group.holds.includes(job.status)) : named;
+  const before = useRef(text);
+  useEffect(() => {
+    document.title = "Jobs – rayps";
+  }, []);
+  useEffect(() => {
+    let stop = () => {};
+    const timer = window.setTimeout(() => { stop = watch({ status: group?.holds ?? [], text }); }, text === before.current ? 0 : TYPING);
+    before.current = text;
+    return () => {
+      window.clearTimeout(timer);
+      stop();
+    };
+  }, [group?.key, text]);
+  const shown = group ? jobs.value.filter((job) => group.holds.includes(job.status)) : jobs.value; // one may have left the status since
+  const number = (holds: readonly Status[]) => holds.reduce((sum, each) => sum + (counts.value[each] ?? 0), 0);
+  const all = number(GROUPS.flatMap((entry) => entry.holds));
 
-  if (state.value === "ready" && all.length === 0) return <FirstJob />;
+  if (state.value === "ready" && all === 0 && !text) return <FirstJob />;
   return (
     <main class="page">
       <div class="page-head">
@@ -39,14 +50,14 @@ export function JobsPage() {
         <label class="search">
           <SearchIcon />
           <input type="search" data-focus="filter" placeholder="Filter by name, workload, strategy" aria-label="Filter jobs"
-            aria-keyshortcuts="/" value={text} onInput={(event) => put({ q: event.currentTarget.value || null })} />
+            aria-keyshortcuts="/" value={query.get("q") ?? ""} onInput={(event) => put({ q: event.currentTarget.value || null })} />
           <kbd aria-hidden="true">/</kbd>
         </label>
       </div>
       <div class="tabs" role="group" aria-label="Filter by status">
-        <Tab name="All" active={!group} number={named.length} onClick={() => put({ status: null })} />
+        <Tab name="All" active={!group} number={all} onClick={() => put({ status: null })} />
         {GROUPS.map((entry) => (
-          <Tab key={entry.key} name={entry.name} active={group === entry} number={named.filter((job) => entry.holds.includes(job.status)).length}
+          <Tab key={entry.key} name={entry.name} active={group === entry} number={number(entry.holds)}
             onClick={() => put({ status: group === entry ? null : entry.key })} />
         ))}
       </div>
@@ -60,7 +71,7 @@ export function JobsPage() {
       {selected.value.size > 0 && <Selection />}
       {shown.length > 0 && <JobTable shown={shown} />}
       {nextCursor.value && state.value === "ready" && (
-        <p class="more"><button type="button" class="button" disabled={loadingMore.value} onClick={() => void more()}>{loadingMore.value ? "Loading" : "Load older jobs"}</button></p>
+        <p class="more"><button type="button" class="button" disabled={loadingMore.value} onClick={() => void more()}>{loadingMore.value ? "Loading" : `Load older jobs (${count(shown.length)} of ${count(group ? number(group.holds) : all)} are shown)`}</button></p>
       )}
     </main>
   );
@@ -79,14 +90,18 @@ function Selection() {
 }
 
 function Tab({ name, number, active, onClick }: { name: string; number: number; active: boolean; onClick: () => void }) {
-  return <button type="button" class="tab" aria-pressed={active} onClick={onClick}>{name}<span class="tab-count">{number}</span></button>;
+  const place = useRef<HTMLButtonElement>(null);
+  useEffect(() => {
+    if (active) place.current?.scrollIntoView({ block: "nearest", inline: "nearest" }); // on a narrow page the row of tabs scrolls
+  }, [active]);
+  return <button ref={place} type="button" class="tab" aria-pressed={active} onClick={onClick}>{name}<span class="tab-count">{number}</span></button>;
 }
 
 function JobTable({ shown }: { shown: Job[] }) {
   return (
     <table class="jobs" aria-label={plural(shown.length, "job")}>
       <thead>
-        <tr><th class="cell-pick"><span class="sr">Select</span></th><th>Status</th><th>Job</th><th>Strategy</th><th class="col-progress">Progress</th><th class="num" title="Of the evaluation where there is one, else of the last batch">Loss</th><th class="num">Accuracy</th><th class="num">Submitted</th></tr>
+        <tr><th class="cell-pick"><span class="sr">Select</span></th><th>Status</th><th>Job</th><th>Strategy</th><th class="col-progress">Progress</th><th class="num" title="Of the evaluation where there is one, else of the last batch">Loss</th><th class="num" title="Accuracy if there is one, else the first metric whose name says whether its highest or its lowest value is the best">Metric</th><th class="num">Submitted</th></tr>
       </thead>
       <tbody>{shown.map((job) => <JobRow key={job.id} job={job} />)}</tbody>
     </table>
@@ -100,6 +115,8 @@ function JobRow({ job }: { job: Job }) {
   };
   const created = seconds(job.created_at);
   const { value, of } = shownLoss(job);
+  const metrics = job.metrics ?? job.progress?.metrics ?? {};
+  const shown = mainMetric([], job);
   return (
     <tr onClick={open} data-job={job.id}>
       <td class="cell-pick"><label><input type="checkbox" checked={selected.value.has(job.id)} aria-label={`Select ${job.name} to compare`} onChange={() => toggle(job.id)} /></label></td>
@@ -115,7 +132,7 @@ function JobRow({ job }: { job: Job }) {
       </td>
       <td class="cell-progress"><Advance job={job} /></td>
       <td class={`num cell-loss${value == null ? " is-none" : ""}`} data-label="Loss">{loss(value)}{value != null && of === "last batch" && <span class="sub">{of}</span>}</td>
-      <td class={`num cell-accuracy${accuracy(job) === "–" ? " is-none" : ""}`} data-label="Accuracy">{accuracy(job)}</td>
+      <td class={`num cell-accuracy${shown === null ? " is-none" : ""}`} data-label={shown ?? "Metric"}>{shown === null ? "–" : <>{metric(shown, metrics[shown])}<span class="sub">{shown}</span></>}</td>
       <td class="num cell-age"><Ago at={created} /><span class="sub">{took(job)}</span></td>
     </tr>
   );
@@ -135,13 +152,6 @@ function Advance({ job }: { job: Job }) {
     return <>{bar}<span class="sub sub-split"><span>{rounds}</span><span>{left}</span></span></>;
   }
   return <>{bar}<span class="sub">{job.reason ?? progress?.message ?? "Getting ready"}</span></>;
-}
-
-function accuracy(job: Job): ComponentChildren {
-  const entries = Object.entries(job.metrics ?? job.progress?.metrics ?? {}).filter(([name]) => !/loss/i.test(name));
-  const [name, value] = entries.find(([key]) => key === "accuracy") ?? entries[0] ?? [];
-  if (name === undefined) return "–";
-  return name === "accuracy" ? metric(name, value) : <>{metric(name, value)}<span class="sub">{name}</span></>;
 }
 
 function took(job: Job): string {

@@ -24,7 +24,7 @@ export function LossCard({ feed }: { feed: Feed }) {
   const log = query.get("scale") === "log";
   const index = useSignal<number | null>(null);
   const { series } = feed;
-  const name = mainMetric(series.evaluations, feed.job.value?.spec.run ? null : feed.job.value?.metrics ?? null);
+  const name = feed.job.value?.spec.run && !series.evaluations.length ? null : mainMetric(series.evaluations, feed.job.value);
   const arrays = useMemo(() => lossData(series, smooth, name, log), [version, smooth, name, log]);
   const banded = series.width > 1;
   const many = series.evaluations.length > 120;
@@ -39,7 +39,7 @@ export function LossCard({ feed }: { feed: Feed }) {
   latest.marks = marks;
 
   return (
-    <Card title="Loss" class="loss-card" id="loss"
+    <Card title="Loss" class="loss-card" id="loss" note={<Loading feed={feed} />}
       tools={<>
         <label class="slider" title="Debiased exponential moving average over every round">
           <span>Smoothing</span>
@@ -52,10 +52,10 @@ export function LossCard({ feed }: { feed: Feed }) {
           <output>{smooth.toFixed(2)}</output>
         </label>
         <button type="button" class="button toggle" aria-pressed={log} onClick={() => put({ scale: log ? null : "log" })}>Log</button>
-        <button type="button" class="button-icon" title="Download the rounds as CSV" aria-label="Download the rounds as CSV"
+        <button type="button" class="button-icon" title="Download the rounds as CSV" aria-label="Download the rounds as CSV" disabled={feed.loading.value !== null}
           onClick={() => download(`${feed.id}-rounds.csv`, csv(series), "text/csv")}><DownIcon /></button>
       </>}>
-      {arrays.x.length === 0 ? <Empty title="No rounds yet">The curve starts with the first round.</Empty> : <>
+      {arrays.x.length === 0 ? (feed.loading.value !== null ? <Empty title="Loading the rounds" /> : <Empty title="No rounds yet">The curve starts with the first round.</Empty>) : <>
         <Readout items={[
           { name: "round", value: count(arrays.x[at] ?? null) },
           { swatch: "raw", name: banded ? `mean of ${series.width}` : "loss", value: loss(arrays.raw[at]) },
@@ -78,6 +78,13 @@ export function LossCard({ feed }: { feed: Feed }) {
   );
 }
 
+/** Says that a chart is not complete, and how much of the run it has, until all rounds so far are loaded. */
+export function Loading({ feed }: { feed: Feed }) {
+  const share = feed.loading.value;
+  if (share === null) return null;
+  return <span class="loading-rounds" role="status" aria-live="off">{feed.series.total ? `loading: ${plural(feed.series.total, "round")}, ${percent(share)}` : "loading"}</span>;
+}
+
 /** `hidden`: the job reports no number of samples, because it would tell who took part in a round. */
 export function RateCard({ feed, height, hidden }: { feed: Feed; height: number; hidden: boolean }) {
   const version = feed.version.value;
@@ -87,8 +94,8 @@ export function RateCard({ feed, height, hidden }: { feed: Feed; height: number;
   const at = index.value !== null && index.value < arrays.x.length ? index.value : lastKnown(arrays.smooth);
   const summary = `Throughput in samples per second by round; ${short(arrays.smooth[arrays.smooth.length - 1])} at the end.`;
   return (
-    <Card title="Throughput" note="samples/s" id="throughput">
-      {hidden ? <Empty title="Not reported under privacy" /> : arrays.x.length === 0 ? <Empty title="No measurements yet" /> : <>
+    <Card title="Throughput" note={<>samples/s<Loading feed={feed} /></>} id="throughput">
+      {hidden ? <Empty title="Not reported under privacy" /> : arrays.x.length === 0 ? <Empty title={feed.loading.value === null ? "No measurements yet" : "Loading the rounds"} /> : <>
         <Readout items={[
           { name: "round", value: count(arrays.x[at] ?? null) },
           { swatch: "smooth", name: "samples/s", value: short(arrays.smooth[at]) },

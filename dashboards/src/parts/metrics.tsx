@@ -6,10 +6,11 @@ import { color } from "../clock";
 import type { Feed } from "../feed";
 import { count, metric } from "../lib/format";
 import { mainMetric, metricData, metricNames } from "../lib/plot";
+import { metricBound } from "../lib/strategy";
 import { put, route } from "../route";
 import { Card } from "./bits";
 import { axis, Chart, cursor } from "./chart";
-import { before, lastKnown, metricTick, Readout } from "./curves";
+import { before, lastKnown, Loading, metricTick, Readout } from "./curves";
 
 /** One metric of a job at a time; nothing if it has none beside those of the loss chart. */
 export function MetricsCard({ feed }: { feed: Feed }) {
@@ -17,19 +18,20 @@ export function MetricsCard({ feed }: { feed: Feed }) {
   const index = useSignal<number | null>(null);
   const { series } = feed;
   const names = useMemo(() => metricNames(series), [version]);
-  const drawn = ["loss", mainMetric(series.evaluations, null)]; // in the loss chart
+  const drawn = ["loss", mainMetric(series.evaluations, feed.job.value?.spec.run && !series.evaluations.length ? null : feed.job.value)]; // in the loss chart
   const fresh = names.filter((name) => !drawn.includes(name));
   const wanted = route.value.query.get("metric");
-  const name = names.find((each) => each === wanted) ?? fresh[0] ?? "";
+  const name = names.find((each) => each === wanted) ?? fresh.find((each) => each !== "grad_norm" && !/^lr(_\d+)?$/.test(each)) ?? fresh[0] ?? "";
   const arrays = useMemo(() => metricData(series, name), [version, name]);
   const data = useMemo(() => [arrays.x, arrays.training, arrays.evaluation] as uPlot.AlignedData, [arrays]);
   if (fresh.length === 0 && !series.buckets.some((bucket) => drawn.some((each) => each && bucket.told?.[each] !== undefined))) return null;
   const trained = arrays.training.some((value) => value !== null);
   const evaluated = arrays.evaluation.some((value) => value !== null);
   const at = index.value !== null && index.value < arrays.x.length ? index.value : lastKnown(trained ? arrays.training : arrays.evaluation);
+  const bound = metricBound(feed.job.value?.spec.strategy);
   const last = before(trained ? arrays.training : arrays.evaluation, arrays.x.length - 1);
   return (
-    <Card title="Metrics" id="metrics" class="wide" tools={
+    <Card title="Metrics" id="metrics" class="wide" note={<Loading feed={feed} />} tools={
       <label class="choice"><span>Metric</span>
         <select aria-label="Metric" value={name} onChange={(event) => put({ metric: event.currentTarget.value })}>
           {names.map((each) => <option key={each} value={each}>{each}</option>)}
@@ -43,6 +45,7 @@ export function MetricsCard({ feed }: { feed: Feed }) {
       ]} />
       <Chart height={200} data={data} variant={`metric/${name}`} onIndex={(i) => (index.value = i)}
         summary={`${name} by round; ${metric(name, last)} at the end.`} options={() => looks(feed.id, name)} />
+      {name.startsWith("client_") && bound !== null && <p class="card-foot">Each client's value is limited to ±{bound} (<code>metric_bound</code>).</p>}
     </Card>
   );
 }

@@ -60,10 +60,7 @@ class OwnedSlices:
         return self._exposed[self._ring.rank]
 
     def gather(self, vector: Tensor) -> None:
-        """Copy the elements that each rank owns into `vector` on all ranks. Raises LinkError if a connection fails.
-
-        Until all ranks have begun another collective, no rank may change the elements of `vector` that it owns.
-        """
+        """Copy the elements that each rank owns into `vector` on all ranks. Raises LinkError if a connection fails."""
         ring = self._ring
         if ring.size == 1:
             return
@@ -110,5 +107,6 @@ class OwnedSlices:
             if rank != self._ring.rank:
                 for lo, hi in self.ranges(rank):
                     vector[lo:hi] = other[lo:hi]
+        shared_memory.barrier()  # the user's code may change the parameters, which the other ranks have read now
         mine = sum(hi - lo for lo, hi in self.ranges())
         shared_memory.bytes_shared += (self._ring.size - 1) * mine * vector.element_size()

@@ -26,7 +26,7 @@ from rayps.tensors.optim import Factory
 from rayps.tensors.subset_optimizer import of_some
 from rayps.workload.accumulate import Check, Ready, StepLoss
 from rayps.workload.base import Workload
-from rayps.workload.model_part import Whole, evaluation_totals
+from rayps.workload.model_part import WeightCheck, Whole, evaluation_totals
 from rayps.workload.precision import autocast
 
 _TIMELINE_CALL = 3  # number of the call of `facts` that also reports a step's timeline: the first two steps are slower
@@ -73,10 +73,12 @@ class ModelSlice(Whole):
                 )
         parameters = dict(model.named_parameters())
         self.workload, self.module, self._device = workload, model, device
+        self.check_weight = WeightCheck(workload, model, is_checked=True)  # before the start
         self.reports = stage == division.stages - 1 and rank == 0
         self._whole = division.layout
         self.layout, self.parameters = mine.layout, [parameters[piece.name] for piece in mine.owned]
         self._untrained = {piece.name for piece in mine.untrained}
+        self._trained = frozenset(mine.layout.names)
         self._borrowed = [parameters[borrowed.piece.name] for borrowed in mine.borrowed]
         self._exchange = BorrowedParameters(division, column, parameters, rings)
         self._unchecked_ring = rings.get("tensor")

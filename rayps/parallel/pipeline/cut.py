@@ -16,6 +16,7 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
+from rayps_client.module_modes import evaluating
 from torch import Tensor, nn
 
 from rayps.core.errors import ConfigError, WorkloadError
@@ -197,19 +198,15 @@ def check(
         WorkloadError: a cut would change the model's result, e.g. because of a skip connection or an attribute that two
         layers share. The error names the first such layer.
     """
-    training = [module for module in model.modules() if module.training]
     state = torch.get_rng_state()
-    model.eval()
     try:
-        with torch.no_grad(), stash_in({}):
+        with evaluating(model), torch.no_grad(), stash_in({}):
             if isinstance(found[0].module, StackLayer):
                 _compare_stack(model, found, args, kwargs or {})
             else:
                 _compare(model, found, args, kwargs or {})
     finally:
         torch.set_rng_state(state)
-        for module in training:
-            module.training = True
 
 
 def _compare(model: nn.Module, found: Sequence[Layer], args: Sequence[Nested], kwargs: Mapping[str, Nested]) -> None:

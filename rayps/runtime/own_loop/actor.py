@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from rayps.core.records import Event, Point
 from rayps.core.user_code import placed, user_code
 from rayps.core.user_module import unpack
 from rayps.core.values import Buffer
+from rayps.runtime.own_loop.activity import Activity, activity_of
 from rayps.runtime.own_loop.named import arguments
 from rayps.runtime.own_loop.state import SavedPart
 from rayps.runtime.own_loop.world import LoopPlace, World, current
@@ -38,6 +40,8 @@ class LoopOutput:
     points: list[Point] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     parts: list[SavedPart] = field(default_factory=list)
+    activity: Activity | None = None  # what its function is doing; None if it does not run
+    inputs: str | None = None  # a digest of the first inputs of its model: see `rayps.runtime.own_loop.same_rows`
 
 
 class _Discard:
@@ -80,10 +84,13 @@ class LoopActor:
         self._logs, self._returned, self._over = LogBuffer(), False, False
         self._sends, self._checks = sends, capture
         self._reported_at = 0.0  # the time of the last report of a step
+        self._thread: int | None = None  # the thread in which the function runs
+        self._stepped = 0, time.monotonic()  # the number of steps, and when it has last been another
         self._closing = threading.Lock()
         self._world.produced = self._produced
-        if capture:  # log records reach stderr by the user's own handlers, as in a plain process
-            self._logs.capture(records=False)
+        if capture:
+            self._logs.capture()
+            logging.getLogger("rayps").setLevel(logging.WARNING)
         torch.set_num_threads(threads)
 
     def place(self) -> ActorHost:
@@ -94,13 +101,14 @@ class LoopActor:
         """Call the user's function in its `World`. `own` and `first` are this rank's and rank 0's saved state."""
         here = self._world
         current.set(here)
+        self._thread, self._stepped = threading.get_ident(), (here.steps, time.monotonic())
         torch.manual_seed(rank_seed(here.place.seed, here.rank))
         if own is not None and first is not None:
             here.restored, here.steps, here.saved = (own, first), own.steps, own.number
         failed = True
         try:
             self._code = enter_code(self._job_code)
-            function = unpack(self._packed)
+            function = unpack(self._packed, shared=True)
             with user_code(getattr(function, "__name__", "train_fn")):
                 result = function(**arguments(function, here.place.params))
             if not self._sends:
@@ -126,8 +134,13 @@ class LoopActor:
         """Return the output since the last call. If there is none, wait for a line or a step, at most `seconds`."""
         if not self._over:
             self._logs.wait(seconds)
-        over = self._over
-        return LoopOutput(self._logs.drain(), self._world.steps, self._returned, over, *self._world.take())
+        over, steps = self._over, self._world.steps
+        if steps != self._stepped[0]:
+            self._stepped = steps, time.monotonic()
+        activity = None if over else activity_of(self._thread, time.monotonic() - self._stepped[1])
+        return LoopOutput(
+            self._logs.drain(), steps, self._returned, over, *self._world.take(), activity, self._world.inputs
+        )
 
     def close(self) -> None:
         """End the connections of wrapped optimizers, so that no peer waits for this worker. A kill calls this."""
@@ -137,8 +150,14 @@ class LoopActor:
     def _close(self, failed: bool) -> None:
         with self._closing:
             closing, self._world.closing = self._world.closing, []
-        for close in reversed(closing):
-            close(failed)
+        error: BaseException | None = None
+        for close in reversed(closing):  # each one, so that no peer waits for it
+            try:
+                close(failed)
+            except BaseException as raised:
+                error, failed = error or raised, True
+        if error is not None:
+            raise error
 
     def _produced(self) -> None:
         """Report a step, a point or a save to the driver: steps and points at most every tenth of a second."""

@@ -18,7 +18,7 @@ from rayps.cluster.local import ActorHandle, ActorReply, Cluster, LocalCluster, 
 from rayps.cluster.members import ActorHost
 from rayps.cluster.reservation import torch_threads
 from rayps.cluster.user_packages import install_seconds
-from rayps.core.errors import ActorDied, LinkError, RaypsError, TrainingError
+from rayps.core.errors import ActorDied, LinkError, PeerTimeout, RaypsError, TrainingError
 from rayps.core.job_status import Status
 from rayps.core.metrics import Throughput
 from rayps.core.records import Event, Point, ProgressRecord, WorkerLine
@@ -39,8 +39,9 @@ from rayps.runtime.journal import Journal
 from rayps.runtime.own_loop.actor import LoopOutput
 from rayps.runtime.own_loop.log_points import LogPoints, numbers_of
 from rayps.runtime.own_loop.named import all_params, arguments
+from rayps.runtime.own_loop.same_rows import SAME_ROWS
 from rayps.runtime.own_loop.state import PartsBySave, SavedPart, checkpoint_of, parts_of
-from rayps.runtime.own_loop.watch import LoopWatch, death_error, uneven_steps_error
+from rayps.runtime.own_loop.watch import LoopWatch, death_error, uneven_steps_error, with_activities
 from rayps.runtime.own_loop.world import LoopPlace
 from rayps.runtime.status import Outcome
 from rayps.runtime.unfinished_uploads import report_unfinished
@@ -69,6 +70,7 @@ class _Group:
         self.began = states[0].steps if states else 0  # optimizer steps at the start of the generation
         self.watch = LoopWatch(handles, receive)
         self.error_at: float | None = None  # when the first error was seen
+        self._timeouts: dict[int, PeerTimeout] = {}  # by rank, with what the others were doing when it was seen
 
     def ended(self) -> list[int]:
         """Return the ranks whose function has ended, or whose process has died."""
@@ -87,6 +89,9 @@ class _Group:
                     dead.append((f"worker-{rank}", str(error.data.get("reason", error))))
                 else:  # a server that the worker has started
                     errors.append((f"worker-{rank}", error))
+            except PeerTimeout as error:
+                found = self._timeouts.setdefault(rank, with_activities(error, self.watch.latest))
+                errors.append((f"worker-{rank}", found))
             except Exception as error:  # what a user's function raises in a thread of this process
                 errors.append((f"worker-{rank}", error))
         if errors and self.error_at is None:
@@ -144,7 +149,7 @@ class LoopDriver:
         self.results: list[Any] = []
         self._function, self._folder, self._resume = function, checkpoints, resume
         self._capture, self._failures, self._sends = capture, FailureCount(failures), sends
-        self._code = code or JobCode("", folder=spec.working_dir)
+        self._code = code or JobCode.of_caller(spec.working_dir)
         self._stop = threading.Event()
         self._generation, self._message = 0, ""
         self._group: _Group | None = None
@@ -248,7 +253,7 @@ class LoopDriver:
                     gpus=wanted.get("gpu", 0.0),
                     gang=gang,
                     index=rank,
-                    warm=not self._code.requirements,  # an imported package keeps its version
+                    warm=self._code.may_be_warm,
                 )
             )
         generation = self._generation
@@ -363,7 +368,8 @@ class LoopDriver:
             if output.lines and self._capture:
                 self.journal.lines([(at, f"worker-{rank}", text) for at, text in output.lines])
             for event in output.events:
-                self.journal.event(**event)
+                if event["kind"] != "wrapped" or self._takes(event):
+                    self.journal.event(**event)
             self._points.add(output.points, time.monotonic())
             complete = [held for part in output.parts if (held := self._gathering.add(rank, part)) is not None]
         for parts in complete:
@@ -371,6 +377,14 @@ class LoopDriver:
                 self._keep(parts)
             except Exception as error:  # reported as the run's error
                 self._fault = error
+
+    def _takes(self, event: Event) -> bool:
+        """Record the strategy that the loop gave to `rayps.wrap`. Return whether it is new: a restart repeats it."""
+        before = self._progress.get("wrapped", [])
+        found = [*before[: event["number"]], event["strategy"], *before[event["number"] + 1 :]]
+        self._progress["wrapped"] = found
+        self._points.strategy = " + ".join(dict.fromkeys(str(each["name"]) for each in found))
+        return found != before
 
     def _keep(self, parts: dict[int, SavedPart]) -> None:
         """Write a complete saved state into the folder, or keep it in memory if there is none."""
@@ -396,6 +410,8 @@ class LoopDriver:
             for point in merged:
                 self._add(point)
             self.journal.add_points(merged)
+            if self._group is not None and self._group.watch.same_rows():
+                self.journal.event("warning", SAME_ROWS)
         self._show()
 
     def _add(self, point: Point) -> None:
@@ -456,7 +472,7 @@ class LoopDriver:
             kept = "nothing was saved" if self._saved is None else f"saved state {self._saved[0]} is kept"
             if self._saved is not None and self._saved[2] is not None:
                 kept = f"{self._saved[2]} is kept"
-            return Outcome(Status.STOPPED, f"stopped on request: {kept}")
+            return Outcome(Status.STOPPED, f"stopped on request: {kept}", metrics)
         assert isinstance(decision, Fail), "a loop restarts as a whole"
         error = decision.error
         if not isinstance(error, RaypsError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rayps.core.errors import WorkloadError
 from rayps.core.strategy import RoundMemory, StrategyView
 from rayps.core.strategy_families import LOCAL_UPDATES
 
@@ -9,6 +10,25 @@ from rayps.core.strategy_families import LOCAL_UPDATES
 def open_steps(strategy: StrategyView, memory: RoundMemory) -> int:
     """Return the number of steps that a worker has taken since its last average or push."""
     return int(memory.get("rounds" if strategy.loop == LOCAL_UPDATES else "steps", 0))
+
+
+def never_stepped(strategy: StrategyView, name: str) -> WorkloadError:
+    """Return the error of a loop that has changed the parameter `name`, not alike on all workers, and taken no step."""
+    return WorkloadError(
+        f"the loop has changed the parameter {name!r} by itself and never called optimizer.step(), so that "
+        f"{strategy.name} has averaged nothing, and the workers' models differ:\ncall optimizer.step() in the loop; or "
+        "for steps of your own use all_reduce, which averages .grad in backward, and make the same step on all workers",
+        parameter=name,
+    )
+
+
+def change_kept_here(strategy: StrategyView, name: str, when: str) -> str:
+    """Return the warning of a change of the parameter `name` after the last step, which the servers do not have."""
+    return (
+        f"{when}, the parameter {name!r} was changed in place after the last optimizer.step(): under {strategy.name} "
+        "servers hold the parameters, and neither they nor the other workers have the change. Change a copy of the "
+        "model instead (copy.deepcopy), or use all_reduce"
+    )
 
 
 def incomplete_period(strategy: StrategyView, steps: int, taken: int, known: int | None, *, even: bool) -> str:

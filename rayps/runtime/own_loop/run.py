@@ -10,6 +10,7 @@ from rayps.cluster.local import Cluster
 from rayps.core.errors import ConfigError, RaypsError, TrainingError
 from rayps.core.job_status import Status
 from rayps.core.records import ProgressRecord
+from rayps.core.spelling import suggests_names
 from rayps.core.strategy import Phase
 from rayps.core.urls import location_of
 from rayps.core.values import Json
@@ -19,12 +20,13 @@ from rayps.runtime.own_loop.driver import LoopDriver
 from rayps.runtime.own_loop.named import load
 from rayps.runtime.training import folder_to_resume, must_take_checkpoints, open_ray, stops, way_to_resume
 from rayps.strategies.catalogue import StrategySpec, parse_for_loop, wire
-from rayps.strategies.job import JobSpec
+from rayps.strategies.job import LOOP_TIMEOUT, JobSpec
 
 _Result = TypeVar("_Result")
 FAILURES = 3  # max_failures of a run with a folder for saved states
 
 
+@suggests_names
 def run(
     train_fn: Callable[..., _Result] | str,
     *,
@@ -37,7 +39,7 @@ def run(
     seed: int = 0,
     resources: dict[str, float] | None = None,
     address: str | None = None,
-    timeout: float = 60.0,
+    timeout: float = LOOP_TIMEOUT,
     progress: bool | Callable[[ProgressRecord], None] = True,
     cluster: Cluster | None = None,
 ) -> list[_Result]:
@@ -56,7 +58,8 @@ def run(
     `seed` sets torch's random numbers, which differ between ranks: runs with the same seed draw the same numbers.
 
     Lines that workers print are shown on stderr at once, each after the worker's name. `address` is the Ray cluster to
-    join, as for `rayps.train`. `timeout` is in seconds. `progress` is as for `rayps.train`, without a bar.
+    join, as for `rayps.train`. `timeout`: the seconds for which a worker waits for another one in a step, such as for
+    rank 0 while it validates alone. `progress` is as for `rayps.train`, without a bar.
 
     Raises:
         ConfigError, CheckpointError, ClusterError, NoResources: the workers cannot be started.

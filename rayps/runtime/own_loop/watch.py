@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from rayps.cluster.local import ActorHandle
-from rayps.core.errors import ActorDied, ClusterError, WorkloadError
+from rayps.core.errors import ActorDied, ClusterError, PeerTimeout, WorkloadError
 from rayps.runtime.own_loop.actor import LoopOutput
 
 WAIT_SECONDS = 1.0  # the longest time, in seconds, that a call waits in a worker for a line
@@ -23,7 +23,7 @@ class LoopWatch:
     """
 
     def __init__(self, handles: Sequence[ActorHandle], receive: Callable[[int, LoopOutput], None]) -> None:
-        self._receive, self._ended = receive, False
+        self._receive, self._ended, self._compared = receive, False, False
         # the newest output of each rank; replaced as a whole, so that a reader in another thread sees one state
         self.latest: Mapping[int, LoopOutput] = {}
         self._lock = threading.Lock()
@@ -33,6 +33,14 @@ class LoopWatch:
         ]
         for thread in self._threads:
             thread.start()
+
+    def same_rows(self) -> bool:
+        """Return once whether all workers train on the same rows, as soon as that is known."""
+        found = {output.inputs for output in self.latest.values()}
+        if self._compared or None in found or len(self.latest) < len(self._threads):
+            return False
+        self._compared = True
+        return len(found) == 1 and len(self._threads) > 1
 
     def finish(self, ranks: Sequence[int]) -> None:
         """Wait for the last output of the workers `ranks`, whose function has returned or which have died."""
@@ -82,15 +90,28 @@ def death_error(rank: int, steps: int | None, reason: str, last_output: str = ""
 
 
 def uneven_steps_error(latest: Mapping[int, LoopOutput]) -> WorkloadError | None:
-    """Return the error of a run in which one worker's function returned and another worker takes more steps.
+    """Return the error of a run in which one worker's function returned, and another waits in a later or the same step.
 
-    Return None if no worker takes more steps than a worker that has returned.
+    In the same step it has called backward more often. Return None if no worker has come so far, or if one that has
+    taken as many steps is in code of the user's, such as a validation after the last step.
     """
     left = [(rank, output.steps) for rank, output in sorted(latest.items()) if output.returned]
     on = [(rank, output.steps) for rank, output in sorted(latest.items()) if not output.returned]
-    if not left or not on or left[0][1] > on[0][1]:
+    if not left or not on or left[0][1] > on[0][1] + 1:
+        return None
+    activity = latest[on[0][0]].activity
+    if left[0][1] == on[0][1] and activity is not None and not activity.waits:
         return None
     (rank, steps), (other, done) = left[0], on[0]
+    if steps == done + 1:
+        return WorkloadError(
+            f"the loop's function returned on worker-{rank} after {steps} optimizer step{'s'[: steps != 1]}, while "
+            f"worker-{other} had called backward in its step {steps} and waited for the others once more:\nbefore "
+            "optimizer.step() all workers must call backward equally often; put all but the last call of a step into "
+            "`with optimizer.no_sync():`",
+            rank=rank,
+            steps=steps,
+        )
     return WorkloadError(
         f"the loop's function returned on worker-{rank} after {steps} optimizer step{'s'[: steps != 1]}, while "
         f"worker-{other} was in its step {done + 1}:\nevery worker must call optimizer.step() equally often; give "
@@ -98,3 +119,20 @@ def uneven_steps_error(latest: Mapping[int, LoopOutput]) -> WorkloadError | None
         rank=rank,
         steps=steps,
     )
+
+
+def with_activities(error: PeerTimeout, latest: Mapping[int, LoopOutput]) -> PeerTimeout:
+    """Return the error of a worker that has waited in vain, with what the others were doing.
+
+    These are the workers whose line of user code has not called rayps, such as one that validates.
+    """
+    busy = {rank: (output, at) for rank, output in sorted(latest.items()) if (at := output.activity) and not at.waits}
+    lines = [
+        f"worker-{rank} is in {at.where}, {at.seconds:.0f} s after "
+        + (f"its optimizer step {output.steps}" if output.steps else "it has begun")
+        for rank, (output, at) in busy.items()
+    ]
+    if not lines:
+        return error
+    way = "raise timeout (seconds) if the other workers shall wait longer for this"
+    return PeerTimeout("\n".join([error.message, *lines, way]), **error.data)

@@ -18,7 +18,7 @@ from typing import Any, Protocol, SupportsFloat
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rayps.comm.ring import Ring
 from rayps.core.errors import ConfigError, PeerTimeout
@@ -43,6 +43,9 @@ class WrapState(Protocol):
 
     def state(self) -> JsonObject:
         """Return its state: tensors, numbers, dicts of them."""
+
+    def exclude(self, model: nn.Module, *, apart: bool) -> None:
+        """Take note that another optimizer is wrapped with this model. `apart`: its workers do not step together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,7 @@ class World:
     logged: int = -1  # the step of the last logged point
     logged_before: int = -1  # the same, of the state from which the function continues
     logged_at: float = field(default_factory=time.monotonic)
+    inputs: str | None = None  # a digest of the first inputs of the first wrapped model; None if not known
 
     @property
     def rank(self) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 import logging
 import math
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import MethodType
 from typing import Any, Protocol
 
@@ -18,24 +20,32 @@ from torch.optim import Optimizer
 from rayps.cluster.local import rendezvous, until
 from rayps.comm.ring import Ring
 from rayps.comm.ring.compressed_mean import CompressedRing, compressed
-from rayps.core.errors import ConfigError, PeerTimeout
-from rayps.core.strategy import StrategyView
+from rayps.core.errors import ConfigError, PeerTimeout, RaypsError, WorkloadError
+from rayps.core.strategy import Phase, StrategyView
 from rayps.core.strategy_families import LOCAL_UPDATES
+from rayps.core.text import written
 from rayps.core.topology import Peers, Servers, compression_in, servers_of
 from rayps.core.values import Json, JsonObject
 from rayps.ps.client.client import GroupServer
 from rayps.ps.server_group import ServerGroup, present_state
-from rayps.runtime.own_loop.early import EarlyGradients
-from rayps.runtime.own_loop.last_period import incomplete_period, open_steps
+from rayps.runtime.own_loop.equal_buffers import EqualBuffers
+from rayps.runtime.own_loop.grad_scaler import take_scaled
+from rayps.runtime.own_loop.last_period import change_kept_here, incomplete_period, never_stepped, open_steps
+from rayps.runtime.own_loop.mean_gradient import MeanGradient
+from rayps.runtime.own_loop.remote_optimizer import StateOnServers, empty_state
 from rayps.runtime.own_loop.rounds import LoopLinks, OwnStepper, RoundState, RoundThread
+from rayps.runtime.own_loop.same_objects import SameObjects, names_by_id
+from rayps.runtime.own_loop.same_rows import watch_inputs
 from rayps.runtime.own_loop.view import ENDLESS, LoopPlan, LoopView
 from rayps.runtime.own_loop.world import World, plain_number, world
-from rayps.strategies.all_reduce import AllReduce
-from rayps.strategies.catalogue import StrategySpec, parse_for_loop
+from rayps.strategies.catalogue import StrategySpec, parse_for_loop, wire
+from rayps.tensors import optim
 from rayps.tensors.flat import FlatModel, Gradient, outside_vector
-from rayps.tensors.learning_rate import Maker, Recipe, Ticks, pace_of
+from rayps.tensors.learning_rate import Maker, Recipe, rates_of
 from rayps.tensors.optim import Group
+from rayps.tensors.weight_watch import check_alike
 from rayps.worker.ring_worker import BackgroundMeans
+from rayps.workload.max_norm import check_max_norm
 from rayps.workload.model import has_tables
 
 log = logging.getLogger(__name__)
@@ -48,6 +58,7 @@ def wrap(
     *,
     schedule: Maker | None = None,
     steps: int | None = None,
+    broadcast_buffers: bool = True,
 ) -> tuple[nn.Module, Optimizer]:
     """Make `optimizer.step()` one round of a strategy. All workers start with rank 0's parameters.
 
@@ -56,15 +67,27 @@ def wrap(
     `optimizer.samples` to the number of samples in the batch (default 1). This number, which may be a fraction, is the
     worker's weight in means over the workers.
 
-    Under all_reduce without compression, gradients leave while backward continues. Several backward passes before a
-    step add up, as in plain torch. To send nothing before the last of them, put the others into
-    `with optimizer.no_sync():`. Set `samples` before the last backward: if it changes after that, the mean is computed
-    a second time.
+    Under all_reduce, gradients leave while backward continues, or after it if they are compressed. When backward has
+    ended, `.grad` has the mean over the workers, as under torch's DDP. What the loop then does with `.grad` acts on the
+    mean: `torch.nn.utils.clip_grad_norm_`, `torch.amp.GradScaler` with or without `unscale_`, a change by hand. It must
+    be the same on all workers. Several backward passes before a step add up, as in plain torch; all workers must call
+    backward equally often. To send nothing before the last of them, put the others into `with optimizer.no_sync():`.
+    Set `samples` before the last backward. A worker without rows may step without a backward, with `samples` 0.
+
+    Under the other strategies `.grad` is this worker's own. What the loop does with it before `step` acts on the
+    worker's own step or push.
+
+    Under `torch.amp.GradScaler`, a step whose gradient is infinite is skipped: by all workers if they step together
+    (all_reduce, a parameter server with staleness 0), else by this worker. It counts as a step of the strategy.
 
     Under strategies whose workers train separately (local_sgd, diloco, downpour), give `steps`, the number of steps of
     the whole loop, so that the last one ends with an average or a push. Without it, a last period that is incomplete is
     ended when the function has returned, and a warning says so: what the function measured and saved before is of each
     worker's own parameters.
+
+    The model and the optimizer must stay the objects that they are at `wrap`: convert, move and load them before. All
+    workers start with rank 0's state of the optimizer too. Under servers, the servers take the state over, and
+    `optimizer.state_dict()` reads it from them.
 
     `schedule` is a function such as `Workload.schedule`, which returns a scheduler, for example
     `rayps.wrap(model, optimizer, schedule=lambda optimizer: CosineAnnealingLR(optimizer, T_max=1000))`. This scheduler
@@ -72,19 +95,19 @@ def wrap(
     the steps. Under a parameter server the shards take the steps, and a change of the optimizer's groups on the worker
     is an error at the next step.
 
-    Call `optimizer.clip_grad_norm_(max_norm)` between the last backward and `step` to clip the mean gradient over all
-    workers, as `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` clips one gradient. The method computes
-    this mean, and `step` does not compute it again. All workers must call it with the same arguments. It returns the
-    norm, which is equal on all workers. If gradients are pushed to servers, the method clips this worker's push, and
-    returns the norm of the push.
+    `optimizer.clip_grad_norm_(max_norm)`, between the last backward and `step`, clips as torch's function does, and
+    first computes the mean if all backward passes were inside `no_sync`. If gradients are pushed to servers, it clips
+    this worker's push. It returns the norm.
 
-    torch's own function would clip one worker's gradient only. Therefore a change of `.grad` between backward and
-    `step` is an error. In all other respects gradients are as in plain torch: zero_grad, several backward passes,
-    parameters without a gradient.
+    If workers step together, they have rank 0's buffers after each step, such as BatchNorm's statistics. With
+    `broadcast_buffers=False` each worker keeps its own. Local SGD and DiLoCo average them with the parameters; under
+    servers with staleness there is no common moment, and each worker keeps its own.
 
     Raises:
         ConfigError: `wrap` is called outside a `run`, the strategy is a list of phases or works only in `train`, the
             model has sparse tables, or `steps` is no number of at least 1.
+        WorkloadError: the optimizer needs a closure (LBFGS) or sparse gradients (SparseAdam), or steps parameters that
+            learn and are not the model's.
 
     Example:
         def train_fn():
@@ -102,27 +125,40 @@ def wrap(
     chosen = parse_for_loop(here.place.strategy if strategy is None else strategy)
     if has_tables(model):
         raise ConfigError("wrap takes no model with sparse tables: use rayps.train, which gives them servers")
+    check_max_norm(model, chosen, here.size)
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise ConfigError(f"steps is {steps!r}: give the number of the loop's steps, at least 1", field="steps")
+    optim.check_step(optimizer, keeps_sparse=False)
     number = next(here.wraps)
-    wrapping = _Wrapping(here, chosen, f"{here.place.name}/{number}", model, optimizer, steps)
+    if here.rank == 0:  # the driver shows it, because only the call knows its strategy
+        told = wire([Phase(None, chosen)])
+        message = f"rayps.wrap takes {written(told)}"
+        with here.lock:
+            here.events.append({"kind": "wrapped", "message": message, "number": number, "strategy": told})
+    name = f"{here.place.name}/{number}"
+    wrapping = _Wrapping(here, chosen, name, model, optimizer, steps=steps, broadcasts=broadcast_buffers)
     rounds = wrapping.connect(number, schedule)
+    for other in here.wrapped:
+        other.exclude(model, apart=wrapping.is_apart)
     here.wrapped.append(wrapping)
     here.closing.append(wrapping.disconnect)
     _extend(optimizer, rounds, here)
+    if number == 0 and here.size > 1 and here.restored is None:
+        watch_inputs(model, partial(setattr, here, "inputs"))
     rounds.start(LoopView(rounds, here, optimizer, LoopPlan(ENDLESS if steps is None else steps, seed=here.place.seed)))
     return model, optimizer
 
 
 def _extend(optimizer: Optimizer, rounds: RoundThread, here: World) -> None:
     """Give the user's optimizer the methods of a wrapped one."""
-    early = rounds.links.early
+    mean = rounds.links.mean
     optimizer.samples = 1  # type: ignore[attr-defined]
-    if early is not None:
-        early.weight = lambda: _weight(getattr(optimizer, "samples", 1))
+    if mean is not None:
+        mean.weight = lambda: _weight(getattr(optimizer, "samples", 1))
 
     def step(self: _Wrapped, closure: Callable[[], float] | None = None) -> float | None:
-        loss = rounds.step(closure, _weight(self.samples))
+        loss = rounds.step(closure, _weight(self.samples), take_scaled(optimizer))
+        self._opt_called = True
         here.steps += 1
         here.produced()
         return loss
@@ -134,16 +170,27 @@ def _extend(optimizer: Optimizer, rounds: RoundThread, here: World) -> None:
 
     @contextlib.contextmanager
     def no_sync(self: _Wrapped) -> Iterator[None]:
-        if early is None:  # gradients leave at the step anyway
+        if mean is None:  # gradients leave at the step anyway
             yield
             return
-        early.suspended += 1
+        mean.suspended += 1
         try:
             yield
         finally:
-            early.suspended -= 1
+            mean.suspended -= 1
 
-    # a bound method, as torch's learning-rate schedulers expect
+    def state_dict(self: Optimizer) -> dict[str, object]:
+        server, flat = rounds.links.server, rounds.flat
+        assert server is not None, "servers take the steps"
+        with empty_state(self):
+            optim.load(self, present_state(server)[1], flat.layout, list(flat.parameters))
+            return type(self).state_dict(self)
+
+    if rounds.links.server is not None:  # which has the moments
+        optimizer.state_dict = MethodType(state_dict, optimizer)  # type: ignore[method-assign]
+    # torch's learning-rate schedulers expect a bound method, and warn of one that they have not marked themselves
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # see `rayps.runtime.own_loop.grad_scaler`
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     optimizer.clip_grad_norm_ = MethodType(clip_grad_norm_, optimizer)  # type: ignore[attr-defined]
     optimizer.no_sync = MethodType(no_sync, optimizer)  # type: ignore[attr-defined]
@@ -153,15 +200,25 @@ class _Wrapping:
     """A wrapped model and optimizer: their connections, and their part of a saved state."""
 
     def __init__(
-        self, here: World, strategy: StrategyView, name: str, model: nn.Module, optimizer: Optimizer, steps: int | None
+        self,
+        here: World,
+        strategy: StrategyView,
+        name: str,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        steps: int | None,
+        broadcasts: bool,
     ) -> None:
         self._here, self._strategy, self._name, self._steps = here, strategy, name, steps
+        self._broadcasts = broadcasts
         self._model, self._optimizer = model, optimizer
         self._servers = servers_of(strategy)
         # whether workers have parameters of their own between two rounds
         self._apart = strategy.loop == LOCAL_UPDATES or (self._servers is not None and self._servers.own_copies)
         self._group: ServerGroup | None = None
         self._rounds: RoundThread | None = None
+        self._objects: SameObjects | None = None
 
     def connect(self, number: int, schedule: Maker | None) -> RoundThread:
         """Connect the workers, which then have rank 0's parameters or those of the saved state."""
@@ -178,7 +235,8 @@ class _Wrapping:
         )
         if here.rank == 0 and here.size > 1:
             log.info(ring.choice)
-        flat = FlatModel(self._model, ring.memory(device) if self._leaves_early() else None)
+        takes_mean = self._strategy.mean_rounds > 0 and here.size > 1
+        flat = FlatModel(self._model, ring.memory(device) if takes_mean else None)
         flat.drop_grad()  # no gradient yet, as in plain torch: a parameter without a gradient was not used
         saved = here.wrap_states(number)
         # a schedule begins with the rates that the loop has set: a saved optimizer has those of its last step
@@ -190,27 +248,26 @@ class _Wrapping:
         state = RoundState()
         if saved is not None:
             state = self._resume(flat, *saved)
+        else:
+            _share_state(optimizer, ring)
         factory = scheduled or _optimizer_factory(optimizer, flat)
         steps_here = servers is None or servers.own_copies
-        pace = pace_of(factory, flat.layout, optimizer, Ticks()) if steps_here else None
+        rates = rates_of(factory, flat.layout) if steps_here else None
         links = self._links(ring, flat)
         if servers is not None:
             self._group = _shared_group(
-                self._name, here, lambda: _servers(servers, flat, factory, here, state.position, saved)
+                self._name, here, lambda: _servers(servers, flat, optimizer, factory, here, state.position, saved)
             )
             links.server = self._group.server(here.rank)
             _restore_feedback(links.server, saved)
+            if not servers.own_copies:
+                vars(optimizer)["state"] = StateOnServers(names_by_id(flat))
         if saved is not None:
             links.means.restore(state.memory)
-        stepper = OwnStepper(optimizer, pace, servers is not None)
+        self._objects = SameObjects(flat, optimizer, remote=servers is not None)
+        stepper = OwnStepper(optimizer, rates, self._objects, self._strategy)
         self._rounds = RoundThread(self._strategy, flat, stepper, links, state)
         return self._rounds
-
-    def _leaves_early(self) -> bool:
-        """Return whether gradients can leave during backward: rounds are those of all_reduce, without compression."""
-        strategy = self._strategy
-        same = isinstance(strategy, AllReduce) and type(strategy).round is AllReduce.round
-        return same and compression_in(strategy) is None and self._here.size > 1
 
     def _links(self, ring: Ring, flat: FlatModel) -> LoopLinks:
         sent: Ring | CompressedRing = ring
@@ -219,16 +276,25 @@ class _Wrapping:
             sent, choice = compressed(ring, compression, Gradient(flat.packed, 0))
             log.info(choice["message"])
         links = LoopLinks(ring, sent, BackgroundMeans(ring, sent))
-        if self._leaves_early():
+        if self._strategy.mean_rounds and ring.size > 1:
             topology = self._strategy.topology
-            early = EarlyGradients(flat, ring, topology.bucket_mb if isinstance(topology, Peers) else None)
-            if early.early:
-                links.early = early
-                if self._here.rank == 0:
-                    log.info(early.choice)
-            else:
-                early.close()
+            bucket_mb = topology.bucket_mb if isinstance(topology, Peers) else None
+            links.mean = MeanGradient(flat, ring, ring if self._apart else sent, bucket_mb)
+            if self._here.rank == 0 and links.mean.choice:
+                log.info(links.mean.choice)
+        if self._broadcasts and ring.size > 1:
+            links.buffers = EqualBuffers(self._model, ring)
         return links
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether servers or averages set the parameters, and not the optimizer's own steps alone."""
+        return self._apart or self._servers is not None
+
+    def exclude(self, model: nn.Module, *, apart: bool) -> None:
+        """Take note that another optimizer is wrapped with this model. Only all_reduce can then step both."""
+        if self._objects is not None and (apart or self.is_apart):
+            self._objects.exclude(model)
 
     # ---- saved states
 
@@ -239,6 +305,7 @@ class _Wrapping:
         """
         assert self._rounds is not None
         links, state = self._rounds.links, self._rounds.state
+        self._warn_of_change("rayps.save")
         links.means.settle()
         whole = self._apart or self._here.rank == 0
         found: dict[str, Any] = {
@@ -248,7 +315,8 @@ class _Wrapping:
         }
         if whole:
             found["vector"] = self._rounds.flat.vector
-            found["optimizer"] = self._optimizer.state_dict()
+            with contextlib.nullcontext() if self._apart or links.server is None else empty_state(self._optimizer):
+                found["optimizer"] = type(self._optimizer).state_dict(self._optimizer)
         if self._here.rank == 0:
             found["shared"] = state.shared
             found["layout"] = self._layout(self._rounds.flat)
@@ -293,10 +361,20 @@ class _Wrapping:
         return RoundState(mine["position"], dict(mine["memory"]), dict(common["shared"]))
 
     def disconnect(self, failed: bool) -> None:
-        """End the connections. Before, all workers end an incomplete period together, unless the loop has failed."""
+        """End the connections. Before, all workers end an incomplete period together, unless the loop has failed.
+
+        Raises:
+            WorkloadError: the loop has taken no step, and changed parameters, but not alike on all workers.
+        """
         rounds = self._rounds
         assert rounds is not None
         links = rounds.links
+        if not failed:
+            try:
+                self._check_end(rounds)
+            except RaypsError:
+                self.disconnect(True)
+                raise
         if failed:
             links.ring.abort()  # the other ranks must not wait for this one
             if links.server is not None:
@@ -304,8 +382,8 @@ class _Wrapping:
         elif self._apart:
             self._end_period(rounds)
         rounds.close()
-        if links.early is not None:
-            links.early.close()
+        if links.mean is not None:
+            links.mean.close()
         if links.server is not None:
             links.server.close()
         if not failed:
@@ -314,6 +392,26 @@ class _Wrapping:
         links.ring.close()
         if self._group is not None:
             self._group.close()
+
+    def _check_end(self, rounds: RoundThread) -> None:
+        """Check what the loop has done with parameters after its last step: see `disconnect`. All workers call it."""
+        self._warn_of_change("when the function had returned")
+        ring, name = rounds.links.ring, rounds.changed()
+        most, stepped = ring.max(
+            torch.tensor([name is not None, rounds.state.position > 0], dtype=torch.uint8)
+        ).tolist()
+        if most and not stepped:
+            try:
+                check_alike(rounds.flat, ring)
+            except WorkloadError as error:
+                raise never_stepped(self._strategy, str(error.data["parameter"])) from error
+
+    def _warn_of_change(self, when: str) -> None:
+        name = None if self._rounds is None or self._servers is None else self._rounds.changed()
+        if name is not None:
+            message = change_kept_here(self._strategy, name, f"worker-{self._here.rank}, {when}")
+            with self._here.lock:
+                self._here.events.append({"kind": "warning", "message": message})
 
     def _end_period(self, rounds: RoundThread) -> None:
         """Give all workers equal parameters if the loop ended between two averages or pushes; warn if it did."""
@@ -330,13 +428,15 @@ class _Wrapping:
 def _servers(
     servers: Servers,
     flat: FlatModel,
+    optimizer: Optimizer,
     factory: Callable[[list[nn.Parameter]], Optimizer],
     here: World,
     begun: int,
     saved: list[JsonObject] | None,
 ) -> ServerGroup:
-    """Start the servers, with the parameters of the saved state if there is one, else those of rank 0."""
-    found: dict[str, Any] = {} if saved is None else saved[1]
+    """Start the servers, with the parameters and moments of the saved state if there is one, else those of rank 0."""
+    own = {"moments": optim.moments(optimizer, flat.layout, list(flat.parameters))}
+    found: dict[str, Any] = own if saved is None else saved[1]
     vector = found.get("servers", flat.vector)
     entries = flat.layout.entries
     return ServerGroup(
@@ -352,6 +452,26 @@ def _servers(
         begun=found.get("pushed", begun),
         moments=found.get("moments"),
     )
+
+
+def _share_state(optimizer: Optimizer, ring: Ring) -> None:
+    """Give all workers the state and the groups of rank 0's optimizer, if any worker has loaded a state before `wrap`.
+
+    The state dict of a group numbers its parameters, which are each worker's own.
+    """
+    if not ring.max(torch.tensor([bool(optimizer.state)], dtype=torch.uint8)).item():
+        return
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    size = ring.broadcast(torch.tensor([file.tell()])).item()
+    parcel = torch.zeros(int(size), dtype=torch.uint8)
+    if ring.rank == 0:
+        parcel.copy_(torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
+    ring.broadcast(parcel)
+    if ring.rank:
+        optimizer.load_state_dict(
+            torch.load(io.BytesIO(parcel.numpy().tobytes()), map_location="cpu", weights_only=False)
+        )
 
 
 def _restore_feedback(server: GroupServer, saved: list[JsonObject] | None) -> None:
@@ -425,6 +545,7 @@ class _Wrapped(Protocol):
 
     samples: float
     param_groups: list[Group]
+    _opt_called: bool  # torch: whether `step` was called, which a scheduler expects
 
 
 __all__ = ["wrap"]
