@@ -13,13 +13,17 @@ from rayps.core.user_code import user_code
 from rayps.service.code_files import pack_code
 
 WORK = "import rayps\n{import_}\nclass Work(rayps.Workload):\n    pass\n"
-# the files that are kept at home, the line of .gitignore, and the import
+# the files that are kept at home, the line of .gitignore, and the import. No folder on the path of the tests has these
+# names: a folder `data` beside the tests' own modules would be a namespace package.
 KEPT = {
-    "folder": (["data/__init__.py", "data/rows.py"], "data/", "import data"),
-    "anchored": (["data/__init__.py"], "/data", "from data import rows"),
-    "pattern": (["dataset/__init__.py"], "data*", "import dataset"),
-    "below": (["pkg/data/__init__.py"], "pkg/data/", "import pkg.data"),
-    "file": (["rows.py"], "rows.py", "import rows"),
+    "folder": (["kept_rows/__init__.py", "kept_rows/rows.py"], "kept_rows/", "import kept_rows"),
+    "anchored": (["kept_rows/__init__.py"], "/kept_rows", "from kept_rows import rows"),
+    "pattern": (["kept_rows/__init__.py"], "kept*", "import kept_rows"),
+    "below": (["kept_pkg/data/__init__.py"], "kept_pkg/data/", "import kept_pkg.data"),
+    "from": (["kept_pkg/data/__init__.py"], "kept_pkg/data/", "from kept_pkg import data"),
+    "file": (["kept_rows.py"], "kept_rows.py", "import kept_rows"),
+    "in part": (["kept_rows/rows.py"], "kept_rows/*\n!kept_rows/.keep", "from kept_rows import rows"),
+    "in part, by path": (["kept_rows/rows.py"], "kept_rows/*\n!kept_rows/.keep", "import kept_rows.rows"),
 }
 
 
@@ -37,15 +41,17 @@ def project(request, tmp_path, monkeypatch):
     for path in kept:
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         (home / path).write_text("rows = 1\n")
-    if line.startswith("pkg"):
-        (home / "pkg" / "__init__.py").write_text("")
+    if line.startswith("kept_pkg"):
+        (home / "kept_pkg" / "__init__.py").write_text("")
+    if ".keep" in line:
+        (home / "kept_rows" / ".keep").write_text("")
     (home / ".gitignore").write_text(f"# what stays\n\n{line}\n")
     (home / "train.py").write_text(WORK.format(import_=import_))
     travel(home, there)
     monkeypatch.chdir(there)
     monkeypatch.syspath_prepend(str(there))
     before = set(sys.modules)
-    yield home, there, line, import_
+    yield home, there, line.split("\n")[0], import_
     for name in set(sys.modules) - before:
         del sys.modules[name]
     importlib.invalidate_caches()
@@ -61,14 +67,15 @@ def test_a_failed_import_names_the_line_and_the_way_out_works(project, tmp_path,
         exec(import_, {})
     for error in (at_load.value, in_method.value):
         assert f"line 3 of .gitignore ({line!r}) leaves it out of the code that is sent with a job" in error.message
-    way = in_method.value.message.split("add the line ")[1].split()[0]
-    (home / ".raypsignore").write_text(f"{way}\n")
+    way = in_method.value.message.split("add to .raypsignore: ")[1].split(";")[0].split(" and ")
+    (home / ".raypsignore").write_text("\n".join(way))
     travel(home, tmp_path / "again")
     monkeypatch.chdir(tmp_path / "again")
     monkeypatch.syspath_prepend(str(tmp_path / "again"))
     importlib.invalidate_caches()
-    sys.modules.pop("pkg", None)  # that of the first job
-    exec(import_.replace("from data import rows", "import data"), {})
+    for name in ("kept_pkg", "kept_rows"):
+        sys.modules.pop(name, None)  # that of the first job
+    exec(import_, {})
 
 
 def test_a_package_that_no_line_names_is_not_said_to_be_ignored(project):

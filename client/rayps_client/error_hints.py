@@ -32,6 +32,7 @@ class _Tensor(Protocol):
         """Return the number of elements."""
 
 
+_NO_NAME = r"cannot import name '(\w+)' from '([\w.]+)' \((.+)\)"  # Python's words; the package has other files
 NO_STATISTICS = "Expected more than 1 value per channel"  # torch's words for a batch of which BatchNorm has one value
 ONE_ROW_WAY = "give the data drop_last=True (no smaller last batch), or another batch_size, or use GroupNorm layers"
 
@@ -90,6 +91,21 @@ def _missing(error: BaseException, found: re.Match[str]) -> str:
     )
 
 
+def _missing_name(error: BaseException, found: re.Match[str]) -> str:
+    """Return `left_out` of an import from a package, of which other files may have been sent."""
+    return left_out(error)
+
+
+def left_out(error: BaseException) -> str:
+    """Return `not_sent` of the module that a failed import names, or "" for another error."""
+    if isinstance(error, ModuleNotFoundError):
+        return not_sent(error.name or "")
+    found = re.search(_NO_NAME, str(error)) if isinstance(error, ImportError) else None
+    if found is None or not (found[3] == "unknown location" or found[3].endswith("__init__.py")):
+        return ""
+    return not_sent(f"{found[2]}.{found[1]}")
+
+
 def not_sent(module: str, folder: Path | None = None) -> str:
     """Return which line of an ignore file in `folder` leaves a module out of a job's code, and the way out; else "".
 
@@ -109,13 +125,20 @@ def not_sent(module: str, folder: Path | None = None) -> str:
                 pattern = line.strip().removeprefix("**/").strip("/")
                 names = (missing, f"{missing}.py", *([] if "/" in pattern else [PurePath(missing).name]))
                 if pattern and any(fnmatchcase(name, pattern) for name in names):
-                    what = f"{missing}.py" if pattern.endswith(".py") else f"{missing}/"
-                    way = "remove it" if file == ".raypsignore" else f"add the line !/{what} to .raypsignore"
+                    lines = " and ".join(f"!/{what}" for what in _meant(missing, line.strip()))
+                    way = "remove it" if file == ".raypsignore" else f"add to .raypsignore: {lines}"
                     return (
-                        f"{what} is not here: line {number} of {file} ({line.strip()!r}) leaves it out of the code "
-                        f"that is sent with a job; {way} and submit the job again"
+                        f"{missing} is not here: line {number} of {file} ({line.strip()!r}) leaves it out of the code "
+                        f"that is sent with a job; {way}; and submit the job again"
                     )
     return ""
+
+
+def _meant(missing: str, line: str) -> tuple[str, ...]:
+    """Return the file or folder of module `missing` that an ignore line means; both if the line does not tell."""
+    if line.endswith("/"):
+        return (f"{missing}/",)
+    return (f"{missing}.py",) if line.endswith(".py") else (f"{missing}/", f"{missing}.py")
 
 
 def _range(values: _Tensor) -> str:
@@ -169,4 +192,5 @@ _KNOWN: tuple[tuple[str, Callable[[BaseException, re.Match[str]], str]], ...] = 
     (NO_STATISTICS, _says(f"the batch has one row: {ONE_ROW_WAY}")),
     (r"No module named '(pyarrow|torch)'", _optional),
     (r"No module named '([\w.]+)'", _missing),
+    (_NO_NAME, _missing_name),
 )

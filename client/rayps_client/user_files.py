@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, cast
 
-from rayps_client.error_hints import not_sent
+from rayps_client.error_hints import left_out, not_sent
 from rayps_client.errors import WorkloadError
 from rayps_client.file_owner import is_users_code, resolved, users_file
 
@@ -172,8 +172,7 @@ class Finder:
 def broken(what: str, error: BaseException) -> WorkloadError:
     """Return the error of a failed import, with the last line of the exception and the user's line that failed."""
     last = traceback.format_exception_only(error)[-1].strip().splitlines()[0][:300]
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    hint = "" if missing is None else not_sent(missing)
+    hint = left_out(error)
     return WorkloadError(f"{what} failed: {last}{_where(error)}{hint and chr(10)}{hint}", module=what)
 
 
