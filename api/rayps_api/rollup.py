@@ -190,9 +190,10 @@ class Rollup:
 
     def series(self, most: int) -> list[dict[str, Any]]:
         """Return the buckets as JSON data, merged into larger ones if there are more than `most`."""
-        size, buckets = self.size, self.buckets
-        while len(buckets) > most:
-            size, buckets = self._coarser(size * 2)
+        size = self.size
+        while len({index * self.size // size for index in self.buckets}) > most:
+            size *= 2
+        buckets = self.buckets if size == self.size else self._coarser(size)[1]
         return [buckets[index].to_dict(index * size, size, self.newest) for index in sorted(buckets)]
 
     def summaries(self) -> dict[str, dict[str, float | None]]:

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 from numpy.typing import NDArray
 
-from rayps_client.errors import DataError
+from rayps_client.errors import ConfigError, DataError
 from rayps_client.values import Json
 
 Array = NDArray[np.generic]
@@ -90,6 +90,17 @@ class ColumnLayout:
             found += _fill(y, good, chunk.column(self.label), self.label)
             y = y[:, 0]
         return ColumnRows(x, y, good, min(found, key=lambda bad: (bad.way_out is None, bad.row), default=None))
+
+
+def features_of(features: str | Sequence[str]) -> list[str]:
+    """Return the names of the feature columns. Raises ConfigError if there are none, or one occurs twice."""
+    names = [features] if isinstance(features, str) else list(features)
+    if not names:
+        raise ConfigError("features is empty: name a column of lists, or of numbers each", field="features")
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ConfigError(f"features has {twice[0]!r} twice: name each column once", field="features")
+    return names
 
 
 def layout_of(

@@ -91,11 +91,6 @@ def _missing(error: BaseException, found: re.Match[str]) -> str:
     )
 
 
-def _missing_name(error: BaseException, found: re.Match[str]) -> str:
-    """Return `left_out` of an import from a package, of which other files may have been sent."""
-    return left_out(error)
-
-
 def left_out(error: BaseException) -> str:
     """Return `not_sent` of the module that a failed import names, or "" for another error."""
     if isinstance(error, ModuleNotFoundError):
@@ -192,5 +187,5 @@ _KNOWN: tuple[tuple[str, Callable[[BaseException, re.Match[str]], str]], ...] = 
     (NO_STATISTICS, _says(f"the batch has one row: {ONE_ROW_WAY}")),
     (r"No module named '(pyarrow|torch)'", _optional),
     (r"No module named '([\w.]+)'", _missing),
-    (_NO_NAME, _missing_name),
+    (_NO_NAME, lambda error, _: left_out(error)),
 )

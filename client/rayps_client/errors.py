@@ -27,7 +27,6 @@ A message says what happened and how to fix it; `error.data` holds the facts. Er
 from __future__ import annotations
 
 import linecache
-import sys
 from typing import Any
 
 from rayps_client.values import Keywords
@@ -66,14 +65,17 @@ class RaypsError(Exception):
 
         IPython calls this method. The whole traceback is in `sys.last_value`, which `traceback.print_last()` prints.
         """
+        from rayps_client.file_owner import (
+            is_users_code,  # it takes as long to import as this module, for notebooks only
+        )
+
         shown = [
             f"{type(self).__name__}: {line}" if at == 0 else line for at, line in enumerate(self.message.split("\n"))
         ]
         found, place = self.__traceback__, None
         while found is not None:
-            package = str(found.tb_frame.f_globals.get("__name__")).partition(".")[0]
             file = found.tb_frame.f_code.co_filename
-            if package not in _NOT_USERS and "/site-packages/" not in file:
+            if is_users_code(file):
                 place = file, found.tb_lineno
             found = found.tb_next
         if place is not None:
@@ -83,9 +85,6 @@ class RaypsError(Exception):
             )
             shown.append(f"  at {where}: {text}")
         return [*shown, "  (traceback.print_last() prints the whole traceback)"]
-
-
-_NOT_USERS = {"rayps", "rayps_client", "IPython", *sys.stdlib_module_names}  # packages whose frames are not the user's
 
 
 def _rebuild(kind: type[RaypsError], message: str, data: Keywords) -> RaypsError:

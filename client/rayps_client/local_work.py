@@ -29,19 +29,29 @@ class LocalWork:
         """Return the number of rows in a batch of a client with `own` rows. `default` is the data's batch size."""
         return default if self.batch_size is None else self.batch_size or own
 
-    def used(self, own: int, default: int, *, drop_last: bool) -> int:
+    def used(self, own: int, default: int, *, drop_last: bool, who: str = "the client") -> int:
         """Return how many of a client's `own` rows an epoch uses. `drop_last` leaves out a last batch that is smaller.
 
         Raises:
-            DataError: there is no whole batch.
+            DataError: there is no whole batch. The error names the client by `who`.
         """
         size = self.rows(own, default)
         if drop_last and own < size:
-            raise DataError(
-                f"the client has {own} row{'' if own == 1 else 's'}, fewer than batch_size={size}, and drop_last is "
-                "True: there is no whole batch to train on; give a smaller batch_size, or drop_last=False"
-            )
+            raise no_whole_batch(f"{who} has {counted(own)}", size)
         return own - own % size if drop_last else own
+
+
+def no_whole_batch(who: str, batch_size: int) -> DataError:
+    """Return the error that `drop_last` leaves no batch. `who` says which rows there are."""
+    return DataError(
+        f"{who}, fewer than batch_size={batch_size}, and drop_last is True: there is no whole batch to train on; give "
+        "a smaller batch_size, or drop_last=False"
+    )
+
+
+def counted(rows: int) -> str:
+    """Return a number of rows in words: `1 row`, `2 rows`."""
+    return f"{rows} row{'' if rows == 1 else 's'}"
 
 
 def tried_sizes(own: int, size: int, *, drop_last: bool) -> list[int]:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rayps_client.columns import ColumnLayout, ColumnRows, layout_of
+from rayps_client.columns import ColumnLayout, ColumnRows, features_of, layout_of
 from rayps_client.errors import ConfigError, DataError
 from rayps_client.row_order import Ints
 from rayps_client.rows import Batch, batch_size_of, drop_last_of
@@ -161,17 +161,11 @@ def parquet(
         name = sorted(unknown or {"filesystem"})[0]
         raise ConfigError(f"parquet: the light client has no option {name!r}: leave it out, or install rayps")
     paths = [str(path)] if isinstance(path, (str, Path)) else [str(each) for each in path]
-    names = [features] if isinstance(features, str) else list(features)
     if not paths:
         raise DataError("parquet: the list of paths is empty: give a file, a directory or a list of them")
-    if not names:
-        raise ConfigError("features is empty: name a column of lists, or of numbers each", field="features")
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise ConfigError(f"features has {twice[0]!r} twice: name each column once", field="features")
     return ParquetRows(
         paths,
-        names,
+        features_of(features),
         label,
         batch_size=batch_size,
         shuffle=shuffle,

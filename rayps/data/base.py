@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rayps_client.local_work import counted, no_whole_batch
 from rayps_client.random_numbers import random_of as random_of
 
-from rayps.core.errors import ConfigError, DataError
+from rayps.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rayps.data.clients import Clients, GivenClients
@@ -279,33 +280,6 @@ class Data(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_clients": None}
-
-
-def batch_size_of(value: int) -> int:
-    """Return `value`. Raises ConfigError if it is not a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"batch_size is {value!r}: give a whole number of at least 1", field="batch_size")
-    return value
-
-
-def no_whole_batch(who: str, batch_size: int) -> DataError:
-    """Return the error that `drop_last` leaves no batch. `who` says which rows there are."""
-    return DataError(
-        f"{who}, fewer than batch_size={batch_size}, and drop_last is True: there is no whole batch to train on; give "
-        "a smaller batch_size, or drop_last=False"
-    )
-
-
-def counted(rows: int) -> str:
-    """Return a number of rows in words: `1 row`, `2 rows`."""
-    return f"{rows} row{'' if rows == 1 else 's'}"
-
-
-def drop_last_of(value: bool) -> bool:
-    """Return `value`. Raises ConfigError if it is not True or False."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"drop_last is {value!r}: give True or False", field="drop_last")
-    return value
 
 
 def check_place(rank: int, size: int, start: int) -> None:

@@ -8,6 +8,7 @@ from typing import TypedDict
 
 import numpy as np
 import torch
+from rayps_client.columns import features_of
 
 from rayps.core.errors import ConfigError
 from rayps.data.base import Batch
@@ -69,17 +70,6 @@ def column_choice(features: str | Sequence[str], options: ColumnOptions) -> Colu
         drops(options.get("on_invalid", "fail")),
         window_of(options.get("window_mb", 64)),
     )
-
-
-def features_of(features: str | Sequence[str]) -> list[str]:
-    """Return the names of the feature columns. Raises ConfigError if there are none, or one occurs twice."""
-    names = [features] if isinstance(features, str) else list(features)
-    if not names:
-        raise ConfigError("features is empty: name a column of lists, or of numbers each", field="features")
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise ConfigError(f"features has {twice[0]!r} twice: name each column once", field="features")
-    return names
 
 
 def dtype_of(field: str, name: str, known: tuple[str, ...]) -> DType:

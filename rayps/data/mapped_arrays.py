@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rayps_client.rows import native
+from rayps_client.rows import batch_size_of, drop_last_of, native
 
 from rayps.core.errors import ConfigError, DataError
-from rayps.data.base import Batch, batch_size_of, drop_last_of
+from rayps.data.base import Batch
 from rayps.data.clients import GivenClients, checked_client
 from rayps.data.column_options import DTYPES, checked_scale, dtype_of
 from rayps.data.columns import NOT_EXACT, DType, first_changed, way_out_for

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rayps_client.rows import check_lengths, check_rows, native
+from rayps_client.rows import batch_size_of, check_lengths, check_rows, drop_last_of, native
 from torch.utils.data import IterableDataset, default_collate
 
 from rayps.core.errors import DataError, RaypsError
@@ -18,9 +18,7 @@ from rayps.data.base import (
     Nested,
     Place,
     Position,
-    batch_size_of,
     check_place,
-    drop_last_of,
     fixed_rows_of_rank,
     map_tensors,
     rows_of_rank,

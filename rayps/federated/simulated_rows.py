@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rayps.data.base import Data, counted, no_whole_batch
+from rayps.data.base import Data
 from rayps.data.clients import Clients
 from rayps.federated.client import ClientRows
 from rayps.federated.local_training import LocalTraining
@@ -34,10 +34,7 @@ def used_rows(local: LocalTraining, data: Data) -> list[int]:
     Raises:
         DataError: a client has fewer rows than a batch, and `drop_last` of `data` is True.
     """
-    found: list[int] = []
-    for name, rows in zip(data.clients.names, data.clients.sizes.tolist(), strict=True):
-        size = local.rows(rows, data.batch_size)
-        if data.drop_last and rows < size:
-            raise no_whole_batch(f"client {name!r} has {counted(rows)}", size)
-        found.append(local.used(rows, data.batch_size, drop_last=data.drop_last))
-    return found
+    return [
+        local.used(rows, data.batch_size, drop_last=data.drop_last, who=f"client {name!r}")
+        for name, rows in zip(data.clients.names, data.clients.sizes.tolist(), strict=True)
+    ]

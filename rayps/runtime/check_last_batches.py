@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from rayps_client.error_hints import NO_STATISTICS, ONE_ROW_WAY
+from rayps_client.local_work import counted
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -16,7 +17,7 @@ from rayps.core.strategy import Phase
 from rayps.core.strategy_families import has_remote_clients, learns_by_client
 from rayps.core.topology import backup_in, replica_of
 from rayps.core.user_code import user_code
-from rayps.data.base import Data, counted
+from rayps.data.base import Data
 from rayps.federated.strategy_interface import FederatedView
 from rayps.parallel.pipeline.loss_proxy import parts
 from rayps.privacy.options import privacy_in

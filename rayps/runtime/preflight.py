@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 import torch
+from rayps_client.local_work import counted, no_whole_batch
 from rayps_client.module_modes import evaluating
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -38,7 +39,7 @@ from rayps.core.topology import JobFacts, backup_in, replica_of, servers_of, sha
 from rayps.core.user_code import user_code
 from rayps.core.user_module import unpack
 from rayps.core.warm_start import StartFrom
-from rayps.data.base import Batch, Data, Nested, counted, map_tensors, no_whole_batch
+from rayps.data.base import Batch, Data, Nested, map_tensors
 from rayps.data.dealt_rows import must_have_row_numbers
 from rayps.data.single_rows import stacks_of
 from rayps.data.unsupported import is_ray_data, ray_data_way

@@ -9,7 +9,8 @@ as `torch.equal`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
@@ -61,6 +62,15 @@ class WeightWatch:
     def touched(self) -> bool:
         """Return whether a parameter was changed since `record`; in a large vector also if it was only written."""
         return self._versions != self._counted() or not all(map(_Copy.is_equal, self._copies))
+
+    @contextmanager
+    def refusing(self, error: Callable[[str], WorkloadError]) -> Iterator[None]:
+        """Raise `error(name)` after the block if the parameter `name` was changed inside of it."""
+        self.record()
+        yield
+        name = self.changed()
+        if name is not None:
+            raise error(name)
 
     def _counted(self) -> list[int]:
         return [] if self._whole else list(map(_version, self._parameters))

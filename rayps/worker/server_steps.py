@@ -5,8 +5,8 @@ Under a strategy with `own_copies` (Downpour), a worker also steps its own copy 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import ClassVar
 
 from torch import Tensor
@@ -113,17 +113,13 @@ class ServerWorker(Worker):
         else:  # the loss has weight 0
             server.push(gradient)
 
-    @contextmanager
-    def refusing_changes(self, method: str) -> Iterator[None]:
+    def refusing_changes(self, method: str) -> AbstractContextManager[None]:
         """Call the user's `method` inside the block. Raises WorkloadError if it changes a parameter in place.
 
         The next pull would replace the changed values, because servers hold the parameters.
         """
-        self.flat.watch.record()
-        yield
-        name = self.flat.watch.changed()
-        if name is not None:
-            raise change_lost(f"{method}(model, batch)", name, self.plan.strategy.name)
+        who, strategy = f"{method}(model, batch)", self.plan.strategy.name
+        return self.flat.watch.refusing(lambda name: change_lost(who, name, strategy))
 
     def _backward(self, batch: Batch, ready: Ready | None = None) -> StepLoss:
         with self.refusing_changes("loss"):

@@ -222,12 +222,8 @@ class SyncGradients(Loop):
             self.w.params = vector
         if self.w.size == 1:
             return super().evaluate()
-        self.w.flat.watch.record()
-        found = super().evaluate()
-        changed = self.w.flat.watch.changed()
-        if changed is not None:
-            raise evaluation_changed(changed)
-        return found
+        with self.w.flat.watch.refusing(evaluation_changed):
+            return super().evaluate()
 
     def _flags(self) -> StepFlags:
         return self.w.flags
