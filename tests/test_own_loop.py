@@ -364,6 +364,28 @@ def test_a_loop_without_wrap_goes_on_in_its_history(tmp_path):
     assert newest == {step: float(step) for step in range(6)}
 
 
+@pytest.mark.parametrize("ranks", [(0, 1), (0,)])
+def test_the_numbers_of_a_saved_state_are_in_the_history_before_it(tmp_path, monkeypatch, ranks):
+    """A driver that is killed after it has written a state continues from there, and repeats no earlier step."""
+
+    def train_fn():
+        for step in range(4):
+            if rayps.world().rank in ranks:
+                rayps.log(loss=float(step))
+            rayps.save({"step": step + 1})
+
+    def save(folder, number, *args):
+        found.append((number, len({point["round"] for point in journal.points})))
+        return write(folder, number, *args)
+
+    journal, found, write = Journal(), [], checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", save)
+    spec = JobSpec(run="test:loop", workers=2, timeout=20.0)
+    assert LoopDriver(train_fn, spec, journal, checkpoints=tmp_path).run(LocalCluster()).status is Status.SUCCEEDED
+    assert found and all(rounds >= number for number, rounds in found), found
+    assert [point["round"] for point in journal.points] == list(range(4)), "each once"
+
+
 def test_a_loop_that_starts_anew_may_log_its_first_steps_again(tmp_path):
     def train_fn():
         for step in range(3):

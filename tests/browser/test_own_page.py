@@ -139,6 +139,7 @@ def look_at_loop(site: Site, page: Any, job: str) -> None:
     assert "2 files" in code.inner_text() and "on trunk, changed since, with 1 new file" in code.inner_text()
     assert page.locator(".diff").count() == 0, "it is shown on request"
     code.get_by_text("What differs from the commit").click()
+    page.locator(".diff-old").first.wait_for()
     assert '+def train_fn(lr: float = 0.25, until: str = ""):' in page.locator(".diff-new").all_inner_texts()[0]
     assert '-def train_fn(lr: float = 0.1, until: str = ""):' in page.locator(".diff-old").all_inner_texts()[0]
     with page.expect_download() as download:

@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from rayps.cluster.code_folder import JobCode
@@ -372,6 +372,8 @@ class LoopDriver:
                     self.journal.event(**event)
             self._points.add(output.points, time.monotonic())
             complete = [held for part in output.parts if (held := self._gathering.add(rank, part)) is not None]
+            if complete:  # first the points: a driver that continues from the state does not repeat its steps
+                self._write_points(saved=max(part.logged for parts in complete for part in parts.values()))
         for parts in complete:
             try:
                 self._keep(parts)
@@ -406,13 +408,16 @@ class LoopDriver:
     def _report(self, ended: range | list[int] | tuple[int, ...]) -> None:
         """Write the points of complete steps, and the progress. `ended`: ranks that log nothing more."""
         with self._lock:
-            merged = self._points.merged(time.monotonic(), ended)
-            for point in merged:
-                self._add(point)
-            self.journal.add_points(merged)
+            self._write_points(ended)
             if self._group is not None and self._group.watch.same_rows():
                 self.journal.event("warning", SAME_ROWS)
         self._show()
+
+    def _write_points(self, ended: Collection[int] = (), *, saved: int = -1) -> None:
+        merged = self._points.merged(time.monotonic(), ended, saved=saved)
+        for point in merged:
+            self._add(point)
+        self.journal.add_points(merged)
 
     def _add(self, point: Point) -> None:
         point["time"] = time.time()

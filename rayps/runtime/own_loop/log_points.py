@@ -15,10 +15,10 @@ KEPT = 256  # newest merged steps to which a late number can still be added
 class LogPoints:
     """Collects what ranks log, and merges the points of a step when no other rank will log it.
 
-    A step is complete when each rank has logged it or a later step, has ended, or has not logged it for `LATE_SECONDS`
-    (`QUIET_SECONDS` if it has never logged anything), or when `OPEN` later steps wait. A later number of a complete
-    step gives its point again, with all numbers; the history keeps the last one. A number that is more than `KEPT`
-    steps late is dropped.
+    A step is complete when each rank has logged it or a later step, has ended, has saved a state after it, or has not
+    logged it for `LATE_SECONDS` (`QUIET_SECONDS` if it has never logged anything), or when `OPEN` later steps wait. A
+    later number of a complete step gives its point again, with all numbers; the history keeps the last one. A number
+    that is more than `KEPT` steps late is dropped.
     """
 
     def __init__(self, size: int, strategy: str) -> None:
@@ -49,13 +49,16 @@ class LogPoints:
             held[rank] = point
             self._open.setdefault(number, now)
 
-    def merged(self, now: float, ended: Collection[int] = ()) -> list[Point]:
-        """Return the points of the steps that are now complete, in order. `ended`: ranks that log nothing more."""
+    def merged(self, now: float, ended: Collection[int] = (), *, saved: int = -1) -> list[Point]:
+        """Return the points of the steps that are now complete, in order.
+
+        `ended`: ranks that log nothing more. `saved`: the newest step that a rank had logged when all saved a state.
+        """
         waiting = sorted(self._open)
         done = waiting[:-OPEN] + [
             number
             for number in waiting[-OPEN:]
-            if not any(self._awaits(number, rank, now, ended) for rank in range(self.size))
+            if number <= saved or not any(self._awaits(number, rank, now, ended) for rank in range(self.size))
         ]
         for number in done:
             del self._open[number]
