@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rayps_client.errors import ConfigError
 from torch import nn
 
 import rayps
 from benchmarks.robust import FOLDER, RobustDigits, digits
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError
 from rayps.core.strategy_families import Fixed
 from rayps.data import Data
 from rayps.runtime.training import train

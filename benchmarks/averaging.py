@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from rayps_client.errors import ConfigError
 from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.picture import Chart, ChartLine, page
 from rayps import data
 from rayps.cluster.local import Cluster
-from rayps.core.errors import ConfigError
 from rayps.data import Batch, Data
 from rayps.runtime.training import Result, train
 from rayps.strategies.catalogue import parse

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rayps_client.errors import ConfigError
 
 from rayps.cli import show
 from rayps.cli.measure import Format, Json, show_rows
 from rayps.cli.show import Output
-from rayps.core.errors import ConfigError
 
 _EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "data"
 

@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rayps_client.errors import ClusterError, ConfigError
 from rayps_client.signed_orders import ClientToken, Key
 
 from benchmarks.client_flower import run_flower
 from benchmarks.client_service import JOB, Moments, StandIn, started
 from benchmarks.peers import environment
-from rayps.core.errors import ClusterError, ConfigError
 
 CONTENDERS = ("rayps-client, numpy", "rayps-client, torch", "rayps client, torch", "flower, numpy", "flower, torch")
 FLOWER = ["flwr>=1.42,<2"]  # from here on, all its connections are HTTP on one port

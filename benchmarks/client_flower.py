@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from rayps_client.errors import ClusterError
+
 from benchmarks.client_service import Moments, started
-from rayps.core.errors import ClusterError
 
 READY_SECONDS = 60.0
 _CLIENT = """

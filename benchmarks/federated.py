@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rayps_client.errors import ConfigError
+
 from benchmarks.peers import environment, run_script
-from rayps.core.errors import ConfigError
 
 CONTENDERS = ("own", "flower", "pfl", "bare")
 FIRST = 5  # number of rounds that belong to the start; the later rounds are called steady

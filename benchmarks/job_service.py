@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rayps.core.errors import TrainingError
+from rayps_client.errors import TrainingError
+
 from rayps.service.client import Client
 from rayps.service.settings import Settings
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rayps_client.errors import ConfigError
 
 from benchmarks.picture import Chart, ChartLine, page
 from rayps.bench.hosts import HostRank
 from rayps.bench.netns import Hosts, NamespaceActor, bits
 from rayps.bench.parallel_calls import call_all
 from rayps.bench.shards import HostShard, HostWorker
-from rayps.core.errors import ConfigError
 from rayps.ps.server_group import ServerGroup
 
 ALGORITHMS = ("ring", "two_shot", "tree", "star", "one_shot")

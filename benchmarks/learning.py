@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from rayps_client.errors import ConfigError
 from torch import Tensor, nn
 from torch.nn import functional
 
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError
 from rayps.data import Batch, Data, iid, parquet, shards, tensors
 from rayps.runtime.training import Result, train
 from rayps.workload.base import Workload

@@ -13,13 +13,21 @@ from typing import Any
 import pyarrow as pa
 import torch
 import torch.nn.functional as F
+from rayps_client.errors import (
+    ConfigError,
+    DataError,
+    NoResources,
+    RaypsError,
+    TrainingError,
+    WorkloadError,
+    first_line,
+)
+from rayps_client.values import Keywords
 from torch import Tensor, nn
 
 import rayps
 from benchmarks.leftovers import Leftovers
 from rayps.cluster.local import Cluster
-from rayps.core.errors import ConfigError, DataError, NoResources, RaypsError, TrainingError, WorkloadError, first_line
-from rayps.core.values import Keywords
 from rayps.data import Batch, Data
 
 _ROWS, _BATCH = 600, 4

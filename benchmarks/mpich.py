@@ -17,8 +17,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from rayps_client.errors import ClusterError, ConfigError
+
 from benchmarks import mpich_rank
-from rayps.core.errors import ClusterError, ConfigError
 
 _START_SECONDS = 60.0
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rayps_client.errors import ConfigError
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Optimizer, lr_scheduler
@@ -21,7 +22,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from benchmarks.learning import FOLDER, Images, load
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError
 from rayps.data import Batch, Data, tensors
 from rayps.runtime.training import train
 from rayps.tensors.weight_average import EMA

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rayps_client.errors import ClusterError, ConfigError
 
-from rayps.core.errors import ClusterError, ConfigError
 from rayps.service.processes import die_with_parent
 
 INSTALL_SECONDS = 900.0

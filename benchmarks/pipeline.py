@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rayps_client.errors import ConfigError
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from rayps.bench.parallel_calls import call_all
 from rayps.cluster.local import Cluster
 from rayps.comm.ring import Ring
-from rayps.core.errors import ConfigError
 from rayps.core.pipeline.schedule import table
 from rayps.data.base import Nested
 from rayps.parallel.pipeline import cut

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rayps_client.errors import ConfigError
 from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.learning import Images, load
 from rayps import data
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError
 from rayps.data import Batch, Data
 from rayps.privacy import accountant
 from rayps.privacy.mechanism import Mechanism

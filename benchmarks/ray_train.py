@@ -16,9 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rayps_client.errors import ClusterError, ConfigError
+
 from rayps.bench.contender import plain_steps, workload
 from rayps.cluster.local import until
-from rayps.core.errors import ClusterError, ConfigError
 
 _LOOK_SECONDS = 0.005
 _START_SECONDS = 180.0

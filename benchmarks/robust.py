@@ -23,12 +23,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
+from rayps_client.errors import ConfigError
 from torch import Tensor, nn
 from torch.nn import functional
 
 import rayps
 from rayps.cluster.local import Cluster
-from rayps.core.errors import ConfigError
 from rayps.data import Batch, Data
 from rayps.federated.population.attack_spec import attack_of
 from rayps.federated.robust_rules import rule_of

@@ -24,12 +24,12 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+from rayps_client.errors import ConfigError, TrainingError
 from rayps_client.secure.protocol import Stage
 from rayps_client.secure.secure_facts import word_bits
 
 from benchmarks.job_service import START_SECONDS, JobService
 from benchmarks.peers import environment, run_script
-from rayps.core.errors import ConfigError, TrainingError
 from rayps.service.client import Job
 
 HERE = Path(__file__).resolve().parent

@@ -16,11 +16,11 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from rayps_client.errors import ConfigError, WorkloadError, first_line
 from torch import Tensor, nn
 
 import rayps
 from rayps.cluster.local import Cluster
-from rayps.core.errors import ConfigError, WorkloadError, first_line
 from rayps.data import Batch, Data
 from rayps.workload.base import Workload, load
 from rayps.workload.loss_result import loss_result

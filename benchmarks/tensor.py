@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rayps_client.errors import ConfigError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -23,7 +24,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from rayps.bench.parallel_calls import call_all
 from rayps.cluster.local import Cluster
 from rayps.comm.ring import Ring
-from rayps.core.errors import ConfigError
 from rayps.parallel.tensor import TensorCommunicator, plan, split
 
 CONTENDERS = ("own", "dtensor", "alone")

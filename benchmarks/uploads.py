@@ -26,13 +26,13 @@ import pyarrow.parquet as pq
 from rayps_client.client_folder import ClientFolder
 from rayps_client.client_options import ClientOptions
 from rayps_client.connection import Line, ServiceConnection
+from rayps_client.errors import ClusterError, ConfigError, TrainingError
 from rayps_client.load_workload import trainer_of
 from rayps_client.process import ClientProcess
 from rayps_client.signed_orders import ClientToken
 
 from benchmarks.job_service import START_SECONDS, JobService
 from rayps.bench.netns import Hosts, bits
-from rayps.core.errors import ClusterError, ConfigError, TrainingError
 from rayps.service.client import Job
 
 HERE = Path(__file__).resolve().parent

@@ -13,10 +13,10 @@ import sys
 import time
 from pathlib import Path
 
+from rayps_client.errors import RaypsError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from rayps.core.errors import RaypsError
 from rayps.service.client import Client
 from rayps.service.settings import Settings
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rayps.core.loading import without_collection
+from rayps_client.loading import without_collection
 
 __version__ = "0.1.0"
 
@@ -49,7 +49,7 @@ _HOMES = {
     "ParallelSGD": "rayps.strategies.parallel_sgd",
     "ParameterServer": "rayps.strategies.parameter_server",
     "Pipeline": "rayps.core.replica",
-    "RaypsError": "rayps.core.errors",
+    "RaypsError": "rayps_client.errors",
     "Result": "rayps.runtime.training",
     "Ring": "rayps.comm.ring",
     "SWA": "rayps.tensors.weight_average",
@@ -74,7 +74,7 @@ _HOMES = {
     "run": "rayps.runtime.own_loop.run",
     "save": "rayps.runtime.own_loop.world",
     "statistics": "rayps.runtime.statistics",
-    "stats": "rayps.workload.stats",
+    "stats": "rayps_client.stats",
     "train": "rayps.runtime.training",
     "world": "rayps.runtime.own_loop.world",
     "wrap": "rayps.runtime.own_loop.wrap",
@@ -83,10 +83,12 @@ _HOMES = {
 __all__ = sorted([*_HOMES, "__version__"])
 
 if TYPE_CHECKING:
+    from rayps_client import stats as stats
+    from rayps_client.errors import RaypsError as RaypsError
+
     from rayps import data as data
     from rayps import loggers as loggers
     from rayps.comm.ring import Ring as Ring
-    from rayps.core.errors import RaypsError as RaypsError
     from rayps.core.replica import Pipeline as Pipeline
     from rayps.core.replica import TensorParallel as TensorParallel
     from rayps.privacy.options import dp as dp
@@ -134,7 +136,6 @@ if TYPE_CHECKING:
     from rayps.strategies.statistics import Statistics as Statistics
     from rayps.tensors.weight_average import EMA as EMA
     from rayps.tensors.weight_average import SWA as SWA
-    from rayps.workload import stats as stats
     from rayps.workload.base import Workload as Workload
     from rayps.workload.callback import Callback as Callback
     from rayps.workload.metric_values import Max as Max

@@ -5,10 +5,10 @@ import time
 from multiprocessing import get_context
 
 import torch
+from rayps_client.errors import RaypsError
 
 from rayps.comm.link import Listener
 from rayps.comm.ring import Ring, device_ipc, device_staging
-from rayps.core.errors import RaypsError
 from rayps.tensors.device import CpuDevice, Device
 
 SECRET = b"d" * 32

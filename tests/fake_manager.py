@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rayps_client.errors import ConfigError, Conflict
+
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError, Conflict
 
 MANAGER = "fake_manager:FakeManager"
 DRIVER = "fake_manager:FakeDriver"

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rayps.core.errors import ActorDied, ClusterError
+from rayps_client.errors import ActorDied, ClusterError
 
 
 class Hurt:

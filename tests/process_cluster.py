@@ -13,9 +13,10 @@ import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from rayps_client.errors import ActorDied
+
 from rayps.cluster.local import resolve
 from rayps.core import failpoint
-from rayps.core.errors import ActorDied
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["rayps.runtime.driver", "small_work"])

@@ -8,8 +8,9 @@ import threading
 import time
 from typing import ClassVar
 
+from rayps_client.errors import LinkError
+
 from rayps.comm.link import Message, connect
-from rayps.core.errors import LinkError
 from rayps.ps.protocol.messages import Event, GroupMessage, Role
 
 HOSTS = {}  # by name: the living ones, for the tests to look at

@@ -11,9 +11,9 @@ import time
 
 import numpy as np
 import torch
+from rayps_client.errors import LinkError, PeerTimeout
 
 from rayps.comm.link import Listener, Message
-from rayps.core.errors import LinkError, PeerTimeout
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.session import Session
 from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, numbers, pack, refusal, unpack

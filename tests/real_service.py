@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rayps.core.errors import Conflict
+from rayps_client.errors import Conflict
+
 from rayps.core.failpoint import VARIABLE
 from rayps.service.client import Client, Job
 from rayps.service.ray_daemon import read_record

@@ -72,7 +72,7 @@ class ProcessPlace:
         return ()
 
     def spawn(self, target: str, *args: Any, name: str, **options: Any) -> Handle:
-        from rayps.core.errors import ClusterError
+        from rayps_client.errors import ClusterError
 
         if self.find(name) is not None:
             raise ClusterError(f"there is an actor {name} already")

@@ -14,8 +14,8 @@ import uvicorn
 from rayps_api.app import create_app
 from rayps_api.connections import Limits, Server
 from rayps_api.service import Service
+from rayps_client.errors import ClusterError
 
-from rayps.core.errors import ClusterError
 from rayps.core.job_status import Status
 from rayps.service.settings import Settings
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError, TrainingError, WorkloadError
 from small_work import Small, distance, plain, train, vector
 from test_hybrid import Films, both
 from token_work import Tokens, apart, joined, law, mean_loss, steps_of, weight_of
@@ -16,7 +17,6 @@ import rayps
 from rayps import ADMM, AllReduce, DiLoCo, Downpour, FedAvg, Hogwild, LocalSGD, ParallelSGD, ParameterServer
 from rayps.comm.ring import Ring
 from rayps.comm.ring.compressed_mean import CompressedRing
-from rayps.core.errors import ConfigError, TrainingError, WorkloadError
 from rayps.ps.client.client import GroupServer
 from rayps.ps.tables import embedding
 from rayps.worker.buckets import Buckets
@@ -193,7 +193,7 @@ def test_fedavg_accumulates_at_each_client(workers):
     first = work.model()
     total = torch.zeros_like(vector(first))
     for k in range(4):
-        from rayps.federated.row_order import parts
+        from rayps_client.row_order import parts
 
         torch.manual_seed(0)
         model = work.model()

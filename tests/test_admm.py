@@ -4,13 +4,13 @@ import time
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError
 from small_work import Small, train
 from torch import nn
 
 import rayps
 from rayps import ADMM
 from rayps.core.draw_participants import takes_part
-from rayps.core.errors import ConfigError
 from rayps.core.proximal import canonical, prox, shrink, soft_threshold
 from rayps.core.text import written
 from rayps.strategies.catalogue import parse, wire

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rayps_client.errors import NotFound
 from service_site import Site
 
 from rayps.cli import doctor
-from rayps.core.errors import NotFound
 from rayps.core.job_status import Status
 from rayps.service import adoption, job_folders, processes
 from rayps.service.adoption import FolderRow, StoreRow, compare, restored_columns

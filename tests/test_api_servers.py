@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 from fake_manager import DRIVER, MANAGER, ThreadPlace
+from rayps_client.errors import ClusterError, ConfigError, Conflict, NotFound
 from service_site import Site
 
 from rayps.cli import main as cli
 from rayps.cli.servers import server_count
 from rayps.cluster.local import surrounding
-from rayps.core.errors import ClusterError, ConfigError, Conflict, NotFound
 from rayps.core.job_status import Status
 from rayps.service import drivers as drivers_module
 from rayps.service import groups as groups_module

@@ -15,12 +15,12 @@ import pytest
 import safetensors.torch
 import torch
 from client_site import Clinic, Hospital, Own, Server, cohorts, rows, until
+from rayps_client.errors import Conflict
 from rayps_client.process import ClientProcess
 from small_work import train
 
 import rayps
 from rayps.clients.workload_trainer import WorkloadTrainer
-from rayps.core.errors import Conflict
 from rayps.federated import buffered_replies
 from rayps.federated.population.cohort import hashes
 from rayps.federated.remote import mailbox

@@ -6,9 +6,9 @@ import random
 import numpy as np
 import pytest
 import torch
+from rayps_client.errors import ConfigError
 from test_ring import every, form
 
-from rayps.core.errors import ConfigError
 from rayps.federated.attacks import false_count, false_update, omniscient_update, usual_z
 from rayps.federated.combine_replies import BEFORE, Aggregate
 from rayps.federated.exact_sum import NOT_FINITE, TOO_LARGE

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rayps_client.errors import ConfigError
 from service_site import Site
 
 from rayps.cli import main as cli
-from rayps.core.errors import ConfigError
 from rayps.core.job_status import Status
 from rayps.service import backup as backup_module
 from rayps.service.backup import backup

@@ -11,6 +11,7 @@ from collections import Counter, deque
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError
 from small_work import GATES, SEEN, Small, Watched, distance, kinds, train
 from torch import nn
 
@@ -18,7 +19,6 @@ import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.comm.ring.agree_members import MemberAgreement
 from rayps.core.dropped_steps import LateWorkers
-from rayps.core.errors import ConfigError
 from rayps.core.phase_rounds import Boundary
 from rayps.core.portions import Portions
 from rayps.core.topology import Peers

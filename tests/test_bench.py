@@ -10,6 +10,7 @@ import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
+from rayps_client.errors import ClusterError, ConfigError
 
 from benchmarks.laws import ALGORITHMS, LawRow, bench_laws, picture, textbook
 from benchmarks.picture import Chart, ChartLine, page
@@ -17,7 +18,6 @@ from rayps.bench.hosts import bench_hosts
 from rayps.bench.netns import Hosts, bits
 from rayps.bench.ring import bench_ring
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ClusterError, ConfigError
 
 
 def test_rows_name_size_contender_and_transport():

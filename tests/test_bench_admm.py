@@ -1,10 +1,10 @@
 """`python -m benchmarks admm`: its rows on a few digits, and what it refuses."""
 
 import pytest
+from rayps_client.errors import ConfigError
 
 from benchmarks.admm import SortedDigits, bench_admm, contenders
 from benchmarks.robust import FOLDER
-from rayps.core.errors import ConfigError
 from rayps.strategies.catalogue import parse
 
 

@@ -1,12 +1,12 @@
 """`python -m benchmarks averaging`: rows, the picture, bad input. What it measures is in docs/benchmarks.md."""
 
 import pytest
+from rayps_client.errors import ConfigError
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.averaging import bench_averaging, picture
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError
 
 TEXT = "to be or not to be, that is the question. " * 64
 

@@ -1,8 +1,8 @@
 import pytest
+from rayps_client.errors import ConfigError
 
 from rayps.bench.balance import bench_balance
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError
 
 
 def test_a_row_for_equal_and_balanced_shares():

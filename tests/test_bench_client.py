@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from rayps_client.errors import ClusterError
 
 from benchmarks.__main__ import main
 from benchmarks.client_flower import run_flower
-from rayps.core.errors import ClusterError
 
 pytestmark = pytest.mark.bench
 

@@ -1,8 +1,8 @@
 import pytest
 from conftest import missing
+from rayps_client.errors import ClusterError, ConfigError
 
 from rayps.bench.compression import bench_compression
-from rayps.core.errors import ClusterError, ConfigError
 
 
 @pytest.mark.parametrize("hosts", [1, 2])

@@ -3,12 +3,12 @@
 import json
 
 import pytest
+from rayps_client.errors import ConfigError
 from typer.testing import CliRunner
 
 from rayps.bench.device_ring import bench_device_sums
 from rayps.bench.device_step import TransformerSize, bench_device_step
 from rayps.cli.bench import app
-from rayps.core.errors import ConfigError
 
 SMALL = TransformerSize(layers=1, width=16, heads=2, words=32, length=8, batch=2)
 

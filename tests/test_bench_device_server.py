@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError
 
 from rayps.bench import device_server
 from rayps.bench.device_server import bench_device_rows, bench_device_server
-from rayps.core.errors import ConfigError
 from rayps.tensors.device import CpuDevice, Device
 
 pytestmark = pytest.mark.bench

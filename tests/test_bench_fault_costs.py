@@ -7,9 +7,9 @@ import shutil
 
 import pytest
 from conftest import missing
+from rayps_client.errors import ClusterError, ConfigError
 
 from rayps.bench.fault_costs import FAULTS, bench_fault_costs
-from rayps.core.errors import ClusterError, ConfigError
 
 pytestmark = pytest.mark.chaos
 

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from rayps_client.errors import ClusterError, ConfigError
 from small_work import train
 
 from benchmarks import federated
@@ -14,7 +15,6 @@ from benchmarks.federated import SCENES, bench_federated, run_of
 from benchmarks.federated_flower import model, plain_client, rows
 from benchmarks.federated_own import Nothing, PeerImages, Watched, WatchedStates, bare, on_disk, read_records
 from benchmarks.peers import _install, run_script
-from rayps.core.errors import ClusterError, ConfigError
 
 SMALL = SCENES["train"] | {"clients": 3, "rows": 4, "epochs": 1, "hidden": 5, "workers": 1, "rounds": 7}
 

@@ -8,12 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from rayps_client.errors import ConfigError
 
 from benchmarks import learning
 from benchmarks.__main__ import main as benchmarks_main
 from benchmarks.learning import Digits, Images, bench_learning, held_out, load
 from rayps import data
-from rayps.core.errors import ConfigError
 
 LOCAL = "fraction=0.5,local_epochs=5,batch_size=10"
 

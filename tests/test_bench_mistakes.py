@@ -9,13 +9,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from rayps_client.errors import ConfigError, WorkloadError
 
 from benchmarks.__main__ import main
 from benchmarks.leftovers import Leftovers
 from benchmarks.mistakes import MISTAKES, Base, Mistake, bench_mistakes
 from rayps.cluster.local import LocalCluster
 from rayps.comm.link.memory import Memory
-from rayps.core.errors import ConfigError, WorkloadError
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError
 from typer.testing import CliRunner
 
 from rayps.bench.overlap import bench_overlap
@@ -14,7 +15,6 @@ from rayps.bench.overlap_bound import StepTimes, bound, hidden, line_seconds, sc
 from rayps.bench.paced import LAYERS, NO_BATCH, MatmulWork, SleepWork, width_of
 from rayps.cli.main import app
 from rayps.comm.ring.choose_algorithm import fastest, speed_of
-from rayps.core.errors import ConfigError
 from rayps.worker.buckets import best_size
 
 hosts_here = pytest.mark.skipif(

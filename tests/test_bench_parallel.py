@@ -1,10 +1,10 @@
 import pytest
+from rayps_client.errors import ConfigError
 
 from benchmarks.pipeline import bench_pipeline
 from benchmarks.tensor import bench_tensor
 from rayps.bench.device import bench_device
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@
 import json
 
 import pytest
+from rayps_client.errors import ConfigError
 
 from benchmarks.__main__ import main
 from benchmarks.parts import bench_parts
-from rayps.core.errors import ConfigError
 
 
 def test_rows_on_a_few_images(capsys):

@@ -1,10 +1,10 @@
 """`python -m benchmarks privacy`: its rows on a few steps, and what it refuses."""
 
 import pytest
+from rayps_client.errors import ConfigError
 
 from benchmarks.privacy import bench_privacy
 from benchmarks.robust import FOLDER
-from rayps.core.errors import ConfigError
 
 
 def test_rows():

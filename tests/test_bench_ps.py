@@ -3,6 +3,7 @@
 import pytest
 import torch
 from process_cluster import ProcessCluster
+from rayps_client.errors import ConfigError
 
 from rayps.bench import resize
 from rayps.bench.elastic import KINDS, SEGMENTS, Pushed, exact, longest_gap, number, rate, slots
@@ -11,7 +12,6 @@ from rayps.bench.neighbours import bench_jobs
 from rayps.bench.resize import bench_resize
 from rayps.cli.main import main
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError
 
 
 def values(workers, pushes):

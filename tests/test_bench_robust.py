@@ -1,10 +1,10 @@
 import gzip
 
 import pytest
+from rayps_client.errors import ConfigError
 
 from benchmarks.robust import bench_robust, digits
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError
 
 
 def run(**options):

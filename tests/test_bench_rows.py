@@ -1,11 +1,11 @@
 """The bench of rows measures what it says, on a cluster of threads; nothing here is timed."""
 
 import pytest
+from rayps_client.errors import ConfigError
 
 from rayps.bench.reads import bench_reads
 from rayps.bench.rows import bench_rows
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError
 
 
 def test_each_contender_gives_a_row():

@@ -1,11 +1,11 @@
 """The server's bench measures what it says, on a cluster of threads; nothing here is timed."""
 
 import pytest
+from rayps_client.errors import ConfigError
 
 from rayps.bench.server import CONTENDERS, bench_server
 from rayps.cli.main import main
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError
 
 
 def test_each_contender_gives_a_row_for_each_size():

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from rayps_client.errors import ConfigError
 
 from rayps.bench.recorded_layers import RecordedLayers, StepBegin, record, recorded
 from rayps.bench.sharded import (
@@ -14,7 +15,6 @@ from rayps.bench.sharded import (
     step_times,
     writes,
 )
-from rayps.core.errors import ConfigError
 
 
 def begins(*steps):

@@ -1,8 +1,8 @@
 import pytest
 from conftest import missing
+from rayps_client.errors import ClusterError, ConfigError
 
 from rayps.bench.shards import bench_shards
-from rayps.core.errors import ClusterError, ConfigError
 
 
 def test_a_row_for_each_number_of_shards():

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rayps_client.errors import ConfigError
 
 import rayps
 from rayps.bench import start
@@ -13,7 +14,6 @@ from rayps.bench.first_steps import STEPS, FirstSteps, first_times
 from rayps.bench.ray_train_start import make_steps, train_by_ray_train
 from rayps.bench.start import bench_start, warm_processes
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError
 
 
 def test_the_last_worker_decides_and_all_must_have_recorded(tmp_path):

@@ -1,11 +1,11 @@
 import pytest
+from rayps_client.errors import ConfigError
 
 from rayps.bench.gpt import Gpt
 from rayps.bench.memory import bench_memory, resident
 from rayps.bench.mlp import Mlp
 from rayps.bench.step import bench_step
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError
 
 
 def test_rows_tell_rates_and_ratios():

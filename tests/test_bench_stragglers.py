@@ -2,12 +2,12 @@ import itertools
 import random
 
 import pytest
+from rayps_client.errors import ConfigError
 
 from rayps.bench.backup_workers import bench_backup_workers, finishing_seconds, step_seconds
 from rayps.bench.backup_workers import factors as slow_gradients
 from rayps.bench.stragglers import SCENES, bench_stragglers, factors
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError
 
 
 def test_a_random_tenth_of_the_rounds_is_slow():

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from rayps_client.errors import ConfigError
 from typer.testing import CliRunner
 
 from rayps.bench import hot_table
@@ -13,7 +14,6 @@ from rayps.bench.hot_table import bench_hot
 from rayps.bench.tables import Dense, bench_files, bench_tables, filled, skew
 from rayps.cli.main import app
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError
 from rayps.ps.manager.assign_segments import Balance
 from rayps.ps.protocol.space import SparseTable
 

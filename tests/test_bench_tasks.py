@@ -3,12 +3,12 @@
 import json
 
 import pytest
+from rayps_client.errors import ConfigError
 from required_module import required
 
 from benchmarks.__main__ import main
 from benchmarks.tasks import STRATEGIES, TaskRow, bench_tasks
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError
 
 
 @pytest.fixture

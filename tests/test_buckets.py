@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError, PeerLost
 from small_work import OPTIMIZERS, Small, distance, plain, train
 from test_ring import errors, every, form
 from torch import nn
@@ -9,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 from rayps import AllReduce
 from rayps.comm.ring.bucketed_mean import SentBuckets, SharedMemoryMean, pieces
-from rayps.core.errors import ConfigError, PeerLost
 from rayps.strategies.catalogue import parse
 from rayps.tensors.flat import FlatModel, Gradient, Layout
 from rayps.worker.buckets import Buckets, cut

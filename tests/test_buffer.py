@@ -5,8 +5,8 @@ import json
 
 import numpy as np
 import pytest
+from rayps_client.errors import ConfigError, TrainingError
 
-from rayps.core.errors import ConfigError, TrainingError
 from rayps.federated.population.async_events import AsyncBuffer
 from rayps.federated.population.cohort import hashes
 from rayps.federated.population.events import clock_at

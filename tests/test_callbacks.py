@@ -8,12 +8,12 @@ from collections import Counter
 
 import pytest
 from federated_work import Quadratics
+from rayps_client.errors import ConfigError, WorkloadError
 from small_work import SEEN, Small, Watched, kinds, rows, train
 
 import rayps
 from rayps.cluster.local import LocalCluster
 from rayps.core import user_code
-from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.job_status import Status
 from rayps.core.returned_rounds import SeenRounds
 from rayps.runtime.driver import Driver

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+from rayps_client.errors import ConfigError
 from service_process import ProcessPlace
 from service_site import Site
 
 from rayps.cli.main import main
-from rayps.core.errors import ConfigError
 from rayps.service.client import Client, Job
 
 WORK = """

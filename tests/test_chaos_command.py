@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rayps_client.errors import ConfigError
 from service_site import Site
 
 from rayps.chaos.faults import FaultOn, FaultRole
@@ -23,7 +24,6 @@ from rayps.chaos.soak import faults_on
 from rayps.chaos.targets import JobProcesses
 from rayps.cli import main as cli
 from rayps.cli.chaos import seconds_of
-from rayps.core.errors import ConfigError
 from rayps.core.job_status import Status
 from rayps.service import processes
 from rayps.service.ray_daemon import RayRecord

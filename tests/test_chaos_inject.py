@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rayps_client.errors import ClusterError
 
 from rayps.chaos import lines, shifted_service
 from rayps.chaos.campaign import ChaosSite, carry_out
@@ -18,7 +19,6 @@ from rayps.chaos.faults import FaultOn, FaultRole
 from rayps.chaos.inject import ChaosMeans, injected
 from rayps.chaos.plan import PlannedFault
 from rayps.chaos.targets import ChaosProcess, ProcessFacts, process_facts, refusal
-from rayps.core.errors import ClusterError
 from rayps.service import processes
 
 LINE = """

@@ -4,6 +4,7 @@ import itertools
 import math
 
 import pytest
+from rayps_client.errors import ConfigError
 
 from rayps.chaos.expected_processes import expected_facts, possible_facts
 from rayps.chaos.faults import (
@@ -22,7 +23,6 @@ from rayps.chaos.inject import cannot_inject
 from rayps.chaos.plan import USUAL_FAULTS, ChaosFacts, draw_newborn_plan, draw_plan, too_many_failures, why_not
 from rayps.chaos.run import ChaosOptions
 from rayps.chaos.soak import SoakOptions
-from rayps.core.errors import ConfigError
 from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec
 

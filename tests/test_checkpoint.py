@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from rayps_client.errors import CheckpointError
 
 from rayps.core import failpoint
-from rayps.core.errors import CheckpointError
 from rayps.tensors import checkpoint
 from rayps.tensors.checkpoint import SavedState
 from rayps.tensors.checkpoint_manifest import manifest_hash
@@ -170,8 +170,9 @@ def test_foreign_and_newer_and_crafted_manifests(tmp_path: Path) -> None:
     files = json.loads(manifest)["files"]
     facts = files["model.safetensors"]
     cases: list[tuple[dict[str, object], str]] = [
-        ({"version": 3}, "use a newer rayps"),
-        ({"version": 2}, "missing fields"),
+        ({"version": 2}, "has format 2, and this rayps reads format 1: use the rayps that wrote it"),
+        ({"version": None}, "missing fields"),
+        ({"finite": None}, "does not state that its tensors are finite"),
         ({"format": "other"}, "not a checkpoint of rayps"),
         ({"files": None}, "missing fields"),
         ({"meta": []}, "missing fields"),

@@ -6,13 +6,13 @@ import shutil
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError, RaypsError, WorkloadError
 from small_work import Small, rows, train
 from torch import nn
 
 import rayps
 from rayps import AllReduce, FedAvg, LocalSGD, ParameterServer
 from rayps.cli import main as cli
-from rayps.core.errors import ConfigError, RaypsError, WorkloadError
 from rayps.core.user_module import pack
 from rayps.runtime.cost_report import expected
 from rayps.runtime.preflight import TrialRequest, try_batch

@@ -20,11 +20,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rayps_client.errors import CheckpointError, PlaceError, TrainingError
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, NAdam, RMSprop
 
-from rayps.core.errors import CheckpointError, PlaceError, TrainingError
 from rayps.tensors import background_write, checkpoint, checkpoint_parts, optim, state_pieces
 from rayps.tensors.background_write import BackgroundWrite
 from rayps.tensors.checkpoint import SavedState
@@ -325,14 +325,6 @@ def test_damage_is_found_by_load_and_by_the_share_that_has_the_file(tmp_path: Pa
     assert len(found) == 1 and found[0][0] == 1 and file.name in found[0][1]
     shutil.rmtree(path)
     verify_share(older, 0, 1)
-
-
-def test_an_earlier_rayps_refuses_parts(tmp_path: Path) -> None:
-    """A reader of format 1 compares the version and asks for a newer rayps: so does this one with format 3."""
-    path = Path(write(tmp_path, LAYOUT, "sgd", [5]))
-    assert json.loads((path / "manifest.json").read_text())["version"] == 2
-    plain = checkpoint.save(tmp_path / "plain", 3, the_state(LAYOUT, "sgd"))
-    assert json.loads((plain / "manifest.json").read_text())["version"] == 1
 
 
 def test_old_ones_are_removed_and_drafts_of_later_steps_stay(tmp_path: Path) -> None:

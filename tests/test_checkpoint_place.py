@@ -15,9 +15,9 @@ import fsspec
 import pytest
 import s3fs
 import torch
+from rayps_client.errors import CheckpointError, PlaceError
 from s3_site import S3Site, empty_bucket, s3_site, wait_for
 
-from rayps.core.errors import CheckpointError, PlaceError
 from rayps.tensors import checkpoint, checkpoint_place
 from rayps.tensors.checkpoint import SavedState
 from rayps.tensors.checkpoint_parts import (

@@ -15,12 +15,12 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from rayps_client.errors import ConfigError, NoResources, TrainingError, Unauthorized
 from service_site import Site
 
 import rayps
 from rayps.cli import doctor, jobs, show
 from rayps.cli import main as cli
-from rayps.core.errors import ConfigError, NoResources, TrainingError, Unauthorized
 from rayps.core.job_status import Status
 from rayps.service.client import Client
 from rayps.service.job_file import load, read

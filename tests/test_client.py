@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx2
 import pytest
+from rayps_client.errors import ConfigError, Conflict, NotFound, Unauthorized, Unreachable
 from service_site import Site
 
 import rayps
-from rayps.core.errors import ConfigError, Conflict, NotFound, Unauthorized, Unreachable
 from rayps.core.job_status import Status
 from rayps.service import client as client_module
 from rayps.service.client import Client

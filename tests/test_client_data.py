@@ -19,11 +19,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rayps_client.errors import ConfigError, DataError, UserError
 
 from rayps import data
 from rayps.cli import main as cli
 from rayps.cluster.scratch import SharedScratch, sweep
-from rayps.core.errors import ConfigError, DataError, UserError
 from rayps.data import Clients, Data
 from rayps.data.clients import entropy
 from rayps.data.partition_rules import apportion

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from client_site import SIZES, Clinic, Hospital, Own, Server, rows
-from rayps_client.errors import DataError
+from rayps_client.errors import ConfigError, DataError
 from rayps_client.own_metrics import (
     OwnMetrics,
     OwnTotal,
@@ -25,7 +25,6 @@ from small_work import train
 
 import rayps
 from rayps.clients.workload_trainer import WorkloadTrainer
-from rayps.core.errors import ConfigError
 from rayps.core.metrics import Total
 from rayps.federated.client_evaluation import cut_metrics, summed
 from rayps.strategies.catalogue import parse

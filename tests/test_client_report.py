@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from federated_work import Fed, batches_of, drawn, trained
+from rayps_client.errors import ConfigError
 from small_work import rows, train, vector
 
 import rayps
-from rayps.core.errors import ConfigError
 from rayps.federated.client_report import WIDTH, Sketch
 from rayps.federated.client_scores import (
     FACTS,

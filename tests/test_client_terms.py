@@ -4,8 +4,8 @@ import pytest
 from rayps_api import client_terms
 from rayps_api.client_terms import ClientTerms, terms_of
 from rayps_api.membership import needs_certificate
+from rayps_client.errors import ConfigError
 
-from rayps.core.errors import ConfigError
 from rayps.strategies.catalogue import federations, parse, wire
 from rayps.strategies.job import JobSpec
 

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 from federated_work import Fed
+from rayps_client.errors import ConfigError
 from small_work import Small, distance, plain, train, vector
 from torch import nn
 
 import rayps
 from rayps import ADMM, AllReduce, DiLoCo, Downpour, FedAvg, Hogwild, Hybrid, LocalSGD, ParallelSGD, ParameterServer
-from rayps.core.errors import ConfigError
 
 EXACT = 1e-12
 MOST = 0.05

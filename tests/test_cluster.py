@@ -6,10 +6,10 @@ import threading
 import time
 
 import pytest
+from rayps_client.errors import ActorDied, ClusterError, ConfigError, DataError, NoResources, RaypsError
 
 from rayps.cluster import local as clusters
 from rayps.cluster.local import LocalCluster, resolve, until
-from rayps.core.errors import ActorDied, ClusterError, ConfigError, DataError, NoResources, RaypsError
 
 
 class Echo:

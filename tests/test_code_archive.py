@@ -16,11 +16,11 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rayps_client.client_folder import ClientFolder
+from rayps_client.errors import ConfigError, ServiceError
 from rayps_client.signed_orders import ClientToken, Key
 
 from rayps.cli.jobs import note_packed
 from rayps.core.code_archive import ArchiveEntry, hash_of, leaves, read, unpack, write
-from rayps.core.errors import ConfigError, ServiceError
 from rayps.core.requirements import read_requirements, refused_requirement
 from rayps.service.code_files import code_files, must_be_project, pack_code
 from rayps.service.code_origin import MOST_DIFF, origin_of

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 from code_work import project, wheel
 from conftest import missing
+from rayps_client.errors import ClusterError
 
 from rayps.bench.netns import Hosts
-from rayps.core.errors import ClusterError
 
 pytestmark = pytest.mark.ray
 ROOT = Path(__file__).resolve().parent.parent

@@ -4,11 +4,11 @@ import importlib
 import sys
 
 import pytest
+from rayps_client.errors import WorkloadError
 from rayps_client.user_files import Finder
 
 import rayps
 from rayps.core.code_archive import unpack
-from rayps.core.errors import WorkloadError
 from rayps.core.user_code import user_code
 from rayps.service.code_files import pack_code
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from code_work import project, wheel
+from rayps_client.errors import ConfigError, NotFound
 from real_service import stop_running
 from service_process import ProcessPlace
 from service_site import Site
@@ -21,7 +22,6 @@ from service_site import Site
 from rayps.cli.jobs import short_reason
 from rayps.cli.main import main
 from rayps.core.code_archive import hash_of
-from rayps.core.errors import ConfigError, NotFound
 from rayps.core.job_environment import JobEnvironment
 from rayps.service.backup import backup
 from rayps.service.client import Client

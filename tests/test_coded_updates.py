@@ -13,6 +13,7 @@ import torch
 from client_site import All, Clinic, Own
 from rayps_client.client_folder import ClientFolder
 from rayps_client.coded_vectors import BLOCK, Int8, Malformed, RandomMask, TopK, VectorCoding, Whole, share
+from rayps_client.errors import ConfigError
 from rayps_client.local_trainer import LocalReply, LocalTask, RawTensors, RoundStart
 from rayps_client.raw_tensors import RawTensor, decode_tensors, floats_of, raw_of_array, raw_of_floats
 from rayps_client.torch_tensors import raw_of, tensor_of
@@ -30,7 +31,6 @@ from small_work import train
 
 import rayps
 from rayps.clients.workload_trainer import WorkloadTrainer
-from rayps.core.errors import ConfigError
 from rayps.federated.round_codings import RoundCodings
 from rayps.strategies.catalogue import parse
 

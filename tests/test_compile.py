@@ -4,12 +4,12 @@ import shutil
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError, WorkloadError
 from small_work import Small, distance, plain, train
 from torch import nn
 
 import rayps
 from rayps import AllReduce, FedAvg, LocalSGD, ParameterServer
-from rayps.core.errors import ConfigError, WorkloadError
 from rayps.workload.compile_model import compile_model
 from rayps.workload.model_part import WeightCheck
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rayps_client.errors import ConfigError
 
 from rayps.comm.compress import BLOCK, ErrorFeedback, codec, decoded
-from rayps.core.errors import ConfigError
 
 NAMES = ["fp16", "bf16", "int8", "top_k:0.1", "top_k:1"]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]

@@ -5,10 +5,10 @@ import time
 
 import pytest
 import torch
+from rayps_client.errors import PeerTimeout
 from test_server import START, N, every, house  # noqa: F401  (a fixture)
 from torch.optim import SGD
 
-from rayps.core.errors import PeerTimeout
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.server.consistent_readers import ConsistentReaders
 from rayps.ps.server.requests import RequestHandler

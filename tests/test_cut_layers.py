@@ -5,9 +5,9 @@ import random
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError, WorkloadError
 from torch import nn
 
-from rayps.core.errors import ConfigError, WorkloadError
 from rayps.data.base import Batch
 from rayps.parallel.pipeline import cut, loss_proxy
 from rayps.parallel.pipeline.skip import Route, Stash, Unstash, routes

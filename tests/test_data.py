@@ -18,9 +18,9 @@ import small_work
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rayps_client.errors import ConfigError, DataError
 
 from rayps import data
-from rayps.core.errors import ConfigError, DataError
 from rayps.data import Batch, Data
 
 

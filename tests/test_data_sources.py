@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import missing
+from rayps_client.errors import ConfigError, DataError
 from rayps_client.parquet_rows import parquet as light_parquet
 from rayps_client.rows import tensors as light_tensors
 from small_work import train
@@ -22,7 +23,6 @@ from torch import nn
 
 import rayps
 from rayps import data
-from rayps.core.errors import ConfigError, DataError
 from rayps.data.local_files import local_files
 from rayps.data.table_rows import ChunkedTable
 

@@ -2,8 +2,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-
-from rayps.core.errors import (
+from rayps_client.errors import (
     ActorDied,
     CheckpointError,
     ClusterError,
@@ -17,6 +16,7 @@ from rayps.core.errors import (
     TrainingError,
     WorkloadError,
 )
+
 from rayps.core.strategy_families import Rebuild, RegroupLiving, ReplaceOne, RestartAll
 from rayps.runtime.decide_recovery import (
     GRACE_SECONDS,

@@ -3,18 +3,16 @@
 import dataclasses
 import inspect
 import pickle
-import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
-from small_work import Small, train
+from rayps_client.errors import ConfigError
 
-from rayps.core.errors import ConfigError
 from rayps.core.replica import Pipeline
 from rayps.core.strategy import ServerHalf, StrategyView
 from rayps.core.strategy_families import ByClient, Fixed, Rebuild, ReplaceOne, Reshuffled, RestartAll
-from rayps.core.topology import ASP, BSP, SSP, JobFacts, Peers, PerPush, PerRound, Servers, SharedVector
+from rayps.core.topology import ASP, BSP, SSP, JobFacts, Peers, PerPush, Servers, SharedVector
 from rayps.federated.strategy_interface import FederatedView, state_owner
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Strategy
@@ -186,69 +184,6 @@ class New(Strategy):
 
     def on_push(self, shard, value, weight):
         shard.step(value, 1 / shard.size)
-
-
-def test_a_class_with_old_flags_is_declared_as_they_say_and_warns():
-    with pytest.warns(DeprecationWarning, match=r"Old declares shards, staleness, gathers"):
-
-        class Old(Strategy):
-            shards = 2
-            staleness = None
-            gathers = False
-
-            round = New.round
-            on_push = New.on_push
-
-    assert Old().topology == New().topology and Old().loop == New().loop == "server_steps"
-    assert Old().recovery == ReplaceOne() and Old().name == "Old"
-    first = train(Small(), Old(), workers=1, epochs=1).model().state_dict()
-    second = train(Small(), New(), workers=1, epochs=1).model().state_dict()
-    assert all((first[name] == second[name]).all() for name in second)
-
-
-def test_other_old_flags():
-    with pytest.warns(DeprecationWarning):
-
-        class Apart(Strategy):
-            apart = True
-            keeps_rows = True
-            compression = "fp16"
-
-    assert (Apart().loop, Apart().rows, Apart().topology) == ("local_updates", Fixed(), Peers(compression="fp16"))
-    with pytest.warns(DeprecationWarning):
-
-        class Shared(Strategy):
-            in_place = True
-
-    assert Shared().topology == SharedVector() and Shared().loop == "shared_vector"
-    with pytest.warns(DeprecationWarning):
-
-        class Keeps(ParameterServer):
-            borrows = False
-
-    assert Keeps(staleness=None).topology.update == PerPush(borrows=False)
-    assert (
-        Keeps(shards=3).topology.update == PerRound(means=True, borrows=False) and Keeps(shards=3).topology.count == 3
-    )
-    with pytest.warns(DeprecationWarning):
-
-        class Both(Strategy):
-            shards = 1
-
-            def on_push(self, shard, value, weight):
-                pass
-
-    assert Both().topology == Servers(1, update=PerRound(listens=True))
-
-
-def test_an_option_of_a_base_class_is_no_flag():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-
-        class Mine(ParameterServer):
-            staleness: int | None = 4
-
-    assert Mine(staleness=2).topology.staleness == 2
 
 
 def test_who_keeps_states_of_clients_on_the_workers():

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError, WorkloadError
 from required_module import required
 from small_work import distance, train
 from torch import nn
 from torch.nn import functional
 
 import rayps
-from rayps.core.errors import ConfigError, WorkloadError
 from rayps.parallel.pipeline.cut import check, layers
 
 WORDS, LENGTH, WIDTH = 23, 12, 16

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from rayps_client.errors import WorkloadError
 from torch import nn
 from torch.nn.utils import parametrizations
 
 import rayps
-from rayps.core.errors import WorkloadError
 from rayps.workload import deferred_init
 from rayps.workload.deferred_init import deferred, named_tensors, seeded
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rayps_client.errors import Conflict, NotFound
 from service_site import Site
 
 from rayps.cli import main as cli
-from rayps.core.errors import Conflict, NotFound
 from rayps.core.job_status import Status
 from rayps.service import job_folders
 from rayps.service.client import Client

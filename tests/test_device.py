@@ -5,8 +5,8 @@ import random
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError, LinkError
 
-from rayps.core.errors import ConfigError, LinkError
 from rayps.tensors.device import CpuDevice, Device
 
 

@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from device_ranks import Ranks, later
+from rayps_client.errors import ConfigError
 from small_work import Small
 from torch import nn
 
@@ -22,7 +23,6 @@ from rayps.comm.ring.bucketed_mean import DeviceMean, pieces
 from rayps.comm.ring.choose_gpu_transport import NAMES, GpuFacts, choose_gpu_transport
 from rayps.comm.ring.device_group import GroupTransport
 from rayps.comm.ring.owned_slices import OwnedSlices
-from rayps.core.errors import ConfigError
 from rayps.core.partition import slices
 from rayps.tensors.device import Device
 from rayps.tensors.flat import Gradient, Layout

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from rayps_client.errors import PeerLost, PeerTimeout, TrainingError, WorkloadError
 from small_work import Small, distance, train
 from static_servers import House, vector_layout
 from torch import nn
@@ -16,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 import rayps
 from rayps.cluster.local import LocalCluster, until
-from rayps.core.errors import PeerLost, PeerTimeout, TrainingError, WorkloadError
 from rayps.core.staleness_bound import Clock
 from rayps.ps.client.device_server import DeviceServer
 from rayps.strategies.parameter_server import ParameterServer

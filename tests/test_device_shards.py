@@ -8,6 +8,7 @@ import functools
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError, NoResources
 from small_work import Small, distance, train
 from static_servers import Served, vector_layout
 from test_device_server import CLOSE, KINDS, equal, house, made
@@ -15,7 +16,6 @@ from torch import nn
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError, NoResources
 from rayps.core.topology import shard_bundles
 from rayps.ps.protocol.rows import ShardRows
 from rayps.ps.server import shard_actor

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from local_work import Halves, Loop, Normed
+from rayps_client.errors import ConfigError
 from small_work import Small, distance, train, vector
 from torch import nn
 
-from rayps.core.errors import ConfigError
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.diloco import DiLoCo

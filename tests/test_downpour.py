@@ -10,13 +10,13 @@ import pytest
 import static_servers
 import torch
 from process_cluster import ProcessCluster
+from rayps_client.errors import ConfigError, PeerTimeout
 from small_work import OPTIMIZERS, Small, Watched, distance, kinds, plain, train
 from test_exactly_once import Tally, died
 from torch import nn
 
 import rayps
 from rayps import AllReduce, Downpour, ParameterServer, Pipeline, TensorParallel
-from rayps.core.errors import ConfigError, PeerTimeout
 from rayps.core.metrics import Rounds
 from rayps.core.repeated_pushes import Ledger
 from rayps.core.strategy import Phase

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rayps_client.errors import CheckpointError, ClusterError, ConfigError, DataError, TrainingError, WorkloadError
 from small_work import SEEN, Small, Watched, distance, kinds, plain, train
 
 import rayps
@@ -21,7 +22,6 @@ from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import PROTOCOL, LocalCluster, surrounding, until
 from rayps.comm.link import Listener
 from rayps.comm.ring import form_mesh
-from rayps.core.errors import CheckpointError, ClusterError, ConfigError, DataError, TrainingError, WorkloadError
 from rayps.core.job_status import Status
 from rayps.runtime.driver import Driver
 from rayps.runtime.driver_actor import DriverActor

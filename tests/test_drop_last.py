@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from rayps_client.errors import ConfigError, DataError, WorkloadError
 from rayps_client.row_order import parts
 from rayps_client.rows import tensors as light_tensors
 from small_work import SEEN, Small, distance, plain, rows, train
@@ -16,7 +17,6 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from rayps import data
-from rayps.core.errors import ConfigError, DataError, WorkloadError
 from rayps.core.row_shares import RowShares
 from rayps.data.dealt_rows import DealtRows
 

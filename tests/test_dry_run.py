@@ -5,10 +5,10 @@ import threading
 
 import pytest
 from federated_work import Fed
+from rayps_client.errors import ConfigError, WorkloadError
 from small_work import SEEN, Paced, Small, kinds, train
 
 import rayps
-from rayps.core.errors import ConfigError, WorkloadError
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rayps_client.errors import CheckpointError, ConfigError, TrainingError
 from small_work import Small, Watched, rows
 from torch import nn
 
 import rayps
 from rayps.cluster.notices import Notice
-from rayps.core.errors import CheckpointError, ConfigError, TrainingError
 from rayps.runtime.job_size import Allowance
 from rayps.runtime.membership import Membership
 from rayps.runtime.worker_actor import WorkerActor

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from rayps_client.errors import ConfigError
 
 from rayps.core.elastic import ElasticWorkers
-from rayps.core.errors import ConfigError
 from rayps.service import job_file
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.job import JobSpec, elastic_fields

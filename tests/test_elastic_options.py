@@ -11,13 +11,13 @@ from dataclasses import fields
 import pytest
 import torch
 from process_cluster import ProcessCluster
+from rayps_client.errors import ConfigError
 from small_work import Watched
 from torch import nn
 
 import rayps
 from rayps.core.elastic import ElasticWorkers
 from rayps.core.elastic_support import check_phases, takes_leases
-from rayps.core.errors import ConfigError
 from rayps.core.strategy_families import SHARDED_PARAMETERS, learns_by_client
 from rayps.core.topology import servers_of, shard_of
 from rayps.federated.strategy_interface import FederatedView

@@ -11,13 +11,13 @@ from typing import Any
 
 import httpx2
 import pytest
+from rayps_client.errors import ConfigError, Conflict, NotFound
 from service_site import Site
 from test_scheduler import END, Body, FakeCluster, FakeHandle, FakePlace, write
 
 from rayps.cli.main import main
 from rayps.cluster.notices import LINGER_SECONDS, Notice, StoredNotice
 from rayps.core.elastic import ElasticWorkers
-from rayps.core.errors import ConfigError, Conflict, NotFound
 from rayps.core.job_status import Status
 from rayps.service.client import Client
 from rayps.service.drivers import Drivers

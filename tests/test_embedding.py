@@ -7,11 +7,11 @@ import hashlib
 import numpy as np
 import pytest
 import torch
+from rayps_client.errors import CheckpointError, ConfigError, DataError, WorkloadError
 from torch import nn
 from torch.nn import functional
 
 import rayps
-from rayps.core.errors import CheckpointError, ConfigError, DataError, WorkloadError
 from rayps.ps.tables import embedding
 from rayps.ps.tables.embedding import Embedding, EmbeddingBag, hash_ids, ids_of, tables_of
 from rayps.ps.tables.row_lifecycle import RowPolicy

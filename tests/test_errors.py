@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from rayps_client import errors
-
-from rayps.core.errors import ActorDied, ConfigError, LinkError, NotFound, RaypsError, UserError
+from rayps_client.errors import ActorDied, ConfigError, LinkError, NotFound, RaypsError, UserError
 
 
 def tree(kind=RaypsError):

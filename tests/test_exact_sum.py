@@ -6,9 +6,9 @@ from fractions import Fraction
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError
 from test_ring import every, form
 
-from rayps.core.errors import ConfigError
 from rayps.federated.exact_sum import DIGIT, FIRST, LIMBS, NOT_FINITE, TOO_LARGE, ExactSum
 
 DTYPES = list(LIMBS)

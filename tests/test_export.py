@@ -6,13 +6,13 @@ import pytest
 import safetensors.torch
 import torch
 from federated_work import Fed
+from rayps_client.errors import CheckpointError, ConfigError, NotFound
 from service_site import Site
 from small_work import Small, distance, train
 
 import rayps
 from rayps import FedPer
 from rayps.cli import main as cli
-from rayps.core.errors import CheckpointError, ConfigError, NotFound
 from rayps.runtime.saved_model import export_checkpoint
 from rayps.service.client import Client
 from rayps.tensors import checkpoint

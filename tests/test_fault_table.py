@@ -253,9 +253,8 @@ TABLE = {
     "F27": Proven(
         "a new version finds an old state, and an old version a new one",
         (
-            "old_state::a_service_takes_the_unfinished_jobs_to_their_end",
-            "old_state::a_checkpoint_is_trained_on",
-            "old_state::the_store_opens_and_lists_every_job",
+            "ps_record::a_damaged_or_foreign_record_is_refused_and_left",
+            "store::the_store_of_another_version_is_refused_in_a_sentence",
             "checkpoint::foreign_and_newer_and_crafted_manifests",
             "store::a_file_that_is_no_store_is_refused",
             "versions::a_driver_of_another_version_is_never_asked",

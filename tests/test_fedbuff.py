@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from federated_work import Fed, cohorts, drawn, trained
+from rayps_client.errors import ConfigError
 from small_work import distance, train, vector
 
 from rayps import FedAvg, FedBuff
-from rayps.core.errors import ConfigError
 from rayps.strategies.catalogue import parse, wire
 
 EXACT = 1e-12

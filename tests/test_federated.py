@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from federated_work import Dropping, Fed, Normed, Rated, batches_of, cohorts, drawn, fedavg, trained
+from rayps_client.errors import ConfigError, DataError, WorkloadError
 from small_work import Small, distance, kinds, plain, rows, train, vector
 from torch import nn
 
 import rayps
 from rayps import AllReduce, Ditto, FedAdam, FedAvg, FedAvgM, FedBuff, FedProx, Scaffold
-from rayps.core.errors import ConfigError, DataError, WorkloadError
 from rayps.federated.reply_source import SimulatedReplies
 from rayps.strategies.catalogue import parse, wire
 

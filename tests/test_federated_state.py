@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from federated_work import Dropping, Fed, Normed, cohorts
+from rayps_client.errors import CheckpointError
 from small_work import Watched, kinds, train
 from torch import nn
 
 import rayps
 from rayps import Ditto, FedAdam, FedAvg, FedAvgM, FedBuff, FedYogi, Scaffold
-from rayps.core.errors import CheckpointError
 from rayps.federated import client_states as states_module
 from rayps.federated.client_states import ClientStates
 from rayps.federated.client_states_backup import ClientStatesBackup

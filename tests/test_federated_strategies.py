@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from federated_work import Fed, Quadratics, cohorts, drawn, fedavg, trained
+from rayps_client.errors import ConfigError
 from small_work import OPTIMIZERS, distance, rows, train, vector
 from torch import nn
 
 import rayps
 from rayps import Ditto, FedAdagrad, FedAdam, FedAvg, FedAvgM, FedProx, FedYogi, Scaffold
-from rayps.core.errors import ConfigError
 from rayps.federated.client import ClientRows, Task, Trainer
 from rayps.tensors.flat import FlatModel
 

@@ -10,13 +10,13 @@ import pytest
 import safetensors.torch
 import torch
 from federated_work import Fed
+from rayps_client.errors import CheckpointError, TrainingError
 from small_work import Small, kinds, plain, train
 from test_hybrid import Films
 from torch import nn
 
 import rayps
 from rayps import ADMM, AllReduce, DiLoCo, Downpour, Hogwild, Hybrid, LocalSGD, ParallelSGD, ParameterServer
-from rayps.core.errors import CheckpointError, TrainingError
 from rayps.core.replica import Pipeline, TensorParallel
 from rayps.core.topology import SharedVector
 from rayps.strategies.catalogue import CATALOGUE
@@ -321,11 +321,11 @@ def test_a_client_whose_gradient_is_not_finite_is_rejected_by_name(tmp_path, nam
     assert "not finite" in told[0]["message"]
 
 
-# ---- checkpoints that were written before this law
+# ---- checkpoints that do not state that they are finite
 
 
 def spoil(path, prefix, name=None, flag=False):
-    """Make a checkpoint one that an earlier version has written, with a NaN in a tensor of this file."""
+    """Put a NaN into a tensor of this file; the manifest states no more that the tensors are finite."""
     file = path / f"{prefix}.safetensors"
     tensors = safetensors.torch.load_file(file)
     key = name or next(k for k, v in tensors.items() if v.is_floating_point() and v.numel())
@@ -378,7 +378,7 @@ def test_resume_falls_back_to_the_newest_good_checkpoint(tmp_path, prefix, strat
         assert "step-00000003" in resumed["message"]
         told = [e["message"] for e in result.events if e["kind"] == "warning" and str(newest) in e["message"]]
         assert len(told) == 1
-        assert "not finite" in told[0]
+        assert "does not state that its tensors are finite" in told[0]
         assert result.history.column("round").to_pylist() == list(range(3, 9))
     found = checkpoint.newest(tmp_path)
     assert found.name == "step-00000009"

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError, TrainingError, WorkloadError
 from small_work import Small, distance, train
 from test_module_modes import STRATEGIES
 from torch import nn
 
 import rayps
-from rayps.core.errors import ConfigError, TrainingError, WorkloadError
 
 
 class Rated(Small):

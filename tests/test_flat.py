@@ -2,9 +2,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rayps_client.errors import WorkloadError
 from torch import nn
 
-from rayps.core.errors import WorkloadError
 from rayps.tensors.flat import FlatModel, Gradient, Layout, outside_vector
 
 

@@ -5,11 +5,11 @@ The law is the run of a plain loop, and a resume that equals the run without a s
 
 import pytest
 import torch
+from rayps_client.errors import WorkloadError
 from required_module import required
 from small_work import Small, Watched, distance, plain, train
 from torch import nn
 
-from rayps.core.errors import WorkloadError
 from rayps.runtime import worker_group
 from rayps.runtime.worker_actor import WorkerActor
 from rayps.tensors import checkpoint

@@ -17,10 +17,10 @@ from typing import Any
 import httpx2
 import pytest
 import sqlalchemy as sa
+from rayps_client.errors import ConfigError, ServiceError
 from service_site import Site
 
 from rayps.cli import main as cli
-from rayps.core.errors import ConfigError, ServiceError
 from rayps.core.job_status import Status
 from rayps.service.client import Client
 from rayps.service.state_disk import LEAST_FREE, StateDisk, is_full

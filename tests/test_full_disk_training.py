@@ -10,11 +10,11 @@ import subprocess
 import threading
 
 import pytest
+from rayps_client.errors import CheckpointError, PlaceError
 from safetensors import SafetensorError
 from small_work import Small, distance, plain
 
 from rayps.cluster.local import LocalCluster, until
-from rayps.core.errors import CheckpointError, PlaceError
 from rayps.core.full_disk import reports_full_disk
 from rayps.core.job_status import Status
 from rayps.runtime import journal, line_file, snapshots

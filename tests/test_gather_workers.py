@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from rayps_client.errors import NoResources
 from small_work import Small, Watched
 
 import rayps
 from rayps.core.elastic import ElasticWorkers
-from rayps.core.errors import NoResources
 from rayps.core.handover import Handover
 from rayps.core.job_status import Status
 from rayps.runtime import gather_workers

@@ -11,6 +11,7 @@ import json
 import pytest
 import torch
 from process_cluster import ProcessCluster
+from rayps_client.errors import ConfigError
 from small_work import Small, distance, plain
 from test_hybrid import Films, both
 from test_hybrid import plain as plain_films
@@ -20,7 +21,6 @@ from torch import nn
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError
 
 pytestmark = pytest.mark.gpu
 

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError, PeerTimeout, RaypsError
 from small_work import OPTIMIZERS, Small, Watched, distance, kinds, plain, train
 from test_ring import every
 from test_ring import form as formed
@@ -12,7 +13,6 @@ from torch import nn
 
 import rayps
 from rayps import AllReduce, Hogwild
-from rayps.core.errors import ConfigError, PeerTimeout, RaypsError
 from rayps.strategies.catalogue import parse
 from rayps.tensors.flat import FlatModel
 

@@ -7,13 +7,13 @@ import time
 import numpy as np
 import pytest
 import torch
+from rayps_client.errors import ConfigError, LinkError
 from small_work import SEEN, Watched, kinds
 from torch import nn
 
 import rayps
 from rayps.cluster.local import LocalCluster
 from rayps.comm.link.socket_link import as_bytes
-from rayps.core.errors import ConfigError, LinkError
 from rayps.core.topology import servers_of
 from rayps.ps.client.session import SegmentReplies
 from rayps.ps.protocol.messages import GroupMessage

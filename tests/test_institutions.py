@@ -16,6 +16,7 @@ from client_site import All, Clinic, until
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from member_keys import TestAuthority
+from rayps_client.errors import ConfigError, Conflict, DataError, Unauthorized
 from rayps_client.members.acceptance import Acceptance, AcceptanceFacts, check_record, statement_hash
 from rayps_client.members.acceptance_file import AcceptanceFile, read_lines, receipt_text
 from rayps_client.members.certified_keys import CertifiedKeys
@@ -28,7 +29,6 @@ from small_work import train
 from test_light_process import LINE, alone, said
 
 from rayps.cli.main import main
-from rayps.core.errors import ConfigError, Conflict, DataError, Unauthorized
 from rayps.service.job_file import read
 from rayps.strategies.job import JobSpec
 

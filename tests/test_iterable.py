@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rayps_client.errors import CheckpointError, ConfigError, DataError, WorkloadError
 from small_work import SEEN, Small, Watched, distance, kinds, rows, train
 
 import rayps
-from rayps.core.errors import CheckpointError, ConfigError, DataError, WorkloadError
 from rayps.core.phase_rounds import OPEN, Calendar
 from rayps.core.replica import Pipeline
 from rayps.core.strategy import Phase

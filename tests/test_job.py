@@ -3,8 +3,8 @@ import json
 import math
 
 import pytest
+from rayps_client.errors import ConfigError
 
-from rayps.core.errors import ConfigError
 from rayps.core.job_status import MOVES, Status, may_move
 from rayps.strategies.job import JobSpec
 

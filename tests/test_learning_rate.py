@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rayps_client.errors import WorkloadError
 from small_work import SCHEDULES, Paced, Small, Watched, distance, plain, train
 from test_ps_job_tables import ROWS as TALLY_ROWS
 from test_ps_job_tables import Tally
@@ -16,7 +17,6 @@ from torch import nn
 import rayps
 from rayps import ADMM, AllReduce, DiLoCo, Downpour, FedAvg, Hogwild, LocalSGD, ParameterServer, Pipeline
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import WorkloadError
 from rayps.core.phase_rounds import Boundary
 from rayps.core.repeated_pushes import Ledger
 from rayps.core.topology import Servers, servers_of

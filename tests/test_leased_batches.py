@@ -4,10 +4,10 @@ import threading
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError, PeerTimeout
 from torch.utils.data import Dataset
 
 import rayps
-from rayps.core.errors import ConfigError, PeerTimeout
 from rayps.core.leases import BlockRange, RowLease
 from rayps.worker.leased_batches import LeasedBatches
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from leased_work import HOOKS, LOG, Counted, Job, rounds_of
+from rayps_client.errors import ConfigError
 
 from rayps.core.elastic import ElasticWorkers
 from rayps.core.elastic_support import check_phases, takes_leases
-from rayps.core.errors import ConfigError
 from rayps.core.job_status import Status
 from rayps.core.metrics import history
 from rayps.strategies.catalogue import CATALOGUE, parse

@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 from leased_work import HOOKS, LOG, SECONDS, Counted, Counting, Job, rounds_of
 from process_cluster import ProcessCluster
+from rayps_client.errors import ConfigError
 from small_work import SEEN, Paced, Small, plain, train
 
 import rayps
 from rayps.cluster.local import until
 from rayps.cluster.notices import Notice
-from rayps.core.errors import ConfigError
 from rayps.core.job_status import Status
 from rayps.ps.client.member_requests import MemberRequests
 from rayps.ps.server.shard_actor import ShardActor

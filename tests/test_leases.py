@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rayps_client.errors import CheckpointError
 
-from rayps.core.errors import CheckpointError
 from rayps.core.leases import (
     LEASE_SECONDS,
     LEAST_SECONDS,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rayps_client.errors import CheckpointError
 from torch.optim import SGD
 
-from rayps.core.errors import CheckpointError
 from rayps.core.failpoint import VARIABLE, parse
 from rayps.core.repeated_pushes import WINDOW, Ledger, union
 from rayps.ps.client.replay_buffer import ReplayBuffer

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from rayps_client.errors import ConfigError
 
-from rayps.core.errors import ConfigError
 from rayps.core.strategy import Phase
 from rayps.privacy.account import PrivacyAccount
 from rayps.privacy.ledger import ReleaseLedger, open_ledger

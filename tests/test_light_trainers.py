@@ -19,6 +19,7 @@ import pytest
 import rayps_client
 import torch
 from rayps_client.client_options import ClientOptions
+from rayps_client.errors import ConfigError, DataError, WorkloadError
 from rayps_client.load_workload import load, trainer_of
 from rayps_client.local_trainer import LocalTask, RoundStart
 from rayps_client.numpy_trainer import numpy_trainer
@@ -30,7 +31,6 @@ from small_work import train
 
 import rayps
 from rayps.clients.workload_trainer import WorkloadTrainer, own_data
-from rayps.core.errors import ConfigError, DataError, WorkloadError
 from rayps.core.user_module import pack
 from rayps.strategies.catalogue import parse
 from rayps.workload.base import as_workload

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rayps_client.errors import ConfigError, LinkError, PeerLost, PeerTimeout, StaleGeneration
 
 from rayps.comm.link import Listener, Message, connect, parse_address
 from rayps.comm.link.memory import Memory
 from rayps.comm.link.socket_link import WAKE_BYTES
-from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout, StaleGeneration
 
 SECRET = b"s" * 32
 TRANSPORTS = ["shm", "unix", "tcp"]

@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from rayps_client.errors import ConfigError, DataError, WorkloadError
 from small_work import Small, distance, kinds, rows, train
 
 import rayps
 from rayps.core.data_wait import ROUNDS, SKIPPED, DataWait
-from rayps.core.errors import ConfigError, DataError, WorkloadError
 from rayps.data.base import Place
 from rayps.data.loader import MOST_DEATHS, Loader
 

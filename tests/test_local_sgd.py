@@ -3,12 +3,12 @@
 import pytest
 import torch
 from local_work import Halves, Loop, Normed
+from rayps_client.errors import ConfigError
 from small_work import Small, distance, plain, train, vector
 from torch import nn
 
 from rayps.comm.compress import BlockQuantized, ErrorFeedback
 from rayps.core.costs import costs
-from rayps.core.errors import ConfigError
 from rayps.core.partition import slices
 from rayps.core.traffic import Sizes
 from rayps.strategies.all_reduce import AllReduce

@@ -10,11 +10,11 @@ import pytest
 import torch
 from local_work import Loop, Normed
 from process_cluster import ProcessCluster
+from rayps_client.errors import ConfigError
 from small_work import Small, Watched, distance, kinds, train
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError
 from rayps.core.job_status import Status
 from rayps.core.metrics import Rounds, history
 from rayps.core.phase_rounds import Calendar

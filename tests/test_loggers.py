@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import missing
+from rayps_client.errors import ConfigError
 from small_work import Small, train
 
 import rayps
 from rayps.cluster.local import until
-from rayps.core.errors import ConfigError
 from rayps.loggers import ml_flow
 from rayps.loggers.background import Background
 from rayps.loggers.logger import Logger, needed, numbers_of

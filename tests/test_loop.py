@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError, WorkloadError
 from small_work import OPTIMIZERS, Small, distance, plain, vector
 
 import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError, WorkloadError
 
 EXACT = 1e-12
 IN_STEP = [AllReduce(), ParameterServer(), ParameterServer(shards=3)]

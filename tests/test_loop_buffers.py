@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from rayps_client.errors import WorkloadError
 from test_loop import run
 from torch import nn
 from user_code_table import STRATEGIES, wraps
 
 import rayps
-from rayps.core.errors import WorkloadError
 from rayps.core.strategy_families import LOCAL_UPDATES
 from rayps.core.topology import runs_in_step
 from rayps.strategies.catalogue import parse_for_loop

@@ -5,13 +5,13 @@ import math
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError, WorkloadError
 from test_loop import EXACT, Fixed, run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rayps
 from rayps import AllReduce, Hybrid, ParameterServer
-from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.topology import compression_in, servers_of
 from rayps.runtime.own_loop.mean_gradient import MeanGradient
 

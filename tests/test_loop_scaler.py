@@ -10,12 +10,12 @@ import warnings
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError
 from test_loop import Fixed, run
 from torch import nn
 from user_code_table import STRATEGIES, wraps
 
 import rayps
-from rayps.core.errors import ConfigError
 from rayps.core.strategy_families import LOCAL_UPDATES
 from rayps.core.topology import compression_in, runs_in_step, servers_of
 from rayps.strategies.catalogue import parse_for_loop

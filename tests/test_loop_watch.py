@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from process_cluster import ProcessCluster
+from rayps_client.errors import ActorDied, PeerTimeout, WorkloadError
 from small_work import GATES
 from torch import nn
 
 import rayps
 from rayps.cli.run import run as run_command
 from rayps.cluster.local import LocalCluster, until
-from rayps.core.errors import ActorDied, PeerTimeout, WorkloadError
 from rayps.runtime.own_loop.activity import activity_of
 from rayps.runtime.own_loop.watch import LoopWatch
 from rayps.strategies.job import LOOP_TIMEOUT

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from member_keys import CLIENTS_ONLY, DAY, NOW, SERVERS_ONLY, TestAuthority
 from rayps_client.client_options import ClientOptions
 from rayps_client.command import identity_of_options
+from rayps_client.errors import ConfigError, ServiceError, Unauthorized
 from rayps_client.members.certified_keys import CertifiedKeys
 from rayps_client.members.member_certificates import MemberCertificate, MembersCa
 from rayps_client.members.member_key import MemberKey
@@ -29,7 +30,6 @@ from rayps_client.signed_orders import ClientToken, Key
 from test_secure_protocol import Memory
 
 from rayps.cli.main import main
-from rayps.core.errors import ConfigError, ServiceError, Unauthorized
 from rayps.federated.remote.join_options import joining_of
 from rayps.service.member_authority import issue, issued, new_authority, new_request, others_of, revoke, with_ends
 from rayps.service.members import Members, SeenNonces

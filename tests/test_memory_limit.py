@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from process_cluster import ProcessCluster
+from rayps_client.errors import WorkloadError
 from small_work import plain, train
 from torch import nn
 
 import rayps
-from rayps.core.errors import WorkloadError
 from rayps.core.user_code import lacks_memory, user_code
 
 MB = 10**6

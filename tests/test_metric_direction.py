@@ -1,9 +1,9 @@
 """Which value of a metric is the best: one rule for callbacks, sweeps, the command line and the page."""
 
 import pytest
+from rayps_client.errors import ConfigError
 
 import rayps
-from rayps.core.errors import ConfigError
 from rayps.core.metric_direction import chosen_direction, direction_of
 from rayps.runtime.early_stopping import MetricWatch
 

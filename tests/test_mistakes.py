@@ -7,6 +7,8 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from rayps_client.error_hints import hint
+from rayps_client.errors import DataError, TrainingError, WorkloadError
 from torch import nn
 
 import rayps
@@ -14,8 +16,6 @@ from benchmarks.leftovers import Leftovers
 from benchmarks.mistakes import MISTAKES as NINE
 from benchmarks.mistakes import Mistake
 from rayps.cluster.local import LocalCluster
-from rayps.core.error_hints import hint
-from rayps.core.errors import DataError, TrainingError, WorkloadError
 from rayps.core.memory import available_bytes, total_bytes
 from rayps.core.user_code import place_of
 from rayps.core.user_module import pack, unpack

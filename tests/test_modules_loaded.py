@@ -5,8 +5,7 @@ import subprocess
 import sys
 
 import pytest
-
-from rayps.core.loading import without_collection
+from rayps_client.loading import without_collection
 
 
 def test_the_collector_is_off_inside_and_as_before_afterwards():

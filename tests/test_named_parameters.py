@@ -3,10 +3,10 @@
 import pytest
 import torch
 from federated_work import Fed
+from rayps_client.errors import WorkloadError
 from small_work import Small, distance, plain, train
 from torch import nn
 
-from rayps.core.errors import WorkloadError
 from rayps.tensors.flat import FlatModel
 from rayps.tensors.named_parameters import NamedFactory, NamedParameters, factory_of
 from rayps.tensors.optim import SlicedOptimizer, build

@@ -10,10 +10,10 @@ import pytest
 import torch
 from client_site import All
 from newborn_site import HOOKS, KINDS, SPAWNED, Newborn, Plain, moments_of
+from rayps_client.errors import ActorDied, TrainingError, WorkloadError
 
 import rayps
 from rayps.cluster.local import LocalCluster, until
-from rayps.core.errors import ActorDied, TrainingError, WorkloadError
 from rayps.core.job_status import Status
 from rayps.runtime import decide_recovery, driver_actor, newcomers
 from rayps.runtime.driver import Driver

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from rayps_client.errors import ClusterError, NoResources
 
 from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import LocalCluster, until
@@ -15,7 +16,6 @@ from rayps.cluster.members import ActorHost, GroupMember
 from rayps.cluster.notices import Notice, ending_hosts
 from rayps.cluster.reservation import WorkerResources
 from rayps.cluster.room import RoomWatch, avoided_hosts
-from rayps.core.errors import ClusterError, NoResources
 from rayps.runtime.newcomers import BACKOFF_SECONDS, LONGEST_BACKOFF, Newcomers, StartBackoff
 from rayps.runtime.worker_group import WorkerGroup, WorkerLauncher
 

@@ -2,11 +2,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rayps_client.errors import WorkloadError
 from small_work import OPTIMIZERS
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
-from rayps.core.errors import WorkloadError
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from process_cluster import ProcessCluster
+from rayps_client.errors import ActorDied, CheckpointError, ClusterError, ConfigError, TrainingError, WorkloadError
 from small_work import SEEN, Small, distance, plain, vector
 
 import rayps
@@ -20,7 +21,6 @@ from rayps.cli import main as cli
 from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import LocalCluster
 from rayps.comm.ring.bucketed_mean import SentBuckets, SharedMemoryMean
-from rayps.core.errors import ActorDied, CheckpointError, ClusterError, ConfigError, TrainingError, WorkloadError
 from rayps.core.job_status import Status
 from rayps.runtime.journal import Journal
 from rayps.runtime.own_loop.driver import LoopDriver

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError
 from service_site import Site
 from small_work import Small, distance, kinds, train
 
 from rayps.cli import main as cli
 from rayps.cluster.local import LocalCluster
 from rayps.core.costs import costs
-from rayps.core.errors import ConfigError
 from rayps.core.job_status import Status
 from rayps.core.text import written
 from rayps.core.traffic import Sizes

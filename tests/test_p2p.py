@@ -5,10 +5,10 @@ import time
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError, PeerLost, PeerTimeout
 from test_ring import errors, every, form
 
 from rayps.comm.ring import p2p as ring_parcels
-from rayps.core.errors import ConfigError, PeerLost, PeerTimeout
 
 DTYPES = [
     torch.float32,

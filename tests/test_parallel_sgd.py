@@ -3,10 +3,10 @@
 import pytest
 import torch
 from local_work import Halves, Loop, Normed
+from rayps_client.errors import ConfigError
 from small_work import Small, distance, rows, train
 
 import rayps
-from rayps.core.errors import ConfigError
 from rayps.core.strategy_families import Fixed
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.parallel_sgd import ParallelSGD

@@ -10,13 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal, Optional, Union
 
 import pytest
 import torch
+from rayps_client import parameters
+from rayps_client.errors import ConfigError, WorkloadError
+from rayps_client.parameters import REQUIRED, checked, create, declared, differing, effective
+from rayps_client.values import Json
 
 import rayps
-from rayps.core.errors import ConfigError, WorkloadError
-from rayps.core.values import Json
-from rayps.workload import parameters
 from rayps.workload.base import load
-from rayps.workload.parameters import REQUIRED, checked, create, declared, differing, effective
 
 
 class Base(rayps.Workload):

@@ -1,8 +1,8 @@
 import math
 
 import pytest
+from rayps_client.errors import ConfigError
 
-from rayps.core.errors import ConfigError
 from rayps.core.partition import part, place, slices, spots
 
 

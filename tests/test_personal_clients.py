@@ -12,15 +12,15 @@ import pytest
 import safetensors.torch
 import torch
 from client_site import All, Clinic, Hospital, Own
+from rayps_client.errors import ConfigError, Unauthorized, WorkloadError
 from rayps_client.global_model import GLOBAL_FILE
+from rayps_client.signed_orders import order_text
 from small_work import train
 
 import rayps
 from rayps.cli.main import main
 from rayps.clients.global_model import GlobalModel
 from rayps.clients.personal_client import PersonalClient
-from rayps.core.errors import ConfigError, Unauthorized, WorkloadError
-from rayps.federated.remote.signed_orders import order_text
 
 pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 REMOTE = "clients=remote(least=2,wait=100)"

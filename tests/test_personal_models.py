@@ -7,12 +7,12 @@ import pytest
 import safetensors.torch
 import torch
 from federated_work import Dropping, Fed, Normed, batches_of, cohorts, drawn, fedavg, trained
+from rayps_client.errors import CheckpointError, ConfigError
 from small_work import OPTIMIZERS, rows, train
 from torch import nn
 
 import rayps
 from rayps import AllReduce, Ditto, FedAvg, FedPer, FedRep, Scaffold
-from rayps.core.errors import CheckpointError, ConfigError
 from rayps.federated import exact_sum
 from rayps.federated.private_layers import PrivateLayers
 from rayps.runtime.job_clients import JobClients

@@ -5,10 +5,10 @@ import threading
 import pytest
 import torch
 from pipeline_site import SCHEDULES, Site, alone, apart, deep, mse, one_at_a_time, rows, stages, together
+from rayps_client.errors import ConfigError, LinkError, PeerLost, PeerTimeout, WorkloadError
 from test_ring import errors
 from torch import nn
 
-from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout, WorkloadError
 from rayps.core.pipeline.schedule import peak, table
 from rayps.core.pipeline.simulate import simulate
 from rayps.parallel.pipeline import cut, random_numbers

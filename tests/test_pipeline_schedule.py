@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 from pipeline_site import to_csv
+from rayps_client.errors import ConfigError
 
-from rayps.core.errors import ConfigError
 from rayps.core.pipeline import gantt
 from rayps.core.pipeline import schedule as schedules
 from rayps.core.pipeline.schedule import Action, needs, splits, table

@@ -6,6 +6,7 @@ import sys
 import textwrap
 
 import pytest
+from rayps_client.errors import NoResources
 from small_work import Small, train
 
 from rayps import AllReduce, Pipeline
@@ -13,7 +14,6 @@ from rayps.cluster.local import LocalCluster
 from rayps.cluster.notices import Notice
 from rayps.cluster.placement import Placement, bundles, describe, place_ranks, slots, together
 from rayps.cluster.reservation import reserve, to_avoid
-from rayps.core.errors import NoResources
 from rayps.core.grid import Grid
 
 ONE = {"cpu": 1.0}

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from pipeline_site import to_csv
+from rayps_client.errors import ConfigError
 from torch import nn
 
 import rayps
 from rayps.cli import main as cli
 from rayps.cluster.local import LocalCluster
 from rayps.core.costs import amount, costs, held_bytes
-from rayps.core.errors import ConfigError
 from rayps.core.pipeline.schedule import table
 from rayps.core.pipeline.simulate import simulate
 from rayps.core.pipeline.validate import to_json

@@ -5,8 +5,8 @@ import statistics
 
 import numpy as np
 import pytest
+from rayps_client.errors import ConfigError, TrainingError
 
-from rayps.core.errors import ConfigError, TrainingError
 from rayps.federated.population import options as options_module
 from rayps.federated.population.cohort import cohort, cohort_size, hashes, home_ranks, normals, pack, uniforms
 from rayps.federated.population.population import Population

@@ -6,13 +6,13 @@ import time
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError, TrainingError
 from small_work import OPTIMIZERS, Small, Watched, distance, rows, train, vector
 from torch import nn
 
 import rayps
 from rayps import AllReduce, DiLoCo, Downpour, FedAvg, Hogwild, LocalSGD, ParallelSGD, ParameterServer
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError, TrainingError
 from rayps.ps.client.client import GroupServer
 from rayps.ps.group import start
 from rayps.tensors import checkpoint

@@ -10,9 +10,9 @@ import sys
 
 import numpy as np
 import pytest
+from rayps_client.errors import ConfigError
 from scipy import stats
 
-from rayps.core.errors import ConfigError
 from rayps.privacy import accountant
 from rayps.privacy.account import PrivacyAccount, solve_noise
 from rayps.privacy.adaptive_clip import next_clip, update_noise

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from federated_work import Fed
+from rayps_client.errors import ConfigError
 from small_work import rows, train
 from statistics_work import Pooled
 from statistics_work import rows as rows_of_hospitals
@@ -13,7 +14,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _LazyNormBase, _NormBase
 
 import rayps
-from rayps.core.errors import ConfigError
 from rayps.core.nested_options import options_of
 from rayps.runtime.preflight import preflight
 from rayps.strategies.catalogue import CATALOGUE, parse, parse_for_loop

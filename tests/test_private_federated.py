@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from federated_work import Fed, Normed, drawn, trained
+from rayps_client.errors import ConfigError
 from small_work import distance, train, vector
 
 from rayps import FedAdam, FedAvg, FedAvgM, FedPer, FedProx, Scaffold, dp
-from rayps.core.errors import ConfigError
 from rayps.federated.check import federated
 from rayps.privacy import accountant
 from rayps.privacy.ledger import ReleaseLedger

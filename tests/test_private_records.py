@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from federated_work import Fed
+from rayps_client.errors import ConfigError, WorkloadError
 from service_site import Site
 from small_work import rows, train
 from statistics_work import Pooled
@@ -22,7 +23,6 @@ from torch import nn
 import rayps
 from rayps.cluster.local import LocalCluster, until
 from rayps.comm.ring.choose_algorithm import Autotuner
-from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.job_status import Status
 from rayps.core.nested_options import options_of
 from rayps.federated.combine_replies import Aggregate

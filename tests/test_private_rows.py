@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rayps_client.errors import ConfigError, WorkloadError
 from small_work import OPTIMIZERS, Small, Watched, distance, kinds, rows, train
 from torch import nn
 
 import rayps
-from rayps.core.errors import ConfigError, WorkloadError
 from rayps.data.base import Batch
 from rayps.data.single_rows import stacks_of
 from rayps.privacy.ledger import ReleaseLedger

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from federated_work import Fed
+from rayps_client.errors import ConfigError
 from service_site import Site
 
-from rayps.core.errors import ConfigError
 from rayps.federated import check
 from rayps.federated.private_job import must_allow_a_round
 from rayps.service import strategy_check

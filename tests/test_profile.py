@@ -5,9 +5,9 @@ import json
 
 import pytest
 from process_cluster import ProcessCluster
+from rayps_client.errors import ConfigError
 from small_work import Small, distance, train
 
-from rayps.core.errors import ConfigError
 from rayps.worker.profile import RoundTrace, TracedRounds
 
 

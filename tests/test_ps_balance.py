@@ -4,8 +4,8 @@ import random
 
 import numpy as np
 import pytest
+from rayps_client.errors import ConfigError
 
-from rayps.core.errors import ConfigError
 from rayps.core.partition import place
 from rayps.ps.manager.assign_segments import Balance, Rebalancer, skew
 

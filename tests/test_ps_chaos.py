@@ -15,9 +15,9 @@ import pytest
 import torch
 from process_cluster import ProcessCluster
 from ps_session_fakes import Handed, slot
+from rayps_client.errors import ActorDied, PeerLost
 
 from rayps.cluster.local import LocalCluster, until
-from rayps.core.errors import ActorDied, PeerLost
 from rayps.core.user_module import pack
 from rayps.ps import group as elastic
 from rayps.ps.protocol.rows import cut

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 import torch
+from rayps_client.errors import CheckpointError, ConfigError
 from torch.optim import SGD, Adagrad, Adam
 
-from rayps.core.errors import CheckpointError, ConfigError
 from rayps.core.repeated_pushes import WINDOW, Ledger
 from rayps.core.topology import ASP, PerPush, PerRound, Servers
 from rayps.ps.server.dense_segment import MEAN, PUSHED, VALUES, DenseSegment, changes_by, part_of, state_of

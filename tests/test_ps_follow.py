@@ -4,9 +4,9 @@ import random
 
 import numpy as np
 import pytest
+from rayps_client.errors import ConfigError
 
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError
 from rayps.ps.client.session import Session
 from rayps.ps.group import start
 from rayps.ps.protocol.messages import GroupMessage

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from process_cluster import ProcessCluster
+from rayps_client.errors import ActorDied, ConfigError, Conflict, NotFound
 
 from rayps.cluster.local import LocalCluster, until
-from rayps.core.errors import ActorDied, ConfigError, Conflict, NotFound
 from rayps.core.user_module import pack
 from rayps.ps import group as elastic
 from rayps.ps.client.client import GroupServer

@@ -7,12 +7,12 @@ import time
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError, NotFound, RaypsError, WorkloadError
 from small_work import SEEN, Small, Watched, distance, kinds, plain
 
 import rayps
 from rayps import AllReduce, ParameterServer, Pipeline, TensorParallel
 from rayps.cluster.local import until
-from rayps.core.errors import ConfigError, NotFound, RaypsError, WorkloadError
 from rayps.core.job_status import Status
 from rayps.core.repeated_pushes import Ledger
 from rayps.core.user_module import pack

@@ -8,13 +8,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from rayps_client.errors import ConfigError
 from small_work import SEEN, Watched, kinds
 from torch import nn
 
 import rayps
 from rayps import Embedding, Hybrid, ParameterServer
 from rayps.cluster.local import until
-from rayps.core.errors import ConfigError
 from rayps.ps.group import start
 from rayps.tensors import checkpoint
 

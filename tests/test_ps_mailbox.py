@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from ps_site import SECRET
+from rayps_client.errors import ConfigError, PeerTimeout
 from small_work import Watched
 
 from rayps.cluster.local import LocalCluster, until
 from rayps.comm.link import Listener, connect
-from rayps.core.errors import ConfigError, PeerTimeout
 from rayps.core.user_module import pack
 from rayps.ps import group as elastic
 from rayps.ps.client import connections

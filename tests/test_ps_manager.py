@@ -7,10 +7,10 @@ import time
 import ps_fakes
 import pytest
 from ps_fakes import HOSTS, FakeHost
+from rayps_client.errors import ConfigError, Conflict, NotFound
 
 from rayps.cluster.local import LocalCluster, until
 from rayps.comm.link import Message, connect, parse_address
-from rayps.core.errors import ConfigError, Conflict, NotFound
 from rayps.ps.manager import group_state, launcher, members
 from rayps.ps.manager.assign_segments import Balance
 from rayps.ps.manager.manager import Manager

@@ -9,11 +9,11 @@ import time
 import numpy as np
 import pytest
 import torch
+from rayps_client.errors import LinkError
 from torch.optim import SGD, Adam
 
 from rayps.cluster.local import until
 from rayps.comm.link import Listener, Message, connect
-from rayps.core.errors import LinkError
 from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, read_numbers
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.server.dense_segment import DenseSegment

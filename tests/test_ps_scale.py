@@ -3,8 +3,8 @@
 import itertools
 
 import pytest
+from rayps_client.errors import ConfigError
 
-from rayps.core.errors import ConfigError
 from rayps.ps.manager.decide_scale import (
     Measured,
     ScaleFacts,

@@ -13,10 +13,10 @@ import pytest
 import torch
 from process_cluster import ProcessCluster
 from ps_session_fakes import slot
+from rayps_client.errors import ConfigError
 
 from rayps.cluster.local import LocalCluster, until
 from rayps.cluster.notices import Notice
-from rayps.core.errors import ConfigError
 from rayps.core.user_module import pack
 from rayps.ps import group as elastic
 from rayps.ps.manager import members

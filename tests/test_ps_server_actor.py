@@ -9,9 +9,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from rayps_client.errors import ClusterError
 
 from rayps.cluster.local import until
-from rayps.core.errors import ClusterError
 from rayps.ps.server import server_actor
 from rayps.ps.server.server_actor import LOWEST, quietly
 from rayps.ps.server.server_host import TemplateProcess

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from ps_session_fakes import FakeGroup, space_of
+from rayps_client.errors import ConfigError, LinkError, PeerLost, PeerTimeout
 
 from rayps.cluster.local import until
-from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.replay_buffer import LEAST_BLOCK, CopyMemory, ReplayBuffer
 from rayps.ps.client.session import Session

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rayps_client.errors import ClusterError
 
-from rayps.core.errors import ClusterError
 from rayps.service import processes, ray_daemon, ray_logs
 from rayps.service.drivers import DRIVER
 from rayps.service.ray_daemon import (

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rayps_client.errors import ActorDied, ClusterError
 from service_site import Site
 
 from rayps.cluster.local import PROTOCOL
-from rayps.core.errors import ActorDied, ClusterError
 from rayps.service import processes
 from rayps.service.ray_place import OwnRay
 from rayps.service.ray_process import ClusterProcess

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError
 from torch.optim import SGD
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError
 from rayps.core.server_updates import PlainServers, plain_servers
 from rayps.ps.client.session import Session
 from rayps.strategies.catalogue import parse

@@ -22,6 +22,7 @@ import safetensors.torch
 import torch
 from client_site import All, Clinic, Own, Process, Tap, cohorts, rows, until
 from rayps_client.client_folder import ClientFolder
+from rayps_client.errors import ConfigError, Conflict, DataError, Unauthorized, WorkloadError
 from rayps_client.process import ClientProcess
 from rayps_client.signed_orders import ClientToken, Key, order_text, verified
 from rayps_client.torch_tensors import raw_of, tensor_of
@@ -30,7 +31,6 @@ from small_work import train
 import rayps
 from rayps.cli.main import main
 from rayps.clients.workload_trainer import WorkloadTrainer, own_data, rows_of
-from rayps.core.errors import ConfigError, Conflict, DataError, Unauthorized, WorkloadError
 from rayps.federated import remote_replies
 from rayps.federated.client_scores import report_rounds
 from rayps.federated.remote.mailbox import Mailbox

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from rayps_client.errors import RaypsError
 from test_consistent import joined
 from test_server import START, N, every, house  # noqa: F401  (a fixture)
 
 from rayps.cluster.local import until
-from rayps.core.errors import RaypsError
 from rayps.ps.protocol.mailbox import WAITS
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.tensors.flat import Layout

@@ -6,13 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError, RaypsError, TrainingError, WorkloadError
 from small_work import Small, distance, kinds, rows, train
 from torch import nn
 
 import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError, RaypsError, TrainingError, WorkloadError
 from rayps.core.grid import Grid
 from rayps.core.repeated_pushes import Ledger
 from rayps.core.replica import Pipeline, TensorParallel

@@ -6,12 +6,12 @@ import threading
 import types
 
 import pytest
+from rayps_client.errors import PeerLost, TrainingError
 from small_work import SEEN, Small, Watched, distance, kinds, plain, train
 from torch import nn
 
 from rayps import AllReduce, Pipeline, TensorParallel
 from rayps.cluster.local import until
-from rayps.core.errors import PeerLost, TrainingError
 from rayps.core.phase_rounds import Boundary
 from rayps.core.user_module import pack
 from rayps.recovery import worker_backup

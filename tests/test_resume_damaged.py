@@ -7,11 +7,11 @@ from functools import cache
 import fsspec
 import pytest
 import torch
+from rayps_client.errors import CheckpointError, PlaceError
 from small_work import Small, distance, plain, train
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import CheckpointError, PlaceError
 from rayps.core.job_status import Status
 from rayps.core.urls import is_url
 from rayps.runtime.driver_actor import DriverActor

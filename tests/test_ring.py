@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError, LinkError, PeerLost, PeerTimeout
 
 from rayps.cluster.local import rendezvous
 from rayps.comm.link import Listener, parse_address
 from rayps.comm.ring import Ring
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.rendezvous import find_ranks
-from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout
 
 SECRET = b"r" * 32
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]

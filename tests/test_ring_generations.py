@@ -8,6 +8,7 @@ from typing import get_args
 
 import pytest
 import torch
+from rayps_client.errors import LinkError, PeerLost, StaleGeneration
 
 from rayps.comm.link import Listener, Prefer
 from rayps.comm.ring import Ring, form_mesh
@@ -15,7 +16,6 @@ from rayps.comm.ring.choose_algorithm import NAMES
 from rayps.comm.ring.choose_gpu_transport import GpuTransport
 from rayps.comm.ring.form_mesh import Formation
 from rayps.comm.ring.mesh import Mesh
-from rayps.core.errors import LinkError, PeerLost, StaleGeneration
 
 SECRET = b"g" * 32
 SECONDS = 30

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError
 from small_work import train
 from torch import nn
 from torch.nn import functional
 
 import rayps
-from rayps.core.errors import ConfigError
 from rayps.federated.population.attack_spec import attack_of
 
 RULES = [

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rayps_client.errors import ConfigError
 
 import rayps
 from rayps.core.elastic import ElasticWorkers, range_of, workers_of_text
-from rayps.core.errors import ConfigError
 from rayps.core.grid import Grid
 from rayps.core.phase_rounds import Calendar
 from rayps.core.row_shares import RowShares, dealt, even_shares

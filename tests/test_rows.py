@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rayps_client.errors import ConfigError
 from torch.optim import SGD, Adagrad, Adam
 
-from rayps.core.errors import ConfigError
 from rayps.core.partition import slices
 from rayps.ps.protocol.rows import (
     KEPT_LISTS,

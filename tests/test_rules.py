@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from rayps_client.errors import ConfigError
 
-from rayps.core.errors import ConfigError
 from rayps.federated.aggregation_options import Aggregation
 from rayps.federated.population.attack_spec import attack_of, skew
 from rayps.federated.robust_rules import RULES, AggregationRule, Bulyan, rule_of

@@ -3,8 +3,8 @@
 import itertools
 
 import pytest
+from rayps_client.errors import TrainingError, WorkloadError
 
-from rayps.core.errors import TrainingError, WorkloadError
 from rayps.core.handover import Handover
 from rayps.core.job_status import Status
 from rayps.recovery.backup_assignment import RebuildPlan

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rayps_client.errors import ClusterError, ConfigError
 
 from rayps.cluster.notices import Notice
 from rayps.cluster.warm import WarmState
-from rayps.core.errors import ClusterError, ConfigError
 from rayps.core.job_environment import JobEnvironment
 from rayps.core.job_status import Status, may_move
 from rayps.service import drivers, processes

@@ -17,13 +17,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from rayps_client.errors import ConfigError, DataError, WorkloadError
 from small_work import train, vector
 from torch import nn
 from torch.utils.data import default_collate
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError, DataError, WorkloadError
 from rayps.core.job_status import Status
 from rayps.core.user_module import pack
 from rayps.data.base import Batch, Data

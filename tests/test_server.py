@@ -9,10 +9,10 @@ from contextlib import ExitStack
 import pytest
 import static_servers
 import torch
+from rayps_client.errors import ConfigError, LinkError, PeerLost, PeerTimeout, StaleGeneration, WorkloadError
 from torch.optim import SGD
 
 from rayps.cluster.local import until
-from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout, StaleGeneration, WorkloadError
 from rayps.core.repeated_pushes import WINDOW
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Gradient, Layout

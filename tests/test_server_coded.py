@@ -6,6 +6,7 @@ import time
 import pytest
 import static_servers
 import torch
+from rayps_client.errors import ConfigError, LinkError, PeerLost
 from small_work import Small, distance, plain, train
 from test_server import every
 from torch.optim import SGD
@@ -13,7 +14,6 @@ from torch.optim import SGD
 from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import LocalCluster, until
 from rayps.comm.compress import ErrorFeedback, codec
-from rayps.core.errors import ConfigError, LinkError, PeerLost
 from rayps.ps.client.client import compress
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.pieces import Extent, coded_piece

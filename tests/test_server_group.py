@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError, PeerLost, PeerTimeout, RaypsError, StaleGeneration, WorkloadError
 from torch.optim import SGD, Adafactor, Adam
 
 import rayps
 from rayps.cluster.local import LocalCluster, surrounding
-from rayps.core.errors import ConfigError, PeerLost, PeerTimeout, RaypsError, StaleGeneration, WorkloadError
 
 
 def group(params, **options):

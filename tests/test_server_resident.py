@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import static_servers
 import torch
+from rayps_client.errors import PeerLost, PeerTimeout, StaleGeneration
 from torch.optim import SGD, Adam
 
 from rayps.cluster.local import until
 from rayps.comm.link.memory import Memory
-from rayps.core.errors import PeerLost, PeerTimeout, StaleGeneration
 from rayps.ps.client.whole_exchange import WholeExchangePart
 from rayps.ps.protocol import mailbox
 from rayps.ps.protocol.messages import GroupMessage

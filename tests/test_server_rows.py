@@ -5,11 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError
 from torch.optim import SGD, Adagrad
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError
 from rayps.ps.protocol.pieces import Extent, KnownRows, rows_piece
 from rayps.ps.protocol.rows import ShardRows
 from rayps.tensors.flat import Layout

@@ -6,12 +6,12 @@ from itertools import pairwise
 import pytest
 import torch
 from process_cluster import ProcessCluster
+from rayps_client.errors import ConfigError, WorkloadError
 from sharded_site import Net, Words, exit_now, in_processes, loop_on, plain, results, rounds, whole_snapshot
 from torch import nn
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError, WorkloadError
 from rayps.worker.check_sharded_parameters import check_fields, check_model
 from rayps.worker.sharded_model import rows_of, units_of
 from rayps.workload.deferred_init import deferred

@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 from process_cluster import ProcessCluster
+from rayps_client.errors import CheckpointError, ConfigError, PlaceError, TrainingError, WorkloadError
 from small_work import Paced, Small, distance, kinds, rows, train, vector
 from test_replica_deaths import Deep
 from test_ring import every, form
@@ -24,7 +25,6 @@ from rayps import AllReduce
 from rayps.comm.ring.bucket_scatter import SentScatter, SharedScatter, bucket_scatter
 from rayps.comm.ring.bucketed_mean import ScatteredBuckets, SharedMemoryMean, scattered_pieces
 from rayps.comm.ring.owned_slices import OwnedSlices
-from rayps.core.errors import CheckpointError, ConfigError, PlaceError, TrainingError, WorkloadError
 from rayps.runtime.state_folder import StateFolder, remove_abandoned
 from rayps.strategies.catalogue import parse
 from rayps.tensors import checkpoint, optim

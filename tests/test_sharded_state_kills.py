@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from process_cluster import ProcessCluster
+from rayps_client.errors import RaypsError
 from small_work import Small, distance, kinds, train
 from torch import nn
 
 import rayps
-from rayps.core.errors import RaypsError
 from rayps.core.failpoint import VARIABLE
 from rayps.tensors import checkpoint
 from rayps.tensors.checkpoint_place import LocalFolder, name_of

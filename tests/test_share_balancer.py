@@ -5,11 +5,11 @@ from collections import defaultdict
 
 import pytest
 import torch
+from rayps_client.errors import ActorDied, ConfigError
 from small_work import Small, distance, kinds, plain, rows, train
 
 import rayps
 from rayps.core.balanced_shares import WINDOW
-from rayps.core.errors import ActorDied, ConfigError
 from rayps.core.row_shares import RowShares
 from rayps.core.slow_ranks import INTERVALS
 from rayps.core.slow_ranks import WINDOW as SLOW_WINDOW

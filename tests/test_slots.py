@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rayps_client.errors import StaleGeneration
 
 from rayps.cluster.local import until
-from rayps.core.errors import StaleGeneration
 from rayps.core.grid import Grid
 from rayps.recovery.backup_assignment import BackupAssignment, HeldRounds, Source, backup_holders, plan_rebuild
 from rayps.recovery.peer_replication import BackupConnection, PeerReplication, fetch_missing_part, fetch_state

@@ -1,8 +1,8 @@
 import pytest
 import torch
+from rayps_client.errors import CheckpointError
 from torch import nn
 
-from rayps.core.errors import CheckpointError
 from rayps.core.phase_rounds import Calendar
 from rayps.core.repeated_pushes import Ledger
 from rayps.core.strategy import Phase

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+from rayps_client.errors import ConfigError
 
 from rayps.cli import main as cli
-from rayps.core.errors import ConfigError
 from rayps.service.settings import Settings
 
 

@@ -13,10 +13,11 @@ import torch
 from client_site import Clinic, until
 from rayps_client.client_folder import ClientFolder
 from rayps_client.connection import ServiceConnection
+from rayps_client.errors import CheckpointError, ConfigError, RaypsError, WorkloadError
 from rayps_client.process import ClientProcess
 from rayps_client.signed_orders import ClientToken
 from rayps_client.statistic_columns import WITHIN
-from rayps_client.stats import crossing, cumulative_fit
+from rayps_client.stats import crossing, cumulative_fit, histogram, mean, quantile
 from rayps_client.update_codec import decode_start
 from small_work import train
 from statistics_work import CLIENTS, EDGES, FILE, QUERIES, Hospital, Pooled, data, rows
@@ -24,13 +25,11 @@ from statistics_work import CLIENTS, EDGES, FILE, QUERIES, Hospital, Pooled, dat
 import rayps
 from rayps.clients.workload_trainer import WorkloadTrainer, own_data
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import CheckpointError, ConfigError, RaypsError, WorkloadError
 from rayps.federated.remote_codec import encode_parameters, layout_rows
 from rayps.privacy.noise import KeyedNoise
 from rayps.strategies.catalogue import parse, wire
 from rayps.tensors.flat import FlatModel
 from rayps.workload.statistics_workload import Accumulators
-from rayps.workload.stats import histogram, mean, quantile
 
 
 def computed(source, queries, **options):

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from rayps_client.errors import ConfigError, Conflict, NotFound
 
-from rayps.core.errors import ConfigError, Conflict, NotFound
 from rayps.core.job_status import MOVES, Status
 from rayps.service.store import Store
 from rayps.service.user_tokens import UserTokens
@@ -165,23 +165,32 @@ def test_tokens_are_stored_hashed_and_codes_work_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda p: p.write_bytes(b"this is no database " * 100), lambda p: p.mkdir(), lambda p: _newer(p)]
+    "make", [lambda p: p.write_bytes(b"this is no database " * 100), lambda p: p.mkdir(), lambda p: _other(p, "9999")]
 )
 def test_a_file_that_is_no_store_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "s.db")
-
-    async def nothing(_: Store) -> None:
-        raise AssertionError("opened")
-
     with pytest.raises(ConfigError, match="RAYPS_STATE_DIR") as caught:
-        run(tmp_path, nothing)
+        run(tmp_path, _nothing)
     assert len(str(caught.value).splitlines()) <= 3
 
 
-def _newer(path: Path) -> None:
+def _other(path: Path, schema: str) -> None:
     with sqlite3.connect(path) as db:
         db.execute("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL)")
-        db.execute("INSERT INTO alembic_version VALUES ('9999')")
+        db.execute("INSERT INTO alembic_version VALUES (?)", (schema,))
+
+
+@pytest.mark.parametrize("schema", ["0001", "0005", "2"])
+def test_the_store_of_another_version_is_refused_in_a_sentence(tmp_path: Path, schema: str) -> None:
+    _other(tmp_path / "s.db", schema)
+    with pytest.raises(ConfigError, match=f"another version of rayps wrote it, with schema {schema}, and .* schema 1"):
+        run(tmp_path, _nothing)
+    with sqlite3.connect(tmp_path / "s.db") as db:  # nothing was written
+        assert [name for (name,) in db.execute("SELECT name FROM sqlite_master")] == ["alembic_version"]
+
+
+async def _nothing(_: Store) -> None:
+    raise AssertionError("opened")
 
 
 def test_the_beginning_of_an_id_is_enough_where_it_is_one_jobs(tmp_path: Path) -> None:

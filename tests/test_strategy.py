@@ -5,8 +5,8 @@ from typing import ClassVar
 import pytest
 import torch
 import yaml
+from rayps_client.errors import ConfigError
 
-from rayps.core.errors import ConfigError
 from rayps.core.replica import Pipeline, TensorParallel
 from rayps.core.server_updates import weighted_mean
 from rayps.core.strategy import Phase

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 import random
-import sqlite3
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import sqlalchemy as sa
-from alembic import command
-from alembic.config import Config
+from rayps_client.errors import ConfigError, Conflict, NotFound
 from service_site import Site
 
-import rayps.service
 from rayps.cli import main as cli
 from rayps.cli.sparkline import sparkline
 from rayps.cli.sweeps import values_of
-from rayps.core.errors import ConfigError, Conflict, NotFound
 from rayps.core.job_status import Status
 from rayps.service import strategy_check
 from rayps.service.client import Client
@@ -796,30 +791,6 @@ def test_a_home_directory_is_packed_only_if_it_is_named(
     assert cli.main(["submit", "--clone", found.out.strip(), "--working-dir", "."]) == 2
     assert "leave out --working-dir" in capsys.readouterr().err
     clear(client)
-
-
-def test_a_store_from_before_sweeps_is_read(tmp_path: Path) -> None:
-    import asyncio
-
-    path = tmp_path / "rayps.db"
-    config = Config()
-    config.set_main_option("script_location", str(Path(rayps.service.__file__).parent / "migrations"))
-    engine = sa.create_engine(f"sqlite:///{path}")
-    with engine.connect() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, "0003")
-        connection.commit()
-    engine.dispose()
-    spec = {"workload": "a:B", "workers": 2}
-    with sqlite3.connect(path) as old:
-        old.execute(
-            "INSERT INTO jobs (id, name, status, spec, attempt, failures, interrupted, created_at) "
-            "VALUES (?, 'B', 'QUEUED', ?, 0, 0, 0, 1.0)",
-            ("0" * 26, json.dumps(spec)),
-        )
-    old.close()
-    (job,), none = asyncio.run(_records(path))
-    assert job.sweep is None and job.spec.params == {} and job.spec.workers == 2 and none == []
 
 
 def test_what_a_loop_logs_is_compared() -> None:

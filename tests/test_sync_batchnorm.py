@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError, WorkloadError
 from small_work import Small, train
 from small_work import rows as vectors
 from test_iterable import Stream, rounds_of
@@ -13,7 +14,6 @@ from test_ring import every, form
 from torch import nn
 
 import rayps
-from rayps.core.errors import ConfigError, WorkloadError
 from rayps.worker.sync_batchnorm import RingBatchNorm, synchronize
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from rayps_client.errors import CheckpointError, ConfigError, DataError
 
-from rayps.core.errors import CheckpointError, ConfigError, DataError
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables import parquet, wire_format
 from rayps.ps.tables.delta import Served, delta, read_delta

@@ -6,11 +6,11 @@ import re
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError, RaypsError, WorkloadError
 from test_ring import errors, every, form
 from torch import nn
 from torch.nn import functional as F
 
-from rayps.core.errors import ConfigError, RaypsError, WorkloadError
 from rayps.core.partition import part
 from rayps.parallel.tensor import LayerSplit, TensorCommunicator, Volume, agree, functions, pieces, plan, split, volume
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError, WorkloadError
 from small_work import Small, distance, train
 from torch import nn
 from torch.nn import functional as F
 
 import rayps
 from rayps import AllReduce, ParameterServer
-from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.replica import Pipeline, TensorParallel
 
 TEXT = "the naive version is the law: every fast path keeps a slow twin in the tests and must equal it. " * 3

@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
+from rayps_client.errors import ActorDied
 from small_work import SEEN, Small, Watched, train
 from typer.testing import CliRunner
 
 from rayps.cli.main import app
 from rayps.cluster.local import LocalCluster
 from rayps.cluster.members import GroupMember
-from rayps.core.errors import ActorDied
 from rayps.core.goodput import FILE, read_job_time
 from rayps.core.member_times import MemberTimes
 from rayps.core.time_account import PARTS

@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 import torch
+from rayps_client.errors import CheckpointError, ConfigError, DataError, NoResources, RaypsError, WorkloadError
 from small_work import Small, distance, kinds, plain, rows, train
 from torch import nn
 
@@ -18,7 +19,6 @@ import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import LocalCluster
 from rayps.cluster.ray_cluster import RayCluster
-from rayps.core.errors import CheckpointError, ConfigError, DataError, NoResources, RaypsError, WorkloadError
 from rayps.runtime.display import Display
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal

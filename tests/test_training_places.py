@@ -11,6 +11,7 @@ import fsspec
 import pytest
 import torch
 from federated_work import Fed
+from rayps_client.errors import CheckpointError, ConfigError, PlaceError
 from s3_site import empty_bucket, s3_site, wait_for
 from safetensors.torch import load_file
 from small_work import Small, distance, kinds, plain, train
@@ -21,7 +22,6 @@ import rayps
 from rayps import ParameterServer, Scaffold
 from rayps.cli.main import app
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import CheckpointError, ConfigError, PlaceError
 from rayps.runtime import snapshots
 from rayps.tensors import checkpoint
 from rayps.tensors.checkpoint_place import CheckpointPlace, ObjectStore, unfinished

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from process_cluster import ProcessCluster
+from rayps_client.errors import ConfigError, WorkloadError
 from small_work import Small
 from torch import nn
 from torch.nn import functional
 
 import rayps
 from rayps.cluster.local import LocalCluster, until
-from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.job_status import Status
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal

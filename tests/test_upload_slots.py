@@ -18,8 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rayps_api import upload_slots
 from rayps_api.upload_slots import GRACE_SECONDS, MOST_UPLOADS, UploadSlots, ends_after
-
-from rayps.core.errors import Conflict
+from rayps_client.errors import Conflict
 
 pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 WAYS = {  # the routes that receive bytes of clients: the strategy of a job, and where its clients send in round 1

@@ -5,6 +5,7 @@ from types import MethodType
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError, WorkloadError
 from small_work import vector
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -12,7 +13,6 @@ from user_code_table import Deed, cells, judge
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError, WorkloadError
 
 
 class Usual(Deed):

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from process_cluster import ProcessCluster
+from rayps_client.errors import RaypsError, TrainingError, WorkloadError
 from small_work import GATES, Small, distance, kinds, plain, train
 
 import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import LocalCluster
 from rayps.core import user_code
-from rayps.core.errors import RaypsError, TrainingError, WorkloadError
 from rayps.core.job_status import Status
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal

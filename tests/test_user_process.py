@@ -17,12 +17,12 @@ import traceback
 import pytest
 import torch
 from process_cluster import ProcessCluster
+from rayps_client.errors import ActorDied, ConfigError, WorkloadError
 
 import rayps
 from rayps.cli.jobs import variables_of
 from rayps.cli.main import main
 from rayps.cluster.code_folder import JobCode, enter_code
-from rayps.core.errors import ActorDied, ConfigError, WorkloadError
 from rayps.strategies.job import JobSpec
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 from fake_manager import FakeManager, ThreadPlace
+from rayps_client.errors import ClusterError
 from service_process import ProcessPlace, held
 from service_site import Site
 
 from rayps.cluster import ray_cluster
 from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, surrounding
-from rayps.core.errors import ClusterError
 from rayps.core.job_status import Status
 from rayps.ps.manager.manager import ManagerActor
 from rayps.runtime import driver_actor

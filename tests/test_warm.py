@@ -4,6 +4,7 @@ import os
 from itertools import product
 
 import pytest
+from rayps_client.errors import ActorDied, ClusterError, RaypsError
 
 from rayps.cluster import ray_cluster as module
 from rayps.cluster.code_folder import JobCode
@@ -19,7 +20,6 @@ from rayps.cluster.warm import (
     to_end,
     to_start,
 )
-from rayps.core.errors import ActorDied, ClusterError, RaypsError
 from rayps.runtime.journal import Journal
 from rayps.runtime.own_loop.driver import LoopDriver
 from rayps.runtime.worker_group import WorkerGroup

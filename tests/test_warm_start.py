@@ -7,12 +7,12 @@ import pytest
 import safetensors.torch
 import torch
 from federated_work import Fed
+from rayps_client.errors import CheckpointError, ConfigError
 from required_module import required
 from small_work import Small, distance, kinds, train
 from torch import nn
 
 import rayps
-from rayps.core.errors import CheckpointError, ConfigError
 from rayps.core.warm_start import StartFrom
 from rayps.strategies.job import JobSpec
 

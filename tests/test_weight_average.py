@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError
 from small_work import Small, plain, train
 from test_precision import LOUD, Half, cast
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import rayps
-from rayps.core.errors import ConfigError
 from rayps.tensors import checkpoint, weight_average
 from rayps.tensors.snapshot import Snapshot
 

@@ -14,9 +14,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from rayps_client.errors import ClusterError
 
 from rayps.cluster.which_ray import Move, Owner, busy, foreign, head, move, slow_start, token_refused, too_slow
-from rayps.core.errors import ClusterError
 
 FACTS = list(itertools.product(Owner, [False, True], [False, True], [False, True]))
 
@@ -219,7 +219,7 @@ SCRIPT = """
 import os, sys, threading, time
 import ray
 import rayps
-from rayps.core.errors import ClusterError
+from rayps_client.errors import ClusterError
 from rayps.cluster.ray_cluster import RayCluster
 from small_work import Small
 
@@ -323,7 +323,7 @@ class TestOnRay:
             import os, ray
             from ray._private import services
             from rayps.cluster.ray_cluster import RayCluster
-            from rayps.core.errors import ClusterError
+            from rayps_client.errors import ClusterError
             from rayps.service.processes import command, descendants
 
             def late(*given, **options):

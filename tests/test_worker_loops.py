@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import pytest
 import torch
+from rayps_client.errors import ConfigError
 from small_work import Small, distance, train, vector
 
-from rayps.core.errors import ConfigError
 from rayps.strategies.base import Strategy
 from rayps.strategies.catalogue import CATALOGUE
 from rayps.worker.loop import Loop

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from rayps_client.errors import DataError, WorkloadError
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import DataError, WorkloadError
 from rayps.core.user_module import pack, unpack
 from rayps.data import Batch, Data, tensors
 from rayps.workload import base
@@ -48,7 +48,7 @@ class Angry(Line):
 
 class Careful(Line):
     def __init__(self):
-        from rayps.core.errors import DataError
+        from rayps_client.errors import DataError
         raise DataError("rows.parquet: gone", file="rows.parquet")
 
 class Other: ...

@@ -9,12 +9,12 @@ add the deed to `DEEDS` of test_user_code.py. A new strategy of the catalogue jo
 import re
 
 import torch
+from rayps_client.errors import ConfigError, RaypsError
 from small_work import rows, vector
 from torch import nn
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.core.errors import ConfigError, RaypsError
 from rayps.core.strategy_families import SERVER_STEPS, SYNC_GRADIENTS
 from rayps.core.topology import backup_in, compression_in, replica_of, runs_in_step, servers_of
 from rayps.strategies.catalogue import CATALOGUE, parse, parse_for_loop

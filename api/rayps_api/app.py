@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from fastapi import Depends, FastAPI
+from rayps_client.signed_orders import Key
 
-from rayps.federated.remote.signed_orders import Key
 from rayps.service import adoption
 from rayps.service.client_tokens import ClientTokens
 from rayps.service.code_store import CodeStore

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rayps.core.errors import NotFound
-from rayps.federated.remote.signed_orders import ModelFacts
+from rayps_client.errors import NotFound
+from rayps_client.signed_orders import ModelFacts
+
 from rayps_api.job_files import MANIFEST
 
 FILES = ("model.safetensors", "buffer.safetensors")  # of a checkpoint: parameters, and buffers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rayps.core.errors import NotFound
+from rayps_client.errors import NotFound
 
 MANIFEST = "manifest.json"  # written last into a checkpoint; not imported from the module that loads torch
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")

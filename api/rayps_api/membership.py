@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 
 from fastapi import HTTPException, Request
+from rayps_client.errors import ConfigError, ServiceError, Unauthorized
 from rayps_client.members.acceptance import statement_hash
 from rayps_client.members.member_certificates import MemberCertificate
 from rayps_client.members.signed_requests import COVERED, HEADER, RequestFacts, streamed
 from starlette.types import Message, Receive
 
-from rayps.core.errors import ConfigError, ServiceError, Unauthorized
 from rayps.federated.remote.mailbox import JoinedClient
 from rayps.service.client_tokens import Grant
 from rayps.service.members import GRANT, Members

@@ -11,12 +11,12 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from rayps_client.errors import ConfigError, Conflict, NotFound, RaypsError, Unauthorized, UserError
 from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from rayps.core.elastic import ElasticWorkers, misplaced
-from rayps.core.errors import ConfigError, Conflict, NotFound, RaypsError, Unauthorized, UserError
 from rayps.service.state_disk import StateDisk, is_full
 from rayps.service.store import LOCKED_SECONDS, is_locked
 

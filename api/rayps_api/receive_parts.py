@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fastapi import HTTPException, Request
+from rayps_client.errors import Conflict
 from starlette.requests import ClientDisconnect
 
-from rayps.core.errors import Conflict
 from rayps.federated.remote.mailbox import RoundOrder
 from rayps_api.update_parts import PartWriter, Span
 from rayps_api.upload_slots import Upload

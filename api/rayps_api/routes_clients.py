@@ -18,13 +18,12 @@ from typing import Annotated, Any, BinaryIO
 from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request, Response
 from fastapi import Path as InPath
 from fastapi.responses import JSONResponse, StreamingResponse
+from rayps_client.errors import ConfigError, Conflict
 from rayps_client.secure.protocol import Stage
-from rayps_client.signed_orders import JOB_ID
+from rayps_client.signed_orders import JOB_ID, OrderFacts, order_text
+from rayps_client.values import JsonObject
 
-from rayps.core.errors import ConfigError, Conflict
-from rayps.core.values import JsonObject
 from rayps.federated.remote.mailbox import JoinedClient, Mailbox, RoundOrder
-from rayps.federated.remote.signed_orders import OrderFacts, order_text
 from rayps.service.client_tokens import Grant
 from rayps.service.store import JobRecord
 from rayps_api.client_model import model_facts, model_file

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi import Path as InPath
 from fastapi.responses import FileResponse, JSONResponse
+from rayps_client.errors import NotFound
 from starlette.requests import ClientDisconnect
 
 from rayps.core.code_archive import HASH
-from rayps.core.errors import NotFound
 from rayps.core.records import read_json
 from rayps.service.code_store import MOST_UPLOADS, ORIGIN_FILE
 from rayps_api.schemas import CodeOut, StoredCode, problems

@@ -15,8 +15,9 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import JSONResponse
+from rayps_client.errors import ConfigError, Conflict, NotFound
+from rayps_client.workload_name import misnamed
 
-from rayps.core.errors import ConfigError, Conflict, NotFound
 from rayps.core.failpoint import passing
 from rayps.core.goodput import FILE as TIME_FILE
 from rayps.core.goodput import read_job_time
@@ -24,7 +25,6 @@ from rayps.core.job_status import Status
 from rayps.core.time_report import report_of
 from rayps.core.urls import is_url, is_web
 from rayps.core.warm_start import StartFrom
-from rayps.core.workload_name import misnamed
 from rayps.service import job_folders, strategy_check
 from rayps.service.code_store import ORIGIN_FILE
 from rayps.service.job_folders import JobRow

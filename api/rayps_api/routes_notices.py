@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse
+from rayps_client.errors import ConfigError
 
 from rayps.cluster.notices import Notice
-from rayps.core.errors import ConfigError
 from rayps_api.schemas import NoticeIn, NoticeOut, NoticesOut, notice_out, problems
 from rayps_api.service import RunningService
 

@@ -13,9 +13,9 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from rayps_client.errors import ConfigError
 
 import rayps.strategies.catalogue
-from rayps.core.errors import ConfigError
 from rayps.core.job_status import Status
 from rayps_api.guard import Guard
 from rayps_api.openapi import interface

@@ -16,10 +16,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field
+from rayps_client.errors import Conflict
 from rayps_client.secure.protocol import Stage
 from rayps_client.secure.service_stages import MOST_REFUSED, answer_text
 
-from rayps.core.errors import Conflict
 from rayps.federated.remote.mailbox import RoundOrder
 from rayps_api.receive_parts import receive
 from rayps_api.routes_clients import LONGEST_WAIT, Caller, Digest, Joined, Serial, check_accepted, refuse_ended

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
 from fastapi.responses import JSONResponse
+from rayps_client.errors import Conflict, NotFound
 
-from rayps.core.errors import Conflict, NotFound
 from rayps.service.groups import NAME
 from rayps_api.schemas import (
     DrainIn,

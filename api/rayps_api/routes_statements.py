@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Query, Request
 from fastapi.responses import JSONResponse
+from rayps_client.errors import Conflict
 from rayps_client.members.acceptance import Acceptance
 from rayps_client.members.acceptance_file import AcceptanceFile, receipt_text
 from rayps_client.members.member_certificates import MemberCertificate
 
-from rayps.core.errors import Conflict
 from rayps.federated.remote.mailbox import FOLDER
 from rayps_api.membership import member_of, statement_of
 from rayps_api.routes_clients import Caller, Granted, Joined, Serial, open_order

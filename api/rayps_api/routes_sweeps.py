@@ -9,9 +9,9 @@ from typing import Annotated, Any, cast
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
+from rayps_client.errors import ConfigError, Conflict, NotFound
+from rayps_client.values import JsonObject
 
-from rayps.core.errors import ConfigError, Conflict, NotFound
-from rayps.core.values import JsonObject
 from rayps.service.comparison import MOST_JOBS, compared
 from rayps.service.store import JobRecord
 from rayps.service.sweep import bare_fields, check_name, job_name, sweep_jobs

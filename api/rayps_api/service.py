@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Depends, HTTPException, Request
+from rayps_client.errors import ConfigError, Unauthorized
 
-from rayps.core.errors import ConfigError, Unauthorized
 from rayps.core.records import read_json
 from rayps.federated.remote.mailbox import FOLDER, Mailbox
 from rayps.service.client_tokens import ClientTokens

@@ -18,8 +18,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request
 from fastapi.sse import EventSourceResponse, ServerSentEvent
+from rayps_client.errors import ConfigError, NotFound
 
-from rayps.core.errors import ConfigError, NotFound
 from rayps.core.job_status import Status
 from rayps.service.store import JobRecord
 from rayps_api import folder

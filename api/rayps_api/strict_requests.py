@@ -10,8 +10,7 @@ import difflib
 
 from fastapi import HTTPException, Request
 from fastapi.dependencies.models import Dependant
-
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
 
 PRECONDITIONS = ("If-Match", "If-Unmodified-Since")
 

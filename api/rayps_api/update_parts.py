@@ -13,7 +13,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from rayps.core.errors import ConfigError, Conflict
+from rayps_client.errors import ConfigError, Conflict
 
 _SPAN = re.compile(r"bytes (?:(\d{1,15})-(\d{1,15})|\*)/(\d{1,15})")
 _BLOCK = 1 << 20  # bytes

@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from fastapi import HTTPException
+from rayps_client.errors import Conflict
 
-from rayps.core.errors import Conflict
 from rayps_api.update_parts import PartWriter
 
 MOST_UPLOADS = 64  # uploads that are received at one time, on slow lines for minutes; more are answered with 429

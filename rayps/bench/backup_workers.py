@@ -18,14 +18,14 @@ from math import comb
 from typing import Any
 
 import torch
+from rayps_client.errors import ConfigError, TrainingError
+from rayps_client.values import JsonObject
 from torch import Tensor, nn
 
 from rayps.cluster.local import Cluster
-from rayps.core.errors import ConfigError, TrainingError
 from rayps.core.phase_rounds import Boundary
 from rayps.core.records import Point
 from rayps.core.user_module import pack
-from rayps.core.values import JsonObject
 from rayps.data import Batch, Data
 from rayps.data import tensors as in_tensors
 from rayps.runtime.worker_group import WorkerGroup

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from rayps_client.errors import ConfigError
 from torch import Tensor, nn
 
 from rayps.cluster.local import Cluster
-from rayps.core.errors import ConfigError
 from rayps.data import Batch, Data, tensors
 from rayps.runtime.training import train
 from rayps.workload.base import Workload

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from rayps_client.errors import ConfigError
 
 from rayps.bench.parallel_calls import call_all
 from rayps.bench.rows import Ids, Rows
 from rayps.cluster.local import ActorHandle, Cluster
-from rayps.core.errors import ConfigError
 from rayps.ps import group as elastic
 from rayps.ps.client.session import KEEP_BYTES, Session
 from rayps.ps.group import ManagerClient

@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rayps_client.errors import ClusterError, ConfigError, TrainingError
 from torch import Tensor, nn
 
 from rayps.bench.host_cluster import HostCluster
 from rayps.bench.netns import Hosts
-from rayps.core.errors import ClusterError, ConfigError, TrainingError
 from rayps.core.goodput import JobTime
 from rayps.core.job_status import Status
 from rayps.core.time_verdict import TimeVerdict, verdict

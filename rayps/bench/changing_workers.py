@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rayps.core.errors import ConfigError, TrainingError
+from rayps_client.errors import ConfigError, TrainingError
 
 STRATEGIES = {  # from a contender's name to its strategy
     "all_reduce": "all_reduce",

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from rayps_client.errors import ConfigError
+from rayps_client.values import JsonObject
 
 from rayps.bench.hosts import HostRank
 from rayps.bench.netns import Hosts
@@ -20,8 +22,6 @@ from rayps.bench.parallel_calls import call_all
 from rayps.comm.ring import Ring
 from rayps.comm.ring.compressed_mean import CompressedRing, compressed
 from rayps.core.compression import compression_of
-from rayps.core.errors import ConfigError
-from rayps.core.values import JsonObject
 from rayps.tensors.flat import Gradient
 
 OFF = "off"

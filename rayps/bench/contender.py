@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+from rayps_client.errors import ConfigError
 from torch import nn
 
 from rayps.bench.gpt import Gpt
 from rayps.bench.mlp import Mlp
-from rayps.core.errors import ConfigError
 from rayps.data.base import Batch
 from rayps.workload.base import Workload
 from rayps.workload.loss_result import loss_result

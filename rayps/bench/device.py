@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from rayps_client.errors import ConfigError
 from torch import Tensor, nn
-
-from rayps.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rayps_client.errors import ConfigError, first_line
 from torch import Tensor
 
 from rayps.bench.plain_processes import PlainActor
 from rayps.comm.link import Listener
 from rayps.comm.ring import Ring
 from rayps.comm.ring.choose_gpu_transport import GpuTransport
-from rayps.core.errors import ConfigError, first_line
 from rayps.tensors.device import Device
 
 SUMS = ("resident", "plain")  # a vector in memory of the ring (as a gradient is), and any other vector

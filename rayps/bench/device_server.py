@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from rayps_client.errors import ConfigError
 from torch import Tensor, nn
 
 from rayps.bench.plain_processes import PlainActor
-from rayps.core.errors import ConfigError
 from rayps.core.user_module import pack
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.connections import take_rank

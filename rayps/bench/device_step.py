@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from rayps_client.errors import ConfigError, first_line
 from torch import Tensor, nn
 
 from rayps import data
 from rayps.bench.worker_steps import run_steps, worker_loop
 from rayps.comm.link import Listener
 from rayps.comm.ring import Ring
-from rayps.core.errors import ConfigError, first_line
 from rayps.core.records import Point
 from rayps.data import Batch, Data
 from rayps.tensors.device import Device

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from rayps_client.errors import ClusterError, ConfigError
 
 import rayps.runtime.training
 from rayps.bench.hosts_cluster import HostsCluster
@@ -25,7 +26,6 @@ from rayps.chaos.ledger_work import LedgerWork
 from rayps.chaos.measure_recovery import FaultCost, InjectedFault, costs, quantile, usual_round
 from rayps.chaos.plan import PlannedFault
 from rayps.chaos.targets import ChaosProcess
-from rayps.core.errors import ClusterError, ConfigError
 from rayps.core.records import ActorSite, ProgressRecord
 from rayps.service import processes
 from rayps.strategies.catalogue import parse

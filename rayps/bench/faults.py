@@ -13,10 +13,10 @@ import time
 from dataclasses import dataclass, field
 
 import torch
+from rayps_client.errors import ConfigError
 
 from rayps.bench.elastic import SEGMENTS, PushWorkers, exact, longest_gap, median, rate
 from rayps.cluster.local import Cluster, until
-from rayps.core.errors import ConfigError
 from rayps.ps.server_group import ServerGroup
 
 CALM_SECONDS = 2.0  # seconds in which the rate of pushes is measured, before the first kill and after the last

@@ -16,12 +16,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from rayps_client.errors import ActorDied, ClusterError, RaypsError
+
 from rayps.bench.netns import Hosts, NamespaceActor
 from rayps.cluster.local import ActorHandle, Bundle, LocalCluster, Reservation, register_provider, rendezvous, resolve
 from rayps.cluster.members import ActorHost
 from rayps.cluster.notices import Notice
 from rayps.cluster.warm import WarmState
-from rayps.core.errors import ActorDied, ClusterError, RaypsError
 
 CALL_SECONDS = 600.0  # the longest call of an actor
 _CPUS = 64.0  # logical CPUs of the cluster

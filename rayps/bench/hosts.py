@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from rayps_client.errors import ConfigError
 
 from rayps.bench.netns import Hosts, bits
 from rayps.bench.parallel_calls import call_all
@@ -20,7 +21,6 @@ from rayps.comm.link import Listener
 from rayps.comm.ring import Ring
 from rayps.comm.ring.choose_algorithm import NAMES
 from rayps.comm.ring.describe import RingChoices
-from rayps.core.errors import ConfigError
 
 _MAX_PACING_RATE = 47  # Linux's SO_MAX_PACING_RATE, bytes per second; accepted connections inherit it
 _START_SECONDS = 60.0

@@ -21,6 +21,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, TypeVar
 
+from rayps_client.errors import ActorDied, ClusterError
+
 from rayps.bench.netns import Hosts
 from rayps.cluster.local import (
     ActorHandle,
@@ -34,7 +36,6 @@ from rayps.cluster.local import (
 )
 from rayps.cluster.notices import Notice
 from rayps.cluster.warm import MODULES, WarmState
-from rayps.core.errors import ActorDied, ClusterError
 
 _Value = TypeVar("_Value")
 _NEW_UTS = 0x04000000  # clone's CLONE_NEWUTS

@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rayps_client.errors import ConfigError
+
 from rayps.bench.calls import WAIT_SECONDS, a_space
 from rayps.cluster.local import Cluster
-from rayps.core.errors import ConfigError
 from rayps.ps import group as elastic
 from rayps.ps.group import ManagerClient
 from rayps.ps.manager.assign_segments import Balance, skew

@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rayps_client.errors import ClusterError, ConfigError
+
 from rayps.bench.contender import plain_steps
 from rayps.bench.mlp import Mlp
 from rayps.bench.parallel_calls import call_all
 from rayps.bench.step import CONTENDERS, StepBench
 from rayps.cluster.local import ActorHandle, Cluster
-from rayps.core.errors import ClusterError, ConfigError
 
 _ROLLUP = Path("/proc/self/smaps_rollup")
 _SAMPLE_SECONDS = 0.002

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rayps_client.errors import ConfigError
+from rayps_client.values import JsonObject
 
 from rayps.bench.elastic import SEGMENTS, WAIT_SECONDS, PushWorkers, median
 from rayps.cluster.local import ActorHandle, Cluster
-from rayps.core.errors import ConfigError
-from rayps.core.values import JsonObject
 from rayps.ps import group as elastic
 from rayps.ps.group import ManagerClient
 from rayps.ps.server_group import ServerGroup

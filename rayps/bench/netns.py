@@ -18,8 +18,9 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
+from rayps_client.errors import ActorDied, ClusterError, ConfigError, RaypsError
+
 from rayps.cluster.local import resolve
-from rayps.core.errors import ActorDied, ClusterError, ConfigError, RaypsError
 
 _TOOLS = ("unshare", "nsenter", "ip", "tc")
 _DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rayps_client.errors import ConfigError
 from torch import nn
 
 from rayps.bench.contender import plain_steps
@@ -29,7 +30,6 @@ from rayps.bench.parallel_calls import call_all
 from rayps.bench.worker_steps import worker_steps
 from rayps.comm.link import Listener
 from rayps.comm.ring import Ring
-from rayps.core.errors import ConfigError
 from rayps.tensors.flat import FlatModel
 from rayps.worker.buckets import Buckets
 

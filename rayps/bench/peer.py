@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
 
 
 def peer(name: str, *args: Any) -> Any:

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rayps.core.errors import ClusterError
+from rayps_client.errors import ClusterError
 
 _CONTEXT = multiprocessing.get_context("spawn")
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rayps_client.errors import ConfigError
+from rayps_client.values import Keywords
 
 from rayps.bench.elastic import SEGMENTS
 from rayps.cluster.local import ActorHandle, Cluster
-from rayps.core.errors import ConfigError
-from rayps.core.values import Keywords
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.server_group import ServerGroup
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rayps_client.errors import ConfigError
 from torch import Tensor
 
 from rayps.bench.parallel_calls import call_all
@@ -23,7 +24,6 @@ from rayps.cluster.local import ActorHandle, Cluster
 from rayps.comm.ring import Ring
 from rayps.comm.ring.choose_algorithm import NAMES
 from rayps.comm.ring.ring import Backend
-from rayps.core.errors import ConfigError
 
 RESIDENT = "resident"  # a contender whose vector is in shared memory; the ranks read the sum in place
 MPICH = "mpich"

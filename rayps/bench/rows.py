@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rayps_client.errors import ConfigError
 
 from rayps.cluster.local import ActorHandle, Cluster
-from rayps.core.errors import ConfigError
 from rayps.core.partition import slices
 from rayps.ps.server_group import ServerGroup
 

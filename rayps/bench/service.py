@@ -18,7 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rayps.core.errors import RaypsError, TrainingError
+from rayps_client.errors import RaypsError, TrainingError
+
 from rayps.core.job_status import Status
 from rayps.service import job_folders
 from rayps.service.client import Client

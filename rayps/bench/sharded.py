@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from rayps_client.errors import ClusterError, ConfigError
+from rayps_client.values import JsonObject
+
 from rayps.bench.recorded_layers import StepBegin, recorded
 from rayps.core.costs import costs
-from rayps.core.errors import ClusterError, ConfigError
 from rayps.core.traffic import Sizes
-from rayps.core.values import JsonObject
 from rayps.service.processes import descendants, die_with_parent, kill_all
 from rayps.strategies.catalogue import parse
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rayps_client.errors import ConfigError
 
 from rayps.bench.netns import Hosts, NamespaceActor, bits
 from rayps.bench.parallel_calls import call_all
-from rayps.core.errors import ConfigError
 from rayps.ps.server.shard_actor import ShardActor, ShardPlan
 from rayps.ps.server_group import ServerGroup, SharedParameters
 from rayps.tensors.snapshot import Snapshot

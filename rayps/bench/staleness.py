@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rayps_client.errors import ConfigError, TrainingError
 from torch import nn
 from torch.nn import functional
 
@@ -23,7 +24,6 @@ from rayps.bench.stragglers import BATCH, FOLDER, SlowDigits
 from rayps.bench.virtual_staleness import VirtualJob
 from rayps.cluster.local import Cluster
 from rayps.core.adaptive_staleness import FIRST
-from rayps.core.errors import ConfigError, TrainingError
 from rayps.core.phase_rounds import Boundary
 from rayps.core.records import Point
 from rayps.core.topology import AUTO, servers_of

@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rayps_client.errors import ClusterError, ConfigError, TrainingError
+
 from rayps.bench.first_steps import STEPS, first_times
 from rayps.cluster.local import until
-from rayps.core.errors import ClusterError, ConfigError, TrainingError
 from rayps.core.job_status import Status
 from rayps.service.client import Client
 from rayps.service.processes import die_with_parent

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from rayps_client.errors import ConfigError
 from torch import nn
 
 from rayps.bench.contender import plain_steps, workload
@@ -26,7 +27,6 @@ from rayps.bench.plain_processes import PlainActor
 from rayps.bench.worker_steps import worker_steps
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.comm.ring import Ring
-from rayps.core.errors import ConfigError
 
 CONTENDERS = ("own", "one_bucket", "alone", "ddp", "ddp_plain", "ray_train")
 DEFAULT = "own,one_bucket,alone,ddp"

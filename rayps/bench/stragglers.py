@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rayps_client.errors import ConfigError, TrainingError
 from torch import Tensor, nn
 from torch.nn import functional
 
 import rayps
 from rayps.cluster.local import Cluster
-from rayps.core.errors import ConfigError, TrainingError
 from rayps.core.phase_rounds import Boundary
 from rayps.core.records import Point
 from rayps.core.user_module import pack

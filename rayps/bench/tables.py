@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from rayps_client.errors import ConfigError
 
 from rayps.bench.rows import Ids
-from rayps.core.errors import ConfigError
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables import parquet
 from rayps.ps.tables.table_segment import TableSegment, check_table

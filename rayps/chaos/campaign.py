@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from rayps_client.errors import ClusterError
+
 from rayps.chaos.faults import NEWBORN, FaultOn, FaultRole
 from rayps.chaos.inject import ChaosMeans, injected
 from rayps.chaos.measure_recovery import InjectedFault
 from rayps.chaos.plan import PlannedFault
 from rayps.chaos.targets import ChaosProcess, NewbornProcesses
-from rayps.core.errors import ClusterError
 
 _FIND_SECONDS = 5.0  # seconds in which a target must be there: a process of this role may just have died
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from rayps_client.errors import ConfigError
 
 from rayps.chaos.history import HistoryCheck
-from rayps.core.errors import ConfigError
 from rayps.core.topology import runs_in_step
 from rayps.core.urls import Location
 from rayps.strategies.catalogue import parse

@@ -6,7 +6,8 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
+
 from rayps.core.spelling import near
 
 

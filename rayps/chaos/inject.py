@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rayps_client.errors import ClusterError
+
 from rayps.chaos import lines
 from rayps.chaos.faults import KINDS, NEWBORN, SLOW_BYTES, THROTTLED_SHARE, FaultOn, FaultRole
 from rayps.chaos.plan import PlannedFault
 from rayps.chaos.targets import ChaosProcess
-from rayps.core.errors import ClusterError
 
 _THROTTLE_SECONDS = 0.05  # seconds of one turn of a throttled process
 _REPEAT_SECONDS = 0.1  # seconds between two looks for new connections

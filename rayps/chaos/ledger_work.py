@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from rayps_client.errors import WorkloadError
 from torch import Tensor, nn
 
 import rayps.data
-from rayps.core.errors import WorkloadError
 from rayps.data.base import Batch, Data
 from rayps.workload.base import Workload
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rayps.core.errors import ClusterError
+from rayps_client.errors import ClusterError
 
 _PIDFD_GETFD = 438  # the system call's number, on all architectures
 _MAX_PACING_RATE = getattr(socket, "SO_MAX_PACING_RATE", 47)

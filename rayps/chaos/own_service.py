@@ -14,10 +14,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from rayps_client.errors import ClusterError
+
 from rayps.chaos import shifted_service
 from rayps.chaos.inject import ChaosMeans
 from rayps.cluster.local import until
-from rayps.core.errors import ClusterError
 from rayps.service import processes
 from rayps.service.client import Client
 from rayps.service.ray_daemon import read_record, remove_leftovers

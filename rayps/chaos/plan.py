@@ -7,8 +7,9 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rayps_client.errors import ConfigError
+
 from rayps.chaos.faults import KINDS, NEWBORN, NEWBORN_SECONDS, SHIFTS, FaultOn, FaultRole, Scope, scope_of
-from rayps.core.errors import ConfigError
 
 _JITTER = 0.3  # of the time between two faults
 _PAUSE_SECONDS = 1.0  # the least time between the end of a fault and the next fault

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
+from rayps_client.values import JsonObject
+
 from rayps.chaos.history import HistoryCheck, JobHistory
 from rayps.chaos.measure_recovery import FaultCost, InjectedFault, KindCost, by_kind, costs, usual_round
-from rayps.core.values import JsonObject
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rayps_client.errors import CheckpointError, ClusterError, ConfigError, ServiceError
+from rayps_client.values import JsonObject
+
 from rayps.chaos.campaign import ChaosSite, carry_out, kill_newborn
 from rayps.chaos.compare_results import (
     check_slots,
@@ -32,9 +35,7 @@ from rayps.chaos.plan import (
 )
 from rayps.chaos.report import ChaosReport, make_report
 from rayps.chaos.targets import JobProcesses, NewbornProcesses
-from rayps.core.errors import CheckpointError, ClusterError, ConfigError, ServiceError
 from rayps.core.records import read_json
-from rayps.core.values import JsonObject
 from rayps.service.client import Client, Job
 from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec

@@ -17,6 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from rayps_client.errors import ClusterError, ConfigError, ServiceError
+from rayps_client.values import JsonObject
+
 from rayps.chaos.campaign import ChaosSite, carry_out
 from rayps.chaos.curves import (
     CurveVerdict,
@@ -36,9 +39,7 @@ from rayps.chaos.own_service import ChaosService
 from rayps.chaos.plan import ChaosFacts, check_seconds, draw_plan
 from rayps.chaos.run import LEDGER, JobUnderChaos, check_results
 from rayps.chaos.targets import ChaosProcess
-from rayps.core.errors import ClusterError, ConfigError, ServiceError
 from rayps.core.records import read_json
-from rayps.core.values import JsonObject
 from rayps.service import processes
 from rayps.service.ray_daemon import read_record
 

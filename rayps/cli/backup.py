@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rayps_client.errors import ServiceError
 
 from rayps.cli import show
 from rayps.cli.servers import size
 from rayps.cli.show import Output
-from rayps.core.errors import ServiceError
 from rayps.service.settings import Settings
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rayps_client.errors import ConfigError
 
 from rayps.cli import show
 from rayps.cli.measure import Format, Json, show_rows, whole_numbers
 from rayps.cli.show import Output
-from rayps.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

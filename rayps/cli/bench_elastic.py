@@ -6,11 +6,11 @@ import dataclasses
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rayps_client.errors import ConfigError
 
 from rayps.cli import show
 from rayps.cli.measure import Address, Format, Json, run, show_rows
 from rayps.cli.show import Output
-from rayps.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rayps.bench.fault_costs import FaultRun

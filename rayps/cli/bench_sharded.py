@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rayps_client.errors import ConfigError
 
 from rayps.cli.measure import Format, Json, show_rows, sizes_of
 from rayps.cli.show import Output
 from rayps.cli.sizes import size as size_of
-from rayps.core.errors import ConfigError
 
 _WHAT = ("memory", "driver", "write")
 

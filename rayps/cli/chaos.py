@@ -12,6 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rayps_client.errors import ConfigError
 
 from rayps.chaos.faults import KINDS, parse_faults, parse_scopes
 from rayps.chaos.measure_recovery import FaultCost, KindCost
@@ -19,7 +20,6 @@ from rayps.chaos.plan import ChaosPlan
 from rayps.chaos.report import ChaosReport
 from rayps.cli import show
 from rayps.cli.show import Output
-from rayps.core.errors import ConfigError
 from rayps.service.client import Client
 from rayps.service.job_file import read
 from rayps.service.settings import Settings

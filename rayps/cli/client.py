@@ -8,12 +8,12 @@ from urllib.parse import quote
 
 import typer
 from rayps_client.client_options import PATIENCE, ClientOptions
+from rayps_client.errors import ConfigError
 from rayps_client.members.membership_options import MembershipOptions
 from rayps_client.termination import EXIT_CODE, MESSAGE, Terminated, sigterm_raises
 
 from rayps.cli import show
 from rayps.cli.show import Output
-from rayps.core.errors import ConfigError
 from rayps.service.client import Client
 from rayps.service.job_file import assignments
 from rayps.service.rest_answers import TokenAnswer

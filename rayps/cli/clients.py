@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rayps_client.errors import ConfigError
 
 from rayps.cli import show
 from rayps.cli.show import Output
-from rayps.core.errors import ConfigError
 from rayps.service.job_file import assignments
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rayps_client.errors import ConfigError
+from rayps_client.values import JsonObject
 
 from rayps.cli import show
-from rayps.core.errors import ConfigError
 from rayps.core.urls import Location, is_url
-from rayps.core.values import JsonObject
 from rayps.service.client import Client
 from rayps.service.job_file import assignments
 

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rayps_client.errors import ConfigError
+from rayps_client.values import Json, JsonObject, Keywords
 
 from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.core.elastic import workers_of_text
-from rayps.core.errors import ConfigError
 from rayps.core.job_status import Status
 from rayps.core.records import Event, GroupFacts, ProgressRecord
 from rayps.core.requirements import read_requirements
-from rayps.core.values import Json, JsonObject, Keywords
 from rayps.core.warm_start import StartFrom
 from rayps.service.client import CURRENT, Client, Job
 from rayps.service.code_files import PackedCode

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rayps_client.errors import RaypsError
+from rayps_client.values import JsonObject
 
 import rayps
 from rayps.cli import backup as cli_backup
@@ -31,8 +33,6 @@ from rayps.cli import strategies as cli_strategies
 from rayps.cli import sweeps as cli_sweeps
 from rayps.cli.show import Output
 from rayps.core.elastic import workers_of_text
-from rayps.core.errors import RaypsError
-from rayps.core.values import JsonObject
 from rayps.service.job_file import load
 
 _EPILOG = (

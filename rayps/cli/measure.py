@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
+from rayps_client.errors import ConfigError
 
 from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.cli.sizes import size as size_of
-from rayps.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

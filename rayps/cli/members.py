@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
+from rayps_client.errors import ConfigError, Conflict
 from rayps_client.members.acceptance import Acceptance, CheckedAcceptance, check_record
 from rayps_client.members.acceptance_file import Receipt, read_lines
 from rayps_client.members.consent import TEXT
@@ -19,7 +20,6 @@ from rayps_client.members.membership_options import FINGERPRINT, service_fingerp
 
 from rayps.cli import show
 from rayps.cli.show import Output
-from rayps.core.errors import ConfigError, Conflict
 from rayps.core.statement import read_statement
 from rayps.service.client import Client
 from rayps.service.settings import Settings
@@ -152,7 +152,7 @@ def service() -> None:
 
     Clients without a token are given it: --service-key FINGERPRINT.
     """
-    from rayps.federated.remote.signed_orders import Key
+    from rayps_client.signed_orders import Key
 
     path = Settings.read().client_key
     if not path.exists():

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NotRequired, TypedDict
 
 import typer
+from rayps_client.errors import ConfigError
+from rayps_client.values import Json, JsonObject
 
 from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.cli.sizes import size
 from rayps.core.costs import Costs, amount, costs
-from rayps.core.errors import ConfigError
 from rayps.core.grid import Grid
 from rayps.core.pipeline import gantt
 from rayps.core.pipeline.schedule import Table, splits, table
@@ -27,7 +28,6 @@ from rayps.core.strategy import Phase, StrategyView
 from rayps.core.strategy_families import learns_by_client
 from rayps.core.topology import Peers, replica_of, replicas_in, shard_of
 from rayps.core.traffic import Sizes
-from rayps.core.values import Json, JsonObject
 from rayps.service.job_file import assignments
 from rayps.strategies.catalogue import parse, wire
 

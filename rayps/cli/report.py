@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rayps_client.errors import ConfigError, NotFound
+from rayps_client.values import JsonObject
 
 from rayps.cli import show
 from rayps.cli.report_page import page
-from rayps.core.errors import ConfigError, NotFound
 from rayps.core.goodput import FILE, read_job_time
 from rayps.core.time_report import report_of
-from rayps.core.values import JsonObject
 from rayps.service.client import Client
 
 _LETTERS = {  # one for each part of the account, in a bar of text

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from rayps_client.values import JsonObject
+
 from rayps.core.time_report import COLOURS
-from rayps.core.values import JsonObject
 
 _WIDTH, _LABEL, _BAR, _GAP = 960, 110, 22, 8  # of the pictures, in pixels: the picture, names, a bar, between bars
 _STYLE = """

@@ -21,10 +21,10 @@ from rayps_api.app import create_app
 from rayps_api.connections import Server as HttpServer
 from rayps_api.log_limit import LogLimit
 from rayps_api.service import Service
+from rayps_client.errors import ConfigError
+from rayps_client.signed_orders import Key
 
 from rayps.cli.show import line, note
-from rayps.core.errors import ConfigError
-from rayps.federated.remote.signed_orders import Key
 from rayps.service.members import members_of
 from rayps.service.settings import SERVICE_LOCK, Settings, private_write
 from rayps.service.state_disk import is_full

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, TypeVar
 
 import typer
+from rayps_client.errors import ConfigError, ServiceError
 from rich.text import Text
 
 from rayps.cli import show
 from rayps.cli.show import Output
-from rayps.core.errors import ConfigError, ServiceError
 from rayps.service.client import Client
 from rayps.service.remote_group import RemoteGroup, summary
 from rayps.service.rest_answers import GroupAnswer, SegmentLine, ServerLine, SpaceAnswer

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
+from rayps_client.errors import ConfigError
 from rayps_client.terminal_text import plain
+from rayps_client.values import Json, JsonObject
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from rayps.cli.fit_columns import fit_columns
-from rayps.core.errors import ConfigError
 from rayps.core.text import written
-from rayps.core.values import Json, JsonObject
 from rayps.federated.remote.secure_options import SECAGG, SecureOptions
 from rayps.privacy.options import PrivacySpec
 from rayps.service.rest_answers import JobAnswer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 

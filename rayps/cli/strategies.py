@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rayps_client.errors import ConfigError
 
 from rayps.cli import show
 from rayps.cli.show import Output
-from rayps.core.errors import ConfigError
 from rayps.core.spelling import near
 from rayps.core.text import nested
 from rayps.service.strategy_check import strategies_in

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rayps_client.errors import ConfigError, NotFound
+from rayps_client.values import Json
 
 from rayps.cli import show
 from rayps.cli.jobs import Format, Function, Upload, WorkingDir, note_packed, with_folder
 from rayps.cli.show import Output
 from rayps.cli.sparkline import sparkline
-from rayps.core.errors import ConfigError, NotFound
 from rayps.core.job_status import Status
-from rayps.core.values import Json
 from rayps.service.client import Client
 from rayps.service.code_files import PackedCode
 from rayps.service.comparison import BATCH_LOSS, ComparedRow, Comparison, TableColumn, cell, with_direction

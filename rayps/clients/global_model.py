@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Self
 
 import torch
+from rayps_client.errors import WorkloadError
 from rayps_client.global_model import read_global
 from rayps_client.signed_orders import ModelFacts
 from rayps_client.torch_tensors import tensors_of
 from torch import Tensor
 
-from rayps.core.errors import WorkloadError
 from rayps.federated.personal_model import GlobalState
 from rayps.federated.strategy_interface import FederatedView
 from rayps.strategies.catalogue import parse

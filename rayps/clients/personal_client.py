@@ -7,13 +7,13 @@ from functools import cached_property
 from pathlib import Path
 
 from rayps_client.client_folder import newest_state
+from rayps_client.errors import ConfigError
 from rayps_client.torch_tensors import tensors_of
 from rayps_client.upload_coding import without_rest
 from torch import nn
 
 from rayps.clients.global_model import GlobalModel
 from rayps.clients.workload_trainer import rows_of
-from rayps.core.errors import ConfigError
 from rayps.data.base import Data
 from rayps.federated.client import ClientRows, Tensors
 from rayps.federated.personal_model import GlobalState, evaluated_on, has_personal, personal_model

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from rayps_client.errors import ConfigError, WorkloadError
 from rayps_client.local_trainer import LayoutRow, LocalReply, LocalTask
 from rayps_client.local_work import try_batches
 from rayps_client.own_metrics import OwnMetrics, OwnTotal, OwnTotals
 from rayps_client.torch_tensors import raw_of, raws_of, tensor_of, tensors_of
 from rayps_client.values import JsonObject
 
-from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.metrics import Totals
 from rayps.core.user_code import user_code
 from rayps.data.base import Data

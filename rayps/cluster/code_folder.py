@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from rayps_client.errors import ConfigError
+
 from rayps.cluster.scratch import SharedScratch
 from rayps.cluster.user_packages import UserPackages
 from rayps.core.code_archive import hash_of, unpack
-from rayps.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,10 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+from rayps_client.errors import ActorDied, ConfigError, NoResources
+
 from rayps.cluster.notices import Notice, StoredNotice
 from rayps.cluster.warm import WarmState
-from rayps.core.errors import ActorDied, ConfigError, NoResources
 
 _Shared = TypeVar("_Shared")
 Bundle = dict[str, float]

@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rayps_client.errors import ActorDied, ClusterError
+
 from rayps.cluster.local import ActorHandle, ActorReply, surrounding, until
 from rayps.cluster.notices import Notice, earliest
 from rayps.cluster.reservation import WorkerResources
-from rayps.core.errors import ActorDied, ClusterError
 from rayps.core.user_code import START_SECONDS, overdue
 
 LEAVE_SECONDS = 2.0

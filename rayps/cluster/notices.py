@@ -14,7 +14,7 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from rayps.core.values import Keywords
+from rayps_client.values import Keywords
 
 LINGER_SECONDS = 60.0  # seconds after its deadline at which a notice is dropped: what it announced did not happen
 PREFIX = "notice/"  # of the keys under which announced notices are stored

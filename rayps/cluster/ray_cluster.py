@@ -35,6 +35,9 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from rayps_client.errors import ActorDied, ClusterError, NoResources, RaypsError, first_line
+from rayps_client.loading import without_collection
+from rayps_client.values import JsonObject, Keywords
 
 from rayps.cluster.code_folder import JobCode
 from rayps.cluster.last_output import exception_of, last_output
@@ -81,9 +84,6 @@ from rayps.cluster.which_ray import (
     token_refused,
     too_slow,
 )
-from rayps.core.errors import ActorDied, ClusterError, NoResources, RaypsError, first_line
-from rayps.core.loading import without_collection
-from rayps.core.values import JsonObject, Keywords
 
 log = logging.getLogger(__name__)
 _Shared = TypeVar("_Shared")

@@ -6,10 +6,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rayps_client.errors import NoResources
+
 from rayps.cluster.local import Bundle, Cluster, Reservation, not_free
 from rayps.cluster.placement import bundles, describe, place_ranks, slots
 from rayps.cluster.room import avoided_hosts
-from rayps.core.errors import NoResources
 from rayps.core.grid import Grid
 
 _CHECK_SECONDS = 3.0  # seconds until free resources are checked again; doubled after each check

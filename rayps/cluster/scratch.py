@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-from rayps.core.errors import DataError
+from rayps_client.errors import DataError
 
 PREFIX = "rayps-"
 _LOCK = "owner.lock"

@@ -22,8 +22,9 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+from rayps_client.errors import ConfigError
+
 from rayps.cluster.scratch import SharedScratch
-from rayps.core.errors import ConfigError
 
 # distributions that keep their version, because a worker has imported them before it installs anything
 HELD = ("rayps", "torch", "ray", "numpy", "pyarrow", "safetensors", "cloudpickle")

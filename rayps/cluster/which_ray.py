@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection
 
-from rayps.core.errors import ClusterError
+from rayps_client.errors import ClusterError
 
 AUTO = "auto"
 RAY_ADDRESS = "RAY_ADDRESS"

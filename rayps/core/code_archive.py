@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from rayps_client.errors import ConfigError
 from rayps_client.terminal_text import has_controls
-
-from rayps.core.errors import ConfigError
 
 MOST_FILES = 20_000  # members of an archive
 HASH = r"^[0-9a-f]{64}$"  # the form of an archive's name: its SHA-256 in hexadecimal digits

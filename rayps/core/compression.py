@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
 
 COMPRESSIONS = ("fp16", "bf16", "int8", "top_k", "auto")
 TOP_K = 0.01  # default fraction of the elements that top_k sends

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
+from rayps_client.values import JsonObject
+
 from rayps.core.grid import Grid
 from rayps.core.partition import slices
 from rayps.core.pipeline.schedule import Action, Table, idle, idle_formula, peak, splits, table
@@ -17,7 +19,6 @@ from rayps.core.replica import Pipeline, pipeline_of
 from rayps.core.strategy import StrategyView
 from rayps.core.topology import AUTO_BUCKET_MB, Peers, Servers, Topology
 from rayps.core.traffic import Sizes, TrafficCost
-from rayps.core.values import JsonObject
 
 
 @dataclass(frozen=True, slots=True)

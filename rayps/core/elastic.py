@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
+from rayps_client.values import Json, JsonObject
+
 from rayps.core.spelling import near
-from rayps.core.values import Json, JsonObject
 
 LR_RULES = ("keep", "linear", "sqrt")
 

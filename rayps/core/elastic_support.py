@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rayps_client.errors import ConfigError
+
 from rayps.core.elastic import ElasticWorkers
-from rayps.core.errors import ConfigError
 from rayps.core.strategy import Phase, StrategyView
 from rayps.core.strategy_families import (
     FEDERATED_ROUNDS,

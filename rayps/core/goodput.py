@@ -14,10 +14,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from rayps_client.values import JsonObject
+
 from rayps.core.machine_waits import MachineWaits
 from rayps.core.member_times import SERVERS, MemberTimes, added, member_times
 from rayps.core.time_account import PARTS, USEFUL
-from rayps.core.values import JsonObject
 
 FILE = "time.jsonl"
 WORKER, SERVER = "worker", "server"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
 
 AXES = ("data", "stage", "tensor")
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
+from rayps_client.values import Json, Keywords
+
 from rayps.core.requirements import refused_requirement
-from rayps.core.values import Json, Keywords
 
 MOST_VARIABLES, MOST_BYTES = 100, 100_000  # of one job; bytes of names and values together, and of a file
 NAMES = ("requirements", "env")  # the fields of a job

@@ -24,8 +24,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
-from rayps.core.errors import CheckpointError
-from rayps.core.values import JsonObject
+from rayps_client.errors import CheckpointError
+from rayps_client.values import JsonObject
 
 LEASE_SECONDS = 1.0  # how long a lease should last
 LEAST_SECONDS = 0.25  # the shortest useful lease: the driver's polls take a part of it

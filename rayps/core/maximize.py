@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
 
 
 def direction(groups: Iterable[Mapping[str, bool]]) -> int:

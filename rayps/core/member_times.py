@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
+from rayps_client.values import Json, JsonObject
+
 from rayps.core.machine_waits import MachineWaits
 from rayps.core.time_account import Seconds
-from rayps.core.values import Json, JsonObject
 
 CLIENTS = "clients"  # the name of the peer in waits for a federation's real clients: to join, and for their replies
 SERVERS = "servers"  # the name of the peer in waits for servers, whose own reports say for whose push they waited

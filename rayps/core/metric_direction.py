@@ -6,7 +6,7 @@ import itertools
 import re
 from typing import Literal, TypeAlias
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
 
 Direction: TypeAlias = Literal["min", "max"]
 

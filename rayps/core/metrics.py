@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import pyarrow as pa
+from rayps_client.errors import WorkloadError
+from rayps_client.values import JsonObject
 
-from rayps.core.errors import WorkloadError
 from rayps.core.records import ROUND_FIELDS, Point
 from rayps.core.returned_rounds import SeenRounds
-from rayps.core.values import JsonObject
 
 # a merged point has the mean over ranks of these values, in seconds. data: time to get the batch, and data_share: the
 # part of the round's seconds that this is. pull: time of pulls

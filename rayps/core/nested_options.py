@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Protocol, TypeAlias
 
-from rayps.core.values import Json, JsonObject, Keywords
+from rayps_client.values import Json, JsonObject, Keywords
 
 Option: TypeAlias = dataclasses.Field[Any]  # a field of any type
 NESTED = {"nested": True}  # the metadata of a field with a nested value

@@ -6,10 +6,11 @@ Each check reads the option `field` of the object `owner`, and raises ConfigErro
 
 from __future__ import annotations
 
+from rayps_client.errors import ConfigError
+from rayps_client.values import Json
+
 from rayps.core.dropped_steps import LATE_LIMIT, LateWorkers
-from rayps.core.errors import ConfigError
 from rayps.core.text import quoted
-from rayps.core.values import Json
 
 
 def whole(owner: object, field: str, least: int = 1, *, none: bool = False, hint: str = "") -> None:

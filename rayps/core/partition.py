@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
 
 
 def part(n: int, parts: int, i: int) -> tuple[int, int]:

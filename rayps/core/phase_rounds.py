@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
+
 from rayps.core.grid import Grid
 
 OPEN = 1 << 40  # the planned rounds of an epoch whose length is not known: more than any run has

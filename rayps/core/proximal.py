@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
+
 from rayps.core.text import form
 
 if TYPE_CHECKING:
+    from rayps_client.values import Json, JsonObject
     from torch import Tensor
-
-    from rayps.core.values import Json, JsonObject
 
 
 def soft_threshold(v: Tensor, t: float) -> Tensor:

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, NotRequired, TypeAlias, TypedDict
 
-from rayps.core.values import JsonObject
+from rayps_client.values import JsonObject
 
 Point: TypeAlias = dict[str, Any]  # `kind`, `round`, metrics by name; `rank` if the point belongs to one rank
 Event: TypeAlias = dict[str, Any]  # `kind`, `message` and the facts of this kind; in the journal also `seq` and `time`

@@ -17,7 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NotRequired, TypedDict
 
-from rayps.core.errors import CheckpointError
+from rayps_client.errors import CheckpointError
+
 from rayps.core.staleness_bound import ActiveRanks, Clock, PushCount
 
 WINDOW = 1024  # a push of a step this far above the first missing step, or farther, is an error

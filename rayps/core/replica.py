@@ -19,8 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rayps_client.errors import ConfigError
+
 from rayps.core import options
-from rayps.core.errors import ConfigError
 from rayps.core.pipeline.schedule import SCHEDULES, check
 
 BALANCES = ("parameters", "time")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
 
 MOST_LINES = 2000
 LONGEST_LINE = 2000

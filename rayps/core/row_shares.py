@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from rayps.core.errors import CheckpointError
-from rayps.core.values import Json
+from rayps_client.errors import CheckpointError
+from rayps_client.values import Json
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+from rayps_client.errors import ConfigError
+from rayps_client.values import Json, JsonObject, Keywords
+
 from rayps.core import options
 from rayps.core.compression import compression_of
 from rayps.core.dropped_steps import LateWorkers
-from rayps.core.errors import ConfigError
 from rayps.core.replica import Replica, check_replica
 from rayps.core.strategy import ShardView, Vector
 from rayps.core.topology import ASP, AUTO, REPLAY, PerPush, PerRound, Servers, Update, consistency_of
-from rayps.core.values import Json, JsonObject, Keywords
 
 
 def plain_servers(

@@ -7,9 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from rayps_client.errors import ConfigError
 from rayps_client.spelling import near
-
-from rayps.core.errors import ConfigError
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
 
 MOST_STATEMENT_BYTES = 20_000
 

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
+from rayps_client.values import Json, JsonObject
+
 from rayps.core.grid import Grid
 from rayps.core.strategy_families import Recovery, Rows
 from rayps.core.topology import Topology
 from rayps.core.traffic import Sizes, TrafficCost
-from rayps.core.values import Json, JsonObject
 
 if TYPE_CHECKING:  # the annotations need torch, the module does not
     from torch import Tensor
@@ -181,9 +182,6 @@ class WorkerView(Protocol):
         `momentum` is keep, reset or average; `buffers` is keep or average; `samples` is this worker's weight in an
         average.
         """
-
-    def together(self, samples: float, *, momentum: str, buffers: str) -> None:
-        """Call `sync_optimizer_and_buffers`. Deprecated name: it warns, and is removed in the next release."""
 
 
 class ShardView(Protocol):

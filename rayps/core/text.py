@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
+from rayps_client.values import Json, JsonObject
+
 from rayps.core.spelling import near
-from rayps.core.values import Json, JsonObject
 
 DEEPEST = 20  # deepest nesting of parentheses; a strategy needs three
 FIRST = {

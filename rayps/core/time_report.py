@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from rayps_client.values import JsonObject
+
 from rayps.core.goodput import JobTime
 from rayps.core.time_account import PARTS
 from rayps.core.time_verdict import verdict
-from rayps.core.values import JsonObject
 
 # one colour for each part of the account, for pictures; the dashboard has the same
 COLOURS = {

@@ -26,10 +26,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from rayps_client.values import JsonObject
+
 from rayps.core.goodput import JobTime, MemberTotals
 from rayps.core.member_times import CLIENTS, LineFacts
 from rayps.core.time_together import CHANGED, together
-from rayps.core.values import JsonObject
 
 LEAST_COST = 0.05  # share of the time that is worth a verdict
 NAMED_COST = 0.1  # share of the time from which a cause that one member can be named for may come first

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from rayps_client.errors import ConfigError
+
 from rayps.core import traffic
 from rayps.core.adaptive_staleness import FIRST
 from rayps.core.dropped_steps import LateWorkers
-from rayps.core.errors import ConfigError
 from rayps.core.grid import Grid
 from rayps.core.replica import Replica
 from rayps.core.traffic import Sizes, TrafficCost
@@ -428,14 +429,6 @@ def is_private(strategy: ServerHalf) -> bool:
     """Return whether a strategy's workers clip the gradient of each row, and add noise to the sum (DP-SGD)."""
     topology = strategy.topology
     return isinstance(topology, (Peers, Servers)) and topology.private
-
-
-def shares_in(strategy: ServerHalf, workers: int) -> int:
-    """Return in how many shares the rows of an epoch are divided: one for each replica without the backup workers.
-
-    Raises ConfigError if the number of replicas is not whole.
-    """
-    return replicas_in(strategy, workers) - backup_in(strategy)
 
 
 def runs_in_step(strategy: ServerHalf) -> bool:

@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+from rayps_client.errors import WorkloadError
 from rayps_client.user_errors import lacks_memory as lacks_memory
 from rayps_client.user_errors import place_of as place_of
 from rayps_client.user_errors import too_large as too_large
 from rayps_client.user_errors import users_code
-
-from rayps.core.errors import WorkloadError
 
 START_SECONDS = 180.0  # seconds for a process to start and import torch, and for the first call of a method
 _LOOK_SECONDS = 0.1

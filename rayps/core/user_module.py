@@ -17,11 +17,11 @@ from types import CodeType, ModuleType
 from typing import IO, Any, ClassVar
 
 import cloudpickle
+from rayps_client.errors import WorkloadError
 from rayps_client.user_files import MODULES, is_users
 from rayps_client.user_files import Finder as Finder
 from rayps_client.user_files import broken as broken
 
-from rayps.core.errors import WorkloadError
 from rayps.core.sent_module import Globals, SentModule, one_set, reduce_module, reduce_named
 
 

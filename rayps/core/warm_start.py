@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rayps.core.errors import ConfigError
-from rayps.core.values import Json
+from rayps_client.errors import ConfigError
+from rayps_client.values import Json
 
 FIELD = "start_from"
 _KEYS = {"path": str, "strict": bool, "remove_prefix": str, "add_prefix": str}

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Protocol, TypeGuard, Unpack, cast
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from rayps_client.columns import missing
+from rayps_client.errors import DataError
 from rayps_client.rows import native
 
-from rayps.core.errors import DataError
 from rayps.data.base import Data
 from rayps.data.column_options import ColumnOptions, column_choice
-from rayps.data.columns import missing
 from rayps.data.local_files import LocalFiles, PathsGiven, local_files
 from rayps.data.stored_table import Source, StoredTable
 from rayps.data.table_rows import ChunkedTable, RowTable, RowTableData

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rayps_client.errors import ConfigError
 from rayps_client.local_work import counted, no_whole_batch
 from rayps_client.random_numbers import random_of as random_of
-
-from rayps.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rayps.data.clients import Clients, GivenClients

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from rayps_client.columns import ColumnLayout, ColumnRows
+from rayps_client.errors import DataError
 
 from rayps.cluster.scratch import SharedScratch
-from rayps.core.errors import DataError
 from rayps.data.clients import Clients
-from rayps.data.columns import ColumnLayout, ColumnRows
 from rayps.data.partition_rules import Ints
 
 Array = NDArray[np.generic]

@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 import torch
 from numpy.typing import ArrayLike, NDArray
+from rayps_client.errors import ConfigError, DataError
 from rayps_client.rows import native
 
-from rayps.core.errors import ConfigError, DataError
 from rayps.data.base import Batch, random_of
 from rayps.data.client_picture import picture
 from rayps.data.partition_rules import Ints, PartitionRule, apportion, classes

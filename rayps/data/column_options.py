@@ -8,12 +8,11 @@ from typing import TypedDict
 
 import numpy as np
 import torch
-from rayps_client.columns import features_of
+from rayps_client.columns import ColumnRows, DType, features_of
+from rayps_client.errors import ConfigError
 
-from rayps.core.errors import ConfigError
 from rayps.data.base import Batch
 from rayps.data.clients import GivenClients
-from rayps.data.columns import ColumnRows, DType
 from rayps.data.partition_rules import Ints
 
 DTYPES = ("float32", "float64", "int64", "uint8")

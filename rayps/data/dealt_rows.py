@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from rayps_client.errors import ConfigError
 
-from rayps.core.errors import ConfigError
 from rayps.core.row_shares import RowShares, dealt
 from rayps.data.base import Batch, Data, Place, Position, check_place
 

@@ -9,8 +9,7 @@ import threading
 from collections.abc import Generator
 
 import pyarrow as pa
-
-from rayps.core.errors import ConfigError, DataError
+from rayps_client.errors import ConfigError, DataError
 
 _MARKS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BOM_UTF8: "utf-8"}  # at a file's begin
 

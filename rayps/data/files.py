@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
+from rayps_client.errors import DataError
 
-from rayps.core.errors import DataError
 from rayps.data.unsupported import CONVERT, is_pattern, other_format, pattern, refuse_ray_data
 
 if TYPE_CHECKING:

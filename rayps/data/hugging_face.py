@@ -7,11 +7,11 @@ from functools import partial
 from typing import Protocol, Unpack, cast
 
 import pyarrow as pa
+from rayps_client.columns import missing
+from rayps_client.errors import ConfigError, DataError
 
-from rayps.core.errors import ConfigError, DataError
 from rayps.data.base import Data, Nested
 from rayps.data.column_options import ColumnOptions, column_choice
-from rayps.data.columns import missing
 from rayps.data.memory import DatasetData
 from rayps.data.partition_rules import Ints
 from rayps.data.table_rows import RowTable, RowTableData, whole_batch

@@ -11,9 +11,9 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rayps_client.errors import ConfigError, DataError, first_line
 from rayps_client.rows import batch_size_of, drop_last_of
 
-from rayps.core.errors import ConfigError, DataError, first_line
 from rayps.data.base import Batch, Data
 from rayps.data.clients import GivenClients, checked_client
 from rayps.data.memory import InMemory

@@ -18,13 +18,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapp
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
+from rayps_client.errors import ConfigError, DataError, RaypsError
 from rayps_client.rows import batch_size_of, drop_last_of
+from rayps_client.values import Json
 from torch.utils.data import default_collate
 
-from rayps.core.errors import ConfigError, DataError, RaypsError
 from rayps.core.phase_rounds import OPEN
 from rayps.core.user_code import place_of
-from rayps.core.values import Json
 from rayps.data.base import Batch, Data, Nested, Place, Position, check_place
 from rayps.data.clients import Clients
 from rayps.data.data_shard import DataShard, Reading

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from rayps.core.errors import DataError
+from rayps_client.errors import DataError
+
 from rayps.core.records import Event
 from rayps.core.user_module import pack
 from rayps.data.base import Batch, Data, Place, Position

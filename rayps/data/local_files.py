@@ -11,7 +11,8 @@ from os import PathLike
 from pathlib import Path
 from typing import cast
 
-from rayps.core.errors import DataError
+from rayps_client.errors import DataError
+
 from rayps.data.unsupported import is_pattern, refuse_ray_data
 
 PathsGiven = str | PathLike[str] | Sequence[str | PathLike[str]]

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rayps_client.columns import NOT_EXACT, DType, first_changed, way_out_for
+from rayps_client.errors import ConfigError, DataError
 from rayps_client.rows import batch_size_of, drop_last_of, native
 
-from rayps.core.errors import ConfigError, DataError
 from rayps.data.base import Batch
 from rayps.data.clients import GivenClients, checked_client
 from rayps.data.column_options import DTYPES, checked_scale, dtype_of
-from rayps.data.columns import NOT_EXACT, DType, first_changed, way_out_for
 from rayps.data.memory import InMemory
 from rayps.data.partition_rules import Ints
 from rayps.data.unsupported import refuse_ray_data

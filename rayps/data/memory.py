@@ -8,10 +8,10 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rayps_client.errors import DataError, RaypsError
 from rayps_client.rows import batch_size_of, check_lengths, check_rows, drop_last_of, native
 from torch.utils.data import IterableDataset, default_collate
 
-from rayps.core.errors import DataError, RaypsError
 from rayps.data.base import (
     Batch,
     Data,

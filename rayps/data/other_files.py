@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rayps.core.errors import DataError
+from rayps_client.errors import DataError
+
 from rayps.data.base import Data
 from rayps.data.reader import ParquetData
 

@@ -15,11 +15,11 @@ from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from rayps_client.errors import ConfigError, DataError
+from rayps_client.values import Json
 
-from rayps.core.errors import ConfigError, DataError
 from rayps.core.spelling import near
 from rayps.core.text import form
-from rayps.core.values import Json
 from rayps.data.base import random_of
 
 Ints = NDArray[np.int64]

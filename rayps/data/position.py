@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from rayps.core.errors import DataError
-from rayps.core.values import Json
+from rayps_client.errors import DataError
+from rayps_client.values import Json
 
 _KIND = "__kind__"
 

@@ -15,12 +15,12 @@ from functools import partial
 from typing import Protocol, Unpack
 
 import pyarrow as pa
+from rayps_client.columns import missing
+from rayps_client.errors import DataError
 
-from rayps.core.errors import DataError
 from rayps.data.arrow_tables import used_columns
 from rayps.data.base import Data
 from rayps.data.column_options import ColumnOptions, column_choice
-from rayps.data.columns import missing
 from rayps.data.stored_table import Source, StoredTable
 from rayps.data.table_rows import RowTable, RowTableData
 from rayps.data.unsupported import is_ray_data

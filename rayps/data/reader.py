@@ -27,15 +27,14 @@ import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
-from rayps_client.columns import features_of
+from rayps_client.columns import Array, BadValue, ColumnLayout, ColumnRows, features_of, layout_of, missing
+from rayps_client.errors import DataError
 from rayps_client.rows import batch_size_of, drop_last_of
 
-from rayps.core.errors import DataError
 from rayps.data.base import Batch, Data, check_place, fixed_rows_of_rank, random_of, rows_of_rank
 from rayps.data.client_files import RowsByClient
 from rayps.data.clients import Clients, GivenClients, checked_client, divide, owners_by_id
 from rayps.data.column_options import DTYPES, LABEL_DTYPES, checked_scale, drops, dtype_of, window_of
-from rayps.data.columns import Array, BadValue, ColumnLayout, ColumnRows, layout_of, missing
 from rayps.data.files import Files, FileSystem, Index, PathGiven, RowGroup, as_data_error
 from rayps.data.partition_rules import PartitionRule
 

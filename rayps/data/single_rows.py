@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 
 import torch
+from rayps_client.errors import DataError
 from torch import Tensor
 
-from rayps.core.errors import DataError
 from rayps.data.base import Batch, Data, Nested, map_tensors
 from rayps.data.partition_rules import Ints
 

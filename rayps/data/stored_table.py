@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
+from rayps_client.errors import DataError
 
 from rayps.cluster.scratch import SharedScratch
-from rayps.core.errors import DataError
 from rayps.data.files import as_data_error
 from rayps.data.table_rows import ChunkedTable
 

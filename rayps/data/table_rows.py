@@ -17,13 +17,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
+from rayps_client.columns import Array, BadValue, ColumnLayout, ColumnRows, layout_of, missing
+from rayps_client.errors import DataError
 from rayps_client.rows import batch_size_of, drop_last_of
 
-from rayps.core.errors import DataError
 from rayps.data.base import Batch
 from rayps.data.clients import Clients, GivenClients, checked_client, divide
 from rayps.data.column_options import ColumnChoice, ColumnOptions
-from rayps.data.columns import Array, BadValue, ColumnLayout, ColumnRows, layout_of, missing
 from rayps.data.memory import InMemory
 from rayps.data.partition_rules import Ints
 

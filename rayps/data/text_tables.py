@@ -15,11 +15,11 @@ import pyarrow as pa
 import pyarrow.csv as pacsv
 import pyarrow.json as pajson
 import pyarrow.types as pt
+from rayps_client.columns import WRITTEN_WHOLE, missing
+from rayps_client.errors import ConfigError, DataError
 
-from rayps.core.errors import ConfigError, DataError
 from rayps.data.base import Data
 from rayps.data.column_options import ColumnOptions, column_choice
-from rayps.data.columns import WRITTEN_WHOLE, missing
 from rayps.data.decoded_text import DecodedText, checked_encoding, decoded
 from rayps.data.files import as_data_error
 from rayps.data.local_files import LocalFiles, PathsGiven, local_files

@@ -19,10 +19,10 @@ import cloudpickle
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rayps_client.errors import ConfigError, DataError, first_line
 from rayps_client.rows import batch_size_of, drop_last_of
 
 from rayps.cluster.scratch import SharedScratch
-from rayps.core.errors import ConfigError, DataError, first_line
 from rayps.data.base import Batch, Data
 from rayps.data.clients import Clients, GivenClients, checked_client, divide
 from rayps.data.local_files import LocalFiles, PathsGiven, local_files

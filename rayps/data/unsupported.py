@@ -6,8 +6,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import pyarrow.fs as pafs
-
-from rayps.core.errors import DataError
+from rayps_client.errors import DataError
 
 CONVERT = "convert it to Parquet, or give rayps.data.dataset(...) a torch Dataset that reads it"
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")

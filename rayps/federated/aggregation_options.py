@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rayps.core.errors import ConfigError
-from rayps.core.values import Json, is_number
+from rayps_client.errors import ConfigError
+from rayps_client.values import Json, is_number
+
 from rayps.federated.population import options
 from rayps.federated.robust_rules import AggregationRule, rule_of
 

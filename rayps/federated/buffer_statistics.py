@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from rayps_client.errors import WorkloadError
 from torch import Tensor
-
-from rayps.core.errors import WorkloadError
 
 NEGATIVE = "its buffers contain a negative variance or count"
 _NOT_BELOW_ZERO = ("running_var", "num_batches_tracked")

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rayps_client.signed_orders import ROUND
+from rayps_client.signed_orders import ROUND, OrderFacts
 from rayps_client.torch_tensors import tensor_of
 from rayps_client.update_codec import decode_start
 from torch import Tensor
@@ -32,7 +32,6 @@ from rayps.federated.population.async_events import STALE
 from rayps.federated.remote.async_steps import AsyncRules, AsyncStep, ClientStatus, Look, RunningOrder, decide
 from rayps.federated.remote.client_orders import ClientOrders, client_of
 from rayps.federated.remote.mailbox import RoundOrder
-from rayps.federated.remote.signed_orders import OrderFacts
 from rayps.federated.remote_codec import layout_rows
 from rayps.federated.remote_replies import RemoteReplies
 from rayps.federated.reply_source import AGAIN, Round, TrainingTask

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
+
 from rayps.core.user_code import user_code
 from rayps.data.base import Data
 from rayps.data.clients import Clients

@@ -14,18 +14,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
+from rayps_client.errors import ConfigError
 from rayps_client.partial_gradient import gradients_of
+from rayps_client.row_order import Ints, parts
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 
-from rayps.core.errors import ConfigError
 from rayps.core.maximize import direction
 from rayps.core.user_code import user_code
 from rayps.data.base import Batch, Nested, map_tensors
 from rayps.federated.population.cohort import number
 from rayps.federated.private_layers import PrivateLayers
-from rayps.federated.row_order import Ints, parts
 from rayps.federated.strategy_interface import ClientSide, FederatedView, Federation
 from rayps.tensors import optim
 from rayps.tensors.clip import NormClip

@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
+from rayps_client.errors import DataError
 from rayps_client.own_metrics import (
     OwnMetrics,
     OwnTotals,
@@ -34,13 +35,12 @@ from rayps_client.own_metrics import (
 from rayps_client.secure.quantise import EXTRAS, ClientNumbers, Quantiser
 from rayps_client.secure.secure_facts import MOST_BITS
 from rayps_client.secure.take_part import quantiser_of
+from rayps_client.signed_orders import OrderFacts
 
-from rayps.core.errors import DataError
 from rayps.core.metrics import Total, Totals, add_totals
 from rayps.federated.private_rounds import PrivateRounds
 from rayps.federated.remote.mailbox import Mailbox, RoundOrder
 from rayps.federated.remote.secure_options import LEAST, SecureOptions
-from rayps.federated.remote.signed_orders import OrderFacts
 from rayps.federated.secure_rounds import SecureRounds
 from rayps.federated.strategy_interface import Federation
 

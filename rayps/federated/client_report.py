@@ -17,10 +17,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from rayps_client.values import Json
 from torch import Tensor
 
 from rayps.comm.ring.ring import Ring
-from rayps.core.values import Json
 from rayps.federated.client_scores import FEWEST, KIND, RoundFacts, comparable, fact_deviations, round_numbers
 from rayps.federated.gather_replies import Gathering
 

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import safetensors.torch
+from rayps_client.errors import ConfigError
 from torch import Tensor
 
-from rayps.core.errors import ConfigError
 from rayps.core.user_code import user_code
 from rayps.federated.population.cohort import Ints
 from rayps.workload.base import Workload

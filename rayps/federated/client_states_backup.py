@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from rayps_client.errors import CheckpointError, ClusterError
 from torch import Tensor
 
 from rayps.cluster.local import ActorHandle
-from rayps.core.errors import CheckpointError, ClusterError
 from rayps.federated.client_states import WORKER_STATES, ClientStates, Row
 from rayps.federated.client_states_file import read_states, write_states
 from rayps.federated.population.cohort import Ints, home_ranks

@@ -1,7 +1,7 @@
 """The clients' states in a checkpoint: a Parquet file with a row for each client that has a state.
 
     client   the client's number
-    name     the client's name; files of earlier versions lack it
+    name     the client's name
     round    the round after which the state was computed
     state    the state's tensors, as safetensors
 
@@ -34,7 +34,7 @@ class StoredStates(Protocol):
     """The states of the clients of a job that has ended."""
 
     def find(self, name: str) -> int | None:
-        """Return the number of the client of this name; None if it has no state, or if names are not stored."""
+        """Return the number of the client of this name; None if it has no state."""
 
     def get(self, client: int) -> dict[str, Tensor]:
         """Return the state of a client, or {} if it has none."""
@@ -78,13 +78,13 @@ class CheckpointStates:
         self._path = path
 
     def find(self, name: str) -> int | None:
-        """Return the number of the client of this name; None if it has no state, or if names are not stored.
+        """Return the number of the client of this name; None if it has no state.
 
         Raises CheckpointError if the checkpoint cannot be read.
         """
         with checkpoint.tables_of(self._path) as tables:
             path = tables / _FOLDER / _FILE
-            if not path.exists() or "name" not in pq.read_schema(path).names:
+            if not path.exists():
                 return None
             known = pq.read_table(path, columns=["client", "name"])
         found = known.filter(pc.equal(known["name"], name))["client"].to_pylist()

@@ -38,11 +38,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from rayps_client.errors import ConfigError
+from rayps_client.values import Json
 from torch import Tensor
 
 from rayps.comm.ring.ring import Ring
-from rayps.core.errors import ConfigError
-from rayps.core.values import Json
 from rayps.federated.attacks import OWN, false_buffers, false_count, false_sums, false_update, omniscient_update
 from rayps.federated.buffer_statistics import NEGATIVE, BufferStatistics
 from rayps.federated.client_report import UpdateReports

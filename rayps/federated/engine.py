@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from rayps_client.errors import ConfigError
 from rayps_client.secure.quantise import SummedNumbers
 from torch import Tensor
 
-from rayps.core.errors import ConfigError
 from rayps.core.metrics import Totals
 from rayps.data.clients import Clients
 from rayps.federated.buffer_statistics import BufferStatistics

@@ -29,10 +29,10 @@ from fractions import Fraction
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rayps_client.errors import ConfigError
 from torch import Tensor
 
 from rayps.comm.ring.ring import Ring
-from rayps.core.errors import ConfigError
 
 Floats = NDArray[np.float64]
 DIGIT = 40  # bits of each limb after the first

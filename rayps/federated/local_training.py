@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rayps_client.errors import ConfigError
 from rayps_client.local_work import LocalWork
 
 from rayps.core import options
-from rayps.core.errors import ConfigError
 
 
 @dataclass(frozen=True)

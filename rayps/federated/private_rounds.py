@@ -27,10 +27,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from rayps_client.values import JsonObject
 
 from rayps.comm.ring.ring import Ring
 from rayps.core.failpoint import passing
-from rayps.core.values import JsonObject
 from rayps.federated.combine_replies import BITS, Aggregate, RoundAggregate
 from rayps.federated.population.cohort import Ints, first
 from rayps.federated.private_job import PrivateJob

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from rayps_client.errors import ConfigError, StaleGeneration, TrainingError
 from rayps_client.secure.quantise import SummedNumbers
-from rayps_client.signed_orders import EVALUATION, ROUND
+from rayps_client.signed_orders import EVALUATION, ROUND, OrderFacts
 from torch import Tensor
 
-from rayps.core.errors import ConfigError, StaleGeneration, TrainingError
 from rayps.core.member_times import CLIENTS
 from rayps.core.metrics import Totals
 from rayps.data.clients import ClientSummary
@@ -33,7 +33,6 @@ from rayps.federated.remote.client_state import WHY_SILENT
 from rayps.federated.remote.excluded_clients import COMPARE_KEYS, exclude_blamed, refusals_text
 from rayps.federated.remote.join_options import JoinOptions
 from rayps.federated.remote.mailbox import FOLDER, JoinedClient, Mailbox, RoundOrder
-from rayps.federated.remote.signed_orders import OrderFacts
 from rayps.federated.reply_source import Round, TrainingTask
 from rayps.federated.round_codings import RoundCodings
 from rayps.federated.secure_rounds import SecureRounds, SecureTotal, aggregate_of, listed, secure_rounds_of

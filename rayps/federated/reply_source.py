@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from rayps_client.errors import WorkloadError
 from torch import Tensor
 
-from rayps.core.errors import WorkloadError
 from rayps.core.metrics import Totals
 from rayps.core.user_code import user_code
 from rayps.data.base import Data

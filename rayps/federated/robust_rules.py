@@ -29,9 +29,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
+from rayps_client.values import Json
+
 from rayps.core.text import allow_omitted_key
-from rayps.core.values import Json
 from rayps.federated.population.attack_spec import AttackSpec
 from rayps.federated.population.option_text import REQUIRED, Option, read, shown
 

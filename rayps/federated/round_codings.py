@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from rayps_client.coded_vectors import VectorCoding
+from rayps_client.signed_orders import OrderFacts
 from rayps_client.upload_coding import UpdateCode, download_of, update_coding
 
 from rayps.federated.remote.client_options import RealClients
-from rayps.federated.remote.signed_orders import OrderFacts
 
 
 class RoundCodings:

@@ -34,8 +34,8 @@ from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
+from rayps_client.errors import ConfigError
 
-from rayps.core.errors import ConfigError
 from rayps.federated.robust_rules import AggregationRule
 
 Matrix = NDArray[np.float64] | NDArray[np.float32]

@@ -10,7 +10,8 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from rayps.core.errors import ConfigError, first_line
+from rayps_client.errors import ConfigError, first_line
+
 from rayps.core.records import Event, OutcomeRecord, Point
 from rayps.core.returned_rounds import RETURNED
 from rayps.core.text import written

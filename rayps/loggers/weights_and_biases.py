@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
+from rayps_client.values import JsonObject, Keywords
+
 from rayps.core.records import Event, OutcomeRecord
-from rayps.core.values import JsonObject, Keywords
 from rayps.loggers.logger import Logger, needed, params_of
 from rayps.workload.callback import RunView
 

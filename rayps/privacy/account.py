@@ -95,12 +95,6 @@ class PrivacyAccount:
         self._next = self._cost_of_next()
         return tree, leaf
 
-    def skip_to_next_tree(self) -> None:
-        """Let the next release begin a tree."""
-        if self._leaf:
-            self._tree, self._leaf = self._tree + 1, 0
-            self._next = self._cost_of_next()
-
     def _after_next(self, before: Spent) -> Spent:
         trees = before.trees
         if self.restart is not None:

@@ -25,8 +25,8 @@ from types import ModuleType
 from typing import Protocol
 
 import numpy as np
+from rayps_client.errors import ConfigError
 
-from rayps.core.errors import ConfigError
 from rayps.privacy.mechanism import Mechanism, Spent
 from rayps.privacy.noise import Floats
 from rayps.privacy.noise_shares import NoiseShares

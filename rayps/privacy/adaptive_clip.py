@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
 
 SHARE = 20  # default of sigma_b: m / SHARE
 

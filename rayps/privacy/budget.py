@@ -6,7 +6,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
+
 from rayps.privacy import accountant
 from rayps.privacy.mechanism import Mechanism, Spent
 from rayps.privacy.options import DISTRIBUTED, PrivacySpec

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from rayps_client.values import JsonObject, Keywords
+
 from rayps.core.records import Event, Point
-from rayps.core.values import JsonObject, Keywords
 from rayps.privacy.accountant import NAMES
 from rayps.privacy.mechanism import CLIENT, NEIGHBOURS, Mechanism
 from rayps.privacy.noise_shares import NoiseShares

@@ -24,9 +24,10 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
+from rayps_client.values import Keywords
+
 from rayps.core.failpoint import passing
-from rayps.core.values import Keywords
 from rayps.privacy.mechanism import Mechanism, Spent
 
 FOLDER = "privacy"  # name of the ledger's folder, in the folder of the job or of its checkpoints

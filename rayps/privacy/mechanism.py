@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from rayps.core.values import JsonObject, Keywords
+from rayps_client.values import JsonObject, Keywords
+
 from rayps.privacy.noise_shares import NoiseShares
 from rayps.privacy.options import ALL, DISTRIBUTED, FIXED, POISSON, TREE
 

@@ -23,9 +23,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rayps_client.errors import ConfigError
 from rayps_client.secure.noise_sizes import MOST_SIGMA, share_of
-
-from rayps.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar, Protocol, runtime_checkable
 
+from rayps_client.errors import ConfigError
+from rayps_client.values import Json, Keywords, is_number
+
 from rayps.core import options
-from rayps.core.errors import ConfigError
 from rayps.core.text import form, quoted
-from rayps.core.values import Json, Keywords, is_number
 
 ADAPTIVE = "adaptive"
 GAUSSIAN, TREE = "gaussian", "tree"

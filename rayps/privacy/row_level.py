@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
+
 from rayps.privacy.mechanism import Mechanism
 from rayps.privacy.options import GAUSSIAN, POISSON, PrivacySpec
 

@@ -18,7 +18,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from rayps.core.errors import LinkError, RaypsError
+from rayps_client.errors import LinkError, RaypsError
+
 from rayps.core.repeated_pushes import Ledger
 from rayps.ps.client.session import Session
 from rayps.ps.group import ManagerClient

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rayps_client.errors import ActorDied, ConfigError, Conflict, PeerTimeout
 
 from rayps.cluster.local import ActorHandle, Cluster, LocalCluster, rendezvous, surrounding
-from rayps.core.errors import ActorDied, ConfigError, Conflict, PeerTimeout
 from rayps.core.staleness_bound import MovedBound
 from rayps.ps.client.connections import MapSource
 from rayps.ps.client.session import Session

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from rayps_client.errors import ActorDied, CheckpointError, ClusterError, ConfigError, NotFound, RaypsError
 
-from rayps.core.errors import ActorDied, CheckpointError, ClusterError, ConfigError, NotFound, RaypsError
 from rayps.core.grid import Grid
 from rayps.core.member_times import MemberTimes
 from rayps.core.staleness_bound import MovedBound

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from rayps_client.errors import ConfigError, LinkError, PeerLost, RaypsError
 from torch import Tensor
 
 from rayps.cluster.local import ActorHandle, Cluster, surrounding
 from rayps.cluster.members import ActorHost
 from rayps.comm.link import connect
-from rayps.core.errors import ConfigError, LinkError, PeerLost, RaypsError
 from rayps.core.server_updates import PlainServers, plain_servers
 from rayps.core.topology import Servers, refuse_adaptive
 from rayps.core.user_module import pack

@@ -20,9 +20,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from rayps_client.errors import LinkError, PeerLost, PeerTimeout
+
 from rayps.comm.link import Link, Listener, Message, Prefer, connect
 from rayps.comm.link.shared_memory_link import SharedLink
-from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.recovery.backup_assignment import HeldRounds, Source
 from rayps.recovery.state_slots import OWN, SLOTS, CommittedState, StateSlots, pack, parse, read_position, read_state
 

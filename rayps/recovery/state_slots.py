@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 import torch
+from rayps_client.errors import LinkError
+from rayps_client.values import Buffer
 from torch import Tensor
 
 from rayps.comm.link.memory import Memory
 from rayps.core import failpoint
-from rayps.core.errors import LinkError
 from rayps.core.records import Point
-from rayps.core.values import Buffer
 from rayps.tensors.optim import Moments, ParamState, by_name, moments_of
 
 SLOTS = 2

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+from rayps_client.errors import LinkError, PeerLost, StaleGeneration
+from rayps_client.values import JsonObject
 from torch import Tensor
 
 from rayps.comm.link import memory
 from rayps.core import failpoint
 from rayps.core.costs import amount
-from rayps.core.errors import LinkError, PeerLost, StaleGeneration
 from rayps.core.records import Point
-from rayps.core.values import JsonObject
 from rayps.recovery.backup_assignment import BackupAssignment, HeldRounds
 from rayps.recovery.peer_replication import BackupConnection, PeerReplication, fetch_missing_part, fetch_state
 from rayps.recovery.state_slots import CommittedState, StateFacts, tensors_of

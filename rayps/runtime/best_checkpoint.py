@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
+from rayps_client.values import JsonObject, Keywords
+
 from rayps.core.urls import Location, location_of
-from rayps.core.values import JsonObject, Keywords
 from rayps.runtime.early_stopping import MetricWatch
 from rayps.workload.callback import Callback, RunView
 

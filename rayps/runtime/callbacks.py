@@ -12,14 +12,15 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
-from rayps.core.errors import ConfigError, RaypsError, WorkloadError
+from rayps_client.errors import ConfigError, RaypsError, WorkloadError
+from rayps_client.values import JsonObject
+
 from rayps.core.metrics import until
 from rayps.core.phase_rounds import Calendar
 from rayps.core.records import Event, OutcomeRecord, Point
 from rayps.core.returned_rounds import Returns, SeenRounds
 from rayps.core.urls import Location
 from rayps.core.user_code import awaited, user_code
-from rayps.core.values import JsonObject
 from rayps.runtime.best_checkpoint import BestCheckpoint
 from rayps.runtime.early_stopping import EarlyStopping, MetricWatch
 from rayps.runtime.journal import Journal

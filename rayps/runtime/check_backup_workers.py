@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
+
 from rayps.core.strategy import StrategyView
 from rayps.core.strategy_families import MEMBER_GRADIENTS, MEMBER_PUSHES, Reshuffled
 from rayps.core.topology import backup_in

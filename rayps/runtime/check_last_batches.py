@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from rayps_client.error_hints import NO_STATISTICS, ONE_ROW_WAY
+from rayps_client.errors import RaypsError, WorkloadError
 from rayps_client.local_work import counted
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from rayps.core.errors import RaypsError, WorkloadError
 from rayps.core.replica import Pipeline
 from rayps.core.row_shares import RowShares, dealt
 from rayps.core.strategy import Phase

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from rayps_client.errors import ConfigError
 from torch import nn
 
-from rayps.core.errors import ConfigError
 from rayps.core.grid import Grid
 from rayps.core.strategy import StrategyView
 from rayps.core.strategy_families import PRIVATE_GRADIENTS, PRIVATE_PUSHES, Reshuffled, learns_by_client

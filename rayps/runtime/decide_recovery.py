@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from rayps.core.errors import ActorDied, LinkError, PeerTimeout, RaypsError, TrainingError
+from rayps_client.errors import ActorDied, LinkError, PeerTimeout, RaypsError, TrainingError
+
 from rayps.core.handover import Handover
 from rayps.core.job_status import Status
 from rayps.core.strategy_families import Rebuild, Recovery, RegroupLiving, ReplaceOne, RestartAll

@@ -20,10 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import assert_never
 
+from rayps_client import parameters
+from rayps_client.errors import RaypsError
+
 from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import Cluster
 from rayps.cluster.room import RoomWatch
-from rayps.core.errors import RaypsError
 from rayps.core.goodput import JobTime
 from rayps.core.job_status import Status
 from rayps.core.metrics import evaluation_point
@@ -88,7 +90,6 @@ from rayps.strategies.job import JobSpec
 from rayps.tensors.learning_rate import ScheduleRecord, recipe_of
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import PrivatePlan, WorkerFacts
-from rayps.workload import parameters
 from rayps.workload.base import Workload
 from rayps.workload.callback import Callback
 

@@ -13,16 +13,17 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+from rayps_client.errors import RaypsError
+from rayps_client.values import Keywords
+
 from rayps.cluster.code_folder import JobCode, OpenCode, enter_code, read_archive
 from rayps.cluster.local import PROTOCOL, Cluster, LocalCluster, surrounding
 from rayps.cluster.notices import Notice
 from rayps.core.code_archive import archive_path
-from rayps.core.errors import RaypsError
 from rayps.core.failpoint import passing
 from rayps.core.job_status import Status
 from rayps.core.records import read_json
 from rayps.core.urls import Location, location_of
-from rayps.core.values import Keywords
 from rayps.runtime.driver import Driver
 from rayps.runtime.driver_move import NoticeWatch, can_leave, move_seconds, save_delay
 from rayps.runtime.journal import Journal

@@ -14,9 +14,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import TypedDict
 
+from rayps_client.errors import ConfigError, RaypsError, TrainingError
+
 from rayps.cluster.local import Cluster
 from rayps.core.costs import amount
-from rayps.core.errors import ConfigError, RaypsError, TrainingError
 from rayps.core.job_status import Status
 from rayps.core.phase_rounds import Calendar, PhaseSpan
 from rayps.core.records import Event

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
+from rayps_client.errors import ConfigError
 from rayps_client.spelling import near
+from rayps_client.values import JsonObject, Keywords
 
-from rayps.core.errors import ConfigError
 from rayps.core.metric_direction import chosen_direction
-from rayps.core.values import JsonObject, Keywords
 from rayps.workload.callback import Callback, RunView
 
 

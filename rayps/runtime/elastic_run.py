@@ -12,17 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rayps_client.errors import CheckpointError, ClusterError
+from rayps_client.values import JsonObject
+
 from rayps.cluster.local import ActorReply
 from rayps.cluster.members import GroupMember
 from rayps.core.elastic import ElasticWorkers
 from rayps.core.elastic_support import hands_over
-from rayps.core.errors import CheckpointError, ClusterError
 from rayps.core.handover import Handover
 from rayps.core.phase_rounds import Calendar
 from rayps.core.row_shares import RowShares
 from rayps.core.strategy import StrategyView
 from rayps.core.topology import compression_in, servers_of
-from rayps.core.values import JsonObject
 from rayps.recovery.backup_assignment import RebuildPlan
 from rayps.runtime.decide_recovery import Regroup
 from rayps.runtime.decide_size import new_ranks

@@ -14,7 +14,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rayps.core.errors import NoResources
+from rayps_client.errors import NoResources
+
 from rayps.core.handover import Handover
 from rayps.recovery.backup_assignment import RebuildPlan
 from rayps.runtime.job_size import JobSize

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rayps_client.errors import ClusterError
+
 from rayps.cluster.members import GroupMember
-from rayps.core.errors import ClusterError
 
 HOLD_SECONDS = 30.0  # seconds for a worker to answer that it holds
 

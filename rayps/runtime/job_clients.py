@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
+from rayps_client.errors import CheckpointError, ConfigError
+from rayps_client.values import JsonObject
 from torch import Tensor, nn
 
 from rayps.cluster.reservation import torch_threads
-from rayps.core.errors import CheckpointError, ConfigError
 from rayps.core.spelling import near
 from rayps.core.strategy import Phase, StrategyView
 from rayps.core.urls import Location
 from rayps.core.user_code import user_code
-from rayps.core.values import JsonObject
 from rayps.data.base import Data
 from rayps.data.clients import Clients
 from rayps.federated.client import ClientRows
@@ -73,15 +73,15 @@ class JobClients:
         """Return the clients of the job that wrote a checkpoint. A user's own strategy is searched in `folder`.
 
         Raises:
-            CheckpointError: the checkpoint cannot be read, is of another model or was written by an earlier version.
+            CheckpointError: the checkpoint cannot be read, or is of another model.
             ConfigError: the job has no clients.
         """
         state = checkpoint.load(path)
         facts = state.meta.get(_RECORD)
         if facts is None:
             raise CheckpointError(
-                f"{path} does not record a federated strategy: its job had no clients, or an earlier version of rayps "
-                "wrote it.\nA job that resumes from it with the same strategy records it"
+                f"{path} does not record a federated strategy: its job had no clients.\nGive a checkpoint of a federated "
+                "job"
             )
         strategy = parse(facts["strategy"], folder)[0].strategy
         assert isinstance(strategy, FederatedView), "only federated strategies are recorded"

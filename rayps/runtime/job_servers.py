@@ -10,17 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from rayps_client.errors import ClusterError
+from rayps_client.values import Keywords
+
 from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import ActorReply, Cluster
 from rayps.cluster.members import GroupMember, place, settle
 from rayps.cluster.notices import Notice
 from rayps.cluster.reservation import WorkerResources
-from rayps.core.errors import ClusterError
 from rayps.core.staleness_bound import MovedBound
 from rayps.core.strategy import StrategyView
 from rayps.core.topology import group_of, runs_in_step, servers_of
 from rayps.core.user_module import pack
-from rayps.core.values import Keywords
 from rayps.parallel.division.division import shares
 from rayps.ps.client.session import Session
 from rayps.ps.group import ManagerClient, find, start

@@ -13,7 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rayps.core.errors import ClusterError
+from rayps_client.errors import ClusterError
+
 from rayps.worker.plan import WorkerFacts
 
 if TYPE_CHECKING:

@@ -24,14 +24,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from rayps_client.errors import CheckpointError
+from rayps_client.values import JsonObject
+
 from rayps.cluster.members import GroupMember
 from rayps.core.elastic import ElasticWorkers
-from rayps.core.errors import CheckpointError
 from rayps.core.leases import Leases, Marks, RowLease, lease_size
 from rayps.core.metrics import PushRounds
 from rayps.core.phase_rounds import OPEN, Boundary, Calendar
 from rayps.core.staleness_bound import PushCount
-from rayps.core.values import JsonObject
 from rayps.ps.client.member_requests import MemberRequests
 from rayps.ps.protocol.members import MemberChange, MemberChangeKind
 from rayps.runtime.job_size import Allowance, JobSize

@@ -18,7 +18,8 @@ import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
+
 from rayps.core.strategy import Phase
 from rayps.core.urls import Location, is_url
 from rayps.privacy.ledger import FOLDER, LEDGER, ReleaseLedger

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from rayps_client.errors import RaypsError, WorkloadError
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rayps.core.costs import amount
-from rayps.core.errors import RaypsError, WorkloadError
 from rayps.core.memory import available_bytes
 from rayps.parallel.division.build import blank
 from rayps.workload.base import Workload

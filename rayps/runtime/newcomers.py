@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 
+from rayps_client.errors import ClusterError, NoResources, RaypsError
+
 from rayps.cluster.members import GroupMember
 from rayps.cluster.notices import Notice
 from rayps.cluster.reservation import WorkerResources
-from rayps.core.errors import ClusterError, NoResources, RaypsError
 from rayps.core.user_code import START_SECONDS
 
 log = logging.getLogger(__name__)

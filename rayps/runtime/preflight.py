@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 import torch
+from rayps_client.errors import ConfigError, RaypsError, WorkloadError
 from rayps_client.local_work import counted, no_whole_batch
 from rayps_client.module_modes import evaluating
 from torch import Tensor, nn
@@ -29,7 +30,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from rayps.core.elastic import ElasticWorkers
 from rayps.core.elastic_support import check_phases, takes_leases
-from rayps.core.errors import ConfigError, RaypsError, WorkloadError
 from rayps.core.grid import Grid
 from rayps.core.phase_rounds import OPEN, Calendar
 from rayps.core.replica import Pipeline, Replica
@@ -692,7 +692,7 @@ def _words(value: Nested) -> str:
 
 # the most bytes of parameters, of a packed workload, or of data in memory, because the child has a copy of each
 MOST_BYTES = 256 << 20
-# the collector is off while modules are loaded, as in `rayps.core.loading`
+# the collector is off while modules are loaded, as in `rayps_client.loading`
 _MAIN = "import gc; gc.disable(); from rayps.runtime.preflight import main; gc.enable(); main()"
 _NICENESS = 5  # of the child: it has a third of a worker's share of a core, since workers and Ray start meanwhile
 

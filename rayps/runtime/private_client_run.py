@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
+
 from rayps.federated.check import ClientPrivacy
 from rayps.privacy import accountant
 from rayps.privacy.budget import must_allow_one

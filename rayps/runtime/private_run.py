@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
+from rayps_client.values import JsonObject
+
 from rayps.core.phase_rounds import OPEN, PhaseSpan
 from rayps.core.strategy import Phase
 from rayps.core.topology import servers_of
-from rayps.core.values import JsonObject
 from rayps.privacy import accountant
 from rayps.privacy.budget import must_allow_one
 from rayps.privacy.claim import Setting, claim, delta_too_large, own_strategy, void, with_releases

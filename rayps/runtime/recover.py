@@ -13,12 +13,13 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rayps_client.errors import ClusterError
+from rayps_client.values import JsonObject
+
 from rayps.cluster.local import ActorReply
 from rayps.cluster.members import GroupMember
-from rayps.core.errors import ClusterError
 from rayps.core.grid import Grid
 from rayps.core.user_code import START_SECONDS
-from rayps.core.values import JsonObject
 from rayps.recovery.backup_assignment import BackupAssignment, HeldRounds, RebuildPlan, backup_holders, plan_rebuild
 from rayps.recovery.worker_backup import CommitCost
 from rayps.runtime.decide_recovery import FailureCount, RebuildLost, Replace, Restart

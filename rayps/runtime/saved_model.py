@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import safetensors.torch
+from rayps_client.errors import CheckpointError, ConfigError
 from torch import nn
 
-from rayps.core.errors import CheckpointError, ConfigError
 from rayps.core.urls import Location, location_of
 from rayps.core.warm_start import StartFrom
 from rayps.ps.tables import embedding
@@ -94,7 +94,7 @@ def export_checkpoint(path: Location, folder: str | Path, workload: Workload | N
 def _averaged(snapshot: Snapshot, meta: checkpoint.Meta, workload: Workload | None) -> Snapshot:
     """Return the snapshot with the average of the weights in place of the parameters.
 
-    A checkpoint of an earlier version does not name its kind of average, which is then that of `workload`. Raises
+    A checkpoint of a loop of one's own does not name its kind of average, which is then that of `workload`. Raises
     ConfigError if there is no average.
     """
     way_out = "leave average out (--average) to take the last parameters"

@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from rayps_client import parameters
+from rayps_client.errors import ConfigError, PlaceError
+from rayps_client.values import JsonObject
 from torch import Tensor
 
-from rayps.core.errors import ConfigError, PlaceError
 from rayps.core.phase_rounds import Boundary
 from rayps.core.strategy import StrategyView
 from rayps.core.strategy_families import ends_together
 from rayps.core.topology import shard_of
 from rayps.core.urls import Location, is_url
-from rayps.core.values import JsonObject
 from rayps.federated.client_states_backup import ClientStatesBackup
 from rayps.parallel.division.division import Division
 from rayps.ps.server.dense_segment import ShardPart
@@ -44,7 +45,6 @@ from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.snapshot import Snapshot, StateSource
 from rayps.tensors.state_pieces import whole_shapes
 from rayps.worker.plan import PartsPlan, WorkerPart
-from rayps.workload import parameters
 from rayps.workload.base import Workload
 from rayps.workload.model import drawn_apart
 

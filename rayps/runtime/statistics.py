@@ -10,18 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rayps_client.errors import CheckpointError, ConfigError
+from rayps_client.stats import Query, QueryAnswer
+from rayps_client.values import Json, JsonObject, Keywords
 from torch import Tensor
 
-from rayps.core.errors import CheckpointError, ConfigError
 from rayps.core.user_code import user_code
-from rayps.core.values import Json, JsonObject, Keywords
 from rayps.data.base import Batch, Data
 from rayps.privacy.options import PrivacySpec
 from rayps.runtime.training import Result, train
 from rayps.strategies.statistics import CLIENTS, Statistics
 from rayps.workload.base import Workload
 from rayps.workload.statistics_workload import Accumulators, StatisticsWorkload
-from rayps.workload.stats import Query, QueryAnswer
 
 
 @dataclass(slots=True, repr=False)

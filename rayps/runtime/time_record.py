@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from rayps_client.errors import ClusterError
+from rayps_client.values import JsonObject
+
 from rayps.cluster.local import until
 from rayps.cluster.members import GroupMember
-from rayps.core.errors import ClusterError
 from rayps.core.full_disk import reports_full_disk
 from rayps.core.goodput import FILE, JobTime, ProcessTimes, TimeEvent, job_time, read_job_time, read_lines
 from rayps.core.member_times import MemberTimes, added
 from rayps.core.records import AccountRecord, Event, Point
 from rayps.core.time_account import USEFUL, named_waits
 from rayps.core.time_verdict import verdict
-from rayps.core.values import JsonObject
 from rayps.runtime.line_file import LineFile
 
 LAST_SECONDS = 2.0  # the longest wait for the members' last reports

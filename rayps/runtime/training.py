@@ -15,21 +15,22 @@ from types import FrameType
 from typing import Protocol
 
 import pyarrow as pa
+from rayps_client import parameters
+from rayps_client.errors import CheckpointError, ConfigError, RaypsError, TrainingError
+from rayps_client.loading import without_collection
+from rayps_client.values import Json, JsonObject
 from torch import nn
 
 from rayps.cluster.local import LOCAL_CPUS, Cluster
 from rayps.cluster.reservation import torch_threads
 from rayps.core import metrics
-from rayps.core.errors import CheckpointError, ConfigError, RaypsError, TrainingError
 from rayps.core.goodput import JobTime
 from rayps.core.job_status import Status
-from rayps.core.loading import without_collection
 from rayps.core.records import Event, ProgressRecord
 from rayps.core.spelling import suggests_names
 from rayps.core.strategy import Phase
 from rayps.core.time_report import report_of
 from rayps.core.urls import Location, is_url, location_of
-from rayps.core.values import Json, JsonObject
 from rayps.federated.client_scores import report_clients, report_rounds
 from rayps.federated.client_states_backup import ClientStatesBackup
 from rayps.federated.client_states_file import StoredStates
@@ -53,7 +54,6 @@ from rayps.tensors import checkpoint as checkpoints
 from rayps.tensors.checkpoint_place import CheckpointPlace, ObjectStore
 from rayps.tensors.snapshot import Snapshot
 from rayps.tensors.weight_average import check_average
-from rayps.workload import parameters
 from rayps.workload.base import Workload, as_workload, check_fields, is_workload, workload_of
 from rayps.workload.base import load as load_workload
 from rayps.workload.callback import Callback
@@ -279,7 +279,7 @@ def train(
     for the releases of all, and a run is refused if its budget allows no other release. Without it, the ledger is in
     the folder for checkpoints.
 
-    `params` are values of the workload's parameters, the fields of its class (`rayps.workload.parameters`), for a
+    `params` are values of the workload's parameters, the fields of its class (`rayps_client.parameters`), for a
     workload that is given by its class or name: `rayps.train(Digits, params={"lr": 0.3})`.
 
     `server_group` names a server group of the cluster at `address` (`rayps servers start`), on which the job has a

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from rayps_client.errors import PeerLost
 from torch import Tensor
 
 from rayps.cluster.code_folder import JobCode, enter_code
@@ -20,7 +21,6 @@ from rayps.cluster.local import host_address
 from rayps.cluster.members import ActorHost
 from rayps.cluster.scratch import close_shared
 from rayps.comm.link import Listener
-from rayps.core.errors import PeerLost
 from rayps.core.leases import RowLease
 from rayps.core.logs import LogBuffer
 from rayps.core.member_times import MemberTimes

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+from rayps_client.errors import ActorDied, ClusterError, LinkError, RaypsError
+
 from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import ActorReply, Bundle, Cluster, LocalCluster, refuse_if_too_large, until
 from rayps.cluster.members import LEAVE_SECONDS, GroupMember, leave, place, settle
@@ -21,7 +23,6 @@ from rayps.cluster.notices import Notice
 from rayps.cluster.reservation import WorkerResources, reserve, torch_threads
 from rayps.cluster.room import avoided_hosts
 from rayps.cluster.user_packages import install_seconds
-from rayps.core.errors import ActorDied, ClusterError, LinkError, RaypsError
 from rayps.core.grid import Grid
 from rayps.core.metrics import Totals, total_over
 from rayps.core.records import Point

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
+
 from rayps.core.job_status import Status
 from rayps.core.records import OutcomeRecord, read_json
 from rayps.service import job_folders, processes

@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rayps_client.errors import ConfigError
+
 import rayps
-from rayps.core.errors import ConfigError
 from rayps.service.settings import Settings, private_write
 
 MANIFEST = "backup.json"

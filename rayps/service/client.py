@@ -24,15 +24,15 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from urllib.parse import quote
 
 import httpx2
+from rayps_client.errors import ConfigError, NotFound, Unauthorized, Unreachable
 from rayps_client.private_file import read_token
 from rayps_client.service_answers import checked as checked
+from rayps_client.values import Json, JsonObject, is_json
 
-from rayps.core.errors import ConfigError, NotFound, Unauthorized, Unreachable
 from rayps.core.job_status import Status
 from rayps.core.records import Event, Point
 from rayps.core.requirements import read_requirements
 from rayps.core.returned_rounds import counted
-from rayps.core.values import Json, JsonObject, is_json
 from rayps.service.code_files import PackedCode, must_be_project
 from rayps.service.code_upload import prepare_upload, sent_value, write_code
 from rayps.service.remote_group import RemoteGroup, size_fields

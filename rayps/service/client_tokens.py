@@ -8,10 +8,10 @@ import time
 from dataclasses import asdict, dataclass
 
 import sqlalchemy as sa
+from rayps_client.errors import ConfigError, NotFound
+from rayps_client.signed_orders import ClientToken, Key
+from rayps_client.values import JsonObject
 
-from rayps.core.errors import ConfigError, NotFound
-from rayps.core.values import JsonObject
-from rayps.federated.remote.signed_orders import ClientToken, Key
 from rayps.service.store import Store
 
 _table = sa.Table(

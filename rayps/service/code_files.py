@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pathspec import GitIgnoreSpec, RegexPattern
+from rayps_client.errors import ConfigError
 
 from rayps.core.code_archive import MOST_FILES, ArchiveEntry, hash_of, leaves, write
-from rayps.core.errors import ConfigError
 from rayps.service.code_secrets import secret_content, secret_folder, secret_name
 
 # names that are never code, in any case of letters; no pattern can add them

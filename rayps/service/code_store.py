@@ -14,10 +14,11 @@ import time
 from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 
+from rayps_client.errors import ConfigError, NotFound
+
 from rayps.cluster.code_folder import read_archive
 from rayps.cluster.scratch import Scratch
 from rayps.core.code_archive import FOLDER, archive_path, is_hash, read, unpack
-from rayps.core.errors import ConfigError, NotFound
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rayps_client.errors import ConfigError, ServiceError
+from rayps_client.values import Json
+
 from rayps.core.code_archive import hash_of, unpack
-from rayps.core.errors import ConfigError, ServiceError
-from rayps.core.values import Json
 from rayps.service.code_files import PackedCode, pack_code
 from rayps.service.code_origin import CodeOrigin, origin_of
 

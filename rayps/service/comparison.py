@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypedDict
 
+from rayps_client.values import Json, JsonObject
+
 from rayps.core.job_status import Status
 from rayps.core.metric_direction import Direction, chosen_direction, direction_of, lowest_is_best
-from rayps.core.values import Json, JsonObject
 from rayps.privacy.options import privacy_of
 from rayps.service.rest_answers import JobAnswer
 

@@ -20,13 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from rayps_client.errors import ClusterError
+from rayps_client.values import Keywords
+
 from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, ActorHandle, Actors, Bundle
 from rayps.cluster.notices import Notice
 from rayps.cluster.warm import WarmState
-from rayps.core.errors import ClusterError
 from rayps.core.failpoint import passing
 from rayps.core.records import AttemptRecord
-from rayps.core.values import Keywords
 from rayps.service import processes
 from rayps.service.job_folders import read_attempt
 from rayps.service.notice_store import NoticeChanges

@@ -18,10 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from rayps_client.errors import ActorDied, ClusterError, ConfigError, Conflict, NotFound, RaypsError, first_line
+from rayps_client.values import Json
+
 from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, ActorHandle, Actors
-from rayps.core.errors import ActorDied, ClusterError, ConfigError, Conflict, NotFound, RaypsError, first_line
 from rayps.core.records import GroupFacts, read_json
-from rayps.core.values import Json
 from rayps.service.scheduler import Scheduler
 from rayps.service.settings import private_write
 from rayps.service.store import FEWEST_LETTERS

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rayps_client.errors import ConfigError
+from rayps_client.values import JsonObject, Keywords
+from rayps_client.workload_name import misnamed
 
 from rayps.core.elastic import misplaced, workers_of_text
-from rayps.core.errors import ConfigError
 from rayps.core.requirements import read_requirements
 from rayps.core.statement import read_statement
-from rayps.core.values import JsonObject, Keywords
-from rayps.core.workload_name import misnamed
 from rayps.strategies.job import FIELDS
 
 MOST_BYTES = 1_000_000

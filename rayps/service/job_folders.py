@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypedDict
 
+from rayps_client.values import JsonObject
+
 from rayps.core.records import AttemptRecord, read_json
-from rayps.core.values import JsonObject
 
 log = logging.getLogger(__name__)
 

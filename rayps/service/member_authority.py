@@ -19,12 +19,11 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from rayps_client.errors import ConfigError, Conflict, NotFound, Unauthorized
 from rayps_client.members.member_certificates import MemberCertificate, PrivateKey
 from rayps_client.members.member_key import PASSPHRASE, read_private
 from rayps_client.private_file import private_write
 from rayps_client.signed_orders import NAME
-
-from rayps.core.errors import ConfigError, Conflict, NotFound, Unauthorized
 
 _SLACK = datetime.timedelta(minutes=5)  # a certificate is valid from a little earlier on: clocks differ
 _NAMES = (

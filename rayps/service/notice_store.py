@@ -11,9 +11,9 @@ import time
 from dataclasses import dataclass
 
 import sqlalchemy as sa
+from rayps_client.errors import NotFound
 
 from rayps.cluster.notices import Notice, StoredNotice
-from rayps.core.errors import NotFound
 from rayps.service.store import Store
 
 _TOLERANCE = 2.0  # seconds by which the deadline of a notice may differ after its way to the cluster and back

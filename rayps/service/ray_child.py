@@ -20,11 +20,12 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rayps_client.errors import ClusterError, RaypsError
+from rayps_client.values import Keywords
+
 from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, Actors, Bundle, resolve
 from rayps.cluster.notices import Notice
 from rayps.cluster.warm import WarmState
-from rayps.core.errors import ClusterError, RaypsError
-from rayps.core.values import Keywords
 
 CALL_SECONDS = 60.0  # seconds that an actor's method may take; the service's own deadline is shorter
 _DEAD_MAN = 600.0  # seconds without a request after which this process exits

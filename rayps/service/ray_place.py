@@ -17,8 +17,9 @@ import threading
 import time
 from pathlib import Path
 
+from rayps_client.errors import ClusterError
+
 from rayps.cluster.local import Actors
-from rayps.core.errors import ClusterError
 from rayps.service import processes
 from rayps.service.liveness import QuietTime
 from rayps.service.plan import Bundle

@@ -25,11 +25,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from rayps_client.errors import ClusterError, RaypsError
+
 import rayps
 from rayps.cluster.local import PROTOCOL, ActorHandle, Bundle, Reservation
 from rayps.cluster.notices import Notice
 from rayps.cluster.warm import WarmState
-from rayps.core.errors import ClusterError, RaypsError
 
 log = logging.getLogger(__name__)
 

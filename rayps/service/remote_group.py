@@ -7,7 +7,8 @@ import urllib.parse
 from collections.abc import Callable
 from typing import Any, Self
 
-from rayps.core.errors import ConfigError, Conflict, NotFound, Unreachable
+from rayps_client.errors import ConfigError, Conflict, NotFound, Unreachable
+
 from rayps.service.rest_answers import GroupAnswer
 
 

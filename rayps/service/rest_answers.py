@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TypedDict
 
+from rayps_client.values import Json, JsonObject
+
 from rayps.core.records import Event, ProgressRecord
-from rayps.core.values import Json, JsonObject
 from rayps.service.code_origin import CodeOrigin
 
 

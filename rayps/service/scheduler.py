@@ -16,10 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rayps_client.errors import ClusterError, ConfigError, Conflict, NotFound, RaypsError, first_line
+
 from rayps.cluster.local import Actors, Bundle
 from rayps.cluster.notices import Notice
 from rayps.cluster.warm import WarmState
-from rayps.core.errors import ClusterError, ConfigError, Conflict, NotFound, RaypsError, first_line
 from rayps.core.failpoint import passing
 from rayps.core.job_status import Status, may_move
 from rayps.core.records import AttemptRecord, ProgressRecord, read_json

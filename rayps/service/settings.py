@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
+from rayps_client.errors import ConfigError
 from rayps_client.private_file import private_write as private_write
+from rayps_client.values import Keywords
 
 from rayps.cluster.local import LOCAL_CPUS
-from rayps.core.errors import ConfigError
-from rayps.core.values import Keywords
 from rayps.service.plan import STALL_SECONDS
 
 SERVICE_LOCK = "service.lock"  # locked by the service of a state directory

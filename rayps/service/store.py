@@ -22,12 +22,14 @@ from typing import Any, Self, TypedDict, Unpack
 import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from rayps_client.errors import ConfigError, Conflict, NotFound, first_line
+from rayps_client.values import Keywords
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from rayps.core.errors import ConfigError, Conflict, NotFound, first_line
 from rayps.core.failpoint import passing
 from rayps.core.job_status import Status, may_move
-from rayps.core.values import Keywords
 from rayps.service.job_folders import JobRow
 from rayps.service.state_disk import StateDisk, is_full
 from rayps.strategies.job import JobSpec
@@ -186,7 +188,7 @@ class Store:
         """Open the store in `path`; create it or migrate it to the newest schema as needed.
 
         Raises:
-            ConfigError: the file is not a store, or was written by a newer rayps.
+            ConfigError: the file is not a store, or is the store of another version of rayps.
         """
         url = sa.URL.create("sqlite+aiosqlite", database=str(path))
         disk = StateDisk(path.parent)
@@ -795,6 +797,12 @@ def _migrate(connection: sa.Connection) -> None:
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     config.attributes["connection"] = connection
+    found = MigrationContext.configure(connection).get_current_revision()
+    known = [script.revision for script in ScriptDirectory.from_config(config).walk_revisions()]
+    if found is not None and found not in known:
+        raise ConfigError(
+            f"another version of rayps wrote it, with schema {found}, and this version reads schema {known[0]}"
+        )
     command.upgrade(config, "head")
     connection.commit()
 

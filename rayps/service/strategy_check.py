@@ -17,10 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
+from rayps_client.values import Json, JsonObject
+
 from rayps.core.strategy import Phase
 from rayps.core.topology import servers_of
-from rayps.core.values import Json, JsonObject
 from rayps.service.ray_process import python_path
 from rayps.strategies.catalogue import StrategyDescription, StrategySpec, own_names, wire
 

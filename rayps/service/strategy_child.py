@@ -21,15 +21,16 @@ from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
-from rayps.core.errors import ConfigError, RaypsError, WorkloadError
-from rayps.core.values import JsonObject
+from rayps_client import parameters
+from rayps_client.errors import ConfigError, RaypsError, WorkloadError
+from rayps_client.values import JsonObject
+
 from rayps.runtime.own_loop import named
 from rayps.service import strategy_check
 from rayps.service.strategy_check import BrokenFile, CheckAnswer, CheckRequest, PhaseDict
 from rayps.service.sweep import ambiguous
 from rayps.strategies.base import Strategy
 from rayps.strategies.catalogue import FINDER, StrategyDescription, StrategySpec, described, parse
-from rayps.workload import parameters
 
 
 def main() -> None:

@@ -13,9 +13,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
+from rayps_client.values import Json, JsonObject
+
 from rayps.core.text import written
-from rayps.core.values import Json, JsonObject
 from rayps.strategies.job import FIELDS, NOT_IN_LOOPS
 
 MOST_JOBS = 200  # jobs of one sweep

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from rayps.core.errors import ConfigError, NotFound
-from rayps.core.values import Json, JsonObject
+from rayps_client.errors import ConfigError, NotFound
+from rayps_client.values import Json, JsonObject
+
 from rayps.service.comparison import NO_SUMMARY, Comparison, best_row, cell
 from rayps.service.rest_answers import JobAnswer, SweepAnswer
 

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import sqlalchemy as sa
+from rayps_client.errors import ConfigError, Conflict, NotFound
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from rayps.core.errors import ConfigError, Conflict, NotFound
 from rayps.service.settings import private_write
 from rayps.service.store import Store
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 
+from rayps_client.values import Json, JsonObject
+
 from rayps.core.grid import Grid
 from rayps.core.nested_options import wire_of
 from rayps.core.strategy import RingView, ServerHalf, ShardView, Vector, WorkerView
@@ -34,8 +36,6 @@ from rayps.core.strategy_families import (
 from rayps.core.topology import Peers, Topology, servers_of
 from rayps.core.traffic import Sizes, TrafficCost, undeclared
 from rayps.core.user_module import by_value
-from rayps.core.values import Json, JsonObject
-from rayps.strategies import old_flags
 
 if TYPE_CHECKING:  # the annotations need torch, the module does not
     from torch.nn import Module
@@ -69,7 +69,6 @@ class Strategy:
         super().__init_subclass__(**more)
         if not cls.name:
             cls.name = cls.__name__
-        old_flags.convert_flags(cls)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         """Pickle a user's class together with the object, so that other processes do not need the class's file."""

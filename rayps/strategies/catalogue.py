@@ -15,8 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NotRequired, TypeAlias, TypedDict, TypeGuard, TypeVar
 
+from rayps_client.errors import ConfigError, WorkloadError
+from rayps_client.values import Json, JsonObject, Keywords, is_json
+
 from rayps.core.elastic import misplaced
-from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.nested_options import Option, options_of
 from rayps.core.phase_rounds import phase_ends
 from rayps.core.replica import Pipeline, Replica, TensorParallel
@@ -26,7 +28,6 @@ from rayps.core.strategy_families import LOCAL_UPDATES, SERVER_STEPS, SYNC_GRADI
 from rayps.core.text import form, scalar
 from rayps.core.topology import Servers, backup_in, is_private, refuse_adaptive, shard_of
 from rayps.core.user_module import Finder, broken
-from rayps.core.values import Json, JsonObject, Keywords, is_json
 from rayps.federated.population.attack_spec import attack_with
 from rayps.federated.robust_rules import rule_with
 from rayps.federated.strategy_interface import FederatedView, Federation

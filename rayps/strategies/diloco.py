@@ -29,8 +29,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
+from rayps_client.errors import ConfigError
+
 from rayps.core import options, traffic
-from rayps.core.errors import ConfigError
 from rayps.core.grid import Grid
 from rayps.core.strategy import Vector, WorkerView
 from rayps.core.strategy_families import LOCAL_UPDATES

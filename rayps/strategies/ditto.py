@@ -14,8 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from rayps_client.errors import ConfigError
+
 from rayps.core import options
-from rayps.core.errors import ConfigError
 from rayps.strategies.fedavg import FedAvg
 
 if TYPE_CHECKING:

@@ -23,8 +23,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from rayps_client.errors import ConfigError
+
 from rayps.core import options
-from rayps.core.errors import ConfigError
 from rayps.federated.strategy_interface import Buffered
 from rayps.strategies.federated import Federated
 

@@ -51,15 +51,16 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+from rayps_client.errors import ConfigError
+from rayps_client.values import Json
+
 from rayps.core import options, traffic
-from rayps.core.errors import ConfigError
 from rayps.core.grid import Grid
 from rayps.core.nested_options import NESTED, FlatOptions
 from rayps.core.strategy import WorkerView
 from rayps.core.strategy_families import FEDERATED_ROUNDS, ByClient, Rows
 from rayps.core.text import quoted
 from rayps.core.traffic import Sizes, TrafficCost
-from rayps.core.values import Json
 from rayps.federated.aggregation_options import Aggregation
 from rayps.federated.local_training import LocalTraining
 from rayps.federated.population.cohort_size import cohort_size

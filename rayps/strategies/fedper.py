@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from rayps_client.private_patterns import private_patterns
+from rayps_client.values import Json
 
-from rayps.core.values import Json
 from rayps.federated.strategy_interface import ClientSide
 from rayps.strategies.federated import Federated
 

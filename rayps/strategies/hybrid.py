@@ -19,8 +19,9 @@ from __future__ import annotations
 from dataclasses import InitVar, dataclass
 from typing import ClassVar
 
+from rayps_client.errors import ConfigError
+
 from rayps.core import options
-from rayps.core.errors import ConfigError
 from rayps.core.strategy import WorkerView
 from rayps.core.topology import Peers, refuse_adaptive
 from rayps.strategies.all_reduce import AllReduce

@@ -8,16 +8,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Self, TypeGuard
 
+from rayps_client.errors import ConfigError
+from rayps_client.values import Json, JsonObject, Keywords
+from rayps_client.workload_name import misnamed_function
+
 from rayps.core.code_archive import is_hash
 from rayps.core.elastic import ElasticWorkers, misplaced, range_of, workers_of_text
 from rayps.core.elastic_support import check_phases
-from rayps.core.errors import ConfigError
 from rayps.core.job_environment import NAMES, JobEnvironment
 from rayps.core.statement import check_statement
 from rayps.core.topology import shard_bundles
-from rayps.core.values import Json, JsonObject, Keywords
 from rayps.core.warm_start import StartFrom
-from rayps.core.workload_name import misnamed_function
 from rayps.strategies.catalogue import StrategySpec, check_for_loop, parse
 
 MOST_PARAMS = 1000  # values of `params`

@@ -50,12 +50,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rayps_client.values import Json
+
 from rayps.core import options
 from rayps.core.replica import Replica
 from rayps.core.server_updates import PlainServers, apply_mean, apply_push, plain_servers
 from rayps.core.strategy import ServerHalf, ShardView, Vector, WorkerView
 from rayps.core.topology import Servers
-from rayps.core.values import Json
 from rayps.privacy.options import PrivacySpec, privacy_of
 from rayps.privacy.row_level import check_row_level
 from rayps.strategies.base import Strategy

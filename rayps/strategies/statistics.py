@@ -1,6 +1,6 @@
 """Federated statistics: one round, in which each client sends a bounded vector that is computed from its rows.
 
-Client k has n_k rows x with the encoded vectors v(x) of norm at most 1 (`rayps.workload.stats`). It sends
+Client k has n_k rows x with the encoded vectors v(x) of norm at most 1 (`rayps_client.stats`). It sends
     a_k [1, mean of v(x) over its rows] / sqrt(queries + 1),   so that the norm is at most a_k
 and the answer follows from the ratio of the sums over clients of both parts, S / N. The weight a_k:
     by=clients   a_k = 1: the mean over clients of the clients' means
@@ -16,8 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from rayps_client.errors import ConfigError
+
 from rayps.core import options
-from rayps.core.errors import ConfigError
 from rayps.core.strategy import WorkerView
 from rayps.federated.strategy_interface import ClientSide
 from rayps.privacy.options import TREE

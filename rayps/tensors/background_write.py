@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 from typing import Generic, TypeVar
 
-from rayps.core.errors import PlaceError
+from rayps_client.errors import PlaceError
 
 _NICENESS = 19  # the lowest
 PATIENCE = 20.0  # seconds after which a write has the ordinary priority, so that it ends on a busy host too

@@ -11,10 +11,9 @@ import weakref
 from collections.abc import Callable
 
 import torch
+from rayps_client.errors import WorkloadError
 from torch.autograd import Variable
 from torch.autograd.graph import Node
-
-from rayps.core.errors import WorkloadError
 
 
 class BackwardEnd:

@@ -10,8 +10,7 @@ becomes complete. In a remote place one file has all tensors. `rayps.tensors.che
 several processes. All of them are read here.
 
 Parameters, optimizer moments, rows of tables and the strategies' own tensors are finite in every checkpoint. The
-manifest's entry "finite" states that they were checked before the checkpoint was written. If an older version wrote the
-checkpoint, the entry is missing, and the tensors are checked when the checkpoint is read. Buffers may hold infinities.
+manifest's entry "finite" states that they were checked before the checkpoint was written. Buffers may hold infinities.
 """
 
 from __future__ import annotations
@@ -34,17 +33,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import safetensors.torch
 import torch
+from rayps_client.errors import CheckpointError, PlaceError, TrainingError
+from rayps_client.values import Json
 
-from rayps.core.errors import CheckpointError, PlaceError, TrainingError
 from rayps.core.failpoint import passing
 from rayps.core.urls import Location
-from rayps.core.values import Json
 from rayps.tensors import checkpoint_manifest, tensor_file
 from rayps.tensors.checkpoint_manifest import (
     FORMAT,
-    IN_PARTS,
     TABLES,
-    WHOLE_TENSORS,
+    VERSION,
     FileFacts,
     Manifest,
     Meta,
@@ -159,7 +157,7 @@ def _written(
     """Write all files of a checkpoint but its manifest. Return the manifest."""
     body: Manifest = {
         "format": FORMAT,
-        "version": WHOLE_TENSORS,
+        "version": VERSION,
         "step": step,
         "files": {},
         "meta": state.meta,
@@ -186,7 +184,7 @@ def _written(
     body["files"] = {name: {"size": plan.size, "sha256": digest, "tensors": kinds(state.tensors)}}
     if write_tables is not None:
         body["beside"] = _send_tables(draft_place, token, write_tables)
-    return {**body, "version": IN_PARTS, "whole": {}, "token": token}
+    return {**body, "whole": {}, "token": token}
 
 
 def _send_tables(
@@ -397,8 +395,6 @@ def load(path: Location | CheckpointPlace) -> SavedState:
         for name, facts in manifest.get("beside", {}).items():
             verify_file(place, name, facts)
         state = _state(place, manifest)
-        if manifest.get("finite") is not True:
-            _verify_finite(place, manifest, state)
     except CheckpointError as error:
         earlier = _valid_before(place) if "reason" in error.data else None
         if earlier is None:
@@ -467,8 +463,6 @@ def _state(place: CheckpointPlace, manifest: Manifest) -> SavedState:
 def verify(path: Location | CheckpointPlace) -> None:
     """Read all bytes of a checkpoint and compare their hashes with its manifest.
 
-    If the manifest does not state that the tensors are finite, they are checked too.
-
     Raises:
         CheckpointError: the checkpoint is missing, damaged, changed, of a newer format, not finite, or not one of
             rayps.
@@ -478,8 +472,6 @@ def verify(path: Location | CheckpointPlace) -> None:
     manifest = manifest_of(place)
     for name, facts in files_of(manifest):
         verify_file(place, name, facts)
-    if manifest.get("finite") is not True:
-        _verify_finite(place, manifest, _state(place, manifest))
 
 
 @contextlib.contextmanager
@@ -622,19 +614,6 @@ def scan(folder: Location, last: int | None = None) -> tuple[Location | None, di
         else:
             return path.location, invalid
     return None, invalid
-
-
-def _verify_finite(place: CheckpointPlace, manifest: Manifest, state: SavedState) -> None:
-    fault = fault_of(state)
-    if fault is not None:
-        raise torn(place, f"{fault.where} is not finite (NaN or infinite)")
-    if manifest.get("beside"):
-        with tables_of(place.location) as folder:
-            for file in sorted(folder.rglob("*.parquet")):
-                wrong = rows_fault(file)
-                if wrong is not None:
-                    name = file.relative_to(folder.parent)
-                    raise torn(place, f"{wrong} in {name} is not finite (NaN or infinite)")
 
 
 def rows_fault(path: Path) -> str | None:

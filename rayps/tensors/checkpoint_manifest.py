@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: which files and tensors it has, with sizes and SHA-256, and the JSON data of the run.
 
-Format 1: each tensor is whole, in one file. Format 2: the tensors of a parameter may be in pieces in several files.
+A tensor is whole, in one file, or it is of a parameter and in pieces in several files.
 Such a tensor's key is in `whole` with its shape, and each file's `offsets` has the piece's first element.
 """
 
@@ -14,16 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NotRequired, TypeAlias, TypedDict, TypeGuard
 
+from rayps_client.errors import CheckpointError, PlaceError
+from rayps_client.values import JsonObject
 from torch import Tensor
 
-from rayps.core.errors import CheckpointError, PlaceError
 from rayps.core.full_disk import reports_full_disk
-from rayps.core.values import JsonObject
 from rayps.tensors.checkpoint_place import BLOCK, MANIFEST, CheckpointPlace, LocalFolder, name_of
 from rayps.tensors.tensor_file import StoredRange, name_of_dtype
 
 FORMAT = "rayps-checkpoint"
-WHOLE_TENSORS, IN_PARTS = 1, 2  # versions of the format
+VERSION = 1  # of the format
 TABLES = "tables"
 Meta: TypeAlias = dict[str, Any]  # JSON data of a checkpoint: each entry is read by the module that wrote it
 
@@ -55,9 +55,9 @@ class Manifest(TypedDict):
     step: int
     files: dict[str, FileFacts]
     meta: Meta
-    beside: NotRequired[dict[str, FileFacts]]  # the files of tables; since version 0.1
+    beside: NotRequired[dict[str, FileFacts]]  # the files of tables
     finite: NotRequired[bool]  # whether the tensors were found finite before they were written
-    whole: NotRequired[dict[str, list[int]]]  # of format 2: the shapes of tensors that are in pieces
+    whole: NotRequired[dict[str, list[int]]]  # the shapes of tensors that are in pieces
     token: NotRequired[str]  # of format 2: the attempt that wrote the files; in a remote place a part of their names
 
 
@@ -121,14 +121,16 @@ def manifest_of(place: CheckpointPlace) -> Manifest:
             f"{place} is not a checkpoint of rayps: its {MANIFEST} has another format", path=str(place)
         )
     version = manifest.get("version")
-    if isinstance(version, int) and version > IN_PARTS:
+    if version is not None and version != VERSION:
         raise CheckpointError(
-            f"{place} has format {version}, and this rayps reads formats up to {IN_PARTS}: use a newer rayps",
+            f"{place} has format {version}, and this rayps reads format {VERSION}: use the rayps that wrote it",
             path=str(place),
             version=version,
         )
     if manifest.pop("sha256", None) != manifest_hash(manifest):
         raise torn(place, "its manifest was changed after it was written")
+    if manifest.get("finite") is not True:
+        raise torn(place, "its manifest does not state that its tensors are finite")
     if not _complete(manifest):
         raise torn(place, "its manifest has missing fields")
     for name in manifest["files"]:
@@ -143,10 +145,11 @@ def manifest_of(place: CheckpointPlace) -> Manifest:
 def _complete(manifest: JsonObject) -> TypeGuard[Manifest]:
     files = manifest.get("files")
     return (
-        isinstance(manifest.get("meta"), dict)
+        manifest.get("version") == VERSION
+        and isinstance(manifest.get("meta"), dict)
         and isinstance(files, dict)
         and all(isinstance(facts, dict) and {"size", "sha256", "tensors"} <= set(facts) for facts in files.values())
-        and (manifest.get("version") != IN_PARTS or isinstance(manifest.get("whole"), dict))
+        and isinstance(manifest.get("whole", {}), dict)
     )
 
 

@@ -21,17 +21,17 @@ from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 import torch
+from rayps_client.errors import CheckpointError, PlaceError, TrainingError
+from rayps_client.values import JsonObject
 from torch import Tensor
 
-from rayps.core.errors import CheckpointError, PlaceError, TrainingError
 from rayps.core.failpoint import passing
 from rayps.core.urls import Location
-from rayps.core.values import JsonObject
-from rayps.tensors import checkpoint, tensor_file
+from rayps.tensors import tensor_file
 from rayps.tensors.checkpoint import prune
 from rayps.tensors.checkpoint_manifest import (
     FORMAT,
-    IN_PARTS,
+    VERSION,
     FileFacts,
     Manifest,
     Meta,
@@ -178,7 +178,7 @@ def seal(
         raise CheckpointError(f"the parts of the checkpoint {final} do not fit together: {problem}", path=str(final))
     manifest: Manifest = {
         "format": FORMAT,
-        "version": IN_PARTS,
+        "version": VERSION,
         "step": step,
         "files": files,
         "meta": meta,
@@ -237,15 +237,13 @@ def verify_share(path: Location | CheckpointPlace, rank: int, count: int) -> Non
     If all `count` processes do so, every file has been verified once.
 
     Raises:
-        CheckpointError: a file is missing, damaged or was changed, or its tensors are not known to be finite.
+        CheckpointError: a file is missing, damaged or was changed.
         PlaceError: the remote place cannot be reached, or refuses.
     """
     place = CheckpointPlace.of(path)
     manifest = manifest_of(place)
     for name, facts in sorted(files_of(manifest))[rank::count]:
         verify_file(place, name, facts)
-    if manifest.get("finite") is not True and rank == 0:
-        checkpoint.verify(place)
 
 
 class PieceReader:

@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import fsspec
+from rayps_client.errors import CheckpointError, PlaceError, first_line
 
-from rayps.core.errors import CheckpointError, PlaceError, first_line
 from rayps.core.failpoint import passing
 from rayps.core.urls import Location, is_url, is_web
 

@@ -27,9 +27,8 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from rayps_client.errors import ConfigError, LinkError
 from torch import Tensor
-
-from rayps.core.errors import ConfigError, LinkError
 
 Work = Callable[[], object]
 _REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly

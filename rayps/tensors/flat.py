@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from rayps_client.errors import ConfigError, WorkloadError
 from torch import Tensor, nn
 
-from rayps.core.errors import ConfigError, WorkloadError
 from rayps.tensors.named_parameters import NamedParameters
 from rayps.tensors.weight_watch import WeightWatch
 

@@ -15,11 +15,11 @@ from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias, TypedDict, runtime_checkable
 
+from rayps_client.errors import WorkloadError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from rayps.core.errors import WorkloadError
 from rayps.core.user_code import user_code
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from rayps_client.errors import WorkloadError
 from torch import nn
 from torch.optim import Optimizer
-
-from rayps.core.errors import WorkloadError
 
 ARGUMENT = "named_parameters"  # the name of the argument that requests pairs of name and parameter
 

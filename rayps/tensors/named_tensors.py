@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rayps_client.errors import CheckpointError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from rayps.core.errors import CheckpointError
 from rayps.core.urls import Location, is_url
 from rayps.core.warm_start import StartFrom
 from rayps.tensors import checkpoint

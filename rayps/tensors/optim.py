@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+from rayps_client.errors import WorkloadError
+from rayps_client.values import Json, JsonObject
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
-from rayps.core.errors import WorkloadError
 from rayps.core.user_code import user_code
-from rayps.core.values import Json, JsonObject
 from rayps.tensors.flat import Entry, Layout
 from rayps.tensors.named_parameters import NamedParameters
 from rayps.tensors.torch_compat import spare_compiler

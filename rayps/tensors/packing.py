@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from rayps_client.errors import CheckpointError
+from rayps_client.values import Buffer
 from torch import Tensor
 
-from rayps.core.errors import CheckpointError
-from rayps.core.values import Buffer
 from rayps.tensors.optim import Moments
 
 _ALIGN = 16

@@ -20,16 +20,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
+from rayps_client.errors import CheckpointError
+from rayps_client.values import JsonObject
 from torch import Tensor, nn
 
-from rayps.core.errors import CheckpointError
 from rayps.core.leases import rounds_of
 from rayps.core.phase_rounds import OPEN, Calendar, PhaseSpan
 from rayps.core.records import Point, RingTable
 from rayps.core.repeated_pushes import Ledger, union
 from rayps.core.row_shares import RowShares
 from rayps.core.urls import Location
-from rayps.core.values import JsonObject
 from rayps.tensors import checkpoint, checkpoint_parts, loss_scale, weight_average
 from rayps.tensors.checkpoint import SavedState
 from rayps.tensors.checkpoint_parts import PartFacts

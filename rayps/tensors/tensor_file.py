@@ -15,9 +15,9 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 
 import torch
+from rayps_client.errors import CheckpointError
 from torch import Tensor
 
-from rayps.core.errors import CheckpointError
 from rayps.core.failpoint import passing
 from rayps.tensors.checkpoint_place import BLOCK, CheckpointPlace, Sink
 

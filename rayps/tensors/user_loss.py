@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from rayps_client.error_hints import READ_OUTSIDE_WAY
+from rayps_client.errors import WorkloadError
 from torch import Tensor
 
-from rayps.core.errors import WorkloadError
 from rayps.tensors.flat import Layout
 
 # what to do with several losses or several optimizers, for errors

@@ -19,10 +19,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 import torch
+from rayps_client.errors import ConfigError
+from rayps_client.values import JsonObject, Keywords
 from torch import Tensor
-
-from rayps.core.errors import ConfigError
-from rayps.core.values import JsonObject, Keywords
 
 PREFIX = "average/"
 PARAMS = f"{PREFIX}params"  # the average, a vector [size]

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+from rayps_client.errors import WorkloadError
 from torch import Tensor
-
-from rayps.core.errors import WorkloadError
 
 if TYPE_CHECKING:
     from rayps.tensors.flat import Entry, FlatModel

@@ -16,12 +16,12 @@ from itertools import islice
 from typing import TypeAlias
 
 import torch
+from rayps_client.errors import CheckpointError, DataError
+from rayps_client.values import Json, JsonObject
 
-from rayps.core.errors import CheckpointError, DataError
 from rayps.core.phase_rounds import OPEN
 from rayps.core.records import Event
 from rayps.core.user_code import user_code
-from rayps.core.values import Json, JsonObject
 from rayps.data.base import Batch, Data, Place, Position, map_tensors
 from rayps.data.loader import Loader
 from rayps.worker.step_flags import DATA_ENDED, DATA_LEFT, DATA_SEEN, StepFlags

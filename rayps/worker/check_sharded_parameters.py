@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from rayps_client.errors import ConfigError, WorkloadError
 from torch import nn
 
-from rayps.core.errors import ConfigError, WorkloadError
 from rayps.workload.base import Workload
 from rayps.workload.compile_model import options_of
 from rayps.workload.model import has_tables

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 
+from rayps_client.errors import RaypsError
+
 from rayps.comm.link import Listener
 from rayps.comm.ring import Ring
 from rayps.comm.ring.form_mesh import Formation
-from rayps.core.errors import RaypsError
 from rayps.core.member_times import SERVERS, LineFacts
 from rayps.core.topology import servers_of
 from rayps.ps.client.client import GroupServer

@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
+from rayps_client.errors import TrainingError
 from rayps_client.module_modes import evaluating
+from rayps_client.values import Json, JsonObject, Keywords
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 
-from rayps.core.errors import TrainingError
 from rayps.core.metrics import Total, Totals, add_totals
 from rayps.core.records import Event, Point
 from rayps.core.row_shares import RowShares
 from rayps.core.strategy import RoundMemory
 from rayps.core.strategy_families import ends_together
 from rayps.core.user_code import START_SECONDS, user_code
-from rayps.core.values import Json, JsonObject, Keywords
 from rayps.data.base import Batch, Data, Nested
 from rayps.data.dealt_rows import DealtRows
 from rayps.tensors import optim

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from rayps_client.values import JsonObject
+
 from rayps.core.dropped_steps import DroppedSteps, LateWorkers
 from rayps.core.portions import Portions
 from rayps.core.step_members import Members
-from rayps.core.values import JsonObject
 from rayps.worker.core import RoundLog
 
 LATE = "late"  # the kind of the event about a worker that is late in a row

@@ -14,9 +14,9 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
+from rayps_client.errors import WorkloadError
 from torch import Tensor
 
-from rayps.core.errors import WorkloadError
 from rayps.ps.client.device_server import DeviceServer
 from rayps.tensors.flat import FlatModel, Layout, dense
 

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from rayps.core.errors import WorkloadError
+from rayps_client.errors import WorkloadError
+
 from rayps.data.base import Batch
 
 FEWEST = 100  # batches that an evaluation on the training data may read, however few were trained

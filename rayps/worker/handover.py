@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import torch
+from rayps_client.errors import PeerLost
 from torch import Tensor
 
 from rayps.comm.ring import Ring
-from rayps.core.errors import PeerLost
 from rayps.core.handover import Handover
 from rayps.tensors.checkpoint import Meta, SavedState
 from rayps.tensors.optim import Moments

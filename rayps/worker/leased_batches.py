@@ -20,8 +20,8 @@ from itertools import islice
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rayps_client.errors import PeerTimeout
 
-from rayps.core.errors import PeerTimeout
 from rayps.core.leases import RowLease
 from rayps.core.rank_seed import block_seed
 from rayps.core.user_code import user_code

@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, TypeAlias
 
 import torch
+from rayps_client.errors import ConfigError
 from torch import Tensor
 
-from rayps.core.errors import ConfigError
 from rayps.core.metrics import Totals
 from rayps.core.rank_seed import rank_seed, seed_after
 from rayps.core.records import Point

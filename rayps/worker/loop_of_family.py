@@ -8,8 +8,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from rayps_client.errors import ConfigError
+
 from rayps.core import strategy_families
-from rayps.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rayps.core.strategy import StrategyView

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import ClassVar, NoReturn
 
 import torch
+from rayps_client.errors import ConfigError
 from torch import Tensor
 
 from rayps.comm.ring.member_means import MemberMeans
-from rayps.core.errors import ConfigError
 from rayps.core.strategy_families import MEMBER_GRADIENTS
 from rayps.data.base import Batch
 from rayps.tensors.flat import Gradient

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from rayps_client.values import JsonObject
 from torch import Tensor
 
 from rayps.core import records
@@ -16,7 +17,6 @@ from rayps.core.row_shares import RowShares
 from rayps.core.strategy import StrategyView
 from rayps.core.urls import Location
 from rayps.core.user_code import Call
-from rayps.core.values import JsonObject
 from rayps.parallel.division.division import Division
 from rayps.privacy.row_level import RowPrivacy
 from rayps.ps.protocol.space import SpaceRank

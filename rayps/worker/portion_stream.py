@@ -11,9 +11,9 @@ from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
+from rayps_client.errors import ConfigError
 from torch import Tensor, tensor
 
-from rayps.core.errors import ConfigError
 from rayps.core.portions import NOTHING, PortionsPlan, PortionsWalk
 from rayps.core.topology import backup_in
 from rayps.core.user_code import user_code

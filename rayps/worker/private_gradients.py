@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import ClassVar, NoReturn
 
 import torch
+from rayps_client.errors import ConfigError
 from torch import Tensor
 
-from rayps.core.errors import ConfigError
 from rayps.data.base import Batch
 from rayps.tensors.flat import Gradient
 from rayps.worker.batches import BatchStream

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rayps_client.errors import StaleGeneration
 from torch import Tensor
 
-from rayps.core.errors import StaleGeneration
 from rayps.core.failpoint import passing
 from rayps.core.user_code import user_code
 from rayps.data.base import Batch, Data

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from rayps_client.errors import ConfigError, LinkError, first_line
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rayps.comm.link import parse_address
 from rayps.comm.ring import Ring
-from rayps.core.errors import ConfigError, LinkError, first_line
 
 _store = dist.TCPStore  # type: ignore[attr-defined]
 _HELD = threading.Lock()  # held by the generation whose group this process has

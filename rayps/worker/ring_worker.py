@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Sequence
 from functools import reduce
 
@@ -216,11 +215,6 @@ class RingWorker(Worker):
         with torch.no_grad():
             for each, part in zip(held, torch.split_with_sizes(mean, [each.numel() for each in held]), strict=True):
                 each.copy_(part.view(each.shape).round() if each.dim() == 0 else part.view(each.shape))
-
-    def together(self, samples: float, *, momentum: str, buffers: str) -> None:
-        """Call `sync_optimizer_and_buffers`, of which this is a deprecated name."""
-        warnings.warn("w.together is now w.sync_optimizer_and_buffers", DeprecationWarning, stacklevel=2)
-        self.sync_optimizer_and_buffers(samples, momentum=momentum, buffers=buffers)
 
     def _skip(self, unused: Collection[int], mean: Tensor | None = None) -> None:
         """Set the indices of the parameters that the next step skips.

@@ -12,7 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from rayps.core.errors import PeerTimeout
+from rayps_client.errors import PeerTimeout
+
 from rayps.core.row_shares import RowShares
 
 HELD_SECONDS = 60.0  # the longest wait, in seconds, for the driver's word after `hold`

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from rayps_client.errors import PeerTimeout, RaypsError, StaleGeneration, UserError
 from torch import Tensor
 
 from rayps.comm.link import Listener
-from rayps.core.errors import PeerTimeout, RaypsError, StaleGeneration, UserError
 from rayps.core.leases import RowLease
 from rayps.core.metrics import Totals
 from rayps.core.records import Point

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 from rayps_client.error_hints import READ_OUTSIDE_WAY
+from rayps_client.errors import WorkloadError
 from rayps_client.moved_weight import drawn_like
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from rayps.core.errors import WorkloadError
 from rayps.tensors import optim
 from rayps.tensors.finite import is_finite
 from rayps.tensors.flat import Layout, quick_square, refuse_frozen, refuse_thawed, square_of, untrained

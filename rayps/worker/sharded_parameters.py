@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch
+from rayps_client.errors import DataError, WorkloadError
 from rayps_client.module_modes import evaluating
 from torch import Tensor
 
 from rayps.comm.ring import Ring
-from rayps.core.errors import DataError, WorkloadError
 from rayps.core.metrics import Totals, add_totals
 from rayps.core.records import Point
 from rayps.core.urls import Location

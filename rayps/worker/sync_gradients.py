@@ -10,10 +10,10 @@ from functools import partial
 from typing import ClassVar
 
 import torch
+from rayps_client.errors import DataError, WorkloadError
 from torch import Tensor
 
 from rayps.comm.ring import Ring
-from rayps.core.errors import DataError, WorkloadError
 from rayps.core.metrics import Totals
 from rayps.core.topology import Peers
 from rayps.core.user_code import user_code

@@ -6,9 +6,8 @@ the other layer lacks B A, and a merge of B A into W changes it.
 
 from __future__ import annotations
 
+from rayps_client.errors import WorkloadError
 from torch import nn
-
-from rayps.core.errors import WorkloadError
 
 
 def check_adapters(model: nn.Module) -> None:

@@ -13,15 +13,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from rayps_client import parameters
+from rayps_client.errors import ConfigError, UserError, WorkloadError
+from rayps_client.values import Json
 from rayps_client.workload import Workload as LightWorkload
+from rayps_client.workload_name import misnamed
 
-from rayps.core.errors import ConfigError, UserError, WorkloadError
 from rayps.core.user_module import Finder, broken
-from rayps.core.values import Json
-from rayps.core.workload_name import misnamed
 from rayps.data.base import Batch, Data
 from rayps.tensors.weight_average import Average, check_average
-from rayps.workload import parameters
 from rayps.workload.callback import Callback
 from rayps.workload.compile_model import Compile, options_of
 from rayps.workload.light_workload import LIGHT, adapted
@@ -291,7 +291,7 @@ FINDER = Finder("workload", "workloads", "rayps.Workload")
 def load(target: str, working_dir: str | None = None, params: Mapping[str, Json] | None = None) -> Workload:
     """Return the workload that `target` names: "module:Class" or "path/file.py:Class", relative to `working_dir`.
 
-    `params` are values of the class's parameters (`rayps.workload.parameters`), by name. The user's files are read
+    `params` are values of the class's parameters (`rayps_client.parameters`), by name. The user's files are read
     again at each call, and a process never uses an older version of a file.
 
     Raises:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar, Protocol
 
+from rayps_client.values import JsonObject, Keywords
+
 from rayps.core.records import Event, OutcomeRecord, Point
 from rayps.core.urls import Location
-from rayps.core.values import JsonObject, Keywords
 
 
 class RunView(Protocol):

@@ -16,11 +16,11 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 import torch
+from rayps_client.errors import ConfigError, WorkloadError
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from rayps.core.errors import ConfigError, WorkloadError
 from rayps.data.base import Nested
 from rayps.workload.compile_model import Compile, compile_model
 from rayps.workload.model_blocks import BlockNames, chosen_blocks

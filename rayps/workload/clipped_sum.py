@@ -25,9 +25,9 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
+from rayps_client.errors import UserError, WorkloadError, first_line
 from torch import Tensor, nn
 
-from rayps.core.errors import UserError, WorkloadError, first_line
 from rayps.core.user_code import lacks_memory, user_code
 from rayps.data.base import Batch
 from rayps.data.single_rows import row_of, rows_of, tensors_of, with_tensors

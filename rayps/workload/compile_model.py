@@ -10,10 +10,10 @@ from types import MethodType
 from typing import TypeAlias
 
 import torch
+from rayps_client.errors import ConfigError, WorkloadError
+from rayps_client.values import Json, Keywords
 from torch import nn
 
-from rayps.core.errors import ConfigError, WorkloadError
-from rayps.core.values import Json, Keywords
 from rayps.data.base import Nested
 
 Compile: TypeAlias = bool | str | Mapping[str, Json]  # a workload's `compile`

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
+from rayps_client.errors import WorkloadError
+from rayps_client.values import Keywords
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
@@ -29,8 +31,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from rayps.core.costs import amount
-from rayps.core.errors import WorkloadError
-from rayps.core.values import Keywords
 from rayps.workload.base import Workload
 from rayps.workload.model import model_of
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rayps_client.errors import WorkloadError
 from torch import Tensor
 
-from rayps.core.errors import WorkloadError
 from rayps.core.metrics import Totals
 from rayps.core.records import ROUND_FIELDS
 from rayps.tensors.user_loss import OWN_LOOP_WAY, checked_loss

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from rayps_client.errors import WorkloadError
 from torch import nn
 
-from rayps.core.errors import WorkloadError
 from rayps.core.strategy import StrategyView
 from rayps.core.strategy_families import FEDERATED_ROUNDS, LOCAL_UPDATES, SHARED_VECTOR
 from rayps.core.topology import servers_of

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
+from rayps_client.errors import WorkloadError
 from torch import Tensor
 
-from rayps.core.errors import WorkloadError
 from rayps.core.metrics import Total, Totals
 from rayps.tensors.user_loss import refuse_divided
 

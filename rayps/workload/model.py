@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from rayps_client.errors import WorkloadError
 from rayps_client.module_modes import prepare_to_train
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from rayps.core.errors import WorkloadError
 from rayps.core.user_code import user_code
 from rayps.data.pass_random import GLOBAL_RANDOM
 from rayps.tensors.flat import FlatModel, outside_vector

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
+from rayps_client.errors import ConfigError
 from torch import nn
 
-from rayps.core.errors import ConfigError
 from rayps.core.spelling import near
 
 BlockNames: TypeAlias = bool | str | tuple[str, ...]  # a workload's `checkpoint_activations`

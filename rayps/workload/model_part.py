@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
+from rayps_client.errors import WorkloadError
 from rayps_client.moved_weight import refuse_moved_weight
 from torch import Tensor, nn
 
-from rayps.core.errors import WorkloadError
 from rayps.core.metrics import Total, Totals
 from rayps.core.records import Point
 from rayps.core.user_code import user_code

@@ -16,13 +16,13 @@ from collections.abc import Mapping
 
 import torch
 from rayps_client.statistic_columns import COUNT, NOISE, StatisticColumns, parameter_names, parameter_sizes, scale_of
+from rayps_client.stats import Floats, Query, QueryAnswer
 from torch import Tensor, nn
 
 from rayps.data.base import Batch, Data
 from rayps.data.memory import tensors
 from rayps.workload.base import Workload
 from rayps.workload.metric_values import Metric
-from rayps.workload.stats import Floats, Query, QueryAnswer
 
 
 class Accumulators(nn.Module):

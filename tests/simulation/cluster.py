@@ -10,10 +10,11 @@ import pickle
 from collections.abc import Callable, Collection
 from typing import Any
 
+from rayps_client.errors import ActorDied, ClusterError, NoResources
+
 from rayps.cluster.local import not_free_there, refuse_if_too_large, resolve
 from rayps.cluster.notices import Notice, StoredNotice
 from rayps.cluster.warm import WarmState
-from rayps.core.errors import ActorDied, ClusterError, NoResources
 from simulation.kernel import EPOCH, Process, Simulation, Waiters, simulation
 
 TARGETS: dict[str, str] = {}  # actors that are simulated themselves: the product's class -> what stands in for it

@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
+from rayps_client.errors import Conflict, NotFound
+
 from rayps.cluster.notices import LINGER_SECONDS, Notice, StoredNotice
 from rayps.core.elastic import ElasticWorkers
-from rayps.core.errors import Conflict, NotFound
 from rayps.core.job_status import Status
 from rayps.core.row_shares import dealt
 from rayps.strategies.job import JobSpec

@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from rayps_client.errors import LinkError, PeerLost, PeerTimeout, StaleGeneration
+
 from rayps.comm.link import Link, Message
 from rayps.comm.link.listener import parse_address
 from rayps.comm.link.socket_link import as_bytes
-from rayps.core.errors import LinkError, PeerLost, PeerTimeout, StaleGeneration
 from simulation.kernel import Process, Simulation, Waiters, simulation
 
 POLLIN, POLLOUT, POLLHUP, POLLNVAL = real_select.POLLIN, real_select.POLLOUT, real_select.POLLHUP, real_select.POLLNVAL

@@ -11,9 +11,9 @@ import math
 from typing import Any
 
 import torch
+from rayps_client.errors import RaypsError
 
 import rayps.ps.group as elastic
-from rayps.core.errors import RaypsError
 from rayps.core.user_module import pack
 from rayps.ps.manager.launcher import ActorStarter
 from rayps.ps.server.assignments import SegmentReport

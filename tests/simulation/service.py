@@ -14,13 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from rayps_client import parameters
+from rayps_client.errors import ClusterError, Conflict, NotFound, RaypsError
 from torch import nn
 
 import rayps
 import rayps.runtime.driver_actor
 import rayps.runtime.worker_actor
 import rayps.service.scheduler
-from rayps.core.errors import ClusterError, Conflict, NotFound, RaypsError
 from rayps.core.job_status import Status
 from rayps.core.records import read_json
 from rayps.core.strategy import Phase
@@ -35,7 +36,6 @@ from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint
 from rayps.tensors.checkpoint_manifest import unwritten
-from rayps.workload import parameters
 from simulation import asyncio_loop
 from simulation.cluster import TARGETS, SimCluster, World
 from simulation.disk import Disk, SimPath, rmtree
@@ -572,7 +572,7 @@ MORE = [
     ("rayps.runtime.snapshots", "report_unfinished", lambda *_: None),
     ("rayps.runtime.journal", "PROGRESS_SECONDS", 2.0),
     ("rayps.strategies.catalogue", "FINDER.forget", lambda: None),
-    ("rayps.workload.parameters", "declared", functools.cache(parameters.declared)),
+    ("rayps_client.parameters", "declared", functools.cache(parameters.declared)),
     ("rayps.service.drivers", "processes", SimProcesses),
     ("rayps.service.adoption", "processes", SimProcesses),
     ("rayps.service.job_folders", "shutil.rmtree", rmtree),

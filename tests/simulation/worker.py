@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from rayps_client.errors import LinkError, PeerLost, PeerTimeout
 
 from rayps.cluster.members import ActorHost
-from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.handover import Handover
 from rayps.core.member_times import MemberTimes
 from rayps.core.metrics import Total

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
-from rayps.core.errors import LinkError, StaleGeneration
+from rayps_client.errors import LinkError, StaleGeneration
 
 MAGIC = b"rayps-1\n"
 NAME_BYTES = 128

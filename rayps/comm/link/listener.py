@@ -20,11 +20,12 @@ import time
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from rayps_client.errors import ConfigError, LinkError, PeerLost, PeerTimeout, StaleGeneration
+
 from rayps.comm.link import handshake as link_hello
 from rayps.comm.link import memory as link_memory
 from rayps.comm.link.shared_memory_link import SharedLink
 from rayps.comm.link.socket_link import Link, Message, SocketLink, deadline_left
-from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout, StaleGeneration
 
 __all__ = ["Link", "Listener", "ListenerAddress", "Message", "connect", "parse_address"]
 

@@ -15,7 +15,7 @@ import platform
 import sys
 import threading
 
-from rayps.core.errors import LinkError
+from rayps_client.errors import LinkError
 
 AVAILABLE = sys.platform == "linux" and hasattr(os, "memfd_create")
 # whether other processes see writes in the order of writing on this processor; if not, peers signal by system calls

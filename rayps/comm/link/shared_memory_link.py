@@ -17,9 +17,10 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Final, TypeAlias
 
+from rayps_client.errors import LinkError
+
 from rayps.comm.link.memory import Memory
 from rayps.comm.link.socket_link import EMPTY, HEADER, REFUSED, Link, Message, Payload, as_bytes, landing
-from rayps.core.errors import LinkError
 
 LANE_BYTES = 4 << 20
 CHUNK_BYTES = LANE_BYTES // 4

@@ -19,11 +19,11 @@ from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from rayps_client.errors import LinkError, PeerLost, PeerTimeout, StaleGeneration
+from rayps_client.values import Buffer
 
 from rayps.comm.link.tcp_facts import tcp_facts
-from rayps.core.errors import LinkError, PeerLost, PeerTimeout, StaleGeneration
 from rayps.core.member_times import LineFacts
-from rayps.core.values import Buffer
 
 EMPTY = memoryview(b"")
 QUEUE_LIMIT = 256 << 20  # most bytes that may be queued on a connection

@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from rayps_client.errors import PeerTimeout
+
 from rayps.comm.link import Message
 from rayps.comm.link.wakeup import Wakeup
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.messages import RingMessage
-from rayps.core.errors import PeerTimeout
 from rayps.core.step_members import Members, StepMembers
 
 

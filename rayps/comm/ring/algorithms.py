@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
+from rayps_client.values import Buffer
 from torch import Tensor
 
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.messages import Arrival, Piece
 from rayps.core.partition import slices
-from rayps.core.values import Buffer
 
 SEGMENT_BYTES = 512 << 10  # bytes of a segment in a ring; one segment is sent while another is added
 Fold = Callable[[Tensor, Tensor], Tensor]  # reduces two tensors into the first

@@ -12,13 +12,13 @@ import statistics
 import time
 
 import torch
+from rayps_client.errors import ConfigError
 from torch import Tensor
 
 from rayps.comm.ring.algorithms import ALGORITHMS, Idle, Subgroup, add, keep_first, largest, ring_with_work
 from rayps.comm.ring.describe import ProbeRow, RingChoices
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.shared_memory import SharedMemoryFold, tensor_of
-from rayps.core.errors import ConfigError
 from rayps.core.records import RingTable
 
 NAMES = ("auto", *ALGORITHMS, "hierarchical")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
 
 GpuTransport = Literal["nccl", "ipc", "staging"]
 NAMES: tuple[GpuTransport, ...] = get_args(GpuTransport)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
+from rayps_client.errors import ConfigError, LinkError
 from torch import Tensor
 
 from rayps.comm.ring.choose_algorithm import Autotuner
@@ -19,7 +20,6 @@ from rayps.comm.ring.device_transport import DeviceTransport
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.shared_memory import SharedMemoryFold, tensor_of
 from rayps.comm.ring.torch_groups import TorchGroup
-from rayps.core.errors import ConfigError, LinkError
 
 HALF = (torch.float16, torch.bfloat16)
 _NUMBERS = (torch.float32, torch.float64, *HALF, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from rayps_client.values import JsonObject
 from torch import Tensor
 
 from rayps.comm.compress import CANDIDATES, MARGIN, Codec, ErrorFeedback, choice, codec
@@ -24,7 +25,6 @@ from rayps.comm.ring.algorithms import raw
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.ring import Ring
 from rayps.core.partition import slices
-from rayps.core.values import JsonObject
 from rayps.tensors.flat import Gradient
 
 PROBE_ELEMENTS = 1 << 20

@@ -13,12 +13,12 @@ from concurrent.futures import Future
 
 import torch
 import torch.distributed as dist
+from rayps_client.errors import LinkError, first_line
 from torch import Tensor
 
 from rayps.comm.ring.device_transport import Fold
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.torch_groups import REDUCTIONS, GroupWork, call_in_thread, process_group
-from rayps.core.errors import LinkError, first_line
 from rayps.core.partition import slices
 from rayps.tensors.device import Device
 

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from rayps_client.errors import LinkError, first_line
 from torch import Tensor
 
 from rayps.comm.ring.device_transport import Fold
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.messages import RingMessage
 from rayps.comm.ring.shared_memory import SharedMemoryFold, Weights
-from rayps.core.errors import LinkError, first_line
 from rayps.core.partition import part, slices
 from rayps.tensors.device import Device
 

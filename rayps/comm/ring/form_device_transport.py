@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import socket
 
+from rayps_client.errors import ConfigError, LinkError, first_line
+
 from rayps.comm.ring.choose_algorithm import Autotuner
 from rayps.comm.ring.choose_gpu_transport import GpuFacts, GpuTransport, choose_gpu_transport
 from rayps.comm.ring.describe import DeviceChoice
@@ -17,7 +19,6 @@ from rayps.comm.ring.device_ipc import IpcTransport
 from rayps.comm.ring.device_staging import StagingTransport
 from rayps.comm.ring.device_transport import DeviceTransport
 from rayps.comm.ring.mesh import Mesh
-from rayps.core.errors import ConfigError, LinkError, first_line
 from rayps.tensors.device import Device
 
 _TEXT_BYTES = 4096  # length of a text that ranks exchange when a ring is formed, padded with spaces

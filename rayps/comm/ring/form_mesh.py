@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from rayps_client.errors import ConfigError, LinkError, PeerTimeout, StaleGeneration
+
 from rayps.comm.link import Link, Listener, Prefer, connect
 from rayps.comm.link.socket_link import deadline_left
 from rayps.comm.ring.connections import Place
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.messages import ranks
-from rayps.core.errors import ConfigError, LinkError, PeerTimeout, StaleGeneration
 
 MOST_STREAMS = 16
 TRIED_STREAMS = 4  # number of streams that are opened between two ranks to measure the best number

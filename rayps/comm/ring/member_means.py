@@ -13,11 +13,11 @@ from collections import deque
 from dataclasses import dataclass
 
 import torch
+from rayps_client.errors import LinkError, PeerTimeout
 from torch import Tensor
 
 from rayps.comm.ring.agree_members import MemberAgreement
 from rayps.comm.ring.ring import Ring
-from rayps.core.errors import LinkError, PeerTimeout
 from rayps.core.portions import PortionsWalk
 from rayps.core.step_members import Members
 

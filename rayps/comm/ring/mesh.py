@@ -16,6 +16,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from rayps_client.errors import LinkError, PeerLost, PeerTimeout
+from rayps_client.values import Buffer
+
 from rayps.comm.link import Link, Message
 from rayps.comm.ring.connections import Place, RingConnections
 from rayps.comm.ring.messages import (
@@ -30,9 +33,7 @@ from rayps.comm.ring.messages import (
     must_match,
     ranks,
 )
-from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.member_times import LineFacts
-from rayps.core.values import Buffer
 
 LINGER_SECONDS = 0.25  # seconds during which a rank that closes tries to send its last messages
 # the last seconds of a timeout, in which the other ranks must answer an ASK; the error names the ranks that do not

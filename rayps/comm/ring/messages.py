@@ -6,9 +6,10 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
+from rayps_client.errors import LinkError, PeerLost, PeerTimeout
+from rayps_client.values import Buffer
+
 from rayps.comm.link import Message
-from rayps.core.errors import LinkError, PeerLost, PeerTimeout
-from rayps.core.values import Buffer
 
 Piece = tuple[int, Buffer]  # (rank, buffer to send to that rank, or to fill with data from it)
 Arrival = tuple[Buffer, Callable[[], Buffer | None]]  # (buffer to fill, function that returns the data to pass on)

@@ -21,13 +21,13 @@ from select import poll
 from typing import NamedTuple, TypeAlias
 
 import torch
+from rayps_client.errors import ConfigError, LinkError
+from rayps_client.values import Buffer
 from torch import Tensor
 
 from rayps.comm.link import Link, Message
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.messages import RingMessage, Want
-from rayps.core.errors import ConfigError, LinkError
-from rayps.core.values import Buffer
 
 BACKLOG_BYTES = 128 << 20  # if more bytes are queued to one rank, `give` waits
 KNOWN = 4096  # most descriptions that are numbered for each receiver; further ones are sent in full each time

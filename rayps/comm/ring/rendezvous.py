@@ -10,11 +10,12 @@ import contextlib
 import secrets
 import time
 
+from rayps_client.errors import ConfigError, LinkError, PeerTimeout
+
 from rayps.cluster.local import KeyValues, host_address, rendezvous
 from rayps.comm.link import Link, Listener, Message, connect
 from rayps.comm.link.socket_link import deadline_left
 from rayps.comm.ring.messages import ranks
-from rayps.core.errors import ConfigError, LinkError, PeerTimeout
 
 _READ_SECONDS = 0.02  # seconds between two reads of the map
 _TRY_SECONDS = 2.0  # seconds for one attempt to reach rank 0; the address in the map may be that of an earlier group

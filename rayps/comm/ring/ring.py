@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Literal, TypedDict, Unpack
 
 import torch
+from rayps_client.errors import ConfigError
 from torch import Tensor
 
 from rayps.comm.link import Listener, Prefer, parse_address
@@ -29,7 +30,6 @@ from rayps.comm.ring.rendezvous import find_ranks
 from rayps.comm.ring.shared_memory import tensor_of
 from rayps.comm.ring.shared_progress import Progress, common
 from rayps.comm.ring.torch_groups import TorchGroup
-from rayps.core.errors import ConfigError
 from rayps.core.member_times import LineFacts
 from rayps.core.records import RingTable
 from rayps.tensors.device import Device

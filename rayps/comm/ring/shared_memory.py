@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rayps_client.errors import LinkError
 from torch import Tensor
 
 from rayps.comm.link.memory import Memory
 from rayps.comm.link.shared_memory_link import SharedLink
 from rayps.comm.ring.barrier import WORDS, Barrier
 from rayps.comm.ring.mesh import Mesh
-from rayps.core.errors import LinkError
 from rayps.core.partition import part
 
 PIECE_BYTES = 1 << 20  # a vector is copied to and from shared memory in parts of this size, which stay in the cache

@@ -6,11 +6,11 @@ import time
 
 import numpy as np
 import torch
+from rayps_client.errors import ConfigError, PeerTimeout
 from torch import Tensor
 
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.shared_memory import SharedMemoryFold, tensor_of
-from rayps.core.errors import ConfigError, PeerTimeout
 
 _READ_SECONDS = 0.005  # seconds between two reads of the other ranks' counters
 _STRIDE = 8  # int64 words from one rank's counter to the next: each has its own cache line, which makes writes fast

@@ -15,13 +15,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from rayps_client.errors import ConfigError, LinkError, first_line
 from torch import Tensor
 
 from rayps.comm.link import parse_address
 from rayps.comm.ring.algorithms import broadcast
 from rayps.comm.ring.describe import RingChoices
 from rayps.comm.ring.mesh import Mesh
-from rayps.core.errors import ConfigError, LinkError, first_line
 from rayps.tensors.device import Device
 
 T = TypeVar("T")

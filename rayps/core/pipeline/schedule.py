@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
 
 KINDS = ("F", "B", "W")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")

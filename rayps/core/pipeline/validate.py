@@ -9,9 +9,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
+from rayps_client.values import Json
+
 from rayps.core.pipeline.schedule import KINDS, Action, Table, needs, splits
-from rayps.core.values import Json
 
 
 def validate(table: Table, stages: int, micro_batches: int, chunks: int = 1) -> None:

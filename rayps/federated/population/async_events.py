@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+from rayps_client.errors import ConfigError, TrainingError
 
-from rayps.core.errors import ConfigError, TrainingError
 from rayps.federated.population.cohort import Ints, hashes
 from rayps.federated.population.population import MOST_CHECKS, REASONS, Plan, Population, Training
 

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rayps.core.errors import ConfigError
-from rayps.core.values import Json
+from rayps_client.errors import ConfigError
+from rayps_client.values import Json
+
 from rayps.federated.population.option_text import REQUIRED, Option, read, shown
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from rayps_client.errors import ConfigError
 
-from rayps.core.errors import ConfigError
 from rayps.federated.population.cohort import Ints, uniforms
 from rayps.federated.population.option_text import CheckedForm
 from rayps.federated.population.options import intervals

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
+from rayps_client.values import Json, is_number
+
 from rayps.core.spelling import near
 from rayps.core.text import form, nested
-from rayps.core.values import Json, is_number
 
 REQUIRED = "required"  # the default of an option that must be given
 

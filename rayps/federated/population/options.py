@@ -22,9 +22,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
+from rayps_client.values import Json, JsonObject, is_number
+
 from rayps.core.text import form, quoted
-from rayps.core.values import Json, JsonObject, is_number
 from rayps.federated.population.attack_spec import AttackSpec, attack_of
 from rayps.federated.population.option_text import CheckedForm
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from rayps_client.errors import ConfigError, TrainingError
+from rayps_client.values import Json
 
-from rayps.core.errors import ConfigError, TrainingError
-from rayps.core.values import Json
 from rayps.federated.population import options
 from rayps.federated.population.availability import FOREVER, Availability, availability, micros, read_seconds
 from rayps.federated.population.cohort import Ints, cohort_size, first, normals, uniforms

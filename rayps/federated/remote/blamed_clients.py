@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from rayps.core.values import Keywords
+from rayps_client.values import Keywords
 
 VOID_ROUNDS = 3  # a client that is blamed for so many void rounds, without a sum with it in between, is excluded
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rayps_client.values import Json
+
 from rayps.core import options
-from rayps.core.values import Json
 
 
 @dataclass(frozen=True)

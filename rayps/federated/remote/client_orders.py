@@ -13,10 +13,9 @@ import os
 import secrets
 from pathlib import Path
 
-from rayps_client.signed_orders import OrderedParameters
+from rayps_client.signed_orders import OrderedParameters, OrderFacts
 
 from rayps.federated.remote.mailbox import PARAMETERS, Mailbox, RoundOrder, write_json
-from rayps.federated.remote.signed_orders import OrderFacts
 
 _PUBLISHED = "parameters-*.safetensors"
 

@@ -10,8 +10,8 @@ have a reply as without coding.
 from __future__ import annotations
 
 from rayps_client.coding_names import TOP_K, download_name, upload_name
+from rayps_client.errors import ConfigError
 
-from rayps.core.errors import ConfigError
 from rayps.core.text import quoted
 from rayps.federated.remote.client_options import RealClients
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rayps.core.values import Keywords
+from rayps_client.values import Keywords
+
 from rayps.federated.remote.blamed_clients import VOID_ROUNDS, Refusals, counted
 from rayps.federated.remote.mailbox import Mailbox, RoundOrder
 

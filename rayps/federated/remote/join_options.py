@@ -16,11 +16,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rayps_client.errors import ConfigError
 from rayps_client.signed_orders import DEADLINE as DEADLINE
+from rayps_client.values import Json, Keywords
 
-from rayps.core.errors import ConfigError
 from rayps.core.text import form, quoted
-from rayps.core.values import Json, Keywords
 from rayps.federated.population.options import PopulationSpec
 
 REMOTE = "remote"

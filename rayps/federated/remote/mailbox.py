@@ -51,14 +51,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rayps_client.errors import Conflict, NotFound, Unauthorized
 from rayps_client.secure.protocol import Stage
+from rayps_client.signed_orders import OrderFacts
+from rayps_client.values import Keywords
 
-from rayps.core.errors import Conflict, NotFound, Unauthorized
 from rayps.core.records import read_json
-from rayps.core.values import Keywords
 from rayps.federated.remote.blamed_clients import VoidCounts
 from rayps.federated.remote.client_state import GONE, ClientState
-from rayps.federated.remote.signed_orders import OrderFacts
 from rayps.federated.remote.stage_folder import StageFolder
 
 FOLDER = "clients"  # name of the mailbox folder, in the job's folder

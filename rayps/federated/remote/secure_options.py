@@ -17,13 +17,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rayps_client.errors import ConfigError
 from rayps_client.secure.graph import least_neighbours
 from rayps_client.secure.noise_sizes import margin_of, rounding
 from rayps_client.secure.secure_facts import MOST_BITS, MOST_WEIGHT, SecureFacts, levels_of, word_bits
+from rayps_client.values import Json, Keywords, is_number
 
-from rayps.core.errors import ConfigError
 from rayps.core.text import form, quoted
-from rayps.core.values import Json, Keywords, is_number
 from rayps.privacy.noise_shares import NoiseShares
 
 SECAGG = "secagg"

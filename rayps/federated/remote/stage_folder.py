@@ -25,10 +25,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rayps_client.errors import Conflict
 from rayps_client.secure.lease import RENEW_SECONDS
 from rayps_client.secure.protocol import Answer, Stage
-
-from rayps.core.errors import Conflict
 
 _ORDER = tuple(Stage)
 _SOONEST = 0.75  # the part of `RENEW_SECONDS` after which a client may renew its lease again

@@ -3,8 +3,8 @@
 A client in the stages of a round renews its lease every few seconds, from a thread (`rayps_client.secure.lease`). The
 service counts the renewals. Here a *beat* has passed when a client that has renewed in it renews again. A client that
 has not renewed for more than `MISSED` beats is silent: another client has renewed so often since. So nobody becomes
-silent while the service is away, or while this process looks at nothing; and a client that has never renewed, such as
-one of an older version, is never silent.
+silent while the service is away, or while this process looks at nothing; and a client that has never renewed is
+never silent.
 """
 
 from __future__ import annotations

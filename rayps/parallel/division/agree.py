@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from rayps_client.errors import LinkError
 
 from rayps.comm.ring import Ring
-from rayps.core.errors import LinkError
 
 
 def agreed_step(least: int, most: int, rings: Iterable[Ring], *, exact: bool) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from rayps_client.errors import RaypsError
 from torch import Tensor, nn
 
-from rayps.core.errors import RaypsError
 from rayps.data.base import Nested
 from rayps.workload.base import Workload
 from rayps.workload.model import model_of

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from rayps_client.errors import ConfigError, WorkloadError
 from torch import nn
 
-from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.grid import Grid
 from rayps.core.replica import Pipeline, Replica, TensorParallel
 from rayps.data.base import Batch

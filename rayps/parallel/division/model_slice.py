@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from rayps_client.errors import WorkloadError
+from rayps_client.values import JsonObject
 from torch import Tensor, nn
 
 from rayps.comm.ring import Ring
-from rayps.core.errors import WorkloadError
 from rayps.core.metrics import Totals, add_totals
 from rayps.core.pipeline.schedule import table
 from rayps.core.replica import Pipeline
-from rayps.core.values import JsonObject
 from rayps.data.base import Batch, Nested, map_tensors
 from rayps.parallel.division.borrowed_parameters import BorrowedParameters
 from rayps.parallel.division.build import blank, keep_only

@@ -16,10 +16,10 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
+from rayps_client.errors import ConfigError, WorkloadError
 from rayps_client.module_modes import evaluating
 from torch import Tensor, nn
 
-from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.user_code import user_code
 from rayps.data.base import Nested, map_tensors
 from rayps.parallel.pipeline.decoder_stack import StackLayer, stack_layers

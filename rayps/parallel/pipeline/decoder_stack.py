@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rayps_client.errors import WorkloadError
 from torch import Tensor, nn
 
-from rayps.core.errors import WorkloadError
 from rayps.data.base import Nested
 
 Value = dict[str, Any]  # "hidden", "args", "kwargs", "tensors", "calls" (for each block), "tuple"

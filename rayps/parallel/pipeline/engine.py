@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from rayps_client.errors import ConfigError, LinkError, WorkloadError
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from rayps.comm.ring import Ring
 from rayps.comm.ring.p2p import TensorMessage
-from rayps.core.errors import ConfigError, LinkError, WorkloadError
 from rayps.core.pipeline.schedule import Action
 from rayps.data.base import Nested
 from rayps.parallel.pipeline.cut import Layer, spans

@@ -9,10 +9,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from rayps_client.errors import WorkloadError
+from rayps_client.values import Json
 from torch import Tensor
 
-from rayps.core.errors import WorkloadError
-from rayps.core.values import Json
 from rayps.data.base import Nested
 
 ALONE = ""  # the form of a single tensor

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn, Protocol
 
 import torch
+from rayps_client.errors import WorkloadError
 from torch import Tensor, nn
 
-from rayps.core.errors import WorkloadError
 from rayps.core.partition import slices
 from rayps.core.user_code import user_code
 from rayps.data.base import Batch, Nested, map_tensors

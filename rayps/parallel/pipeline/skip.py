@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from rayps_client.errors import WorkloadError
 from torch import nn
 
-from rayps.core.errors import WorkloadError
 from rayps.data.base import Nested
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import enum
 
+from rayps_client.errors import LinkError
 from torch import Tensor
 
 from rayps.comm.ring import Ring
 from rayps.comm.ring.p2p import TensorMessage
-from rayps.core.errors import LinkError
 from rayps.core.user_code import peers_awaited
 
 _NO_GRADIENT = "0"  # marks, in a message's form, a tensor whose gradient is None

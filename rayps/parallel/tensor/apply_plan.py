@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rayps_client.errors import WorkloadError
 from torch import nn
 
 from rayps.comm.ring import Ring
-from rayps.core.errors import WorkloadError
 from rayps.parallel.tensor.attention import SplitAttention
 from rayps.parallel.tensor.communicator import TensorCommunicator
 from rayps.parallel.tensor.layer_split import LayerSplit, Plan

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 
 import torch
+from rayps_client.errors import WorkloadError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rayps.core.errors import WorkloadError
 from rayps.parallel.tensor import functions
 from rayps.parallel.tensor.layer_split import LayerSplit
 from rayps.parallel.tensor.layers import InLinear, SplitParameters, TensorRank, cuts, local

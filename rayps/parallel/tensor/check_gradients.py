@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from rayps_client.errors import WorkloadError
 from torch import Tensor
 
 from rayps.comm.ring import Ring
-from rayps.core.errors import WorkloadError
 
 # relative to the norm. Correct gradients are equal bit for bit; wrong ones, which lack slices, differ by far more
 _TOLERANCE = 1e-3

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Self
 
 import torch
+from rayps_client.errors import ConfigError
 from torch import Tensor
 
 from rayps.comm.ring import Ring
-from rayps.core.errors import ConfigError
 from rayps.core.user_code import peers_awaited
 
 

@@ -16,10 +16,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import cast
 
+from rayps_client.errors import ConfigError, WorkloadError
 from torch import nn
 from torch.nn import functional as F
 
-from rayps.core.errors import ConfigError, WorkloadError
 from rayps.parallel.tensor.layer_split import LayerSplit, Plan
 from rayps.parallel.tensor.layers import cuts
 from rayps.parallel.tensor.user_plan import UserSplit, resolve, splits

@@ -7,9 +7,8 @@ import fnmatch
 import re
 from typing import NamedTuple
 
+from rayps_client.errors import ConfigError, WorkloadError
 from torch import nn
-
-from rayps.core.errors import ConfigError, WorkloadError
 
 ALIASES = {"row": "out", "column": "in"}  # the literature's names for a split of W [out, in]
 _OPPOSITES = ("rowwise", "colwise", "row-wise", "column-wise", "columnwise")

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from rayps_client.errors import ConfigError, PeerTimeout
 from torch import Tensor
 
 from rayps.comm.compress import CANDIDATES, MARGIN, ErrorFeedback, choice, codec
 from rayps.comm.link.socket_link import EMPTY
-from rayps.core.errors import ConfigError, PeerTimeout
 from rayps.ps.client.session import SegmentReplies, Session
 from rayps.ps.protocol.messages import GroupMessage, read_numbers
 from rayps.ps.protocol.pieces import coded_piece, range_piece, rows_piece, rows_push

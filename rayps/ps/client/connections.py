@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from rayps_client.errors import LinkError, PeerLost, PeerTimeout
 
 from rayps.comm.link import Link, Message, connect
 from rayps.comm.link.memory import Fence
 from rayps.comm.link.socket_link import EMPTY, as_bytes
 from rayps.comm.link.wakeup import Wakeup
-from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.failpoint import passing
 from rayps.ps.protocol.mailbox import AVAILABLE, WAITS, Landing, WorkerMailbox, WorkerMemory, array_of, open_mailbox
 from rayps.ps.protocol.messages import JOIN_PAYLOAD, GroupMessage, error_of, read_numbers, unpack

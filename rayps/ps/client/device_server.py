@@ -25,10 +25,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from rayps_client.errors import PeerTimeout
 from torch import Tensor
 
 from rayps.comm.link.socket_link import EMPTY
-from rayps.core.errors import PeerTimeout
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.segment_feed import SegmentFeed
 from rayps.ps.client.session import GRACE_SECONDS, SegmentReplies

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from rayps.core.errors import LinkError, PeerLost
+from rayps_client.errors import LinkError, PeerLost
+
 from rayps.core.leases import Marks, PushId
 from rayps.ps.client.session import Session
 from rayps.ps.protocol.members import MemberChange, MemberChangeKind

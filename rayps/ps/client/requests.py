@@ -11,10 +11,10 @@ from collections import deque
 from typing import Any, NamedTuple
 
 import numpy as np
+from rayps_client.errors import LinkError
 
 from rayps.comm.link import Message
 from rayps.comm.link.socket_link import EMPTY, as_bytes
-from rayps.core.errors import LinkError
 from rayps.ps.client.connections import (
     POOLED_BYTES,
     PUSHES,

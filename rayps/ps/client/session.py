@@ -16,11 +16,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from rayps_client.errors import LinkError, PeerLost, PeerTimeout
 
 from rayps.comm.link import Message
 from rayps.comm.link.socket_link import EMPTY, as_bytes
 from rayps.comm.link.wakeup import Wakeup
-from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.failpoint import passing
 from rayps.core.member_times import LineFacts
 from rayps.ps.client.connections import (

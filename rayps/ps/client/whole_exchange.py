@@ -7,7 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rayps.core.errors import LinkError
+from rayps_client.errors import LinkError
+
 from rayps.ps.client.connections import ServerConnection, ServerConnections
 from rayps.ps.protocol.mailbox import (
     ANSWERED,

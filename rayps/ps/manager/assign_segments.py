@@ -23,7 +23,8 @@ from enum import StrEnum
 from functools import lru_cache
 from itertools import groupby
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
+
 from rayps.core.partition import spots
 from rayps.ps.protocol.messages import Event, Role
 

@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rayps.core.errors import ConfigError
+from rayps_client.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from rayps_client.errors import NoResources, RaypsError
+
 from rayps.cluster.local import ActorHandle, ActorReply, Bundle, Cluster
-from rayps.core.errors import NoResources, RaypsError
 from rayps.ps.manager.launcher import MOST_ROOM, StartOrder
 from rayps.ps.server.server_host import host_actor, reservation_name
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rayps_client.errors import RaypsError
+
 from rayps.cluster.local import ActorHandle, ActorReply, Cluster
-from rayps.core.errors import RaypsError
 
 HOST = "rayps.ps.server.server_actor:ServerActor"
 START_SECONDS = 90.0  # seconds from the order to start a server until its registration

@@ -18,9 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rayps_client.errors import ClusterError, ConfigError, Conflict, LinkError, NotFound
+
 from rayps.cluster.local import Cluster, host_address, rendezvous, surrounding
 from rayps.comm.link import Listener, Message, parse_address
-from rayps.core.errors import ClusterError, ConfigError, Conflict, LinkError, NotFound
 from rayps.core.staleness_bound import MovedBound
 from rayps.ps.manager import spaces
 from rayps.ps.manager.assign_segments import Balance, ServerState

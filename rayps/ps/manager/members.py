@@ -7,8 +7,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from rayps_client.errors import LinkError
+
 from rayps.comm.link import Link, Message
-from rayps.core.errors import LinkError
 from rayps.ps.manager.assign_segments import UP, SegmentId, ServerFacts, ServerState
 from rayps.ps.manager.record import ServerRecord
 from rayps.ps.protocol.messages import SegmentOrder

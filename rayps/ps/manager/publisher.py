@@ -14,8 +14,9 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+from rayps_client.errors import LinkError, NotFound
+
 from rayps.comm.link import Listener, Message
-from rayps.core.errors import LinkError, NotFound
 from rayps.ps.manager.assign_segments import UP, SegmentAssignment, SegmentId, ServerState
 from rayps.ps.manager.members import ManagerConnection, ServerMember
 from rayps.ps.manager.record import GroupRecord

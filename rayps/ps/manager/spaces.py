@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rayps.core.errors import ConfigError, Conflict, NotFound
+from rayps_client.errors import ConfigError, Conflict, NotFound
+from rayps_client.values import is_number
+
 from rayps.core.staleness_bound import MovedBound
-from rayps.core.values import is_number
 from rayps.ps.manager.assign_segments import SegmentAssignment
 from rayps.ps.manager.group_state import GroupState
 from rayps.ps.protocol.space import Quota, Space

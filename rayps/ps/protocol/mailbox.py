@@ -25,13 +25,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from rayps_client.errors import LinkError
 from torch import Tensor
 
 from rayps.comm.link import memory as link_memory
 from rayps.comm.link.memory import Memory
 from rayps.comm.link.shared_memory_link import SharedLink
 from rayps.comm.link.wakeup import Wakeup
-from rayps.core.errors import LinkError
 from rayps.ps.protocol.rows import Bytes, ShardRows
 from rayps.tensors.device import DeviceEvent
 

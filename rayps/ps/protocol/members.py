@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rayps.core.errors import StaleGeneration
+from rayps_client.errors import StaleGeneration
+
 from rayps.core.repeated_pushes import Ledger
 from rayps.core.staleness_bound import PushCount
 from rayps.ps.protocol.messages import numbers, read_numbers

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from rayps_client import errors
+from rayps_client.errors import LinkError, RaypsError
 
 from rayps.comm.link import Message
-from rayps.core import errors
-from rayps.core.errors import LinkError, RaypsError
 
 JOIN_PAYLOAD = struct.Struct("<dq")
 

@@ -14,9 +14,9 @@ from typing import Any, TypeGuard
 
 import numpy as np
 import torch
+from rayps_client.errors import ConfigError
 from torch import Tensor, nn
 
-from rayps.core.errors import ConfigError
 from rayps.core.partition import slices
 from rayps.core.user_code import user_code
 from rayps.tensors.flat import Layout

@@ -10,7 +10,6 @@ move and a recovery are the same operation: send the segment's state, then the c
 from __future__ import annotations
 
 import base64
-import io
 import os
 import pickle
 from collections.abc import Sequence
@@ -18,21 +17,18 @@ from dataclasses import asdict, astuple, dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
+from rayps_client.errors import ConfigError, RaypsError
+from rayps_client.values import Json
 
-import rayps
-from rayps.core.errors import ConfigError, RaypsError
 from rayps.core.server_updates import PlainServers
 from rayps.core.staleness_bound import MovedBound
 from rayps.core.strategy import ServerHalf
 from rayps.core.topology import Servers, servers_of
-from rayps.core.values import Json
 from rayps.ps.protocol.members import MemberChange
 from rayps.ps.protocol.segment_map import StaticMap
 from rayps.tensors.flat import Entry, Layout
-from rayps.tensors.learning_rate import Recipe, Ticks
-from rayps.tensors.named_parameters import NamedFactory
+from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.optim import Factory
-from rayps.tensors.subset_optimizer import SubsetFactory
 
 _Error = TypeVar("_Error", bound=RaypsError)
 
@@ -143,11 +139,8 @@ class Space:
         )
 
     def unpack_factory(self) -> Factory:
-        """Unpack the optimizer factory. This runs the user's code, and raises the exceptions of that code.
-
-        Classes of rayps are found in their present modules if an older version packed the factory.
-        """
-        found: Factory = _Unpickler(io.BytesIO(self.factory)).load()
+        """Unpack the optimizer factory. This runs the user's code, and raises the exceptions of that code."""
+        found: Factory = pickle.loads(self.factory)
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -188,7 +181,7 @@ class Space:
         """
         layout = found["layout"]
         first_round, first_epoch, steps = found["ticks"]
-        bound = found.get("bound")  # records of rayps 0.1 have none
+        bound = found["bound"]
         return cls(
             found["name"],
             found["number"],
@@ -203,25 +196,6 @@ class Space:
             Ticks((first_round, first_epoch), steps),
             None if bound is None else MovedBound(bound[0], tuple(bound[1:])),
         )
-
-
-# classes that packed factories contain, and that are not in `rayps.__all__`
-_MOVED = {kind.__name__: kind for kind in (Recipe, Layout, Entry, Ticks, SubsetFactory, NamedFactory)}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return super().find_class(module, name)
-        except (ImportError, AttributeError):
-            if module.partition(".")[0] != "rayps":
-                raise
-            if name in rayps.__all__:
-                return getattr(rayps, name)
-            found = _MOVED.get(name) or getattr(rayps.data, name, None)
-            if found is None:
-                raise
-            return found
 
 
 def _layout(found: dict[str, Any]) -> Layout:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rayps.core.errors import PeerTimeout
+from rayps_client.errors import PeerTimeout
+
 from rayps.core.step_members import StepMembers
 from rayps.ps.protocol.messages import ArrivalKind, pack_members, read_numbers
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from rayps.core.errors import WorkloadError
+from rayps_client.errors import WorkloadError
+
 from rayps.ps.protocol.messages import Event, Role, SegmentOrder
 from rayps.ps.protocol.space import ServedSegment, Space
 from rayps.ps.server.dense_segment import DenseSegment

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rayps_client.errors import StaleGeneration
+
 from rayps.comm.link import Link
-from rayps.core.errors import StaleGeneration
 from rayps.ps.protocol.mailbox import ServerMailbox
 from rayps.ps.protocol.messages import SegmentPayload
 from rayps.ps.server.assignments import AssignedSegment

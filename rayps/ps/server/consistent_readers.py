@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rayps.core.errors import PeerTimeout
+from rayps_client.errors import PeerTimeout
+
 from rayps.core.repeated_pushes import Ledger
 from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, numbers, pack, read_numbers
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace

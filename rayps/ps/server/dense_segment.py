@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+from rayps_client.errors import CheckpointError, ConfigError
+from rayps_client.values import Buffer
 from torch import Tensor
 from torch.optim import Adagrad
 
-from rayps.core.errors import CheckpointError, ConfigError
 from rayps.core.failpoint import passing
 from rayps.core.member_times import MemberTimes
 from rayps.core.phase_rounds import Boundary
@@ -28,7 +29,6 @@ from rayps.core.server_updates import weighted_mean
 from rayps.core.staleness_bound import Clock, MovedBound
 from rayps.core.strategy import ServerHalf
 from rayps.core.topology import Servers, servers_of
-from rayps.core.values import Buffer
 from rayps.ps.protocol.mailbox import STEPS, SharedSlice
 from rayps.ps.protocol.members import MemberChange, MemberChangeKind, left
 from rayps.ps.protocol.pieces import DensePiece, Extent, KnownRows, area_piece

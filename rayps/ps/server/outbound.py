@@ -24,9 +24,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from rayps_client.errors import LinkError, RaypsError
+
 from rayps.cluster.warm import free_memory
 from rayps.comm.link import Link, Message, connect
-from rayps.core.errors import LinkError, RaypsError
 from rayps.core.memory import total_bytes
 from rayps.core.time_account import LoopAccount
 from rayps.ps.protocol.messages import Event, GroupMessage, SegmentOrder

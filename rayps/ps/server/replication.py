@@ -25,8 +25,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
+from rayps_client.errors import LinkError
+
 from rayps.comm.link import Link, Message
-from rayps.core.errors import LinkError
 from rayps.core.failpoint import passing
 from rayps.ps.protocol.messages import Event, GroupMessage, Role, SegmentPayload, pack, read_numbers, unpack
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace, Assignments, SegmentReport

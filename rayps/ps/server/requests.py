@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rayps_client.errors import ConfigError, PeerTimeout, RaypsError, StaleGeneration
+
 from rayps.comm.link import Message
-from rayps.core.errors import ConfigError, PeerTimeout, RaypsError, StaleGeneration
 from rayps.core.failpoint import passing
 from rayps.core.topology import backup_in
 from rayps.ps.protocol.mailbox import MailboxCall, SharedSlice

@@ -21,10 +21,10 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from rayps_client.errors import LinkError, NotFound, StaleGeneration
 
 from rayps.comm.link import Listener, Message
 from rayps.comm.link.wakeup import Wakeup
-from rayps.core.errors import LinkError, NotFound, StaleGeneration
 from rayps.core.member_times import MemberTimes
 from rayps.core.time_account import named_waits
 from rayps.ps.protocol.mailbox import BY_MEMORY, BY_MESSAGE, SharedSlice

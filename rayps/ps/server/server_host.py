@@ -18,10 +18,11 @@ import time
 from collections.abc import Callable
 from typing import IO, Any
 
+from rayps_client.errors import ClusterError, RaypsError
+
 from rayps.cluster.local import LocalCluster, host_address, rendezvous, surrounding
 from rayps.cluster.notices import Notice
 from rayps.cluster.termination import REASON
-from rayps.core.errors import ClusterError, RaypsError
 from rayps.ps.protocol.segment_map import address_key, manager_actor
 from rayps.ps.server.server_actor import ALONE_SECONDS, LOOK_SECONDS
 from rayps.ps.server.server_template import GENTLY, ServerOrder

@@ -28,9 +28,10 @@ import traceback
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from rayps_client.loading import without_collection
+
 from rayps.cluster.termination import TermHandler, grace_seconds
 from rayps.comm.link import Listener
-from rayps.core.loading import without_collection
 from rayps.ps.server.server_actor import ALONE_SECONDS, LOOK_SECONDS, load_server, quietly
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
+from rayps_client.values import Buffer
 from torch import Tensor
 
-from rayps.core.values import Buffer
 from rayps.data.base import Batch
 from rayps.ps.client.session import SegmentReplies
 from rayps.ps.protocol.messages import GroupMessage
@@ -194,10 +194,6 @@ class TableClient:
     def scale(self, factor: float) -> None:
         """Multiply the next push by `factor`."""
         self._pending = [(lookup, grads * factor) for lookup, grads in self._arrived()]
-
-    def drop_gradients(self) -> None:
-        """Discard the gradients of the next push."""
-        self._arrived().clear()
 
     def pieces(self) -> dict[int, Buffer]:
         """Return the next push as a dict from every segment of the table to its piece; then begin an empty push."""

@@ -16,9 +16,9 @@ from typing import TypedDict
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from rayps_client.errors import DataError
+from rayps_client.values import Buffer
 
-from rayps.core.errors import DataError
-from rayps.core.values import Buffer
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.row_store import USED
 from rayps.ps.tables.table_segment import TableSegment

@@ -17,8 +17,8 @@ from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from rayps_client.errors import ConfigError
 
-from rayps.core.errors import ConfigError
 from rayps.ps.tables.pages import Field
 from rayps.ps.tables.wire_format import Bytes, Ids, Rows, mix
 

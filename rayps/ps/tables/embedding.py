@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Unpack
 
 import torch
+from rayps_client.errors import ConfigError, WorkloadError
+from rayps_client.values import Buffer, Json
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.server_updates import PlainServers, update_of
 from rayps.core.topology import Servers
 from rayps.core.user_code import peers_awaited, user_code
-from rayps.core.values import Buffer, Json
 from rayps.data.base import Batch
 from rayps.ps.protocol.space import Space, SparseTable
 from rayps.ps.tables import parquet

@@ -8,9 +8,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
+from rayps_client.errors import WorkloadError
 from torch import Tensor
-
-from rayps.core.errors import WorkloadError
 
 GivenIds: TypeAlias = Tensor | ArrayLike  # whole numbers, or strings, of any shape
 

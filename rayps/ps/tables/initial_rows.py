@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from rayps_client.errors import ConfigError
 
-from rayps.core.errors import ConfigError
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.wire_format import Ids, Rows, mix
 

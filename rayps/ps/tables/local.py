@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
+from rayps_client.errors import ConfigError
+from rayps_client.values import Buffer
 
 from rayps.comm.link.socket_link import EMPTY, as_bytes
-from rayps.core.errors import ConfigError
-from rayps.core.values import Buffer
 from rayps.ps.client.session import SegmentReplies
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.space import Space

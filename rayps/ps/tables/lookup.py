@@ -8,9 +8,9 @@ from functools import cached_property
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rayps_client.errors import DataError, WorkloadError
 from torch import Tensor
 
-from rayps.core.errors import DataError, WorkloadError
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables import wire_format
 from rayps.ps.tables.wire_format import Counts, Ids, Slots

@@ -17,10 +17,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from rayps_client.errors import CheckpointError
+from rayps_client.values import Buffer, JsonObject
 
-from rayps.core.errors import CheckpointError
 from rayps.core.repeated_pushes import Ledger
-from rayps.core.values import Buffer, JsonObject
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables import segment_state
 from rayps.ps.tables.disk import FieldValues

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from rayps_client.errors import PeerTimeout
+from rayps_client.values import Buffer
 from torch import Tensor
 
-from rayps.core.errors import PeerTimeout
 from rayps.core.user_code import user_code
-from rayps.core.values import Buffer
 from rayps.ps.client.session import SegmentReplies
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.tables.ids import GivenIds, ids_of

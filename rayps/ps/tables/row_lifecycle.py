@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from rayps_client.errors import ConfigError
 
-from rayps.core.errors import ConfigError
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.hash_index import ABSENT, HashIndex
 from rayps.ps.tables.initial_rows import key_of

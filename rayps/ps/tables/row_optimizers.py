@@ -17,11 +17,11 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rayps_client.errors import ConfigError, WorkloadError
+from rayps_client.values import Json, is_number
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rayps.core.errors import ConfigError, WorkloadError
-from rayps.core.values import Json, is_number
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.pages import Field
 from rayps.tensors.learning_rate import Rates, Recipe, Ticks

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import TypedDict
 
 import numpy as np
+from rayps_client.errors import CheckpointError
+from rayps_client.values import Buffer
 
-from rayps.core.errors import CheckpointError
 from rayps.core.repeated_pushes import LedgerJson
-from rayps.core.values import Buffer
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.pages import Field
 from rayps.ps.tables.row_store import Columns

@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypedDict
 
-from rayps.core.errors import ConfigError
-from rayps.core.values import Json
+from rayps_client.errors import ConfigError
+from rayps_client.values import Json
+
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.row_lifecycle import RowPolicy
 from rayps.ps.tables.table_segment import check_table

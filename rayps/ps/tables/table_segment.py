@@ -14,15 +14,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from rayps_client.errors import CheckpointError, ConfigError, TrainingError
+from rayps_client.values import Buffer
 from torch import Tensor
 
-from rayps.core.errors import CheckpointError, ConfigError, TrainingError
 from rayps.core.repeated_pushes import WINDOW, Ledger
 from rayps.core.server_updates import weighted_mean
 from rayps.core.staleness_bound import Clock, MovedBound
 from rayps.core.strategy import ServerHalf
 from rayps.core.topology import Servers, servers_of
-from rayps.core.values import Buffer
 from rayps.ps.protocol.members import MemberChange, MemberChangeKind, left
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables import initial_rows, segment_state

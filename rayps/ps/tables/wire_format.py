@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rayps_client.errors import ConfigError
+from rayps_client.values import Buffer
 from torch import Tensor
 
-from rayps.core.errors import ConfigError
-from rayps.core.values import Buffer
 from rayps.ps.protocol.space import SparseTable
 
 COUNTS = 1  # flag: the piece has counts; without them a push counts each id once, and a pull counts nothing

@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+from rayps_client.errors import ActorDied, LinkError, PeerTimeout, RaypsError, TrainingError
+
 from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import ActorHandle, ActorReply, Cluster, LocalCluster, Reservation
 from rayps.cluster.members import ActorHost
 from rayps.cluster.reservation import torch_threads
 from rayps.cluster.user_packages import install_seconds
-from rayps.core.errors import ActorDied, LinkError, PeerTimeout, RaypsError, TrainingError
 from rayps.core.job_status import Status
 from rayps.core.metrics import Throughput
 from rayps.core.records import Event, Point, ProgressRecord, WorkerLine

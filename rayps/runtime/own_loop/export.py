@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+from rayps_client.errors import CheckpointError
 from torch import Tensor
 
-from rayps.core.errors import CheckpointError
 from rayps.runtime.own_loop.state import SavedPart
 from rayps.runtime.saved_model import new_folder
 

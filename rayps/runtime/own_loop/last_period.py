@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rayps.core.errors import WorkloadError
+from rayps_client.errors import WorkloadError
+
 from rayps.core.strategy import RoundMemory, StrategyView
 from rayps.core.strategy_families import LOCAL_UPDATES
 

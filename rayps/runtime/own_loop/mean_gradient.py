@@ -13,11 +13,11 @@ import weakref
 from collections.abc import Callable, Collection
 
 import torch
+from rayps_client.errors import WorkloadError
 from torch import Tensor
 
 from rayps.comm.ring import Ring
 from rayps.comm.ring.compressed_mean import CompressedRing
-from rayps.core.errors import WorkloadError
 from rayps.tensors.backward_end import BackwardEnd
 from rayps.tensors.finite import is_finite
 from rayps.tensors.flat import FlatModel, Gradient

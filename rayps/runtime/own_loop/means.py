@@ -6,9 +6,9 @@ import math
 from typing import SupportsFloat
 
 import torch
+from rayps_client.errors import ConfigError
 
 from rayps.comm.ring import Ring
-from rayps.core.errors import ConfigError
 from rayps.runtime.own_loop.world import World, plain_number, world
 
 

@@ -6,10 +6,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rayps.core.errors import ConfigError, WorkloadError
+from rayps_client.errors import ConfigError, WorkloadError
+from rayps_client.values import Json, JsonObject
+from rayps_client.workload_name import misnamed_function
+
 from rayps.core.user_module import Finder
-from rayps.core.values import Json, JsonObject
-from rayps.core.workload_name import misnamed_function
 
 FINDER = Finder("loop", "loops", "a function")
 _KINDS: tuple[type, ...] = (bool, int, float, str)

@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, MutableMapping
 from typing import NoReturn
 
+from rayps_client.errors import WorkloadError
 from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim import optimizer as torch_optimizer
 
-from rayps.core.errors import WorkloadError
 from rayps.tensors.optim import ParamState
 
 

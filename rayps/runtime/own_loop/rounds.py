@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from rayps_client.errors import ConfigError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rayps.comm.ring import Ring
 from rayps.comm.ring.compressed_mean import CompressedRing
-from rayps.core.errors import ConfigError
 from rayps.core.strategy import RoundMemory, StrategyView
 from rayps.core.strategy_families import LOCAL_UPDATES, SYNC_GRADIENTS
 from rayps.core.topology import runs_in_step, servers_of

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from rayps_client.errors import ConfigError, RaypsError, TrainingError
+from rayps_client.values import Json
+
 from rayps.cluster.local import Cluster
-from rayps.core.errors import ConfigError, RaypsError, TrainingError
 from rayps.core.job_status import Status
 from rayps.core.records import ProgressRecord
 from rayps.core.spelling import suggests_names
 from rayps.core.strategy import Phase
 from rayps.core.urls import location_of
-from rayps.core.values import Json
 from rayps.runtime.display import Display
 from rayps.runtime.journal import Journal
 from rayps.runtime.own_loop.driver import LoopDriver

@@ -8,10 +8,10 @@ place of another, groups that servers do not have.
 from __future__ import annotations
 
 import torch
+from rayps_client.errors import WorkloadError
 from torch import nn
 from torch.optim import Optimizer
 
-from rayps.core.errors import WorkloadError
 from rayps.runtime.own_loop.remote_optimizer import StateMarks
 from rayps.tensors.flat import FlatModel
 

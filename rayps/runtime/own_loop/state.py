@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+from rayps_client.errors import CheckpointError, ConfigError
+from rayps_client.values import Json
 from torch import Tensor
 
-from rayps.core.errors import CheckpointError, ConfigError
-from rayps.core.values import Json
 from rayps.tensors.checkpoint import SavedState
 
 KIND = "own_loop"  # the key of a checkpoint's `meta` that states that an own loop saved it

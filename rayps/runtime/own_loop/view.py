@@ -7,13 +7,13 @@ from functools import reduce
 from typing import Any
 
 import torch
+from rayps_client.errors import ConfigError
+from rayps_client.values import Json
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rayps.core.errors import ConfigError
 from rayps.core.records import Event
 from rayps.core.strategy import RoundMemory
-from rayps.core.values import Json
 from rayps.runtime.own_loop.rounds import RoundThread
 from rayps.runtime.own_loop.world import World
 from rayps.tensors.flat import Gradient

@@ -6,8 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from rayps_client.errors import ActorDied, ClusterError, PeerTimeout, WorkloadError
+
 from rayps.cluster.local import ActorHandle
-from rayps.core.errors import ActorDied, ClusterError, PeerTimeout, WorkloadError
 from rayps.runtime.own_loop.actor import LoopOutput
 
 WAIT_SECONDS = 1.0  # the longest time, in seconds, that a call waits in a worker for a line

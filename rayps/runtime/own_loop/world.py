@@ -18,12 +18,12 @@ from typing import Any, Protocol, SupportsFloat
 
 import numpy as np
 import torch
+from rayps_client.errors import ConfigError, PeerTimeout
+from rayps_client.values import Json, JsonObject
 from torch import Tensor, nn
 
 from rayps.comm.ring import Ring
-from rayps.core.errors import ConfigError, PeerTimeout
 from rayps.core.records import Event, Point
-from rayps.core.values import Json, JsonObject
 from rayps.data.loader import Loader
 from rayps.runtime.own_loop.state import SavedPart, encoded
 from rayps.strategies.catalogue import StrategySpec

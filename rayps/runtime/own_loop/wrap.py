@@ -14,18 +14,18 @@ from types import MethodType
 from typing import Any, Protocol
 
 import torch
+from rayps_client.errors import ConfigError, PeerTimeout, RaypsError, WorkloadError
+from rayps_client.values import Json, JsonObject
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rayps.cluster.local import rendezvous, until
 from rayps.comm.ring import Ring
 from rayps.comm.ring.compressed_mean import CompressedRing, compressed
-from rayps.core.errors import ConfigError, PeerTimeout, RaypsError, WorkloadError
 from rayps.core.strategy import Phase, StrategyView
 from rayps.core.strategy_families import LOCAL_UPDATES
 from rayps.core.text import written
 from rayps.core.topology import Peers, Servers, compression_in, servers_of
-from rayps.core.values import Json, JsonObject
 from rayps.ps.client.client import GroupServer
 from rayps.ps.server_group import ServerGroup, present_state
 from rayps.runtime.own_loop.equal_buffers import EqualBuffers

@@ -1,16 +1,16 @@
-"""The first schema: jobs, their events, tokens and login codes."""
+"""The first schema: jobs, their events, tokens of users and of federated clients, login codes, and notices."""
 
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0001"
+revision = "1"
 down_revision = None
 branch_labels = None
 depends_on = None
 
 
 def upgrade() -> None:
-    """Create the four tables."""
+    """Create the tables."""
     op.create_table(
         "jobs",
         sa.Column("id", sa.String(26), primary_key=True),
@@ -30,7 +30,12 @@ def upgrade() -> None:
         sa.Column("checkpoint", sa.Text),
         sa.Column("idempotency_key", sa.String(255), unique=True),
         sa.Column("idempotency_hash", sa.String(64)),
+        sa.Column("sweep", sa.String(64)),
+        sa.Column("scale_to", sa.Integer),
+        sa.Column("allowed", sa.Integer),
+        sa.Column("allowed_at", sa.Float),
     )
+    op.create_index("ix_jobs_sweep", "jobs", ["sweep"])
     op.create_table(
         "events",
         sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
@@ -48,15 +53,35 @@ def upgrade() -> None:
         sa.Column("created_at", sa.Float, nullable=False),
         sa.Column("expires_at", sa.Float),
         sa.Column("revoked_at", sa.Float),
+        sa.Column("name", sa.String(64)),
+    )
+    op.create_table(
+        "client_tokens",  # a token is bound to a job, to a client's name, or to both
+        sa.Column("id", sa.String(16), primary_key=True),
+        sa.Column("hash", sa.String(64), nullable=False, unique=True),
+        sa.Column("job_id", sa.String(26), sa.ForeignKey("jobs.id", ondelete="CASCADE")),
+        sa.Column("name", sa.String(64)),
+        sa.Column("created_at", sa.Float, nullable=False),
+        sa.Column("expires_at", sa.Float),
+        sa.Column("revoked_at", sa.Float),
     )
     op.create_table(
         "login_codes",
         sa.Column("hash", sa.String(64), primary_key=True),
         sa.Column("expires_at", sa.Float, nullable=False),
     )
+    op.create_table(
+        "notices",
+        sa.Column("key", sa.String(600), primary_key=True),
+        sa.Column("node", sa.String(200), nullable=False),
+        sa.Column("host", sa.String(300), nullable=False),
+        sa.Column("reason", sa.Text, nullable=False),
+        sa.Column("until", sa.Float),
+        sa.Column("withdrawn", sa.Boolean, nullable=False),
+    )
 
 
 def downgrade() -> None:
-    """Drop the four tables."""
-    for table in ("login_codes", "tokens", "events", "jobs"):
+    """Drop the tables."""
+    for table in ("notices", "login_codes", "client_tokens", "tokens", "events", "jobs"):
         op.drop_table(table)
