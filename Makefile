@@ -51,7 +51,7 @@ fmt: $(VENV)/ready
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --editable ./client --editable ".[privacy]" --group dev
+	$(BIN)/python -m pip install --quiet --editable ./client --editable ".[privacy]" --editable ./chaos --group dev
 	touch $@
 
 clean:

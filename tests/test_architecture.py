@@ -39,7 +39,6 @@ ROOMS = [  # bottom up: a folder imports only those above it in this list
     "runtime",
     "service",
     "clients",
-    "chaos",
     "bench",
     "cli",
     "__init__",
@@ -49,7 +48,6 @@ LAZY = {  # (module, what it imports within a function): why
     ("data.ray_blocks", "rayps.cluster.ray_cluster"): "only data of Ray needs Ray",
     ("runtime.training", "rayps.cluster.ray_cluster"): "a run on a given cluster needs no Ray",
     ("runtime.own_loop.run", "rayps.cluster.ray_cluster"): "a run on a given cluster needs no Ray",
-    ("bench.start", "rayps.cluster.ray_cluster"): "only measurements on a running cluster need Ray here",
     ("federated.robust_rules", "rayps.federated.rule_arithmetic"): "the job service reads rules without numpy",
     ("service.strategy_child", "rayps.workload.base"): "only the check of parameters needs torch",
     ("cli.doctor", "resource"): "not on every system",
@@ -73,7 +71,6 @@ NAMED = {  # (module, what it names as "module:Name"): why
     ("service.drivers", "runtime.driver_actor:DriverActor"): ACTOR,
     ("service.groups", "ps.manager.manager:ManagerActor"): ACTOR,
     ("service.ray_process", "cluster.ray_cluster:RayCluster"): "the service needs no Ray",
-    ("chaos.run", "chaos.ledger_work:LedgerWork"): "a job imports its workload",
     ("worker.loop_of_family", "parallel.division.model_slice:ModelSlice"): "only models that are divided need it",
     ("worker.loop_of_family", "ps.tables.embedding:bind"): "only models with sparse tables need it",
     ("worker.loop_of_family", "worker.federated_rounds:FederatedRounds"): FAMILY,
@@ -91,11 +88,12 @@ NAMED = {  # (module, what it names as "module:Name"): why
 
 
 CLIENT = (ROOT / "client" / "rayps_client", "rayps_client")  # below all floors
+CHAOS = (ROOT / "chaos" / "rayps_chaos", "rayps_chaos")  # above all floors
 
 
 def files():
     found = {}
-    for root, package in ((ROOT / "rayps", "rayps"), (ROOT / "api" / "rayps_api", "rayps_api"), CLIENT):
+    for root, package in ((ROOT / "rayps", "rayps"), (ROOT / "api" / "rayps_api", "rayps_api"), CLIENT, CHAOS):
         for path in root.rglob("*.py"):
             name = ".".join(path.relative_to(root).with_suffix("").parts)
             name = name.removesuffix(".__init__")
@@ -163,6 +161,11 @@ def test_the_light_client_imports_nothing_of_rayps():
     }
 
 
+def test_nothing_imports_the_chaos_wheel():
+    used = {(name, used) for name in FILES if not name.startswith("rayps_chaos") for used, _ in imports(TREES[name])}
+    assert not {(name, other) for name, other in used if other.startswith("rayps_chaos")}
+
+
 def test_imports_go_downwards():
     wrong = set()
     for name in OURS:
@@ -220,7 +223,7 @@ def test_imports_stand_at_the_top():
 
 
 def test_what_is_imported_by_name():
-    """Beside imports: strings "rayps.module:Name". Benchmarks name their own actors."""
+    """Beside imports: strings "rayps.module:Name". Benchmarks name their own actors, and their table its functions."""
     found = {
         (name.removeprefix("rayps."), node.value.removeprefix("rayps."))
         for name in OURS
@@ -228,7 +231,7 @@ def test_what_is_imported_by_name():
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and re.fullmatch(r"rayps(\.\w+)+:\w+", node.value)
-        and not name.startswith("rayps.bench")
+        and not name.startswith(("rayps.bench", "rayps.cli.bench"))
     }
     assert found == set(NAMED)
     for _, target in NAMED:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rayps_client.errors import ClusterError, ConfigError
 
-from benchmarks.laws import ALGORITHMS, LawRow, bench_laws, picture, textbook
+from benchmarks.network.laws import ALGORITHMS, LawRow, bench_laws, draw, textbook
 from benchmarks.picture import Chart, ChartLine, page
 from rayps.bench.hosts import bench_hosts
 from rayps.bench.netns import Hosts, bits
@@ -106,7 +106,7 @@ def test_the_picture_of_laws_has_a_line_for_each_way():
         for n in (2, 4)
         for way, shards, slow in [("ring", 0, ""), ("star", 0, ""), ("ring", 0, "1mbit"), ("server", 2, "")]
     ]
-    words = [text.text for text in xml.etree.ElementTree.fromstring(picture(rows)).iter() if text.text]
+    words = [text.text for text in xml.etree.ElementTree.fromstring(draw(rows)).iter() if text.text]
     assert {"ring", "star", "2 shards", "all alike", "one at 1mbit"} <= set(words)
 
 

@@ -3,8 +3,8 @@
 import pytest
 from rayps_client.errors import ConfigError
 
-from benchmarks.admm import SortedDigits, bench_admm, contenders
-from benchmarks.robust import FOLDER
+from benchmarks.algorithms.admm import SortedDigits, bench_admm, contenders
+from benchmarks.federated.robust import FOLDER
 from rayps.strategies.catalogue import parse
 
 

@@ -5,7 +5,7 @@ from rayps_client.errors import ConfigError
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.averaging import bench_averaging, picture
+from benchmarks.algorithms.averaging import bench_averaging, draw
 from rayps.cluster.local import LocalCluster
 
 TEXT = "to be or not to be, that is the question. " * 64
@@ -34,7 +34,7 @@ def test_rows_and_picture(tmp_path):
     assert local.worse == pytest.approx(local.loss / plain.loss - 1)
     assert [moved for moved, _ in plain.curve] == [plain.bytes // 2, plain.bytes]
     assert plain.loss < 4 and plain.curve[-1][1] == plain.loss
-    drawn = picture(rows)
+    drawn = draw(rows)
     assert drawn.startswith("<svg") and drawn.count("<circle") == 4 and "local_sgd 4 int8" in drawn
 
 

@@ -1,7 +1,7 @@
 import pytest
 from rayps_client.errors import ConfigError
 
-from rayps.bench.balance import bench_balance
+from benchmarks.servers.balance import bench_balance
 from rayps.cluster.local import LocalCluster
 
 

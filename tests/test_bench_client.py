@@ -9,7 +9,7 @@ import pytest
 from rayps_client.errors import ClusterError
 
 from benchmarks.__main__ import main
-from benchmarks.client_flower import run_flower
+from benchmarks.federated.client_flower import run_flower
 
 pytestmark = pytest.mark.bench
 
@@ -30,7 +30,7 @@ def test_a_contender_must_be_known(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_peer_that_does_not_start_is_an_error_with_its_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("benchmarks.client_flower.READY_SECONDS", 0.5)
+    monkeypatch.setattr("benchmarks.federated.client_flower.READY_SECONDS", 0.5)
     for name in ("flower-superlink", "flwr"):
         (tmp_path / name).write_text("#!/bin/sh\necho no such option\nexit 2\n")
         (tmp_path / name).chmod(0o700)

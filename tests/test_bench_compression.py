@@ -2,7 +2,7 @@ import pytest
 from conftest import missing
 from rayps_client.errors import ClusterError, ConfigError
 
-from rayps.bench.compression import bench_compression
+from benchmarks.network.compression import bench_compression
 
 
 @pytest.mark.parametrize("hosts", [1, 2])

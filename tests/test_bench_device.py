@@ -1,4 +1,4 @@
-"""`rayps bench device` without a GPU: its rows, and that a row that fails leaves the others."""
+"""`python -m benchmarks device` without a GPU: its rows, and that a row that fails leaves the others."""
 
 import json
 
@@ -6,9 +6,9 @@ import pytest
 from rayps_client.errors import ConfigError
 from typer.testing import CliRunner
 
-from rayps.bench.device_ring import bench_device_sums
-from rayps.bench.device_step import TransformerSize, bench_device_step
-from rayps.cli.bench import app
+from benchmarks.__main__ import app
+from benchmarks.gpu.device_ring import bench_device_sums
+from benchmarks.gpu.device_step import TransformerSize, bench_device_step
 
 SMALL = TransformerSize(layers=1, width=16, heads=2, words=32, length=8, batch=2)
 
@@ -40,7 +40,7 @@ def test_a_contender_that_fails_has_its_error(monkeypatch):
 
 
 def test_a_transport_that_fails_has_its_error(monkeypatch):
-    monkeypatch.setattr("rayps.bench.device_ring._START_SECONDS", 0.0)
+    monkeypatch.setattr("benchmarks.gpu.device_ring._START_SECONDS", 0.0)
     rows = bench_device_sums("cpu", [2], megabytes=0.1, seconds=0.1)
     assert len(rows) == 8
     assert all(row.error == "TimeoutError" and row.ms is None for row in rows)

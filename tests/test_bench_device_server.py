@@ -6,8 +6,8 @@ import pytest
 import torch
 from rayps_client.errors import ConfigError
 
-from rayps.bench import device_server
-from rayps.bench.device_server import bench_device_rows, bench_device_server
+from benchmarks.gpu import device_server
+from benchmarks.gpu.device_server import bench_device_rows, bench_device_server
 from rayps.tensors.device import CpuDevice, Device
 
 pytestmark = pytest.mark.bench

@@ -10,10 +10,10 @@ import torch
 from rayps_client.errors import ClusterError, ConfigError
 from small_work import train
 
-from benchmarks import federated
-from benchmarks.federated import SCENES, bench_federated, run_of
-from benchmarks.federated_flower import model, plain_client, rows
-from benchmarks.federated_own import Nothing, PeerImages, Watched, WatchedStates, bare, on_disk, read_records
+from benchmarks.federated import federated
+from benchmarks.federated.federated import SCENES, bench_federated, run_of
+from benchmarks.federated.federated_flower import model, plain_client, rows
+from benchmarks.federated.federated_own import Nothing, PeerImages, Watched, WatchedStates, bare, on_disk, read_records
 from benchmarks.peers import _install, run_script
 
 SMALL = SCENES["train"] | {"clients": 3, "rows": 4, "epochs": 1, "hidden": 5, "workers": 1, "rounds": 7}

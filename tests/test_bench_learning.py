@@ -10,9 +10,9 @@ import pytest
 import torch
 from rayps_client.errors import ConfigError
 
-from benchmarks import learning
 from benchmarks.__main__ import main as benchmarks_main
-from benchmarks.learning import Digits, Images, bench_learning, held_out, load
+from benchmarks.algorithms import learning
+from benchmarks.algorithms.learning import Digits, Images, bench_learning, held_out, load
 from rayps import data
 
 LOCAL = "fraction=0.5,local_epochs=5,batch_size=10"

@@ -12,8 +12,8 @@ import pytest
 from rayps_client.errors import ConfigError, WorkloadError
 
 from benchmarks.__main__ import main
-from benchmarks.leftovers import Leftovers
-from benchmarks.mistakes import MISTAKES, Base, Mistake, bench_mistakes
+from benchmarks.runs.leftovers import Leftovers
+from benchmarks.runs.mistakes import MISTAKES, Base, Mistake, bench_mistakes
 from rayps.cluster.local import LocalCluster
 from rayps.comm.link.memory import Memory
 

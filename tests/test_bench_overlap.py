@@ -10,10 +10,10 @@ import torch
 from rayps_client.errors import ConfigError
 from typer.testing import CliRunner
 
-from rayps.bench.overlap import bench_overlap
-from rayps.bench.overlap_bound import StepTimes, bound, hidden, line_seconds, scaled, slowest
-from rayps.bench.paced import LAYERS, NO_BATCH, MatmulWork, SleepWork, width_of
-from rayps.cli.main import app
+from benchmarks.__main__ import app
+from benchmarks.network.overlap import bench_overlap
+from benchmarks.network.overlap_bound import StepTimes, bound, hidden, line_seconds, scaled, slowest
+from benchmarks.network.paced import LAYERS, NO_BATCH, MatmulWork, SleepWork, width_of
 from rayps.comm.ring.choose_algorithm import fastest, speed_of
 from rayps.worker.buckets import best_size
 
@@ -145,9 +145,7 @@ def test_what_cannot_be_measured_is_refused(options, words):
 @pytest.mark.bench
 @pytest.mark.parametrize("compute", ["sleep", "torch"])
 def test_a_step_between_two_hosts(compute):
-    command = (
-        f"bench step --hosts 2 --compute {compute} --size 200KB --buckets 0,0.05,auto --steps 1 --repeats 1 --json"
-    )
+    command = f"overlap --hosts 2 --compute {compute} --size 200KB --buckets 0,0.05,auto --steps 1 --repeats 1 --json"
     done = CliRunner().invoke(app, command.split())
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)

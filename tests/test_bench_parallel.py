@@ -1,9 +1,9 @@
 import pytest
 from rayps_client.errors import ConfigError
 
-from benchmarks.pipeline import bench_pipeline
-from benchmarks.tensor import bench_tensor
-from rayps.bench.device import bench_device
+from benchmarks.gpu.device import bench_device
+from benchmarks.parallel.pipeline import bench_pipeline
+from benchmarks.parallel.tensor import bench_tensor
 from rayps.cluster.local import LocalCluster
 
 

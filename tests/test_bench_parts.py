@@ -6,7 +6,7 @@ import pytest
 from rayps_client.errors import ConfigError
 
 from benchmarks.__main__ import main
-from benchmarks.parts import bench_parts
+from benchmarks.algorithms.parts import bench_parts
 
 
 def test_rows_on_a_few_images(capsys):

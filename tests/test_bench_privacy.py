@@ -3,8 +3,8 @@
 import pytest
 from rayps_client.errors import ConfigError
 
-from benchmarks.privacy import bench_privacy
-from benchmarks.robust import FOLDER
+from benchmarks.algorithms.privacy import bench_privacy
+from benchmarks.federated.robust import FOLDER
 
 
 def test_rows():

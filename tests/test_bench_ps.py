@@ -5,12 +5,12 @@ import torch
 from process_cluster import ProcessCluster
 from rayps_client.errors import ConfigError
 
-from rayps.bench import resize
-from rayps.bench.elastic import KINDS, SEGMENTS, Pushed, exact, longest_gap, number, rate, slots
-from rayps.bench.faults import bench_faults
-from rayps.bench.neighbours import bench_jobs
-from rayps.bench.resize import bench_resize
-from rayps.cli.main import main
+from benchmarks.__main__ import main
+from benchmarks.changes import resize
+from benchmarks.changes.faults import bench_faults
+from benchmarks.changes.group_load import KINDS, SEGMENTS, Pushed, exact, longest_gap, number, rate, slots
+from benchmarks.changes.neighbours import bench_jobs
+from benchmarks.changes.resize import bench_resize
 from rayps.cluster.local import LocalCluster
 
 
@@ -109,6 +109,6 @@ def test_what_cannot_be_measured():
     "arguments", [("faults", "--staleness", "often"), ("resize", "--sizes", "2,x"), ("faults", "--workers", "0")]
 )
 def test_bad_input_of_the_commands(arguments, capsys):
-    assert main(["bench", *arguments]) == 2
+    assert main([*arguments]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("rayps: ") and len(error.splitlines()) <= 3
+    assert error.startswith("benchmarks: ") and len(error.splitlines()) <= 3

@@ -3,7 +3,7 @@ import gzip
 import pytest
 from rayps_client.errors import ConfigError
 
-from benchmarks.robust import bench_robust, digits
+from benchmarks.federated.robust import bench_robust, digits
 from rayps.cluster.local import LocalCluster
 
 

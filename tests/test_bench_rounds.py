@@ -1,7 +1,7 @@
 """`python -m benchmarks rounds`: a row for each contender, in turns."""
 
 from benchmarks.__main__ import main
-from benchmarks.rounds import PLAIN, STRATEGIES, bench_rounds
+from benchmarks.servers.rounds import PLAIN, STRATEGIES, bench_rounds
 from rayps.cluster.local import LocalCluster
 
 

@@ -5,8 +5,8 @@ import os
 import pytest
 from rayps_client.errors import ConfigError
 
-from rayps.bench.recorded_layers import RecordedLayers, StepBegin, record, recorded
-from rayps.bench.sharded import (
+from benchmarks.runs.recorded_layers import RecordedLayers, StepBegin, record, recorded
+from benchmarks.runs.sharded import (
     bench_background_write,
     bench_memory_of_driver,
     bench_memory_of_workers,

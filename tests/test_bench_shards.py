@@ -2,7 +2,7 @@ import pytest
 from conftest import missing
 from rayps_client.errors import ClusterError, ConfigError
 
-from rayps.bench.shards import bench_shards
+from benchmarks.network.shards import bench_shards
 
 
 def test_a_row_for_each_number_of_shards():

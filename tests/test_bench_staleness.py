@@ -2,9 +2,9 @@ import pytest
 import torch
 from rayps_client.errors import ConfigError
 
-from rayps.bench.staleness import bench_staleness, simulate_staleness, workloads
-from rayps.bench.stragglers import BATCH, FOLDER
-from rayps.bench.virtual_staleness import EXCHANGE, VirtualJob
+from benchmarks.servers.staleness import bench_staleness, simulate_staleness, workloads
+from benchmarks.servers.stragglers import BATCH, FOLDER
+from benchmarks.servers.virtual_staleness import EXCHANGE, VirtualJob
 from rayps.cluster.local import LocalCluster
 from rayps.data import parquet
 from rayps.strategies.catalogue import parse

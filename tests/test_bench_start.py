@@ -9,10 +9,10 @@ import pytest
 from rayps_client.errors import ConfigError
 
 import rayps
-from rayps.bench import start
-from rayps.bench.first_steps import STEPS, FirstSteps, first_times
-from rayps.bench.ray_train_start import make_steps, train_by_ray_train
-from rayps.bench.start import bench_start, warm_processes
+from benchmarks.runs import start
+from benchmarks.runs.first_steps import STEPS, FirstSteps, first_times
+from benchmarks.runs.ray_train_start import make_steps, train_by_ray_train
+from benchmarks.runs.start import bench_start, warm_processes
 from rayps.cluster.local import LocalCluster
 
 

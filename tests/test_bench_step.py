@@ -1,8 +1,8 @@
 import pytest
 from rayps_client.errors import ConfigError
 
+from benchmarks.runs.memory import bench_memory, resident
 from rayps.bench.gpt import Gpt
-from rayps.bench.memory import bench_memory, resident
 from rayps.bench.mlp import Mlp
 from rayps.bench.step import bench_step
 from rayps.cluster.local import LocalCluster

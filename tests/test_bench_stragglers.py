@@ -4,9 +4,9 @@ import random
 import pytest
 from rayps_client.errors import ConfigError
 
-from rayps.bench.backup_workers import bench_backup_workers, finishing_seconds, step_seconds
-from rayps.bench.backup_workers import factors as slow_gradients
-from rayps.bench.stragglers import SCENES, bench_stragglers, factors
+from benchmarks.servers.backup_workers import bench_backup_workers, finishing_seconds, step_seconds
+from benchmarks.servers.backup_workers import factors as slow_gradients
+from benchmarks.servers.stragglers import SCENES, bench_stragglers, factors
 from rayps.cluster.local import LocalCluster
 
 

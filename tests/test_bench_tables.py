@@ -1,4 +1,4 @@
-"""`rayps bench tables` measures what it says. No figure is judged here."""
+"""`python -m benchmarks tables` measures what it says. No figure is judged here."""
 
 import json
 
@@ -8,11 +8,11 @@ import torch
 from rayps_client.errors import ConfigError
 from typer.testing import CliRunner
 
-from rayps.bench import hot_table
-from rayps.bench.calls import RayRows, _cut, bench_calls
-from rayps.bench.hot_table import bench_hot
-from rayps.bench.tables import Dense, bench_files, bench_tables, filled, skew
-from rayps.cli.main import app
+from benchmarks.__main__ import app
+from benchmarks.servers import hot_table
+from benchmarks.servers.calls import RayRows, _cut, bench_calls
+from benchmarks.servers.hot_table import bench_hot
+from benchmarks.servers.tables import Dense, bench_files, bench_tables, filled, skew
 from rayps.cluster.local import LocalCluster
 from rayps.ps.manager.assign_segments import Balance
 from rayps.ps.protocol.space import SparseTable
@@ -77,7 +77,6 @@ def test_the_command():
     run = CliRunner().invoke(
         app,
         [
-            "bench",
             "tables",
             "--rows",
             "1000",

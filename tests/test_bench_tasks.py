@@ -7,7 +7,7 @@ from rayps_client.errors import ConfigError
 from required_module import required
 
 from benchmarks.__main__ import main
-from benchmarks.tasks import STRATEGIES, TaskRow, bench_tasks
+from benchmarks.algorithms.tasks import STRATEGIES, TaskRow, bench_tasks
 from rayps.cluster.local import LocalCluster
 
 
@@ -50,7 +50,7 @@ def test_an_unknown_task_is_refused(cluster):
 def test_the_command_prints_why_a_strategy_is_refused(monkeypatch, capsys, option):
     """A column for it had no room left on a terminal of 80 columns."""
     rows = [TaskRow("lm", "all_reduce", 3, 0.5, 0.5, 1.0), TaskRow("lm", "x", 3, None, None, None, "it has tables")]
-    monkeypatch.setattr("benchmarks.cli_tasks.run", lambda address, workers, measure: rows)
+    monkeypatch.setattr("rayps.cli.measure.on_cluster", lambda address, cpus, measure: rows)
     assert main(["tasks", option]) == 0
     out = capsys.readouterr().out
     if option == "--json":

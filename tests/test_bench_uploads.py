@@ -7,8 +7,8 @@ import pytest
 from rayps_client.rows import Batch
 
 from benchmarks.__main__ import main
-from benchmarks.uploads import CODINGS
-from benchmarks.uploads_work import Digits
+from benchmarks.federated.uploads import CODINGS
+from benchmarks.federated.uploads_work import Digits
 from rayps.strategies.catalogue import parse
 
 pytestmark = pytest.mark.bench

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rayps_chaos.command import seconds_of
+from rayps_chaos.faults import FaultOn, FaultRole
+from rayps_chaos.history import JobHistory
+from rayps_chaos.measure_recovery import InjectedFault
+from rayps_chaos.plan import PlannedFault
+from rayps_chaos.soak import faults_on
+from rayps_chaos.targets import JobProcesses
 from rayps_client.errors import ConfigError
 from service_site import Site
 
-from rayps.chaos.faults import FaultOn, FaultRole
-from rayps.chaos.history import JobHistory
-from rayps.chaos.measure_recovery import InjectedFault
-from rayps.chaos.plan import PlannedFault
-from rayps.chaos.soak import faults_on
-from rayps.chaos.targets import JobProcesses
 from rayps.cli import main as cli
-from rayps.cli.chaos import seconds_of
 from rayps.core.job_status import Status
 from rayps.service import processes
 from rayps.service.ray_daemon import RayRecord
@@ -158,7 +158,7 @@ def test_what_cannot_be_is_refused(site: Site, capsys: pytest.CaptureFixture[str
 
 
 LEDGER = """
-workload: rayps.chaos.ledger_work:LedgerWork
+workload: rayps_chaos.ledger_work:LedgerWork
 strategy: {name: parameter_server, staleness: 0, shards: 2}
 workers: 2
 epochs: 1
@@ -175,7 +175,7 @@ def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a service was started")
 
-    monkeypatch.setattr("rayps.chaos.run.ChaosService", refuse)
+    monkeypatch.setattr("rayps_chaos.run.ChaosService", refuse)
     (tmp_path / "job.yaml").write_text(LEDGER)
     return str(tmp_path / "job.yaml")
 

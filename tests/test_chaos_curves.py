@@ -6,8 +6,7 @@ import xml.dom.minidom
 from pathlib import Path
 
 import pytest
-
-from rayps.chaos.curves import (
+from rayps_chaos.curves import (
     LIMITS,
     UseSample,
     judge,
@@ -18,7 +17,7 @@ from rayps.chaos.curves import (
     slope,
     write_samples,
 )
-from rayps.chaos.draw_curves import svg
+from rayps_chaos.draw_curves import svg
 
 
 def curve(growth, *, quantity="memory_mb", seconds=3600.0, count=120, pid=7, noise=0.0):

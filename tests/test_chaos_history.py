@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-
-from rayps.chaos.compare_results import check_slots, compare_metrics, compare_parameters, promises_bits
-from rayps.chaos.faults import FaultOn, FaultRole
-from rayps.chaos.history import (
+from rayps_chaos.compare_results import check_slots, compare_metrics, compare_parameters, promises_bits
+from rayps_chaos.faults import FaultOn, FaultRole
+from rayps_chaos.history import (
     HistoryBounds,
     JobHistory,
     check_acknowledged,
@@ -16,9 +15,10 @@ from rayps.chaos.history import (
     check_success,
     read_history,
 )
-from rayps.chaos.measure_recovery import InjectedFault, by_kind, costs, quantile, usual_gap, usual_round
-from rayps.chaos.plan import PlannedFault
-from rayps.chaos.report import make_report, pace
+from rayps_chaos.measure_recovery import InjectedFault, by_kind, costs, quantile, usual_gap, usual_round
+from rayps_chaos.plan import PlannedFault
+from rayps_chaos.report import make_report, pace
+
 from rayps.strategies.job import JobSpec
 
 BOUNDS = HistoryBounds(1000.0, 60.0, frozenset(["J"]))

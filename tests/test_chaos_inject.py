@@ -11,14 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+from rayps_chaos import lines, shifted_service
+from rayps_chaos.campaign import ChaosSite, carry_out
+from rayps_chaos.faults import FaultOn, FaultRole
+from rayps_chaos.inject import ChaosMeans, injected
+from rayps_chaos.plan import PlannedFault
+from rayps_chaos.targets import ChaosProcess, ProcessFacts, process_facts, refusal
 from rayps_client.errors import ClusterError
 
-from rayps.chaos import lines, shifted_service
-from rayps.chaos.campaign import ChaosSite, carry_out
-from rayps.chaos.faults import FaultOn, FaultRole
-from rayps.chaos.inject import ChaosMeans, injected
-from rayps.chaos.plan import PlannedFault
-from rayps.chaos.targets import ChaosProcess, ProcessFacts, process_facts, refusal
 from rayps.service import processes
 
 LINE = """
@@ -253,7 +253,7 @@ class There:
 
 
 def test_a_campaign_tells_first_and_goes_on_after_what_it_cannot_do(monkeypatch):
-    monkeypatch.setattr("rayps.chaos.campaign._FIND_SECONDS", 0.0)
+    monkeypatch.setattr("rayps_chaos.campaign._FIND_SECONDS", 0.0)
     told, revived = [], []
     with process("-c", "input()") as victim:
         plan = [planned("stop", seconds=0.01), planned("kill", FaultRole.SERVER, at=0.02), planned("kill", at=0.03)]

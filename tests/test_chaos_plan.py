@@ -4,10 +4,8 @@ import itertools
 import math
 
 import pytest
-from rayps_client.errors import ConfigError
-
-from rayps.chaos.expected_processes import expected_facts, possible_facts
-from rayps.chaos.faults import (
+from rayps_chaos.expected_processes import expected_facts, possible_facts
+from rayps_chaos.faults import (
     ALL_FAULTS,
     KINDS,
     NEWBORN,
@@ -19,10 +17,12 @@ from rayps.chaos.faults import (
     parse_scopes,
     scope_of,
 )
-from rayps.chaos.inject import cannot_inject
-from rayps.chaos.plan import USUAL_FAULTS, ChaosFacts, draw_newborn_plan, draw_plan, too_many_failures, why_not
-from rayps.chaos.run import ChaosOptions
-from rayps.chaos.soak import SoakOptions
+from rayps_chaos.inject import cannot_inject
+from rayps_chaos.plan import USUAL_FAULTS, ChaosFacts, draw_newborn_plan, draw_plan, too_many_failures, why_not
+from rayps_chaos.run import ChaosOptions
+from rayps_chaos.soak import SoakOptions
+from rayps_client.errors import ConfigError
+
 from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec
 

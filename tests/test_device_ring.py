@@ -15,7 +15,7 @@ from rayps_client.errors import ConfigError
 from small_work import Small
 from torch import nn
 
-from rayps.bench.device_step import worker_steps
+from benchmarks.gpu.device_step import worker_steps
 from rayps.comm.link import Listener
 from rayps.comm.ring import Ring
 from rayps.comm.ring.bucket_scatter import bucket_scatter

@@ -27,6 +27,7 @@ import pytest
 import torch
 import typer.main
 import yaml
+from rayps_chaos.command import app as chaos_app
 from rayps_client.__main__ import options_of
 from typer.testing import CliRunner
 
@@ -303,13 +304,19 @@ def looked_up(words):
 command_line = cache(typer.main.get_command)  # building the commands takes longer than parsing a line
 
 
-def parsed(words):
+def command_of(group, name):
+    """A command of a group; `rayps chaos` is that of its package."""
+    return command_line(chaos_app) if name == "chaos" else group.get_command(None, name)
+
+
+def parsed(words, app=app):
     """Parse the words after `rayps` as the command line does, without running anything; the command's path."""
-    command, path, rest = command_line(app), [], list(words)
+    path, rest = [], list(words)
+    command = command_line(app)
     while hasattr(command, "commands"):
-        assert rest and rest[0] in command.commands, f"rayps {' '.join(path)} has {sorted(command.commands)}"
+        assert rest and rest[0] in command.list_commands(None), f"rayps {' '.join(path)} has no {rest[:1]}"
         path.append(rest.pop(0))
-        command = command.commands[path[-1]]
+        command = command_of(command, path[-1])
     command.make_context(path[-1], rest)  # raises for an option or a value that does not exist
     return path
 
@@ -362,6 +369,8 @@ def test_a_command_is_one(command, request):
         check_make(rest)
     elif program == "curl":
         check_curl(rest)
+    elif words[:3] == ["python", "-m", "benchmarks"]:
+        parsed(words[3:], importlib.import_module("benchmarks.__main__").app)
     elif program == "python":
         assert (ROOT / rest[0]).is_file(), rest
         looked_up(rest)
@@ -385,8 +394,8 @@ def test_an_inline_command_and_its_options_exist(span):
     command = command_line(importlib.import_module("benchmarks.__main__").app if peers else app)
     words = words[3:] if peers else words[1:]
     while hasattr(command, "commands") and words:
-        assert words[0] in command.commands, span
-        command = command.commands[words.pop(0)]
+        assert words[0] in command.list_commands(None), span
+        command = command_of(command, words.pop(0))
     known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     given = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
     assert given <= known | {"--help"}, span

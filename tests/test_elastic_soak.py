@@ -9,12 +9,12 @@ import time
 
 import pytest
 from leased_work import SECONDS
+from rayps_chaos.compare_results import check_slots
+from rayps_chaos.history import HistoryBounds, JobHistory, check_history
+from rayps_chaos.ledger_work import LedgerWork
+from rayps_chaos.soak import KINDS
 from small_work import Watched
 
-from rayps.chaos.compare_results import check_slots
-from rayps.chaos.history import HistoryBounds, JobHistory, check_history
-from rayps.chaos.ledger_work import LedgerWork
-from rayps.chaos.soak import KINDS
 from rayps.cluster.local import until
 from rayps.core.elastic import ElasticWorkers
 from rayps.runtime.driver import Driver
@@ -43,7 +43,7 @@ class Soaked:
             setattr(work, name, value)
         elastic = ElasticWorkers.of({"most": kind.most, **(fields["elastic"] or {}), "cooldown": 0.0})
         self.spec = JobSpec(
-            "rayps.chaos.ledger_work:LedgerWork", "", kind.least, epochs=1, elastic=elastic, checkpoint_every=40,
+            "rayps_chaos.ledger_work:LedgerWork", "", kind.least, epochs=1, elastic=elastic, checkpoint_every=40,
             max_failures=1000, seed=seed, params=params,
         )  # fmt: skip
         self.cluster, self.journal = Watched(), Journal(folder)

@@ -12,9 +12,9 @@ from rayps_client.errors import DataError, TrainingError, WorkloadError
 from torch import nn
 
 import rayps
-from benchmarks.leftovers import Leftovers
-from benchmarks.mistakes import MISTAKES as NINE
-from benchmarks.mistakes import Mistake
+from benchmarks.runs.leftovers import Leftovers
+from benchmarks.runs.mistakes import MISTAKES as NINE
+from benchmarks.runs.mistakes import Mistake
 from rayps.cluster.local import LocalCluster
 from rayps.core.memory import available_bytes, total_bytes
 from rayps.core.user_code import place_of

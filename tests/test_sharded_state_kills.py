@@ -214,7 +214,7 @@ def test_a_driver_killed_some_time_after_a_part_was_begun_leaves_whole_checkpoin
 # ------------------------------------------------------------------------- the driver's memory
 
 MEMORY = """
-from rayps.bench.sharded_script import own_peak
+from benchmarks.runs.sharded_script import own_peak
 cluster = ProcessCluster()
 train(Sized({width}), SHARD, cluster, workers=2, epochs=1, checkpoint=folder)
 cluster.close()

@@ -1,4 +1,4 @@
-"""The two packages as wheels: they are installed together, and either is removed without a change of the other."""
+"""The packages as wheels: they are installed together, and each is removed without a change of the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(*command: str, cwd: Path = ROOT) -> str:
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     pytest.importorskip("hatchling", reason="hatchling is not installed: it builds the wheels")
     out = tmp_path_factory.mktemp("wheels")
-    for source in (ROOT, ROOT / "client"):
+    for source in (ROOT, ROOT / "client", ROOT / "chaos"):
         run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out), cwd=source)
     return {path.name.partition("-")[0]: path for path in out.glob("*.whl")}
 
@@ -43,7 +43,7 @@ def metadata(wheel: Path) -> str:
 
 
 def test_each_wheel_has_its_own_package(wheels: dict[str, Path]) -> None:
-    assert set(wheels) == {"rayps", "rayps_client"}
+    assert set(wheels) == {"rayps", "rayps_client", "rayps_chaos"}
     light, whole = names(wheels["rayps_client"]), names(wheels["rayps"])
     assert not light & whole
     assert {name.partition("/")[0] for name in light} == {"rayps_client", "rayps_client-0.1.0.dist-info"}
@@ -54,6 +54,10 @@ def test_each_wheel_has_its_own_package(wheels: dict[str, Path]) -> None:
     plain = {re.split(r"[<>=]", line.split()[1])[0] for line in required if "extra ==" not in line}
     assert plain == {"httpx2", "cryptography", "numpy", "safetensors"}
     assert "Requires-Dist: rayps-client==0.1.0" in metadata(wheels["rayps"])
+    chaos = names(wheels["rayps_chaos"])
+    assert {name.partition("/")[0] for name in chaos} == {"rayps_chaos", "rayps_chaos-0.1.0.dist-info"}
+    assert "Requires-Dist: rayps==0.1.0" in metadata(wheels["rayps_chaos"])
+    assert not any(name.startswith(("benchmarks", "rayps/chaos")) for name in whole)
 
 
 def files(folder: Path, *packages: str) -> dict[str, str]:
@@ -72,7 +76,7 @@ def test_either_package_is_removed_without_a_change_of_the_other(wheels: dict[st
     pip = (sys.executable, "-m", "pip", "--python", python)
     install = (*pip, "install", "-q", "--no-deps", "--no-index", "--no-compile")
     light, whole = ("rayps_client",), ("rayps", "rayps_api")
-    run(*install, *map(str, wheels.values()))
+    run(*install, str(wheels["rayps_client"]), str(wheels["rayps"]))
     both = files(site, *light, *whole)
     assert files(site, *light) and files(site, *whole)
     run(*pip, "uninstall", "-q", "-y", "rayps")

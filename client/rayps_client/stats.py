@@ -16,6 +16,11 @@ are: values below `low` and above `high` are moved to that bound first.
 
 A mean r = S / N of noised sums has the noise e_S / N - r e_0 / N to first order, where e_S and e_0 are the noise of S
 and of the count N. `decode` takes the standard deviation tau of e_S / N and of e_0 / N, and returns that of the answer.
+
+Example:
+    rayps.stats.mean(low=0, high=110)
+    rayps.stats.histogram(edges=(0, 18.5, 25, 30, 60), column="bmi")
+    rayps.stats.quantile((0.25, 0.5, 0.75), low=0, high=10, bins=64)
 """
 
 from __future__ import annotations

@@ -11,12 +11,14 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import torch
 from rayps_client.errors import ConfigError
 
 from rayps.bench.netns import Hosts, bits
 from rayps.bench.parallel_calls import call_all
+from rayps.bench.table import BenchRow, Opt, read_sizes
 from rayps.comm.link import Listener
 from rayps.comm.ring import Ring
 from rayps.comm.ring.choose_algorithm import NAMES
@@ -27,8 +29,13 @@ _START_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class HostsRow:
+class HostsRow(BenchRow):
     """One algorithm at one size. `seconds` is the slowest rank's time, as the median of the repetitions."""
+
+    columns: ClassVar[str] = (
+        "bytes | algorithm | transport: over | hosts | ranks: ranks a host | streams | seconds | "
+        "bandwidth: bytes/s | limit: link's limit | share: of limit"
+    )
 
     bytes: int
     algorithm: str
@@ -152,3 +159,31 @@ def bench_hosts(
                     )
                 )
     return rows
+
+
+def bench_ranks(
+    hosts: Annotated[int, Opt("Number of hosts; they are network namespaces, which need root.")] = 2,
+    ranks: Annotated[Sequence[int], Opt("Numbers of ranks on each host to measure, e.g. 1,2.")] = (1, 2),
+    rate: Annotated[str, Opt("The rate of each host's network link, in each direction.")] = "1gbit",
+    sizes: Annotated[
+        Sequence[int], Opt("Sizes of the vector, e.g. 10KB,1MB (1 KB = 1000 bytes).", read=read_sizes, text="100MB")
+    ] = (100_000_000,),
+    algorithms: Annotated[Sequence[str], Opt("auto, ring, hierarchical, two_shot, tree, one_shot, star.")] = (
+        "ring",
+        "hierarchical",
+        "auto",
+    ),
+    streams: Annotated[
+        int, Opt("TCP connections between two ranks; 0: as many as a measurement finds necessary to fill the link.")
+    ] = 0,
+    stream_rate: Annotated[str | None, Opt("The largest rate of one TCP connection, e.g. 300mbit.")] = None,
+    repeats: Annotated[int, Opt("Number of measurements of each algorithm and size.")] = 5,
+) -> list[HostsRow]:
+    """Measure all-reduce for each number of ranks on a host. Raises the errors of `bench_hosts`."""
+    return [
+        row
+        for count in ranks
+        for row in bench_hosts(
+            hosts, count, rate, sizes, algorithms, streams=streams, stream_rate=stream_rate, repeats=repeats
+        )
+    ]

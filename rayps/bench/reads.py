@@ -9,9 +9,11 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
+from rayps.bench.table import BenchRow
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.ps.server_group import ServerGroup
 
@@ -20,8 +22,10 @@ CONTENDERS = ("independent", "consistent")
 
 
 @dataclass(frozen=True, slots=True)
-class ReadsRow:
+class ReadsRow(BenchRow):
     """One contender at one size. `turns` is the number of turns per second of all workers together."""
+
+    columns: ClassVar[str] = "bytes | contender: pulls | turns: turns/s | share: of independent"
 
     bytes: int
     contender: str

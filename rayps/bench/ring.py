@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rayps.bench.parallel_calls import call_all
 from rayps.bench.peer import peer
+from rayps.bench.table import BenchRow, Opt, read_sizes
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.comm.ring import Ring
 from rayps.comm.ring.choose_algorithm import NAMES
@@ -33,8 +34,13 @@ _BATCHED_BYTES = 2 << 20  # up to this size ten consecutive calls are timed toge
 
 
 @dataclass(frozen=True, slots=True)
-class RingRow:
+class RingRow(BenchRow):
     """One contender at one size. Times are medians of the slowest rank's time; bandwidths are bytes per second."""
+
+    columns: ClassVar[str] = (
+        "bytes | algorithm | transport: over | seconds | bandwidth: bytes/s | "
+        "copy_bandwidth: machine's copy | ratio: of copy | times_gloo: x gloo | times_mpich: x mpich"
+    )
 
     bytes: int
     algorithm: str
@@ -123,9 +129,17 @@ class RingBench:
 
 def bench_ring(
     cluster: Cluster,
-    workers: int,
-    sizes: Sequence[int],
-    algorithms: Sequence[str],
+    workers: Annotated[int, Opt("The number of ranks.")] = 4,
+    sizes: Annotated[
+        Sequence[int],
+        Opt(
+            "Sizes of the vector, e.g. 10KB,1MB (1 KB = 1000 bytes).", read=read_sizes, text="1KB,100KB,1MB,10MB,100MB"
+        ),
+    ] = (1000, 100_000, 1_000_000, 10_000_000, 100_000_000),
+    algorithms: Annotated[
+        Sequence[str],
+        Opt("Contenders: auto, resident, ring, tree, one_shot, two_shot, star, hierarchical, gloo, nccl, mpich."),
+    ] = ("auto", RESIDENT, "ring", "tree", "one_shot", "gloo"),
     *,
     repeats: int | None = None,
     timeout: float = 120.0,

@@ -11,12 +11,14 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from rayps_client.errors import ConfigError
 
+from rayps.bench.table import BenchRow
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.partition import slices
 from rayps.ps.server_group import ServerGroup
@@ -30,8 +32,10 @@ _LR = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class RowsRow:
+class RowsRow(BenchRow):
     """One contender. `turns` is the number of turns (a pull and a push) per second of all workers together."""
+
+    columns: ClassVar[str] = "rows | dim | contender: ids | turns: turns/s | bandwidth: bytes/s | times_ray: x ray"
 
     rows: int
     dim: int

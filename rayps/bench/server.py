@@ -9,12 +9,14 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from rayps_client.errors import ConfigError
 
+from rayps.bench.table import BenchRow
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.partition import slices
 from rayps.ps.server_group import ServerGroup
@@ -24,8 +26,10 @@ START_SECONDS = 0.3  # seconds until all workers have joined
 
 
 @dataclass(frozen=True, slots=True)
-class ServerRow:
+class ServerRow(BenchRow):
     """One contender at one size. `turns` is the number of turns (a push and a pull) per second of all workers."""
+
+    columns: ClassVar[str] = "bytes | contender: transport | turns: turns/s | bandwidth: bytes/s | times_ray: x ray"
 
     bytes: int
     contender: str

@@ -14,12 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, ClassVar
 
 from rayps_client.errors import RaypsError, TrainingError
 
+from rayps.bench.table import BenchRow, Opt
 from rayps.core.job_status import Status
 from rayps.service import job_folders
 from rayps.service.client import Client
@@ -32,8 +34,10 @@ _CREATED_AT = 1.7e9
 
 
 @dataclass(frozen=True, slots=True)
-class WaitingRow:
+class WaitingRow(BenchRow):
     """One measurement of a service in which `waiting` jobs wait."""
+
+    columns: ClassVar[str] = "waiting | cpu: of one core | memory_mb: MB | stop_s: s to stop one"
 
     waiting: int
     cpu: float  # share of one core that the service uses while it gets no request
@@ -41,7 +45,12 @@ class WaitingRow:
     stop_s: float  # seconds from the request to stop a job until the job is STOPPED
 
 
-def bench_service(waiting: list[int], seconds: float) -> list[WaitingRow]:
+def bench_service(
+    waiting: Annotated[Sequence[int], Opt("Numbers of waiting jobs to measure, each at least 1.")] = (1, 1500, 20_000),
+    seconds: Annotated[
+        float, Opt("Seconds of the measurement, in which the service gets no request.", least=1.0)
+    ] = 20.0,
+) -> list[WaitingRow]:
     """Measure a service with each number of waiting jobs. The CPU time is measured for `seconds` seconds."""
     return [_measure(number, seconds) for number in waiting]
 

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from rayps.bench.contender import plain_steps, workload
 from rayps.bench.parallel_calls import call_all
 from rayps.bench.peer import peer
 from rayps.bench.plain_processes import PlainActor
+from rayps.bench.table import BenchRow, Opt, Workers
 from rayps.bench.worker_steps import worker_steps
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.comm.ring import Ring
@@ -33,8 +35,13 @@ DEFAULT = "own,one_bucket,alone,ddp"
 
 
 @dataclass(frozen=True, slots=True)
-class StepRow:
+class StepRow(BenchRow):
     """One contender. Figures are medians. `rate` is in steps per second; all times are in milliseconds per step."""
+
+    columns: ClassVar[str] = (
+        "contender | rate: steps/s | step: ms a step | cpu: cpu ms | compute | data: batches | waiting | "
+        "moving | times_ddp: x ddp | of_alone: of alone | load"
+    )
 
     contender: str
     workers: int
@@ -101,13 +108,21 @@ class StepBench:
 
 def bench_step(
     cluster: Cluster,
-    workers: int,
-    contenders: Sequence[str],
+    workers: Workers = 2,
+    contenders: Annotated[
+        Sequence[str],
+        Opt(
+            "Contenders: own (AllReduce), one_bucket (AllReduce without overlap), alone (no communication), "
+            "ddp, ddp_plain (DDP in plain processes), ray_train."
+        ),
+    ] = ("own", "one_bucket", "alone", "ddp"),
     *,
-    model: str = "mlp",
-    hidden: int | None = None,
+    model: Annotated[str, Opt("mlp, or lm (a small GPT-2: many parameters of many sizes).")] = "mlp",
+    hidden: Annotated[
+        int | None, Opt("Width of the layers: 2048 (4.3 million parameters) for mlp, 256 (4.7 million) for lm.")
+    ] = None,
     steps: int = 20,
-    repeats: int = 9,
+    repeats: Annotated[int, Opt("Number of measurements for each contender, of 20 steps each.")] = 9,
     timeout: float = 120.0,
 ) -> list[StepRow]:
     """Measure training steps with one thread per worker: a row for each contender.

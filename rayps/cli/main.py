@@ -17,10 +17,10 @@ from rayps_client.values import JsonObject
 import rayps
 from rayps.cli import backup as cli_backup
 from rayps.cli import bench as cli_bench
-from rayps.cli import chaos as cli_chaos
 from rayps.cli import client as cli_client
 from rayps.cli import clients as cli_clients
 from rayps.cli import export as cli_export
+from rayps.cli import extras as cli_extras
 from rayps.cli import jobs as cli_jobs
 from rayps.cli import members as cli_members
 from rayps.cli import personal as cli_personal
@@ -328,7 +328,7 @@ cli_sweeps.add(app)
 cli_client.add(app)
 cli_members.add(app)
 app.command()(cli_backup.backup)
-app.command()(cli_chaos.chaos)
+cli_extras.add(app)
 app.command()(cli_plan.plan)
 app.command()(cli_report.report)
 app.command()(cli_run.run)

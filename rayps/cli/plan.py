@@ -16,7 +16,6 @@ from rayps_client.values import Json, JsonObject
 
 from rayps.cli import show
 from rayps.cli.show import Output
-from rayps.cli.sizes import size
 from rayps.core.costs import Costs, amount, costs
 from rayps.core.grid import Grid
 from rayps.core.pipeline import gantt
@@ -24,6 +23,7 @@ from rayps.core.pipeline.schedule import Table, splits, table
 from rayps.core.pipeline.simulate import Timeline, simulate
 from rayps.core.pipeline.validate import read
 from rayps.core.replica import Pipeline, pipeline_of
+from rayps.core.sizes import size
 from rayps.core.strategy import Phase, StrategyView
 from rayps.core.strategy_families import learns_by_client
 from rayps.core.topology import Peers, replica_of, replicas_in, shard_of

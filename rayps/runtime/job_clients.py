@@ -80,8 +80,8 @@ class JobClients:
         facts = state.meta.get(_RECORD)
         if facts is None:
             raise CheckpointError(
-                f"{path} does not record a federated strategy: its job had no clients.\nGive a checkpoint of a federated "
-                "job"
+                f"{path} does not record a federated strategy: its job had no clients.\nGive a "
+                "checkpoint of a federated job"
             )
         strategy = parse(facts["strategy"], folder)[0].strategy
         assert isinstance(strategy, FederatedView), "only federated strategies are recorded"

@@ -1,0 +1,1 @@
+"""Comparisons of algorithms by what they learn."""

@@ -1,0 +1,1 @@
+"""Measurements while workers, servers or hosts change or die."""

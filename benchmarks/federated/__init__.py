@@ -1,0 +1,1 @@
+"""Federated rounds and clients beside other systems."""

@@ -1,0 +1,1 @@
+"""Measurements of a GPU beside this machine's CPU."""

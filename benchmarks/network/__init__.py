@@ -1,0 +1,1 @@
+"""Measurements between hosts on slow links."""

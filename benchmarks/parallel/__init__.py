@@ -1,0 +1,1 @@
+"""Pipelines and split layers beside torch's own."""

@@ -1,0 +1,1 @@
+"""Measurements of parameter servers and tables."""
