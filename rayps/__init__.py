@@ -14,21 +14,21 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rayps_client.loading import without_collection
+from rayps_client.machine.loading import without_collection
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "ADMM": "rayps.strategies.admm",
     "AllReduce": "rayps.strategies.all_reduce",
-    "BestCheckpoint": "rayps.runtime.best_checkpoint",
+    "BestCheckpoint": "rayps.runtime.results.best_checkpoint",
     "Callback": "rayps.workload.callback",
     "Client": "rayps.service.client",
     "DiLoCo": "rayps.strategies.diloco",
     "Ditto": "rayps.strategies.ditto",
     "Downpour": "rayps.strategies.downpour",
     "EMA": "rayps.tensors.weight_average",
-    "EarlyStopping": "rayps.runtime.early_stopping",
+    "EarlyStopping": "rayps.runtime.results.early_stopping",
     "Embedding": "rayps.ps.tables.embedding",
     "EmbeddingBag": "rayps.ps.tables.embedding",
     "FedAdagrad": "rayps.strategies.fedopt",
@@ -48,7 +48,7 @@ _HOMES = {
     "Min": "rayps.workload.metric_values",
     "ParallelSGD": "rayps.strategies.parallel_sgd",
     "ParameterServer": "rayps.strategies.parameter_server",
-    "Pipeline": "rayps.core.replica",
+    "Pipeline": "rayps.core.strategy.replica",
     "RaypsError": "rayps_client.errors",
     "Result": "rayps.runtime.training",
     "Ring": "rayps.comm.ring",
@@ -59,13 +59,13 @@ _HOMES = {
     "StatisticsWorkload": "rayps.workload.statistics_workload",
     "Strategy": "rayps.strategies.base",
     "Sum": "rayps.workload.metric_values",
-    "TensorParallel": "rayps.core.replica",
+    "TensorParallel": "rayps.core.strategy.replica",
     "Workload": "rayps.workload.base",
     "batches": "rayps.runtime.own_loop.batches",
     "data": "rayps.data",
     "dp": "rayps.privacy.options",
     "hash_ids": "rayps.ps.tables.ids",
-    "load_state": "rayps.runtime.saved_model",
+    "load_state": "rayps.runtime.results.saved_model",
     "loggers": "rayps.loggers",
     "log": "rayps.runtime.own_loop.world",
     "mean": "rayps.runtime.own_loop.means",
@@ -89,15 +89,13 @@ if TYPE_CHECKING:
     from rayps import data as data
     from rayps import loggers as loggers
     from rayps.comm.ring import Ring as Ring
-    from rayps.core.replica import Pipeline as Pipeline
-    from rayps.core.replica import TensorParallel as TensorParallel
+    from rayps.core.strategy.replica import Pipeline as Pipeline
+    from rayps.core.strategy.replica import TensorParallel as TensorParallel
     from rayps.privacy.options import dp as dp
     from rayps.ps.server_group import ServerGroup as ServerGroup
     from rayps.ps.tables.embedding import Embedding as Embedding
     from rayps.ps.tables.embedding import EmbeddingBag as EmbeddingBag
     from rayps.ps.tables.ids import hash_ids as hash_ids
-    from rayps.runtime.best_checkpoint import BestCheckpoint as BestCheckpoint
-    from rayps.runtime.early_stopping import EarlyStopping as EarlyStopping
     from rayps.runtime.own_loop.batches import batches as batches
     from rayps.runtime.own_loop.means import mean as mean
     from rayps.runtime.own_loop.run import run as run
@@ -107,7 +105,9 @@ if TYPE_CHECKING:
     from rayps.runtime.own_loop.world import save as save
     from rayps.runtime.own_loop.world import world as world
     from rayps.runtime.own_loop.wrap import wrap as wrap
-    from rayps.runtime.saved_model import load_state as load_state
+    from rayps.runtime.results.best_checkpoint import BestCheckpoint as BestCheckpoint
+    from rayps.runtime.results.early_stopping import EarlyStopping as EarlyStopping
+    from rayps.runtime.results.saved_model import load_state as load_state
     from rayps.runtime.statistics import statistics as statistics
     from rayps.runtime.training import Result as Result
     from rayps.runtime.training import train as train

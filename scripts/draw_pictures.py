@@ -27,14 +27,14 @@ import torch
 
 import rayps
 from rayps.comm.ring import algorithms
-from rayps.core.costs import amount, costs
 from rayps.core.grid import Grid
-from rayps.core.job_status import MOVES, Status
+from rayps.core.job.job_status import MOVES, Status
 from rayps.core.partition import place, slices, spots
 from rayps.core.pipeline.schedule import idle, table
 from rayps.core.pipeline.simulate import simulate
-from rayps.core.staleness_bound import Clock
-from rayps.core.traffic import Sizes
+from rayps.core.strategy.costs import amount, costs
+from rayps.core.strategy.staleness_bound import Clock
+from rayps.core.strategy.traffic import Sizes
 from rayps.federated.population.cohort import cohort, pack
 from rayps.parallel.tensor.plan import plan
 

@@ -15,21 +15,21 @@ import httpx2
 import torch
 from fake_manager import ThreadPlace
 from hospital_work import SIZES, All, Own, Server, rows  # noqa: F401  those that tests import from here
-from rayps_client.client_folder import ClientFolder
-from rayps_client.connection import Line, ServiceConnection
+from rayps_client.exchange.connection import Line, ServiceConnection
+from rayps_client.exchange.signed_orders import ClientToken
+from rayps_client.machine.client_folder import ClientFolder
 from rayps_client.members.consent import Consent
 from rayps_client.members.member_key import MemberKey
 from rayps_client.members.signed_requests import SignedRequests
 from rayps_client.process import ClientProcess
 from rayps_client.secure.pinned_keys import PeerKeys
-from rayps_client.signed_orders import ClientToken
 from real_service import stop_running, until
 from service_site import Site
 
 from rayps.clients.workload_trainer import WorkloadTrainer
 from rayps.cluster.local import surrounding
 from rayps.service.client import Client, Job
-from rayps.tensors import checkpoint
+from rayps.tensors.checkpoints import checkpoint
 from rayps.tensors.snapshot import Snapshot
 
 WORK = """

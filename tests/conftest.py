@@ -18,7 +18,7 @@ from lanes import uses_ray, uses_service
 from traces import Traces
 
 from rayps.cluster.local import WORKER_NICENESS
-from rayps.runtime import driver
+from rayps.runtime.driver import driver
 
 pytest_plugins = ["clinic_fixtures"]
 

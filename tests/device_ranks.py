@@ -8,7 +8,8 @@ import torch
 from rayps_client.errors import RaypsError
 
 from rayps.comm.link import Listener
-from rayps.comm.ring import Ring, device_ipc, device_staging
+from rayps.comm.ring import Ring
+from rayps.comm.ring.device import device_ipc, device_staging
 from rayps.tensors.device import CpuDevice, Device
 
 SECRET = b"d" * 32

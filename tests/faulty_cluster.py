@@ -1,4 +1,4 @@
-"""A cluster that is well, hangs or dies, as a file says: for `rayps.service.ray_child` in place of Ray.
+"""A cluster that is well, hangs or dies, as a file says: for `rayps.service.local_ray.ray_child` in place of Ray.
 
 Its address is a folder. `folder/mode` holds one of the modes below; `folder/actors` remembers actors across processes.
 """

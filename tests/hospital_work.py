@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import torch
-from rayps_client.local_work import tried_sizes
+from rayps_client.trainers.local_work import tried_sizes
 
 import rayps
 

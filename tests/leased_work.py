@@ -15,9 +15,9 @@ from torch import nn
 
 import rayps
 from rayps.cluster.local import LocalCluster, until
-from rayps.core.elastic import ElasticWorkers
-from rayps.runtime.driver import Driver
-from rayps.runtime.journal import Journal
+from rayps.core.strategy.elastic import ElasticWorkers
+from rayps.runtime.driver.driver import Driver
+from rayps.runtime.records.journal import Journal
 from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec
 

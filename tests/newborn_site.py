@@ -17,8 +17,8 @@ from torch import nn
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.core.strategy_families import learns_by_client
-from rayps.core.topology import backup_in, replica_of, runs_in_step
+from rayps.core.strategy.strategy_families import learns_by_client
+from rayps.core.strategy.topology import backup_in, replica_of, runs_in_step
 from rayps.runtime.own_loop.world import LoopPlace
 from rayps.strategies.catalogue import CATALOGUE, parse
 

@@ -18,8 +18,8 @@ from rayps_client.errors import Conflict
 
 from rayps.core.failpoint import VARIABLE
 from rayps.service.client import Client, Job
-from rayps.service.ray_daemon import read_record
-from rayps.service.user_tokens import LOCAL
+from rayps.service.local_ray.ray_daemon import read_record
+from rayps.service.tokens.user_tokens import LOCAL
 
 
 def until(ready: Callable[[], Any], seconds: float = 60.0) -> Any:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import pytest
 import s3fs
 
-from rayps.tensors.checkpoint_place import CheckpointPlace, unfinished
+from rayps.tensors.checkpoints.checkpoint_place import CheckpointPlace, unfinished
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "test",

@@ -148,7 +148,7 @@ def drive(actors: Path, name: str, args: list[Any]) -> None:
         file.write(str(os.getpid()))
         file.flush()
         if spec["workload"].partition(":")[0].endswith("line.py"):  # the real one, with workers of threads
-            from rayps.runtime.driver_actor import DriverActor
+            from rayps.runtime.driver.driver_actor import DriverActor
 
             with (Path(folder) / "ledger.txt").open("a") as ledger:
                 ledger.write(f"begun {attempt}\n")

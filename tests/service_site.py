@@ -16,7 +16,7 @@ from rayps_api.connections import Limits, Server
 from rayps_api.service import Service
 from rayps_client.errors import ClusterError
 
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.service.settings import Settings
 
 

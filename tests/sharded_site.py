@@ -11,12 +11,12 @@ from torch import nn
 
 import rayps
 from rayps.comm.link import Listener
-from rayps.core.phase_rounds import Boundary
+from rayps.core.rows.phase_rounds import Boundary
 from rayps.tensors.flat import Layout, outside_vector
 from rayps.tensors.snapshot import Snapshot, StateSource
 from rayps.worker.connections import WorkerConnections
+from rayps.worker.loops.sharded_parameters import ShardedParameters
 from rayps.worker.plan import EvaluationPlan, PeerAddresses, SnapshotPlan, WorkerPlan
-from rayps.worker.sharded_parameters import ShardedParameters
 from rayps.workload.deferred_init import deferred
 
 CONTEXT = multiprocessing.get_context("forkserver")  # imports torch's FSDP once, not in each process

@@ -27,7 +27,7 @@ from real_service import Serve
 from test_service import VICTIMS, WORK, rounds
 
 from rayps.service import processes
-from rayps.service.ray_daemon import read_record
+from rayps.service.local_ray.ray_daemon import read_record
 
 PATIENCE = 600.0  # seconds; ends a hang, measures nothing
 KILLED = {**VICTIMS, "daemon": ["ray_daemon"]}

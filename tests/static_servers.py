@@ -7,9 +7,9 @@ from unittest import mock
 import torch
 
 from rayps.comm import link
+from rayps.core.job.user_module import pack
 from rayps.core.partition import slices
-from rayps.core.phase_rounds import Boundary
-from rayps.core.user_module import pack
+from rayps.core.rows.phase_rounds import Boundary
 from rayps.ps.client import connections
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.session import Session

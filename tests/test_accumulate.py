@@ -19,7 +19,7 @@ from rayps.comm.ring import Ring
 from rayps.comm.ring.compressed_mean import CompressedRing
 from rayps.ps.client.client import GroupServer
 from rayps.ps.tables import embedding
-from rayps.worker.buckets import Buckets
+from rayps.worker.exchange.buckets import Buckets
 
 EXACT = 1e-11
 HALF = 2e-2  # bf16 has 8 bits: another order of additions moves the result by about this much

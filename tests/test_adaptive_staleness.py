@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayps.core.adaptive_staleness import (
+from rayps.core.grid import Grid
+from rayps.core.strategy.adaptive_staleness import (
     FIRST,
     GAIN,
     LADDER,
@@ -21,9 +22,8 @@ from rayps.core.adaptive_staleness import (
     lost_share,
     mean_and_error,
 )
-from rayps.core.grid import Grid
-from rayps.runtime.bound_mover import BoundMover
-from rayps.runtime.journal import Journal
+from rayps.runtime.driver.bound_mover import BoundMover
+from rayps.runtime.records.journal import Journal
 from rayps.strategies.catalogue import parse
 
 NONE = LADDER[-1]

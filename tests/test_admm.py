@@ -10,9 +10,9 @@ from torch import nn
 
 import rayps
 from rayps import ADMM
-from rayps.core.draw_participants import takes_part
-from rayps.core.proximal import canonical, prox, shrink, soft_threshold
-from rayps.core.text import written
+from rayps.core.rows.draw_participants import takes_part
+from rayps.core.strategy.proximal import canonical, prox, shrink, soft_threshold
+from rayps.core.strategy.text import written
 from rayps.strategies.catalogue import parse, wire
 
 F64 = torch.float64

@@ -20,7 +20,7 @@ from rayps_client.errors import NotFound
 from service_site import Site
 
 from rayps.cli import doctor
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.service import adoption, job_folders, processes
 from rayps.service.adoption import FolderRow, StoreRow, compare, restored_columns
 from rayps.service.store import Store

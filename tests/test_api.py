@@ -13,14 +13,15 @@ from urllib.parse import urljoin
 
 import httpx2
 import pytest
-from rayps_api import folder, pages, routes_root
+from rayps_api import folder, pages
 from rayps_api.guard import is_private
 from rayps_api.rollup import Rollup, Rollups
+from rayps_api.routes import routes_root
 from rayps_api.service import Service
 from service_site import Site
 
 from rayps.cluster.warm import WarmState
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.service import store
 from rayps.service.scheduler import Scheduler, View
 

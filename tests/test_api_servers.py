@@ -18,7 +18,7 @@ from service_site import Site
 from rayps.cli import main as cli
 from rayps.cli.servers import server_count
 from rayps.cluster.local import surrounding
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.service import drivers as drivers_module
 from rayps.service import groups as groups_module
 from rayps.service.client import Client

@@ -31,6 +31,7 @@ ROOMS = [  # bottom up: a folder imports only those above it in this list
     "parallel/pipeline",
     "parallel/division",
     "federated/population",
+    "federated/rules",
     "federated/remote",
     "federated",
     "strategies",
@@ -48,7 +49,10 @@ LAZY = {  # (module, what it imports within a function): why
     ("data.ray_blocks", "rayps.cluster.ray_cluster"): "only data of Ray needs Ray",
     ("runtime.training", "rayps.cluster.ray_cluster"): "a run on a given cluster needs no Ray",
     ("runtime.own_loop.run", "rayps.cluster.ray_cluster"): "a run on a given cluster needs no Ray",
-    ("federated.robust_rules", "rayps.federated.rule_arithmetic"): "the job service reads rules without numpy",
+    (
+        "federated.rules.robust_rules",
+        "rayps.federated.rules.rule_arithmetic",
+    ): "the job service reads rules without numpy",
     ("service.strategy_child", "rayps.workload.base"): "only the check of parameters needs torch",
     ("cli.doctor", "resource"): "not on every system",
     ("service.strategy_child", "rayps.federated.private_job"): "only private jobs with a budget need the accountant",
@@ -65,25 +69,25 @@ NAMED = {  # (module, what it names as "module:Name"): why
     ("ps.manager.host_starter", "ps.server.server_host:ServerHost"): ACTOR,
     ("ps.manager.launcher", "ps.server.server_actor:ServerActor"): ACTOR,
     ("ps.server_group", "ps.server.shard_actor:ShardActor"): ACTOR,
-    ("runtime.job_servers", "ps.server.shard_actor:ShardActor"): ACTOR,
+    ("runtime.driver.job_servers", "ps.server.shard_actor:ShardActor"): ACTOR,
     ("runtime.own_loop.driver", "runtime.own_loop.actor:LoopActor"): ACTOR,
-    ("runtime.worker_group", "runtime.worker_actor:WorkerActor"): ACTOR,
-    ("service.drivers", "runtime.driver_actor:DriverActor"): ACTOR,
+    ("runtime.driver.worker_group", "runtime.driver.worker_actor:WorkerActor"): ACTOR,
+    ("service.drivers", "runtime.driver.driver_actor:DriverActor"): ACTOR,
     ("service.groups", "ps.manager.manager:ManagerActor"): ACTOR,
-    ("service.ray_process", "cluster.ray_cluster:RayCluster"): "the service needs no Ray",
-    ("worker.loop_of_family", "parallel.division.model_slice:ModelSlice"): "only models that are divided need it",
-    ("worker.loop_of_family", "ps.tables.embedding:bind"): "only models with sparse tables need it",
-    ("worker.loop_of_family", "worker.federated_rounds:FederatedRounds"): FAMILY,
-    ("worker.loop_of_family", "worker.local_updates:LocalUpdates"): FAMILY,
-    ("worker.loop_of_family", "worker.member_gradients:MemberGradients"): FAMILY,
-    ("worker.loop_of_family", "worker.member_pushes:MemberPushes"): FAMILY,
-    ("worker.loop_of_family", "worker.private_gradients:PrivateGradients"): FAMILY,
-    ("worker.loop_of_family", "worker.private_gradients:PrivatePushes"): FAMILY,
-    ("worker.loop_of_family", "worker.server_steps:ServerSteps"): FAMILY,
-    ("worker.loop_of_family", "worker.sharded_parameters:ShardedParameters"): FAMILY,
-    ("worker.loop_of_family", "worker.sharded_state:ShardedState"): FAMILY,
-    ("worker.loop_of_family", "worker.shared_vector:SharedVectorSteps"): FAMILY,
-    ("worker.loop_of_family", "worker.sync_gradients:SyncGradients"): FAMILY,
+    ("service.local_ray.ray_process", "cluster.ray_cluster:RayCluster"): "the service needs no Ray",
+    ("worker.loops.loop_of_family", "parallel.division.model_slice:ModelSlice"): "only models that are divided need it",
+    ("worker.loops.loop_of_family", "ps.tables.embedding:bind"): "only models with sparse tables need it",
+    ("worker.loops.loop_of_family", "worker.loops.federated_rounds:FederatedRounds"): FAMILY,
+    ("worker.loops.loop_of_family", "worker.loops.local_updates:LocalUpdates"): FAMILY,
+    ("worker.loops.loop_of_family", "worker.loops.member_gradients:MemberGradients"): FAMILY,
+    ("worker.loops.loop_of_family", "worker.loops.member_pushes:MemberPushes"): FAMILY,
+    ("worker.loops.loop_of_family", "worker.loops.private_gradients:PrivateGradients"): FAMILY,
+    ("worker.loops.loop_of_family", "worker.loops.private_gradients:PrivatePushes"): FAMILY,
+    ("worker.loops.loop_of_family", "worker.loops.server_steps:ServerSteps"): FAMILY,
+    ("worker.loops.loop_of_family", "worker.loops.sharded_parameters:ShardedParameters"): FAMILY,
+    ("worker.loops.loop_of_family", "worker.loops.sharded_state:ShardedState"): FAMILY,
+    ("worker.loops.loop_of_family", "worker.loops.shared_vector:SharedVectorSteps"): FAMILY,
+    ("worker.loops.loop_of_family", "worker.loops.sync_gradients:SyncGradients"): FAMILY,
 }
 
 
@@ -180,7 +184,7 @@ def test_imports_go_downwards():
 def test_what_the_service_and_the_api_load_needs_neither_torch_nor_ray():
     """All that their modules import, and what these import in turn; not the child, which is a process in Ray."""
     seen, todo = {}, [n for n in FILES if n.startswith(("rayps_api", "rayps.service"))]
-    todo.remove("rayps.service.ray_child")
+    todo.remove("rayps.service.local_ray.ray_child")
     while todo:
         name = todo.pop()
         for used, inside in imports(TREES[name]):
@@ -349,7 +353,8 @@ def test_no_module_hides_a_public_name():
     [
         "import rayps; rayps.Client",
         "import rayps; rayps.AllReduce; rayps.ParameterServer; rayps.Strategy; rayps.RaypsError",
-        "import rayps.service.client; from rayps.service import scheduler, store, settings, ray_daemon, ray_place",
+        "import rayps.service.client; from rayps.service import scheduler, store, settings",
+        "from rayps.service.local_ray import ray_daemon, ray_place",
         "from rayps.strategies import catalogue, job; catalogue.parse('parameter_server:staleness=none')",
         "import rayps_api.app",
         "import sys, rayps.cli.main; sys.argv = ['rayps', '--help']; rayps.cli.main.main()",

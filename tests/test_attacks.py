@@ -9,12 +9,12 @@ import torch
 from rayps_client.errors import ConfigError
 from test_ring import every, form
 
-from rayps.federated.attacks import false_count, false_update, omniscient_update, usual_z
 from rayps.federated.combine_replies import BEFORE, Aggregate
-from rayps.federated.exact_sum import NOT_FINITE, TOO_LARGE
 from rayps.federated.population.attack_spec import attack_of
-from rayps.federated.robust_rules import rule_of
-from rayps.federated.rule_arithmetic import aggregate
+from rayps.federated.rules.attacks import false_count, false_update, omniscient_update, usual_z
+from rayps.federated.rules.exact_sum import NOT_FINITE, TOO_LARGE
+from rayps.federated.rules.robust_rules import rule_of
+from rayps.federated.rules.rule_arithmetic import aggregate
 
 CLIENTS, SIZE = 20, 37
 OMNISCIENT = ["alie(clients=4)", "alie(clients=4,z=2)", "inner_product(clients=4,eps=3)"]

@@ -14,7 +14,7 @@ from rayps_client.errors import ConfigError
 from service_site import Site
 
 from rayps.cli import main as cli
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.service import backup as backup_module
 from rayps.service.backup import backup
 from rayps.service.settings import Settings

@@ -18,20 +18,20 @@ from torch import nn
 import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.comm.ring.agree_members import MemberAgreement
-from rayps.core.dropped_steps import LateWorkers
-from rayps.core.phase_rounds import Boundary
-from rayps.core.portions import Portions
-from rayps.core.topology import Peers
-from rayps.runtime.late_workers import LateReplacements
-from rayps.runtime.recover import RecoveryExecutor
+from rayps.core.rows.dropped_steps import LateWorkers
+from rayps.core.rows.phase_rounds import Boundary
+from rayps.core.rows.portions import Portions
+from rayps.core.strategy.topology import Peers
+from rayps.runtime.driver.recover import RecoveryExecutor
+from rayps.runtime.size.late_workers import LateReplacements
 from rayps.strategies.catalogue import check_for_loop, parse
 from rayps.worker.abandon import AbandonHooks, StepAbandoned
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import Meter, RoundLog
-from rayps.worker.dropped import DropReports
-from rayps.worker.member_pushes import MemberServerWorker
+from rayps.worker.exchange.dropped import DropReports
+from rayps.worker.loops.member_pushes import MemberServerWorker
 from rayps.worker.plan import EvaluationPlan, PeerAddresses, SnapshotPlan, WorkerPlan
-from rayps.worker.portion_stream import PortionStream, ShareReader
+from rayps.worker.rows.portion_stream import PortionStream, ShareReader
 
 EXACT = 1e-12
 BOTH = [AllReduce(backup=1), ParameterServer(backup=1), ParameterServer(shards=3, backup=1)]
@@ -321,8 +321,8 @@ def test_workers_that_do_not_arrive_in_time_are_named_if_too_few_do(strategy, lo
         report(self, *given)
 
     monkeypatch.setattr(RecoveryExecutor, "report_restart", reported)
-    monkeypatch.setattr("rayps.runtime.decide_recovery.GRACE_SECONDS", 0.1)
-    monkeypatch.setattr("rayps.runtime.worker_actor.JOIN_SECONDS", 0.1)
+    monkeypatch.setattr("rayps.runtime.driver.decide_recovery.GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("rayps.runtime.driver.worker_actor.JOIN_SECONDS", 0.1)
     work = HeldTwo(n=24, batch=3, optimizer="momentum")
     result = train(work, strategy, workers=3, epochs=1, timeout=1.0)
     restarted = [event for event in result.events if event["kind"] == "restarted"]

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayps.core.balanced_shares import RowSpeeds, balanced_shares, round_seconds
-from rayps.core.row_shares import even_shares
-from rayps.core.slow_ranks import INTERVALS, WINDOW, SlowRanks
+from rayps.core.rows.balanced_shares import RowSpeeds, balanced_shares, round_seconds
+from rayps.core.rows.row_shares import even_shares
+from rayps.core.time.slow_ranks import INTERVALS, WINDOW, SlowRanks
 
 seconds_of_a_row = st.floats(0.001, 0.1)
 

@@ -15,7 +15,7 @@ from benchmarks.network.overlap import bench_overlap
 from benchmarks.network.overlap_bound import StepTimes, bound, hidden, line_seconds, scaled, slowest
 from benchmarks.network.paced import LAYERS, NO_BATCH, MatmulWork, SleepWork, width_of
 from rayps.comm.ring.choose_algorithm import fastest, speed_of
-from rayps.worker.buckets import best_size
+from rayps.worker.exchange.buckets import best_size
 
 hosts_here = pytest.mark.skipif(
     os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "unshare", "nsenter"))),

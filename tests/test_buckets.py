@@ -12,8 +12,8 @@ from rayps import AllReduce
 from rayps.comm.ring.bucketed_mean import SentBuckets, SharedMemoryMean, pieces
 from rayps.strategies.catalogue import parse
 from rayps.tensors.flat import FlatModel, Gradient, Layout
-from rayps.worker.buckets import Buckets, cut
 from rayps.worker.core import steps_by_reading
+from rayps.worker.exchange.buckets import Buckets, cut
 
 GROUPS = [(1, "shm"), (2, "shm"), (3, "shm"), (4, "shm"), (2, "tcp"), (3, "tcp")]
 SIZES = [0, 1e-6, 4e-4, None]  # one bucket; one a parameter; some; chosen
@@ -112,7 +112,7 @@ def plans(ring):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bucket_mb", SIZES)
 def test_buckets_equal_one_mean_after_backward(rings, bucket_mb, dtype, held, monkeypatch):
-    monkeypatch.setattr("rayps.worker.buckets.HELD_ELEMENTS", held)
+    monkeypatch.setattr("rayps.worker.exchange.buckets.HELD_ELEMENTS", held)
     rounds = [list(plans(ring)) for ring in rings]
     expected = every(rings, lambda ring: law(ring, rounds[ring.rank], dtype))
     found = every(rings, lambda ring: bucketed(ring, rounds[ring.rank], dtype, bucket_mb))
@@ -183,7 +183,7 @@ def test_between_hosts_buckets_leave_in_the_order_of_rank_0s_first_backward():
 def test_gradients_that_come_in_parts(rings, bucket_mb, held, monkeypatch):
     """Two backwards, re-entrant checkpoints and whole graphs: what comes late is added, what is expected is awaited."""
 
-    monkeypatch.setattr("rayps.worker.buckets.HELD_ELEMENTS", held)
+    monkeypatch.setattr("rayps.worker.exchange.buckets.HELD_ELEMENTS", held)
 
     def twice(model, x):
         model(x).sum().backward()

@@ -13,14 +13,14 @@ from small_work import SEEN, Small, Watched, kinds, rows, train
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.core import user_code
-from rayps.core.job_status import Status
-from rayps.core.returned_rounds import SeenRounds
-from rayps.runtime.driver import Driver
-from rayps.runtime.early_stopping import MetricWatch
-from rayps.runtime.journal import Journal
+from rayps.core.job import user_code
+from rayps.core.job.job_status import Status
+from rayps.core.job.returned_rounds import SeenRounds
+from rayps.runtime.driver.driver import Driver
+from rayps.runtime.records.journal import Journal
+from rayps.runtime.results.early_stopping import MetricWatch
 from rayps.strategies.job import JobSpec
-from rayps.tensors import checkpoint
+from rayps.tensors.checkpoints import checkpoint
 
 STRATEGIES = [
     "all_reduce",

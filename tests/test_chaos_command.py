@@ -24,9 +24,9 @@ from rayps_client.errors import ConfigError
 from service_site import Site
 
 from rayps.cli import main as cli
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.service import processes
-from rayps.service.ray_daemon import RayRecord
+from rayps.service.local_ray.ray_daemon import RayRecord
 
 
 @contextlib.contextmanager

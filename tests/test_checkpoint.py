@@ -13,9 +13,9 @@ import torch
 from rayps_client.errors import CheckpointError
 
 from rayps.core import failpoint
-from rayps.tensors import checkpoint
-from rayps.tensors.checkpoint import SavedState
-from rayps.tensors.checkpoint_manifest import manifest_hash
+from rayps.tensors.checkpoints import checkpoint
+from rayps.tensors.checkpoints.checkpoint import SavedState
+from rayps.tensors.checkpoints.checkpoint_manifest import manifest_hash
 
 
 def a_state(value: float = 1.0) -> SavedState:

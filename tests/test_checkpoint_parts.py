@@ -25,10 +25,11 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, NAdam, RMSprop
 
-from rayps.tensors import background_write, checkpoint, checkpoint_parts, optim, state_pieces
-from rayps.tensors.background_write import BackgroundWrite
-from rayps.tensors.checkpoint import SavedState
-from rayps.tensors.checkpoint_parts import (
+from rayps.tensors import optim, state_pieces
+from rayps.tensors.checkpoints import background_write, checkpoint, checkpoint_parts
+from rayps.tensors.checkpoints.background_write import BackgroundWrite
+from rayps.tensors.checkpoints.checkpoint import SavedState
+from rayps.tensors.checkpoints.checkpoint_parts import (
     PartFacts,
     PieceReader,
     new_token,
@@ -38,7 +39,7 @@ from rayps.tensors.checkpoint_parts import (
     verify_share,
     write_part,
 )
-from rayps.tensors.checkpoint_place import BLOCK, CheckpointPlace, LocalFolder
+from rayps.tensors.checkpoints.checkpoint_place import BLOCK, CheckpointPlace, LocalFolder
 from rayps.tensors.flat import Layout
 from rayps.tensors.snapshot import Snapshot
 
@@ -425,7 +426,7 @@ def test_a_write_in_the_background_reports_its_error_and_can_be_cancelled(tmp_pa
 CHILD = """
 import sys, torch
 from rayps.core import failpoint
-from rayps.tensors.checkpoint_parts import PartFacts, part_name, seal, write_part
+from rayps.tensors.checkpoints.checkpoint_parts import PartFacts, part_name, seal, write_part
 place, fail, elements = sys.argv[1], sys.argv[2], int(sys.argv[3])
 failpoint.arm(fail)
 print("ready", flush=True)
@@ -494,8 +495,8 @@ def test_a_writer_killed_at_a_random_time_of_a_large_write(tmp_path: Path, seed:
 
 
 def test_a_model_of_parts_is_a_first_point_and_is_exported(tmp_path: Path) -> None:
-    from rayps.core.warm_start import StartFrom
-    from rayps.runtime.saved_model import export_checkpoint
+    from rayps.core.job.warm_start import StartFrom
+    from rayps.runtime.results.saved_model import export_checkpoint
     from rayps.tensors.named_tensors import ModelNames, start_point
 
     model = nn.Linear(3, 2)
@@ -515,7 +516,7 @@ def test_a_model_of_parts_is_a_first_point_and_is_exported(tmp_path: Path) -> No
 
 MEMORY = """
 import resource, sys, torch
-from rayps.tensors.checkpoint_parts import part_name, read_pieces, seal, write_part
+from rayps.tensors.checkpoints.checkpoint_parts import part_name, read_pieces, seal, write_part
 folder, n = sys.argv[1], 50_000_000
 
 def grown(work):
@@ -533,7 +534,7 @@ print(written)
 """
 READ = """
 import resource, sys
-from rayps.tensors.checkpoint_parts import read_pieces
+from rayps.tensors.checkpoints.checkpoint_parts import read_pieces
 place, small = sys.argv[1], sys.argv[2]
 read_pieces(small, {"model/w": (0, 2)})
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

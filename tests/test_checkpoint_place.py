@@ -18,9 +18,9 @@ import torch
 from rayps_client.errors import CheckpointError, PlaceError
 from s3_site import S3Site, empty_bucket, s3_site, wait_for
 
-from rayps.tensors import checkpoint, checkpoint_place
-from rayps.tensors.checkpoint import SavedState
-from rayps.tensors.checkpoint_parts import (
+from rayps.tensors.checkpoints import checkpoint, checkpoint_place
+from rayps.tensors.checkpoints.checkpoint import SavedState
+from rayps.tensors.checkpoints.checkpoint_parts import (
     PartFacts,
     contents,
     discard,
@@ -31,7 +31,7 @@ from rayps.tensors.checkpoint_parts import (
     verify_share,
     write_part,
 )
-from rayps.tensors.checkpoint_place import (
+from rayps.tensors.checkpoints.checkpoint_place import (
     BLOCK,
     CheckpointPlace,
     LocalFolder,
@@ -352,7 +352,7 @@ def test_a_missing_s3fs_names_the_extra() -> None:
     code = """
 import sys
 sys.modules["s3fs"] = None
-from rayps.tensors import checkpoint
+from rayps.tensors.checkpoints import checkpoint
 checkpoint.newest("s3://bucket/run")
 """
     env = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -21,7 +21,7 @@ from service_site import Site
 import rayps
 from rayps.cli import doctor, jobs, show
 from rayps.cli import main as cli
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.service.client import Client
 from rayps.service.job_file import load, read
 from rayps.service.settings import Settings

@@ -18,7 +18,7 @@ from rayps_client.errors import ConfigError, Conflict, NotFound, Unauthorized, U
 from service_site import Site
 
 import rayps
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.service import client as client_module
 from rayps.service.client import Client
 from rayps.strategies.catalogue import parse

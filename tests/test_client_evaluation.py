@@ -11,7 +11,8 @@ import pytest
 import torch
 from client_site import SIZES, Clinic, Hospital, Own, Server, rows
 from rayps_client.errors import ConfigError, DataError
-from rayps_client.own_metrics import (
+from rayps_client.secure.quantise import ClientNumbers, Quantiser
+from rayps_client.trainers.own_metrics import (
     OwnMetrics,
     OwnTotal,
     VectorLayout,
@@ -20,7 +21,6 @@ from rayps_client.own_metrics import (
     totals_of_sum,
     vector_of,
 )
-from rayps_client.secure.quantise import ClientNumbers, Quantiser
 from small_work import train
 
 import rayps

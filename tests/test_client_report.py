@@ -11,7 +11,7 @@ from small_work import rows, train, vector
 
 import rayps
 from rayps.federated.client_report import WIDTH, Sketch
-from rayps.federated.client_scores import (
+from rayps.federated.rules.client_scores import (
     FACTS,
     FEWEST,
     KIND,

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayps.core.repeated_pushes import Ledger
-from rayps.core.staleness_bound import ActiveRanks, Clock, MovedBound
+from rayps.core.job.repeated_pushes import Ledger
+from rayps.core.strategy.staleness_bound import ActiveRanks, Clock, MovedBound
 
 
 def test_a_barrier_lets_nobody_lead():

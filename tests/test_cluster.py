@@ -206,7 +206,7 @@ def test_waiting_until():
 def test_an_actor_that_cannot_be_made(cluster):
     error = None
     try:
-        actor = cluster.spawn("rayps.runtime.driver_actor:DriverActor", {"workload": 3}, "/nowhere", 1)
+        actor = cluster.spawn("rayps.runtime.driver.driver_actor:DriverActor", {"workload": 3}, "/nowhere", 1)
         error = failure(actor.call("ping"), 60)
     except Exception as raised:
         error = raised

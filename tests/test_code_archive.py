@@ -15,17 +15,17 @@ import pytest
 from cryptography.hazmat.primitives.serialization import Encoding
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from rayps_client.client_folder import ClientFolder
 from rayps_client.errors import ConfigError, ServiceError
-from rayps_client.signed_orders import ClientToken, Key
+from rayps_client.exchange.signed_orders import ClientToken, Key
+from rayps_client.machine.client_folder import ClientFolder
 
 from rayps.cli.jobs import note_packed
-from rayps.core.code_archive import ArchiveEntry, hash_of, leaves, read, unpack, write
-from rayps.core.requirements import read_requirements, refused_requirement
-from rayps.service.code_files import code_files, must_be_project, pack_code
-from rayps.service.code_origin import MOST_DIFF, origin_of
-from rayps.service.code_upload import prepare_upload, write_code
-from rayps.service.member_authority import issue, new_authority, new_request
+from rayps.core.job.code_archive import ArchiveEntry, hash_of, leaves, read, unpack, write
+from rayps.core.job.requirements import read_requirements, refused_requirement
+from rayps.service.code.code_files import code_files, must_be_project, pack_code
+from rayps.service.code.code_origin import MOST_DIFF, origin_of
+from rayps.service.code.code_upload import prepare_upload, write_code
+from rayps.service.tokens.member_authority import issue, new_authority, new_request
 
 NAMES = st.text("abcXYZ019 -_.é", min_size=1, max_size=8).filter(
     lambda name: name.strip(".") != "" and name == name.strip()
@@ -349,7 +349,7 @@ def test_archives_with_too_many_bytes_or_files_are_refused(tmp_path: Path, monke
     assert len(read(io.BytesIO(archive), 1000)) == 10
     with pytest.raises(ConfigError, match="more than 999 bytes"):
         read(io.BytesIO(archive), 999)
-    monkeypatch.setattr("rayps.core.code_archive.MOST_FILES", 9)
+    monkeypatch.setattr("rayps.core.job.code_archive.MOST_FILES", 9)
     with pytest.raises(ConfigError, match="more than 9 files"):
         read(io.BytesIO(archive), 1000)
     with pytest.raises(ConfigError, match=r"cut off|not a tar file"):

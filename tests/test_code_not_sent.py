@@ -5,12 +5,12 @@ import sys
 
 import pytest
 from rayps_client.errors import WorkloadError
-from rayps_client.user_files import Finder
+from rayps_client.machine.user_files import Finder
 
 import rayps
-from rayps.core.code_archive import unpack
-from rayps.core.user_code import user_code
-from rayps.service.code_files import pack_code
+from rayps.core.job.code_archive import unpack
+from rayps.core.job.user_code import user_code
+from rayps.service.code.code_files import pack_code
 
 WORK = "import rayps\n{import_}\nclass Work(rayps.Workload):\n    pass\n"
 # the files that are kept at home, the line of .gitignore, and the import. No folder on the path of the tests has these

@@ -21,12 +21,12 @@ from service_site import Site
 
 from rayps.cli.jobs import short_reason
 from rayps.cli.main import main
-from rayps.core.code_archive import hash_of
-from rayps.core.job_environment import JobEnvironment
+from rayps.core.job.code_archive import hash_of
+from rayps.core.job.job_environment import JobEnvironment
 from rayps.service.backup import backup
 from rayps.service.client import Client
-from rayps.service.code_files import pack_code
-from rayps.service.code_store import CodeStore
+from rayps.service.code.code_files import pack_code
+from rayps.service.code.code_store import CodeStore
 from rayps.service.settings import Settings
 
 

@@ -11,14 +11,11 @@ import numpy as np
 import pytest
 import torch
 from client_site import All, Clinic, Own
-from rayps_client.client_folder import ClientFolder
-from rayps_client.coded_vectors import BLOCK, Int8, Malformed, RandomMask, TopK, VectorCoding, Whole, share
 from rayps_client.errors import ConfigError
-from rayps_client.local_trainer import LocalReply, LocalTask, RawTensors, RoundStart
-from rayps_client.raw_tensors import RawTensor, decode_tensors, floats_of, raw_of_array, raw_of_floats
-from rayps_client.torch_tensors import raw_of, tensor_of
-from rayps_client.update_codec import decode_start, decode_update, encode_start, encode_update, most_bytes
-from rayps_client.upload_coding import (
+from rayps_client.exchange.coded_vectors import BLOCK, Int8, Malformed, RandomMask, TopK, VectorCoding, Whole, share
+from rayps_client.exchange.raw_tensors import RawTensor, decode_tensors, floats_of, raw_of_array, raw_of_floats
+from rayps_client.exchange.update_codec import decode_start, decode_update, encode_start, encode_update, most_bytes
+from rayps_client.exchange.upload_coding import (
     UpdateCode,
     UploadCoder,
     bytes_of_round,
@@ -27,6 +24,9 @@ from rayps_client.upload_coding import (
     upload_of,
     without_rest,
 )
+from rayps_client.machine.client_folder import ClientFolder
+from rayps_client.trainers.local_trainer import LocalReply, LocalTask, RawTensors, RoundStart
+from rayps_client.trainers.torch_tensors import raw_of, tensor_of
 from small_work import train
 
 import rayps

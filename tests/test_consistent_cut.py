@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayps.core.repeated_pushes import Ledger
+from rayps.core.job.repeated_pushes import Ledger
 from rayps.ps.server.consistent_readers import ConsistentCut
 
 

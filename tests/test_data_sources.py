@@ -24,7 +24,7 @@ from torch import nn
 import rayps
 from rayps import data
 from rayps.data.local_files import local_files
-from rayps.data.table_rows import ChunkedTable
+from rayps.data.tabular.table_rows import ChunkedTable
 
 ROWS = 103
 OPTIONS = {"features": ["a", "b"], "label": "y", "batch_size": 7}
@@ -427,7 +427,7 @@ def test_a_feature_that_is_named_twice_is_refused(kind, tmp_path, monkeypatch):
 
 
 def test_a_key_that_occurs_twice_in_an_object_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("rayps.data.text_tables._BLOCK", 64)
+    monkeypatch.setattr("rayps.data.texts.text_tables._BLOCK", 64)
     file = tmp_path / "rows.jsonl"
     for before in (0, 99):
         file.write_text('{"a": 1}\n' * before + '{"a": 1, "a": 2}\n')
@@ -495,7 +495,7 @@ TEXTS = {  # sources of text: how a row is written, and the source
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "latin-1", "cp1252", "utf-16", "utf-16-le", "utf-32"])
 @pytest.mark.parametrize("kind", TEXTS)
 def test_text_in_any_encoding_is_the_same_rows(kind, encoding, packed, tmp_path, monkeypatch):
-    monkeypatch.setattr("rayps.data.text_tables._BLOCK", 64)
+    monkeypatch.setattr("rayps.data.texts.text_tables._BLOCK", 64)
     header, row, call = TEXTS[kind]
     names = ["Müller", "Groß", "Ångström"]
     text = header + "".join(row.format(n / 4, n, names[n % 3]) for n in range(ROWS))
@@ -511,7 +511,7 @@ def test_text_in_any_encoding_is_the_same_rows(kind, encoding, packed, tmp_path,
 
 @pytest.mark.parametrize("kind", TEXTS)
 def test_another_encoding_is_refused_with_the_byte(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr("rayps.data.text_tables._BLOCK", 64)
+    monkeypatch.setattr("rayps.data.texts.text_tables._BLOCK", 64)
     header, row, call = (part.replace("größe", "size") if isinstance(part, str) else part for part in TEXTS[kind])
     text = header + "".join(row.format(n, n, "M") for n in range(60)) + row.format(60, 60, "Müller")
     file, options = tmp_path / "rows", {"features": "size", "label": "y"}
@@ -531,7 +531,7 @@ def test_another_encoding_is_refused_with_the_byte(kind, tmp_path, monkeypatch):
 
 
 def test_numbers_that_become_fractions_after_the_first_block(tmp_path, monkeypatch):
-    monkeypatch.setattr("rayps.data.text_tables._BLOCK", 64)
+    monkeypatch.setattr("rayps.data.texts.text_tables._BLOCK", 64)
     (tmp_path / "rows.csv").write_text(
         "a,y\n" + "".join(f"{row if row < 50 else row + 0.5},{row}\n" for row in range(99))
     )
@@ -547,7 +547,7 @@ def test_numbers_that_become_fractions_after_the_first_block(tmp_path, monkeypat
 
 
 def test_bad_csv(tmp_path, monkeypatch):
-    monkeypatch.setattr("rayps.data.text_tables._BLOCK", 64)
+    monkeypatch.setattr("rayps.data.texts.text_tables._BLOCK", 64)
     file = tmp_path / "rows.csv"
     file.write_text("a,y\n" + "1,2\n" * 99 + "x,2\n")
     refused(lambda: data.csv(file, features="a", label="y"), "rows.csv: column 'a'", "invalid value 'x'", "types=")
@@ -564,7 +564,7 @@ def test_bad_csv(tmp_path, monkeypatch):
 
 
 def test_bad_json(tmp_path, monkeypatch):
-    monkeypatch.setattr("rayps.data.text_tables._BLOCK", 64)
+    monkeypatch.setattr("rayps.data.texts.text_tables._BLOCK", 64)
     file = tmp_path / "rows.jsonl"
     file.write_text('{"a": 1}\n' * 99 + '{"a": "x"}\n')
     refused(lambda: data.json_lines(file, features="a"), "rows.jsonl: after row", "types=")
@@ -721,8 +721,8 @@ def test_a_tokenizer_of_hugging_face(tmp_path):
 
 
 def test_text_larger_than_a_piece(tmp_path, monkeypatch):
-    monkeypatch.setattr("rayps.data.text_windows._PIECE", 7)
-    monkeypatch.setattr("rayps.data.text_windows._LONGEST", 20)
+    monkeypatch.setattr("rayps.data.texts.text_windows._PIECE", 7)
+    monkeypatch.setattr("rayps.data.texts.text_windows._LONGEST", 20)
     text = "ab\ncé" * 30 + "x" * 100
     (tmp_path / "x.txt").write_text(text, encoding="utf-8")
     source = data.text(tmp_path / "x.txt", window=5, tokenizer=characters, shuffle=False, batch_size=1000)

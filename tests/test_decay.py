@@ -11,7 +11,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 import rayps
 from rayps import AllReduce, Downpour, ParameterServer
 from rayps.cluster.local import LocalCluster
-from rayps.core.topology import PerRound
+from rayps.core.strategy.topology import PerRound
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.table_segment import TableSegment
 from rayps.ps.tables.wire_format import encode_push

@@ -17,8 +17,8 @@ from rayps_client.errors import (
     WorkloadError,
 )
 
-from rayps.core.strategy_families import Rebuild, RegroupLiving, ReplaceOne, RestartAll
-from rayps.runtime.decide_recovery import (
+from rayps.core.strategy.strategy_families import Rebuild, RegroupLiving, ReplaceOne, RestartAll
+from rayps.runtime.driver.decide_recovery import (
     GRACE_SECONDS,
     LONGEST_PAUSE,
     PAUSE_SECONDS,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rayps.runtime.decide_size import SizeDecision, SizeFacts, decide_size, gain_of, new_ranks
+from rayps.runtime.size.decide_size import SizeDecision, SizeFacts, decide_size, gain_of, new_ranks
 
 FACTS = SizeFacts(size=4, least=2, most=8, allowed=8)
 

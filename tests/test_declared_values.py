@@ -9,10 +9,10 @@ from typing import ClassVar
 import pytest
 from rayps_client.errors import ConfigError
 
-from rayps.core.replica import Pipeline
-from rayps.core.strategy import ServerHalf, StrategyView
-from rayps.core.strategy_families import ByClient, Fixed, Rebuild, ReplaceOne, Reshuffled, RestartAll
-from rayps.core.topology import ASP, BSP, SSP, JobFacts, Peers, PerPush, Servers, SharedVector
+from rayps.core.strategy.replica import Pipeline
+from rayps.core.strategy.strategy import ServerHalf, StrategyView
+from rayps.core.strategy.strategy_families import ByClient, Fixed, Rebuild, ReplaceOne, Reshuffled, RestartAll
+from rayps.core.strategy.topology import ASP, BSP, SSP, JobFacts, Peers, PerPush, Servers, SharedVector
 from rayps.federated.strategy_interface import FederatedView, state_owner
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Strategy

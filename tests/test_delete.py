@@ -14,7 +14,7 @@ from rayps_client.errors import Conflict, NotFound
 from service_site import Site
 
 from rayps.cli import main as cli
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.service import job_folders
 from rayps.service.client import Client
 

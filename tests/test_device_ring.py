@@ -20,8 +20,8 @@ from rayps.comm.link import Listener
 from rayps.comm.ring import Ring
 from rayps.comm.ring.bucket_scatter import bucket_scatter
 from rayps.comm.ring.bucketed_mean import DeviceMean, pieces
-from rayps.comm.ring.choose_gpu_transport import NAMES, GpuFacts, choose_gpu_transport
-from rayps.comm.ring.device_group import GroupTransport
+from rayps.comm.ring.device.choose_gpu_transport import NAMES, GpuFacts, choose_gpu_transport
+from rayps.comm.ring.device.device_group import GroupTransport
 from rayps.comm.ring.owned_slices import OwnedSlices
 from rayps.core.partition import slices
 from rayps.tensors.device import Device

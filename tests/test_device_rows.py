@@ -10,7 +10,7 @@ import rayps
 from rayps.cluster.local import LocalCluster
 from rayps.ps.tables import client, embedding
 from rayps.ps.tables.row_transfer import RowTransfer
-from rayps.worker import server_steps
+from rayps.worker.loops import server_steps
 
 
 @pytest.fixture(params=KINDS)

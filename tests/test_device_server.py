@@ -17,13 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 import rayps
 from rayps.cluster.local import LocalCluster, until
-from rayps.core.staleness_bound import Clock
+from rayps.core.strategy.staleness_bound import Clock
 from rayps.ps.client.device_server import DeviceServer
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.device import CpuDevice, Device
 from rayps.tensors.flat import FlatModel, Layout
-from rayps.worker import server_steps
-from rayps.worker.early_push import EarlyPush, touched
+from rayps.worker.exchange.early_push import EarlyPush, touched
+from rayps.worker.loops import server_steps
 
 KINDS = ["cpu", "delayed", "cuda"]
 CLOSE = 1e-9  # between a GPU and the CPU, in float64

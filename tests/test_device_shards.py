@@ -16,7 +16,7 @@ from torch import nn
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.core.topology import shard_bundles
+from rayps.core.strategy.topology import shard_bundles
 from rayps.ps.protocol.rows import ShardRows
 from rayps.ps.server import shard_actor
 from rayps.ps.server.dense_segment import DenseSegment, state_of
@@ -24,7 +24,7 @@ from rayps.ps.server.device_optimizer import DeviceOptimizer
 from rayps.service.plan import needs
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.job import JobSpec
-from rayps.tensors.uploads import BLOCK_BYTES, Uploads
+from rayps.tensors.checkpoints.uploads import BLOCK_BYTES, Uploads
 
 SHARED = "shard_resources=(gpu=0.25)"
 

@@ -17,11 +17,11 @@ from torch import nn
 
 import rayps
 from rayps import AllReduce, Downpour, ParameterServer, Pipeline, TensorParallel
+from rayps.core.job.repeated_pushes import Ledger
 from rayps.core.metrics import Rounds
-from rayps.core.repeated_pushes import Ledger
-from rayps.core.strategy import Phase
+from rayps.core.strategy.strategy import Phase
 from rayps.ps.group import start
-from rayps.runtime.preflight import preflight
+from rayps.runtime.checks.preflight import preflight
 from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec
 

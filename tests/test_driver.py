@@ -22,10 +22,10 @@ from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import PROTOCOL, LocalCluster, surrounding, until
 from rayps.comm.link import Listener
 from rayps.comm.ring import form_mesh
-from rayps.core.job_status import Status
-from rayps.runtime.driver import Driver
-from rayps.runtime.driver_actor import DriverActor
-from rayps.runtime.journal import Journal
+from rayps.core.job.job_status import Status
+from rayps.runtime.driver.driver import Driver
+from rayps.runtime.driver.driver_actor import DriverActor
+from rayps.runtime.records.journal import Journal
 from rayps.service import processes
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.job import JobSpec
@@ -279,7 +279,7 @@ class Silent(Small):
 
 @pytest.mark.parametrize("strategy", [*IN_STEP, LOOSE[0]], ids=str)
 def test_a_silent_worker_is_named_and_replaced(tag, strategy, monkeypatch):
-    monkeypatch.setattr("rayps.runtime.decide_recovery.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("rayps.runtime.driver.decide_recovery.GRACE_SECONDS", 0.2)
     work = Silent(n=36, pause=0.002, tag=tag)
     cluster = Watched()
     result = train(work, strategy, cluster, workers=3, epochs=3, timeout=1.0)
@@ -303,7 +303,7 @@ class Slow(Small):
 
 @pytest.mark.parametrize("strategy", IN_STEP, ids=str)
 def test_a_thread_that_ends_late_does_not_end_the_next_generation(tag, strategy, monkeypatch):
-    monkeypatch.setattr("rayps.runtime.worker_actor.JOIN_SECONDS", 0.1)
+    monkeypatch.setattr("rayps.runtime.driver.worker_actor.JOIN_SECONDS", 0.1)
     cluster = Watched()
     cluster.kill_when("mine", 5, ("WorkerActor", 1))
     result = train(Slow(pause=0.1, n=60, tag=tag), strategy, cluster, workers=2, steps=20, max_failures=1)
@@ -689,7 +689,7 @@ def test_the_actor_begins_by_itself_and_ends_itself(folder):
     cluster = surrounding()
     spec = SPEC | {"working_dir": str(folder)}
     job = folder / "begins"  # a name of its own: an actor ends the living actor of its name
-    cluster.spawn("rayps.runtime.driver_actor:DriverActor", spec, str(job), 1, 0, name="driver-begins")
+    cluster.spawn("rayps.runtime.driver.driver_actor:DriverActor", spec, str(job), 1, 0, name="driver-begins")
     assert until(lambda: (job / "outcome.json").exists(), 60), stacks()
     assert json.loads((job / "outcome.json").read_text())["status"] == "SUCCEEDED"
     assert until(lambda: cluster.find("driver-begins") is None, 60), stacks()
@@ -710,7 +710,7 @@ def test_a_crash_of_the_actor_is_told_in_its_folder(folder, monkeypatch):
     job = folder / "crashes"
     job.mkdir()
     (job / "progress.json").write_text('{"status": "RUNNING"}')
-    cluster.spawn("rayps.runtime.driver_actor:DriverActor", spec, str(job), 2, 0, name="driver-crashes")
+    cluster.spawn("rayps.runtime.driver.driver_actor:DriverActor", spec, str(job), 2, 0, name="driver-crashes")
     assert until(lambda: (job / "driver.json").exists(), 60), stacks()
     gate.touch()
     assert until(lambda: cluster.find("driver-crashes") is None, 60), stacks()
@@ -742,7 +742,7 @@ def test_an_actor_that_cannot_end_itself_by_ray_ends_its_process(folder, monkeyp
                 raise ClusterError("Ray does not answer")
 
     exits = []
-    monkeypatch.setattr("rayps.runtime.driver_actor.surrounding", Ray)
+    monkeypatch.setattr("rayps.runtime.driver.driver_actor.surrounding", Ray)
     monkeypatch.setattr(os, "_exit", exits.append)
     (folder / "job").mkdir()
     (folder / "job" / "launch.json").write_text('{"attempt": 3}')  # the run is over at once

@@ -12,12 +12,12 @@ from small_work import SEEN, Small, plain
 from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import LocalCluster, surrounding, until
 from rayps.cluster.notices import Notice
-from rayps.core.job_status import Status
-from rayps.core.phase_rounds import Boundary
-from rayps.runtime import driver_move
-from rayps.runtime.driver import Driver
-from rayps.runtime.driver_actor import DriverActor
-from rayps.runtime.driver_move import (
+from rayps.core.job.job_status import Status
+from rayps.core.rows.phase_rounds import Boundary
+from rayps.runtime.driver import driver_move
+from rayps.runtime.driver.driver import Driver
+from rayps.runtime.driver.driver_actor import DriverActor
+from rayps.runtime.driver.driver_move import (
     ARRIVAL,
     DEPARTURE,
     NoticeWatch,
@@ -26,12 +26,12 @@ from rayps.runtime.driver_move import (
     move_seconds,
     save_delay,
 )
-from rayps.runtime.journal import Journal
-from rayps.runtime.last_checkpoint import MOST_LEAD, last_rounds, repeated_rounds
-from rayps.runtime.snapshots import SnapshotSchedule
+from rayps.runtime.driver.last_checkpoint import MOST_LEAD, last_rounds, repeated_rounds
+from rayps.runtime.records.journal import Journal
+from rayps.runtime.results.snapshots import SnapshotSchedule
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.job import JobSpec
-from rayps.tensors import checkpoint
+from rayps.tensors.checkpoints import checkpoint
 from rayps.worker.plan import WorkerFacts
 
 EXACT = 1e-12

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from rayps import data
-from rayps.core.row_shares import RowShares
+from rayps.core.rows.row_shares import RowShares
 from rayps.data.dealt_rows import DealtRows
 
 N = 23  # rows of the sources below

@@ -15,9 +15,9 @@ from torch import nn
 
 import rayps
 from rayps.cluster.notices import Notice
-from rayps.runtime.job_size import Allowance
-from rayps.runtime.membership import Membership
-from rayps.runtime.worker_actor import WorkerActor
+from rayps.runtime.driver.worker_actor import WorkerActor
+from rayps.runtime.size.job_size import Allowance
+from rayps.runtime.size.membership import Membership
 from rayps.worker.handover import hand_over
 
 ROWS: list[tuple[int, ...]] = []  # (row, tag) of each row whose loss was computed; looked up by import
@@ -333,7 +333,7 @@ def test_strategies_whose_workers_cannot_change_are_refused(strategy, text):
 
 
 def test_the_membership_drops_changes_after_a_return():
-    found = Membership(rayps.core.elastic.ElasticWorkers(4), 40, 2, 2)
+    found = Membership(rayps.core.strategy.elastic.ElasticWorkers(4), 40, 2, 2)
     found.change(3, 4)
     found.change(5, 3)
     assert found.log == [(0, 2), (3, 4), (5, 3)]

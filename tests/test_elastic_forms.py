@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rayps_client.errors import ConfigError
 
-from rayps.core.elastic import ElasticWorkers
+from rayps.core.strategy.elastic import ElasticWorkers
 from rayps.service import job_file
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.job import JobSpec, elastic_fields

@@ -16,12 +16,12 @@ from small_work import Watched
 from torch import nn
 
 import rayps
-from rayps.core.elastic import ElasticWorkers
-from rayps.core.elastic_support import check_phases, takes_leases
-from rayps.core.strategy_families import SHARDED_PARAMETERS, learns_by_client
-from rayps.core.topology import servers_of, shard_of
+from rayps.core.strategy.elastic import ElasticWorkers
+from rayps.core.strategy.elastic_support import check_phases, takes_leases
+from rayps.core.strategy.strategy_families import SHARDED_PARAMETERS, learns_by_client
+from rayps.core.strategy.topology import servers_of, shard_of
 from rayps.federated.strategy_interface import FederatedView
-from rayps.runtime import job_size
+from rayps.runtime.size import job_size
 from rayps.strategies.catalogue import CATALOGUE, parse
 
 VARIANTS = {

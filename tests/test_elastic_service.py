@@ -17,8 +17,8 @@ from test_scheduler import END, Body, FakeCluster, FakeHandle, FakePlace, write
 
 from rayps.cli.main import main
 from rayps.cluster.notices import LINGER_SECONDS, Notice, StoredNotice
-from rayps.core.elastic import ElasticWorkers
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
+from rayps.core.strategy.elastic import ElasticWorkers
 from rayps.service.client import Client
 from rayps.service.drivers import Drivers
 from rayps.service.notice_store import NoticeChanges, NoticeStore, notice_changes

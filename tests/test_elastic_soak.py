@@ -16,9 +16,9 @@ from rayps_chaos.soak import KINDS
 from small_work import Watched
 
 from rayps.cluster.local import until
-from rayps.core.elastic import ElasticWorkers
-from rayps.runtime.driver import Driver
-from rayps.runtime.journal import Journal
+from rayps.core.strategy.elastic import ElasticWorkers
+from rayps.runtime.driver.driver import Driver
+from rayps.runtime.records.journal import Journal
 from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec
 

@@ -9,7 +9,7 @@ import torch
 from rayps_client.errors import ConfigError
 from test_ring import every, form
 
-from rayps.federated.exact_sum import DIGIT, FIRST, LIMBS, NOT_FINITE, TOO_LARGE, ExactSum
+from rayps.federated.rules.exact_sum import DIGIT, FIRST, LIMBS, NOT_FINITE, TOO_LARGE, ExactSum
 
 DTYPES = list(LIMBS)
 

@@ -18,7 +18,7 @@ from conftest import missing
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.core.user_module import pack
+from rayps.core.job.user_module import pack
 from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec
 from rayps.workload.base import Workload, load

@@ -13,9 +13,9 @@ from small_work import Small, distance, train
 import rayps
 from rayps import FedPer
 from rayps.cli import main as cli
-from rayps.runtime.saved_model import export_checkpoint
+from rayps.runtime.results.saved_model import export_checkpoint
 from rayps.service.client import Client
-from rayps.tensors import checkpoint
+from rayps.tensors.checkpoints import checkpoint
 
 WORK = """
 import sys; sys.path.insert(0, {tests!r})

@@ -18,7 +18,7 @@ from rayps_client.errors import ConfigError
 from service_site import Site
 
 from rayps.cli import main as cli
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.service.settings import SERVICE_LOCK, Settings
 from rayps.service.store import Store, is_locked
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rayps_client import file_owner
-from rayps_client.file_owner import is_users_code, place_in
+from rayps_client.machine import file_owner
+from rayps_client.machine.file_owner import is_users_code, place_in
 from rayps_client.user_errors import place_of
 
 import rayps

@@ -17,12 +17,12 @@ from torch import nn
 
 import rayps
 from rayps import ADMM, AllReduce, DiLoCo, Downpour, Hogwild, Hybrid, LocalSGD, ParallelSGD, ParameterServer
-from rayps.core.replica import Pipeline, TensorParallel
-from rayps.core.topology import SharedVector
+from rayps.core.strategy.replica import Pipeline, TensorParallel
+from rayps.core.strategy.topology import SharedVector
 from rayps.strategies.catalogue import CATALOGUE
 from rayps.strategies.federated import Federated
-from rayps.tensors import checkpoint
-from rayps.tensors.checkpoint_manifest import manifest_hash
+from rayps.tensors.checkpoints import checkpoint
+from rayps.tensors.checkpoints.checkpoint_manifest import manifest_hash
 from rayps.tensors.finite import is_finite
 
 EXACT = 1e-12

@@ -10,9 +10,9 @@ from required_module import required
 from small_work import Small, Watched, distance, plain, train
 from torch import nn
 
-from rayps.runtime import worker_group
-from rayps.runtime.worker_actor import WorkerActor
-from rayps.tensors import checkpoint
+from rayps.runtime.driver import worker_group
+from rayps.runtime.driver.worker_actor import WorkerActor
+from rayps.tensors.checkpoints import checkpoint
 from rayps.tensors.snapshot import Snapshot, hash_of
 from rayps.worker.run import GenerationRun
 from rayps.workload.adapters import check_adapters

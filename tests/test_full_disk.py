@@ -21,7 +21,7 @@ from rayps_client.errors import ConfigError, ServiceError
 from service_site import Site
 
 from rayps.cli import main as cli
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.service.client import Client
 from rayps.service.state_disk import LEAST_FREE, StateDisk, is_full
 from rayps.service.store import Store

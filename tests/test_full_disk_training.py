@@ -16,14 +16,15 @@ from small_work import Small, distance, plain
 
 from rayps.cluster.local import LocalCluster, until
 from rayps.core.full_disk import reports_full_disk
-from rayps.core.job_status import Status
-from rayps.runtime import journal, line_file, snapshots
-from rayps.runtime.driver import Driver
-from rayps.runtime.journal import Journal
-from rayps.runtime.line_file import LineFile
+from rayps.core.job.job_status import Status
+from rayps.runtime.driver.driver import Driver
+from rayps.runtime.records import journal, line_file
+from rayps.runtime.records.journal import Journal
+from rayps.runtime.records.line_file import LineFile
+from rayps.runtime.results import snapshots
 from rayps.strategies.job import JobSpec
-from rayps.tensors import checkpoint
-from rayps.tensors.checkpoint import SavedState
+from rayps.tensors.checkpoints import checkpoint
+from rayps.tensors.checkpoints.checkpoint import SavedState
 
 RUST = "Error while serializing: I/O error: No space left on device (os error {})"
 

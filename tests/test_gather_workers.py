@@ -12,15 +12,15 @@ from rayps_client.errors import NoResources
 from small_work import Small, Watched
 
 import rayps
-from rayps.core.elastic import ElasticWorkers
-from rayps.core.handover import Handover
-from rayps.core.job_status import Status
-from rayps.runtime import gather_workers
-from rayps.runtime.driver import Driver
-from rayps.runtime.gather_workers import BeginFacts, BeginStep, decide_begin
-from rayps.runtime.job_size import JobSize
-from rayps.runtime.journal import Journal
-from rayps.runtime.membership import Membership
+from rayps.core.job.handover import Handover
+from rayps.core.job.job_status import Status
+from rayps.core.strategy.elastic import ElasticWorkers
+from rayps.runtime.driver.driver import Driver
+from rayps.runtime.records.journal import Journal
+from rayps.runtime.size import gather_workers
+from rayps.runtime.size.gather_workers import BeginFacts, BeginStep, decide_begin
+from rayps.runtime.size.job_size import JobSize
+from rayps.runtime.size.membership import Membership
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.job import JobSpec
 
@@ -194,7 +194,7 @@ def test_if_all_die_others_begin_wherever_there_is_room() -> None:
 
 def test_without_room_the_job_waits_and_then_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather_workers, "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr("rayps.runtime.newcomers.BACKOFF_SECONDS", 0.02)
+    monkeypatch.setattr("rayps.runtime.size.newcomers.BACKOFF_SECONDS", 0.02)
     tag, cluster = "no-room", Homes(2)
     work = Small(n=120, batch=4, tag=tag, pause=0.005)
     killer = cluster.kill_when(tag, 20, ("WorkerActor", 1))
@@ -223,7 +223,7 @@ def test_a_resumed_replay_has_the_workers_of_the_round(tmp_path, done: int) -> N
 
 
 def test_a_replay_without_room_ends_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayps.runtime.newcomers.BACKOFF_SECONDS", 0.02)
+    monkeypatch.setattr("rayps.runtime.size.newcomers.BACKOFF_SECONDS", 0.02)
     cluster, options = Homes(2), {"replay": [[3, 3]]}
     with pytest.raises(NoResources) as caught:
         rayps.train(

@@ -7,11 +7,11 @@ import pytest
 
 from rayps.cli.report import bar, lines
 from rayps.cli.report_page import page
-from rayps.core.goodput import MOST_SLICES, ProcessTimes, TimeEvent, job_time, read_job_time
-from rayps.core.machine_waits import MachineWaits
-from rayps.core.member_times import MemberTimes
-from rayps.core.time_account import PARTS
-from rayps.core.time_report import COLOURS, report_of
+from rayps.core.time.goodput import MOST_SLICES, ProcessTimes, TimeEvent, job_time, read_job_time
+from rayps.core.time.machine_waits import MachineWaits
+from rayps.core.time.member_times import MemberTimes
+from rayps.core.time.time_account import PARTS
+from rayps.core.time.time_report import COLOURS, report_of
 
 
 def line(name, began, waits=None, delays=None, rounds=0, host="h", replaces=False, **parts):

@@ -14,7 +14,7 @@ from torch import nn
 import rayps
 from rayps.cluster.local import LocalCluster
 from rayps.comm.link.socket_link import as_bytes
-from rayps.core.topology import servers_of
+from rayps.core.strategy.topology import servers_of
 from rayps.ps.client.session import SegmentReplies
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.space import Space

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from member_keys import TestAuthority
 from rayps_client.errors import ConfigError, Conflict, DataError, Unauthorized
+from rayps_client.exchange.signed_orders import ClientToken, Key, verified
 from rayps_client.members.acceptance import Acceptance, AcceptanceFacts, check_record, statement_hash
 from rayps_client.members.acceptance_file import AcceptanceFile, read_lines, receipt_text
 from rayps_client.members.certified_keys import CertifiedKeys
@@ -24,7 +25,6 @@ from rayps_client.members.consent import Consent
 from rayps_client.members.member_key import MemberKey
 from rayps_client.members.revocations import Revocations
 from rayps_client.members.signed_requests import HEADER, SignedRequests
-from rayps_client.signed_orders import ClientToken, Key, verified
 from small_work import train
 from test_light_process import LINE, alone, said
 

@@ -12,13 +12,13 @@ from rayps_client.errors import CheckpointError, ConfigError, DataError, Workloa
 from small_work import SEEN, Small, Watched, distance, kinds, rows, train
 
 import rayps
-from rayps.core.phase_rounds import OPEN, Calendar
-from rayps.core.replica import Pipeline
-from rayps.core.strategy import Phase
+from rayps.core.rows.phase_rounds import OPEN, Calendar
+from rayps.core.strategy.replica import Pipeline
+from rayps.core.strategy.strategy import Phase
 from rayps.data.position import from_json, to_json
 from rayps.strategies.all_reduce import AllReduce
-from rayps.worker import evaluation_batches
-from rayps.worker.evaluation_batches import FEWEST, EvaluationFacts, most_batches
+from rayps.worker.rows import evaluation_batches
+from rayps.worker.rows.evaluation_batches import FEWEST, EvaluationFacts, most_batches
 
 
 class Stream(torch.utils.data.IterableDataset):

@@ -5,7 +5,7 @@ import math
 import pytest
 from rayps_client.errors import ConfigError
 
-from rayps.core.job_status import MOVES, Status, may_move
+from rayps.core.job.job_status import MOVES, Status, may_move
 from rayps.strategies.job import JobSpec
 
 BAD = [

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from rayps.cluster.notices import Notice
-from rayps.core.elastic import ElasticWorkers
-from rayps.runtime import job_size
-from rayps.runtime.job_size import Allowance, GrowthGain, JobSize
-from rayps.runtime.journal import Journal
+from rayps.core.strategy.elastic import ElasticWorkers
+from rayps.runtime.records.journal import Journal
+from rayps.runtime.size import job_size
+from rayps.runtime.size.job_size import Allowance, GrowthGain, JobSize
 
 
 def test_growth_that_pays_sets_no_ceiling() -> None:

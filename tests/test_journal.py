@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from rayps.runtime.journal import Journal
+from rayps.runtime.records.journal import Journal
 
 
 def read(path):

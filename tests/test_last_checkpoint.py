@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from rayps.runtime.hold_workers import hold_workers
-from rayps.runtime.last_checkpoint import LastCheckpoint
+from rayps.runtime.driver.hold_workers import hold_workers
+from rayps.runtime.driver.last_checkpoint import LastCheckpoint
 
 
 class Worker:

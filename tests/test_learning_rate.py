@@ -17,9 +17,9 @@ from torch import nn
 import rayps
 from rayps import ADMM, AllReduce, DiLoCo, Downpour, FedAvg, Hogwild, LocalSGD, ParameterServer, Pipeline
 from rayps.cluster.local import LocalCluster
-from rayps.core.phase_rounds import Boundary
-from rayps.core.repeated_pushes import Ledger
-from rayps.core.topology import Servers, servers_of
+from rayps.core.job.repeated_pushes import Ledger
+from rayps.core.rows.phase_rounds import Boundary
+from rayps.core.strategy.topology import Servers, servers_of
 from rayps.ps.protocol.pieces import Extent
 from rayps.ps.protocol.space import Space, SparseTable
 from rayps.ps.server.dense_segment import DenseSegment, Shard, part_of
@@ -27,8 +27,9 @@ from rayps.ps.tables.row_optimizers import Scheduled
 from rayps.ps.tables.table_segment import TableSegment
 from rayps.ps.tables.wire_format import encode_push
 from rayps.strategies.base import Strategy
-from rayps.tensors import checkpoint, learning_rate
-from rayps.tensors.checkpoint import SavedState
+from rayps.tensors import learning_rate
+from rayps.tensors.checkpoints import checkpoint
+from rayps.tensors.checkpoints.checkpoint import SavedState
 from rayps.tensors.flat import Layout
 from rayps.tensors.snapshot import Snapshot
 

@@ -8,8 +8,8 @@ from rayps_client.errors import ConfigError, PeerTimeout
 from torch.utils.data import Dataset
 
 import rayps
-from rayps.core.leases import BlockRange, RowLease
-from rayps.worker.leased_batches import LeasedBatches
+from rayps.core.rows.leases import BlockRange, RowLease
+from rayps.worker.rows.leased_batches import LeasedBatches
 
 ROWS, SIZE = 22, 4
 

@@ -14,12 +14,12 @@ import pytest
 from leased_work import HOOKS, LOG, Counted, Job, rounds_of
 from rayps_client.errors import ConfigError
 
-from rayps.core.elastic import ElasticWorkers
-from rayps.core.elastic_support import check_phases, takes_leases
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.core.metrics import history
+from rayps.core.strategy.elastic import ElasticWorkers
+from rayps.core.strategy.elastic_support import check_phases, takes_leases
 from rayps.strategies.catalogue import CATALOGUE, parse
-from rayps.tensors import checkpoint
+from rayps.tensors.checkpoints import checkpoint
 
 TICKS = {}  # by tag: the steps that the servers have asked the schedule for
 

@@ -16,12 +16,12 @@ from small_work import SEEN, Paced, Small, plain, train
 import rayps
 from rayps.cluster.local import until
 from rayps.cluster.notices import Notice
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.ps.client.member_requests import MemberRequests
 from rayps.ps.server.shard_actor import ShardActor
-from rayps.runtime.leased_run import WorkerStage
-from rayps.runtime.worker_actor import WorkerActor
-from rayps.runtime.worker_group import WorkerGroup
+from rayps.runtime.driver.worker_actor import WorkerActor
+from rayps.runtime.driver.worker_group import WorkerGroup
+from rayps.runtime.size.leased_run import WorkerStage
 
 SSP, ASP = Counting(shards=2, staleness=2), Counting(shards=2, staleness=None)
 

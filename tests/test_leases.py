@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rayps_client.errors import CheckpointError
 
-from rayps.core.leases import (
+from rayps.core.job.repeated_pushes import Ledger
+from rayps.core.rows.leases import (
     LEASE_SECONDS,
     LEAST_SECONDS,
     MOST_BLOCKS,
@@ -20,10 +21,9 @@ from rayps.core.leases import (
     joined,
     lease_size,
 )
-from rayps.core.repeated_pushes import Ledger
-from rayps.core.staleness_bound import ActiveRanks, Clock, PushCount
+from rayps.core.strategy.staleness_bound import ActiveRanks, Clock, PushCount
 from rayps.ps.protocol.members import MemberChange, MemberChangeKind, with_members
-from rayps.runtime.leased_run import Visits
+from rayps.runtime.size.leased_run import Visits
 
 
 class Servers:

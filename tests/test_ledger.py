@@ -13,7 +13,7 @@ from rayps_client.errors import CheckpointError
 from torch.optim import SGD
 
 from rayps.core.failpoint import VARIABLE, parse
-from rayps.core.repeated_pushes import WINDOW, Ledger, union
+from rayps.core.job.repeated_pushes import WINDOW, Ledger, union
 from rayps.ps.client.replay_buffer import ReplayBuffer
 from rayps.ps.protocol.pieces import Extent
 from rayps.ps.server.dense_segment import Shard

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from rayps_client.errors import ConfigError
 
-from rayps.core.strategy import Phase
+from rayps.core.strategy.strategy import Phase
 from rayps.privacy.account import PrivacyAccount
 from rayps.privacy.ledger import ReleaseLedger, open_ledger
 from rayps.privacy.mechanism import CLIENT, ROW, Mechanism, Spent
 from rayps.privacy.options import dp
-from rayps.runtime.ledger_folder import LedgerFolder, ledger_folder
+from rayps.runtime.records.ledger_folder import LedgerFolder, ledger_folder
 from rayps.strategies.base import Strategy
 
 POISSON, TREE = Mechanism("poisson", 1.1, 0.01), Mechanism("tree", 7.0)

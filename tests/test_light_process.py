@@ -29,22 +29,22 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from rayps_api.update_parts import PartWriter, begin_of_range, span_of
 from rayps_client import __main__ as command
-from rayps_client import limits
-from rayps_client.certificates import pin_of, trusted
-from rayps_client.client_folder import ClientFolder
 from rayps_client.client_options import ClientOptions
 from rayps_client.command import assignments_of, proxy_address, run_client, service_address
-from rayps_client.connection import Line, ServiceConnection
 from rayps_client.errors import ConfigError, Conflict, RaypsError, ServiceError, Unauthorized, Unreachable
-from rayps_client.limits import DailyTraffic, Pace, memory_refusal, traffic_refusal, used_memory
+from rayps_client.exchange.connection import Line, ServiceConnection
+from rayps_client.exchange.raw_tensors import RawTensor, decode_tensors, encode_tensors, metadata_of, raw_of_array
+from rayps_client.exchange.signed_orders import ClientToken
 from rayps_client.load_workload import load
-from rayps_client.local_trainer import LocalTask, LocalTrainer, RoundStart
-from rayps_client.participation import Participation
+from rayps_client.machine import limits
+from rayps_client.machine.certificates import pin_of, trusted
+from rayps_client.machine.client_folder import ClientFolder
+from rayps_client.machine.limits import DailyTraffic, Pace, memory_refusal, traffic_refusal, used_memory
+from rayps_client.machine.participation import Participation
+from rayps_client.machine.schedule import Supply, hours_of, is_on_charge, minutes_until, read_supplies, why_away
 from rayps_client.process import ClientProcess, Ended
-from rayps_client.raw_tensors import RawTensor, decode_tensors, encode_tensors, metadata_of, raw_of_array
-from rayps_client.schedule import Supply, hours_of, is_on_charge, minutes_until, read_supplies, why_away
-from rayps_client.signed_orders import ClientToken
-from rayps_client.torch_tensors import raw_of, tensor_of
+from rayps_client.trainers.local_trainer import LocalTask, LocalTrainer, RoundStart
+from rayps_client.trainers.torch_tensors import raw_of, tensor_of
 from small_work import train
 
 from rayps.clients.workload_trainer import WorkloadTrainer
@@ -85,11 +85,15 @@ def said(process: subprocess.Popen[str], seconds: float = 60.0) -> tuple[int, st
 
 
 def test_every_module_but_those_of_torch_and_parquet_loads_alone() -> None:
-    names = sorted(path.stem for path in (ROOT / "client" / "rayps_client").glob("*.py"))
-    of_torch = {"torch_trainer", "torch_schedule", "torch_tensors", "module_modes", "moved_weight"}
+    home = ROOT / "client" / "rayps_client"
+    paths = [path for folder in (".", "exchange", "machine", "trainers") for path in (home / folder).glob("*.py")]
+    names = sorted(".".join(path.relative_to(home).with_suffix("").parts) for path in paths)
+    torch_files = ("torch_trainer", "torch_schedule", "torch_tensors", "module_modes", "moved_weight")
+    of_torch = {f"trainers.{name}" for name in torch_files}
     optional = of_torch | {"columns", "parquet_rows"}
-    wanted = [name for name in names if name not in optional and not name.startswith("__")]
-    assert {"process", "command", "load_workload", "numpy_trainer", "connection", "twin"} <= set(wanted)
+    wanted = [name for name in names if name not in optional and "__" not in name]
+    known = {"process", "command", "load_workload", "trainers.numpy_trainer", "exchange.connection", "twin"}
+    assert known <= set(wanted)
     code = f"import importlib\nfor name in {wanted!r}: importlib.import_module('rayps_client.' + name)\n"
     code += f"print([m for m in {HEAVY!r} if m in sys.modules], 'rayps' in sys.modules)"
     assert said(alone(code)) == (0, "[] False\n", "")
@@ -231,8 +235,8 @@ import json
 import numpy as np
 from rayps_client.client_options import ClientOptions
 from rayps_client.load_workload import trainer_of
-from rayps_client.local_trainer import LocalTask, RoundStart
-from rayps_client.raw_tensors import raw_of_array
+from rayps_client.trainers.local_trainer import LocalTask, RoundStart
+from rayps_client.exchange.raw_tensors import raw_of_array
 
 trainer = trainer_of(ClientOptions("patients.py:Patients"))
 trainer.try_out()
@@ -419,7 +423,7 @@ def test_what_a_service_answers_does_not_control_the_terminal(
 
 
 def test_the_command_writes_to_the_terminal_at_one_place() -> None:
-    """A new way to it would need the same care: `rayps_client.terminal_text`."""
+    """A new way to it would need the same care: `rayps_client.machine.terminal_text`."""
     found = [
         f"{path.name}: {ast.unparse(node)}"
         for path in (ROOT / "client").rglob("*.py")
@@ -611,7 +615,7 @@ class Counting:
 
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayps_client.connection.time.sleep", lambda _: None)
+    monkeypatch.setattr("rayps_client.exchange.connection.time.sleep", lambda _: None)
 
 
 @pytest.mark.parametrize("most", [1000, 5120, 10240, 20000])
@@ -979,7 +983,7 @@ def test_processors_are_limited_in_every_thread() -> None:
     code = """
 import os, threading
 import numpy as np
-from rayps_client.limits import use_cpus
+from rayps_client.machine.limits import use_cpus
 stop = threading.Event()
 threading.Thread(target=stop.wait, daemon=True).start()
 use_cpus(1)

@@ -20,18 +20,18 @@ import rayps_client
 import torch
 from rayps_client.client_options import ClientOptions
 from rayps_client.errors import ConfigError, DataError, WorkloadError
+from rayps_client.exchange.raw_tensors import RawTensor
 from rayps_client.load_workload import load, trainer_of
-from rayps_client.local_trainer import LocalTask, RoundStart
-from rayps_client.numpy_trainer import numpy_trainer
-from rayps_client.raw_tensors import RawTensor
 from rayps_client.statistics_workload import StatisticsWorkload
-from rayps_client.torch_tensors import raw_of, raws_of, tensor_of
-from rayps_client.torch_trainer import torch_trainer
+from rayps_client.trainers.local_trainer import LocalTask, RoundStart
+from rayps_client.trainers.numpy_trainer import numpy_trainer
+from rayps_client.trainers.torch_tensors import raw_of, raws_of, tensor_of
+from rayps_client.trainers.torch_trainer import torch_trainer
 from small_work import train
 
 import rayps
 from rayps.clients.workload_trainer import WorkloadTrainer, own_data
-from rayps.core.user_module import pack
+from rayps.core.job.user_module import pack
 from rayps.strategies.catalogue import parse
 from rayps.workload.base import as_workload
 
@@ -560,7 +560,7 @@ def test_a_light_workload_is_sent_to_workers_by_value(tmp_path: Path) -> None:
     code = """
 from pathlib import Path
 import rayps
-from rayps.core.user_module import unpack
+from rayps.core.job.user_module import unpack
 from rayps.clients.workload_trainer import WorkloadTrainer
 
 work = unpack(Path("packed").read_bytes())

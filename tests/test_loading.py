@@ -18,7 +18,7 @@ from rayps_client.errors import ConfigError, DataError, WorkloadError
 from small_work import Small, distance, kinds, rows, train
 
 import rayps
-from rayps.core.data_wait import ROUNDS, SKIPPED, DataWait
+from rayps.core.time.data_wait import ROUNDS, SKIPPED, DataWait
 from rayps.data.base import Place
 from rayps.data.loader import MOST_DEATHS, Loader
 
@@ -395,7 +395,7 @@ def test_random_numbers_of_collate_depend_on_the_batch_only():
 
 PARENT = """
 import sys, time, torch, rayps
-from rayps.core.data_wait import ROUNDS, SKIPPED, DataWait
+from rayps.core.time.data_wait import ROUNDS, SKIPPED, DataWait
 from rayps.data.base import Place
 from rayps.data.loader import Loader
 loader = Loader(rayps.data.tensors(torch.zeros(100, 2), batch_size=1).loaded_by(2))

@@ -8,9 +8,9 @@ from small_work import Small, distance, plain, train, vector
 from torch import nn
 
 from rayps.comm.compress import BlockQuantized, ErrorFeedback
-from rayps.core.costs import costs
 from rayps.core.partition import slices
-from rayps.core.traffic import Sizes
+from rayps.core.strategy.costs import costs
+from rayps.core.strategy.traffic import Sizes
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.diloco import DiLoCo

@@ -15,14 +15,14 @@ from small_work import Small, Watched, distance, kinds, train
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.core.metrics import Rounds, history
-from rayps.core.phase_rounds import Calendar
-from rayps.core.strategy import Phase
-from rayps.core.strategy_families import LOCAL_UPDATES
-from rayps.runtime.driver import Driver
-from rayps.runtime.journal import Journal
-from rayps.runtime.snapshots import assemble
+from rayps.core.rows.phase_rounds import Calendar
+from rayps.core.strategy.strategy import Phase
+from rayps.core.strategy.strategy_families import LOCAL_UPDATES
+from rayps.runtime.driver.driver import Driver
+from rayps.runtime.records.journal import Journal
+from rayps.runtime.results.snapshots import assemble
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Strategy
 from rayps.strategies.catalogue import parse, parse_for_loop
@@ -30,7 +30,7 @@ from rayps.strategies.diloco import DiLoCo
 from rayps.strategies.job import JobSpec
 from rayps.strategies.local_sgd import LocalSGD
 from rayps.strategies.parallel_sgd import ParallelSGD
-from rayps.tensors import checkpoint
+from rayps.tensors.checkpoints import checkpoint
 from rayps.tensors.flat import Layout
 from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import Snapshot

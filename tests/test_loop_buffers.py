@@ -8,8 +8,8 @@ from torch import nn
 from user_code_table import STRATEGIES, wraps
 
 import rayps
-from rayps.core.strategy_families import LOCAL_UPDATES
-from rayps.core.topology import runs_in_step
+from rayps.core.strategy.strategy_families import LOCAL_UPDATES
+from rayps.core.strategy.topology import runs_in_step
 from rayps.strategies.catalogue import parse_for_loop
 
 

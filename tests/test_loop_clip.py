@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rayps
 from rayps import AllReduce, Hybrid, ParameterServer
-from rayps.core.topology import compression_in, servers_of
+from rayps.core.strategy.topology import compression_in, servers_of
 from rayps.runtime.own_loop.mean_gradient import MeanGradient
 
 MOST = 0.3

@@ -16,8 +16,8 @@ from torch import nn
 from user_code_table import STRATEGIES, wraps
 
 import rayps
-from rayps.core.strategy_families import LOCAL_UPDATES
-from rayps.core.topology import compression_in, runs_in_step, servers_of
+from rayps.core.strategy.strategy_families import LOCAL_UPDATES
+from rayps.core.strategy.topology import compression_in, runs_in_step, servers_of
 from rayps.strategies.catalogue import parse_for_loop
 
 MOST = 0.3

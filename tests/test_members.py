@@ -18,6 +18,7 @@ from member_keys import CLIENTS_ONLY, DAY, NOW, SERVERS_ONLY, TestAuthority
 from rayps_client.client_options import ClientOptions
 from rayps_client.command import identity_of_options
 from rayps_client.errors import ConfigError, ServiceError, Unauthorized
+from rayps_client.exchange.signed_orders import ClientToken, Key
 from rayps_client.members.certified_keys import CertifiedKeys
 from rayps_client.members.member_certificates import MemberCertificate, MembersCa
 from rayps_client.members.member_key import MemberKey
@@ -26,13 +27,20 @@ from rayps_client.members.revocations import Revocations
 from rayps_client.members.signed_requests import HEADER, WINDOW_SECONDS, Proof, RequestFacts, SignedRequests
 from rayps_client.secure.protocol import RoundName, VoidRound, decode
 from rayps_client.secure.secure_turn import SecureTurn, TurnRules
-from rayps_client.signed_orders import ClientToken, Key
 from test_secure_protocol import Memory
 
 from rayps.cli.main import main
 from rayps.federated.remote.join_options import joining_of
-from rayps.service.member_authority import issue, issued, new_authority, new_request, others_of, revoke, with_ends
 from rayps.service.members import Members, SeenNonces
+from rayps.service.tokens.member_authority import (
+    issue,
+    issued,
+    new_authority,
+    new_request,
+    others_of,
+    revoke,
+    with_ends,
+)
 
 JOIN = "/api/v1/client/join?job=A"
 SERVICE = "the-fingerprint-of-a-service".ljust(43, "_")

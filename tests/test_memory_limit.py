@@ -16,7 +16,7 @@ from small_work import plain, train
 from torch import nn
 
 import rayps
-from rayps.core.user_code import lacks_memory, user_code
+from rayps.core.job.user_code import lacks_memory, user_code
 
 MB = 10**6
 LIMIT = 400 * MB  # a whole model of 100 MB takes its parameters, gradients, a snapshot, a part of a checkpoint, ...

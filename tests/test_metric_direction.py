@@ -5,7 +5,7 @@ from rayps_client.errors import ConfigError
 
 import rayps
 from rayps.core.metric_direction import chosen_direction, direction_of
-from rayps.runtime.early_stopping import MetricWatch
+from rayps.runtime.results.early_stopping import MetricWatch
 
 LOW = [
     *("loss", "val_loss", "batch loss", "trainLoss", "loss2", "error", "val/MeanSquaredError", "err", "nll", "ppl"),

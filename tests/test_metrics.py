@@ -1,7 +1,7 @@
 import pytest
 
+from rayps.core.job.records import ROUND_FIELDS
 from rayps.core.metrics import COLUMNS, KEPT_ROUNDS, Rounds, Throughput, history
-from rayps.core.records import ROUND_FIELDS
 
 
 def point(rank, number, loss=1.0, samples=2, lead=0, **more):

@@ -16,10 +16,10 @@ from benchmarks.runs.leftovers import Leftovers
 from benchmarks.runs.mistakes import MISTAKES as NINE
 from benchmarks.runs.mistakes import Mistake
 from rayps.cluster.local import LocalCluster
+from rayps.core.job.user_code import place_of
+from rayps.core.job.user_module import pack, unpack
 from rayps.core.memory import available_bytes, total_bytes
-from rayps.core.user_code import place_of
-from rayps.core.user_module import pack, unpack
-from rayps.runtime.model_memory import limited, measured
+from rayps.runtime.driver.model_memory import limited, measured
 
 
 class Base(rayps.Workload):

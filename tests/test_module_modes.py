@@ -3,17 +3,17 @@
 import pytest
 import torch
 from newborn_site import FORMS, GIVEN
-from rayps_client.local_trainer import LocalTask, RoundStart
-from rayps_client.module_modes import evaluating, prepare_to_train
-from rayps_client.torch_tensors import raw_of, raws_of, tensors_of
-from rayps_client.torch_trainer import torch_trainer
+from rayps_client.trainers.local_trainer import LocalTask, RoundStart
+from rayps_client.trainers.module_modes import evaluating, prepare_to_train
+from rayps_client.trainers.torch_tensors import raw_of, raws_of, tensors_of
+from rayps_client.trainers.torch_trainer import torch_trainer
 from sharded_site import Words, loop_on, results, rounds
 from small_work import Small, train
 from torch import nn
 
 import rayps
 from rayps.clients.workload_trainer import WorkloadTrainer, own_data
-from rayps.core.strategy_families import learns_by_client
+from rayps.core.strategy.strategy_families import learns_by_client
 from rayps.strategies.catalogue import CATALOGUE, parse
 
 OTHER = {"statistics", "hybrid"}  # they train no such model: one has none, the other needs sparse tables

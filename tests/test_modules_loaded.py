@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from rayps_client.loading import without_collection
+from rayps_client.machine.loading import without_collection
 
 
 def test_the_collector_is_off_inside_and_as_before_afterwards():
@@ -34,7 +34,7 @@ def test_what_exists_then_can_be_left_out_of_collections():
 
 
 def test_a_driver_and_a_worker_load_no_pandas():
-    modules = "sys, rayps.runtime.training, rayps.runtime.worker_actor, rayps.data.arrow_tables"
+    modules = "sys, rayps.runtime.training, rayps.runtime.driver.worker_actor, rayps.data.tabular.arrow_tables"
     code = f"import {modules}; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert "rayps.data.arrow_tables" in found and "pandas" not in found and "pyarrow.dataset" not in found
+    assert "rayps.data.tabular.arrow_tables" in found and "pandas" not in found and "pyarrow.dataset" not in found

@@ -10,10 +10,10 @@ from static_servers import SECRET, House, Served, vector_layout
 from rayps.cluster.local import LocalCluster, until
 from rayps.cluster.members import ActorHost
 from rayps.cluster.notices import Notice
-from rayps.core.user_module import pack
+from rayps.core.job.user_module import pack
 from rayps.ps.server.shard_actor import ShardActor, ShardPlan
-from rayps.runtime import job_servers
-from rayps.runtime.job_servers import FixedServers
+from rayps.runtime.driver import job_servers
+from rayps.runtime.driver.job_servers import FixedServers
 from rayps.strategies.parameter_server import ParameterServer
 
 SIZE, ROUNDS, WORKERS, SHARDS = 24, 60, 2, 3

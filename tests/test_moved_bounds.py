@@ -14,16 +14,16 @@ from torch.optim import SGD
 import rayps
 from rayps import Hybrid, ParameterServer
 from rayps.cluster.local import LocalCluster, until
-from rayps.core.adaptive_staleness import BoundMove
-from rayps.core.staleness_bound import MovedBound
-from rayps.core.topology import is_adaptive
-from rayps.core.user_module import pack
+from rayps.core.job.user_module import pack
+from rayps.core.strategy.adaptive_staleness import BoundMove
+from rayps.core.strategy.staleness_bound import MovedBound
+from rayps.core.strategy.topology import is_adaptive
 from rayps.ps.group import start
 from rayps.ps.protocol.messages import GroupMessage, SegmentPayload
 from rayps.ps.protocol.space import Space, SparseTable
 from rayps.ps.server.shard_actor import ShardActor
 from rayps.ps.tables.table_segment import TableSegment
-from rayps.runtime import bound_mover
+from rayps.runtime.driver import bound_mover
 from rayps.strategies.catalogue import parse, parse_for_loop, wire
 
 EXACT = 1e-12

@@ -14,10 +14,11 @@ from rayps_client.errors import ActorDied, TrainingError, WorkloadError
 
 import rayps
 from rayps.cluster.local import LocalCluster, until
-from rayps.core.job_status import Status
-from rayps.runtime import decide_recovery, driver_actor, newcomers
-from rayps.runtime.driver import Driver
-from rayps.runtime.journal import Journal
+from rayps.core.job.job_status import Status
+from rayps.runtime.driver import decide_recovery, driver_actor
+from rayps.runtime.driver.driver import Driver
+from rayps.runtime.records.journal import Journal
+from rayps.runtime.size import newcomers
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.job import JobSpec
 
@@ -174,7 +175,7 @@ def test_the_error_after_the_last_attempt_quotes_what_the_process_wrote(ray_clus
 @pytest.mark.ray
 def test_an_actor_that_has_died_is_not_found_by_its_name(ray_cluster):
     """A manager's client asks so whether its manager is gone; Ray itself finds the dead while a handle is held."""
-    handle = ray_cluster.spawn("rayps.runtime.worker_actor:WorkerActor", 0, b"secret" * 6, b"", name="dies-soon")
+    handle = ray_cluster.spawn("rayps.runtime.driver.worker_actor:WorkerActor", 0, b"secret" * 6, b"", name="dies-soon")
     place = handle.call("place").result(120)
     assert ray_cluster.find("dies-soon") is not None
     os.kill(place.pid, signal.SIGKILL)

@@ -16,8 +16,8 @@ from rayps.cluster.members import ActorHost, GroupMember
 from rayps.cluster.notices import Notice, ending_hosts
 from rayps.cluster.reservation import WorkerResources
 from rayps.cluster.room import RoomWatch, avoided_hosts
-from rayps.runtime.newcomers import BACKOFF_SECONDS, LONGEST_BACKOFF, Newcomers, StartBackoff
-from rayps.runtime.worker_group import WorkerGroup, WorkerLauncher
+from rayps.runtime.driver.worker_group import WorkerGroup, WorkerLauncher
+from rayps.runtime.size.newcomers import BACKOFF_SECONDS, LONGEST_BACKOFF, Newcomers, StartBackoff
 
 SECONDS = 60.0
 SPOT = Notice("n1", "alpha", 30.0, "spot")

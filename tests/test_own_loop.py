@@ -21,17 +21,17 @@ from rayps.cli import main as cli
 from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import LocalCluster
 from rayps.comm.ring.bucketed_mean import SentBuckets, SharedMemoryMean
-from rayps.core.job_status import Status
-from rayps.runtime.journal import Journal
+from rayps.core.job.job_status import Status
 from rayps.runtime.own_loop.driver import LoopDriver
 from rayps.runtime.own_loop.log_points import LATE_SECONDS, OPEN, QUIET_SECONDS, LogPoints, numbers_of
 from rayps.runtime.own_loop.named import all_params, arguments
 from rayps.runtime.own_loop.rounds import RoundThread
 from rayps.runtime.own_loop.same_rows import SAME_ROWS
 from rayps.runtime.own_loop.state import PartsBySave, SavedPart, checkpoint_of, decoded, encoded, parts_of
+from rayps.runtime.records.journal import Journal
 from rayps.strategies.job import JobSpec
-from rayps.tensors import checkpoint
-from rayps.worker.buckets import Buckets
+from rayps.tensors.checkpoints import checkpoint
+from rayps.worker.exchange.buckets import Buckets
 
 EXACT = 1e-12
 

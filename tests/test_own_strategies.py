@@ -16,12 +16,12 @@ from small_work import Small, distance, kinds, train
 
 from rayps.cli import main as cli
 from rayps.cluster.local import LocalCluster
-from rayps.core.costs import costs
-from rayps.core.job_status import Status
-from rayps.core.text import written
-from rayps.core.traffic import Sizes
-from rayps.runtime.driver import Driver
-from rayps.runtime.journal import Journal
+from rayps.core.job.job_status import Status
+from rayps.core.strategy.costs import costs
+from rayps.core.strategy.text import written
+from rayps.core.strategy.traffic import Sizes
+from rayps.runtime.driver.driver import Driver
+from rayps.runtime.records.journal import Journal
 from rayps.service import strategy_check
 from rayps.strategies.catalogue import FINDER, own_names, parse, wire
 from rayps.strategies.job import JobSpec

@@ -8,8 +8,8 @@ import pytest
 import torch
 from newborn_site import FORMS, GIVEN
 from rayps_client.errors import WorkloadError
-from rayps_client.moved_weight import refuse_moved_weight
-from rayps_client.torch_trainer import torch_trainer
+from rayps_client.trainers.moved_weight import refuse_moved_weight
+from rayps_client.trainers.torch_trainer import torch_trainer
 from sharded_site import Words, in_processes, loop_on, rounds
 from small_work import distance, train
 from test_trial import drive
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import rayps
 from rayps.clients.workload_trainer import WorkloadTrainer, own_data
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.strategies.catalogue import CATALOGUE
 from rayps.workload.model_part import WeightCheck
 

@@ -7,7 +7,7 @@ from rayps_client.errors import ConfigError
 from small_work import Small, distance, rows, train
 
 import rayps
-from rayps.core.strategy_families import Fixed
+from rayps.core.strategy.strategy_families import Fixed
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.parallel_sgd import ParallelSGD
 

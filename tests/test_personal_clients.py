@@ -13,8 +13,8 @@ import safetensors.torch
 import torch
 from client_site import All, Clinic, Hospital, Own
 from rayps_client.errors import ConfigError, Unauthorized, WorkloadError
-from rayps_client.global_model import GLOBAL_FILE
-from rayps_client.signed_orders import order_text
+from rayps_client.exchange.global_model import GLOBAL_FILE
+from rayps_client.exchange.signed_orders import order_text
 from small_work import train
 
 import rayps

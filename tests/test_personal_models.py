@@ -13,9 +13,9 @@ from torch import nn
 
 import rayps
 from rayps import AllReduce, Ditto, FedAvg, FedPer, FedRep, Scaffold
-from rayps.federated import exact_sum
 from rayps.federated.private_layers import PrivateLayers
-from rayps.runtime.job_clients import JobClients
+from rayps.federated.rules import exact_sum
+from rayps.runtime.results.job_clients import JobClients
 from rayps.strategies.catalogue import notes_of, parse
 
 EXACT = 1e-12

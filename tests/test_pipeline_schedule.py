@@ -15,7 +15,7 @@ from rayps.core.pipeline import schedule as schedules
 from rayps.core.pipeline.schedule import Action, needs, splits, table
 from rayps.core.pipeline.simulate import simulate
 from rayps.core.pipeline.validate import read, to_json, validate, walk
-from rayps.core.replica import SCHEDULES
+from rayps.core.strategy.replica import SCHEDULES
 
 SIZES = [(p, m) for p in range(1, 9) for m in range(1, 33)]
 CHUNKS = {"interleaved": (1, 2, 3)}

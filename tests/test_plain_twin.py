@@ -21,8 +21,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.core.rank_seed import rank_seed
-from rayps.runtime.saved_model import export_checkpoint
+from rayps.core.rows.rank_seed import rank_seed
+from rayps.runtime.results.saved_model import export_checkpoint
 
 EPOCHS = 3
 AVERAGES = {"none": None, "ema": rayps.EMA(0.9), "swa": rayps.SWA(start=5, every=3)}

@@ -15,15 +15,15 @@ from torch import nn
 import rayps
 from rayps.cli import main as cli
 from rayps.cluster.local import LocalCluster
-from rayps.core.costs import amount, costs, held_bytes
 from rayps.core.pipeline.schedule import table
 from rayps.core.pipeline.simulate import simulate
 from rayps.core.pipeline.validate import to_json
-from rayps.core.traffic import Crossing, Sizes
+from rayps.core.strategy.costs import amount, costs, held_bytes
+from rayps.core.strategy.traffic import Crossing, Sizes
 from rayps.parallel.division.divide import divide
 from rayps.parallel.division.probe import probe
 from rayps.parallel.pipeline.skip import Stash, Unstash
-from rayps.runtime.cost_report import CostReport, cost_report_of, expected, measured, sizes, words
+from rayps.runtime.results.cost_report import CostReport, cost_report_of, expected, measured, sizes, words
 from rayps.strategies.catalogue import CATALOGUE, parse
 
 WIDE, ROWS = 12, 8

@@ -15,7 +15,7 @@ from rayps import AllReduce, DiLoCo, Downpour, FedAvg, Hogwild, LocalSGD, Parall
 from rayps.cluster.local import LocalCluster
 from rayps.ps.client.client import GroupServer
 from rayps.ps.group import start
-from rayps.tensors import checkpoint
+from rayps.tensors.checkpoints import checkpoint
 from rayps.tensors.loss_scale import INTERVAL, LossScale
 
 LOUD = (3, 4, 9)  # rows in the data whose losses are so large that gradients overflow in fp16 at a scale above 2^7

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _LazyNormBase, _NormBase
 
 import rayps
-from rayps.core.nested_options import options_of
-from rayps.runtime.preflight import preflight
+from rayps.core.strategy.nested_options import options_of
+from rayps.runtime.checks.preflight import preflight
 from rayps.strategies.catalogue import CATALOGUE, parse, parse_for_loop
 from rayps.strategies.job import JobSpec
 from rayps.workload.norm_by_row import groups_for
@@ -213,7 +213,7 @@ def test_no_later_phase_of_clients_proves_what_an_earlier_one_has_told(first):
 
 def test_privacy_that_a_topology_of_one_s_own_drops_is_refused():
     class Dropped(rayps.AllReduce):
-        topology = rayps.core.topology.Peers()
+        topology = rayps.core.strategy.topology.Peers()
 
     with pytest.raises(ConfigError, match=r"private by only one .*without a topology of its own"):
         train(Public(), Dropped(privacy=rayps.dp(**DP)), steps=1)

@@ -23,21 +23,21 @@ from torch import nn
 import rayps
 from rayps.cluster.local import LocalCluster, until
 from rayps.comm.ring.choose_algorithm import Autotuner
-from rayps.core.job_status import Status
-from rayps.core.nested_options import options_of
+from rayps.core.job.job_status import Status
+from rayps.core.strategy.nested_options import options_of
 from rayps.federated.combine_replies import Aggregate
 from rayps.federated.population.cohort import number
 from rayps.federated.strategy_interface import FederatedView
 from rayps.privacy.ledger import KEY
 from rayps.privacy.noise import KeyedNoise, SecretNoise
 from rayps.privacy.options import PrivacySpec, privacy_in
-from rayps.runtime.driver import Driver
-from rayps.runtime.journal import Journal
+from rayps.runtime.driver.driver import Driver
+from rayps.runtime.records.journal import Journal
 from rayps.strategies.catalogue import CATALOGUE, parse, wire
 from rayps.strategies.job import JobSpec
-from rayps.tensors import checkpoint
-from rayps.worker import private_rows
-from rayps.worker.private_gradients import NoisedSums
+from rayps.tensors.checkpoints import checkpoint
+from rayps.worker.loops.private_gradients import NoisedSums
+from rayps.worker.rows import private_rows
 
 CLIENTS, ROUNDS = 40, 4
 

@@ -21,7 +21,7 @@ from rayps.data.single_rows import stacks_of
 from rayps.privacy.ledger import ReleaseLedger
 from rayps.privacy.mechanism import Mechanism
 from rayps.privacy.noise import KeyedNoise, SecretNoise
-from rayps.worker.private_rows import RowDraws
+from rayps.worker.rows.private_rows import RowDraws
 from rayps.workload.clipped_sum import ClippedSum
 from rayps.workload.model_part import Whole
 

@@ -14,7 +14,7 @@ from service_site import Site
 from rayps.federated import check
 from rayps.federated.private_job import must_allow_a_round
 from rayps.service import strategy_check
-from rayps.service.ray_process import python_path
+from rayps.service.local_ray.ray_process import python_path
 from rayps.strategies.catalogue import parse
 
 BROKE = "fedavg:fraction=0.5,privacy=dp(noise_multiplier=0.3,epsilon=0.5,delta=0.001)"

@@ -18,7 +18,7 @@ from ps_session_fakes import Handed, slot
 from rayps_client.errors import ActorDied, PeerLost
 
 from rayps.cluster.local import LocalCluster, until
-from rayps.core.user_module import pack
+from rayps.core.job.user_module import pack
 from rayps.ps import group as elastic
 from rayps.ps.protocol.rows import cut
 from rayps.ps.protocol.space import Space

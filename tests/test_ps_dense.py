@@ -8,8 +8,8 @@ import torch
 from rayps_client.errors import CheckpointError, ConfigError
 from torch.optim import SGD, Adagrad, Adam
 
-from rayps.core.repeated_pushes import WINDOW, Ledger
-from rayps.core.topology import ASP, PerPush, PerRound, Servers
+from rayps.core.job.repeated_pushes import WINDOW, Ledger
+from rayps.core.strategy.topology import ASP, PerPush, PerRound, Servers
 from rayps.ps.server.dense_segment import MEAN, PUSHED, VALUES, DenseSegment, changes_by, part_of, state_of
 from rayps.strategies.base import Strategy
 from rayps.strategies.parameter_server import ParameterServer

@@ -13,7 +13,7 @@ from process_cluster import ProcessCluster
 from rayps_client.errors import ActorDied, ConfigError, Conflict, NotFound
 
 from rayps.cluster.local import LocalCluster, until
-from rayps.core.user_module import pack
+from rayps.core.job.user_module import pack
 from rayps.ps import group as elastic
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.session import Session

@@ -13,9 +13,9 @@ from small_work import SEEN, Small, Watched, distance, kinds, plain
 import rayps
 from rayps import AllReduce, ParameterServer, Pipeline, TensorParallel
 from rayps.cluster.local import until
-from rayps.core.job_status import Status
-from rayps.core.repeated_pushes import Ledger
-from rayps.core.user_module import pack
+from rayps.core.job.job_status import Status
+from rayps.core.job.repeated_pushes import Ledger
+from rayps.core.job.user_module import pack
 from rayps.ps.client import session
 from rayps.ps.column_space import Collector, first_state
 from rayps.ps.group import start
@@ -23,8 +23,8 @@ from rayps.ps.job_space import JobSpace
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.dense_segment import part_of
 from rayps.ps.server.requests import RequestHandler
-from rayps.runtime.driver import Driver
-from rayps.runtime.journal import Journal
+from rayps.runtime.driver.driver import Driver
+from rayps.runtime.records.journal import Journal
 from rayps.strategies.job import JobSpec
 from rayps.tensors.flat import Layout
 from rayps.tensors.snapshot import Snapshot

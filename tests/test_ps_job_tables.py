@@ -16,7 +16,7 @@ import rayps
 from rayps import Embedding, Hybrid, ParameterServer
 from rayps.cluster.local import until
 from rayps.ps.group import start
-from rayps.tensors import checkpoint
+from rayps.tensors.checkpoints import checkpoint
 
 ROWS = 80
 

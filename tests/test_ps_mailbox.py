@@ -14,7 +14,7 @@ from small_work import Watched
 
 from rayps.cluster.local import LocalCluster, until
 from rayps.comm.link import Listener, connect
-from rayps.core.user_module import pack
+from rayps.core.job.user_module import pack
 from rayps.ps import group as elastic
 from rayps.ps.client import connections
 from rayps.ps.client import session as client_session

@@ -17,7 +17,7 @@ from rayps_client.errors import ConfigError
 
 from rayps.cluster.local import LocalCluster, until
 from rayps.cluster.notices import Notice
-from rayps.core.user_module import pack
+from rayps.core.job.user_module import pack
 from rayps.ps import group as elastic
 from rayps.ps.manager import members
 from rayps.ps.manager.decide_scale import ScaleRule

@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 from rayps_client.errors import ClusterError
 
-from rayps.service import processes, ray_daemon, ray_logs
+from rayps.service import processes
 from rayps.service.drivers import DRIVER
-from rayps.service.ray_daemon import (
+from rayps.service.local_ray import ray_daemon, ray_logs
+from rayps.service.local_ray.ray_daemon import (
     Lease,
     RayRecord,
     environment,
@@ -29,8 +30,8 @@ from rayps.service.ray_daemon import (
     remove_leftovers,
     service_is_alive,
 )
-from rayps.service.ray_logs import LogFile, removable
-from rayps.service.ray_place import JoinedRay, OwnRay, place
+from rayps.service.local_ray.ray_logs import LogFile, removable
+from rayps.service.local_ray.ray_place import JoinedRay, OwnRay, place
 from rayps.service.settings import SERVICE_LOCK, Settings
 
 
@@ -71,7 +72,8 @@ def test_what_a_tree_left_is_found_and_a_client_is_not(tmp_path: Path) -> None:
 
 TREE = """
 import os, subprocess, sys
-from rayps.service import processes, ray_daemon
+from rayps.service import processes
+from rayps.service.local_ray import ray_daemon
 processes.adopt_orphans()
 sleep = "subprocess.Popen(['sleep', '60'], stdout=-3, stderr=-3, start_new_session=True).pid"
 made = subprocess.run([sys.executable, "-c", f"import subprocess; print({sleep})"], capture_output=True, text=True)
@@ -262,7 +264,7 @@ class Apart:
     def ask(self) -> dict[str, float]:
         code = (
             "import json, sys; from pathlib import Path; from rayps.service.settings import Settings\n"
-            "from rayps.service.ray_place import OwnRay\n"
+            "from rayps.service.local_ray.ray_place import OwnRay\n"
             "own = OwnRay(Settings(state_dir=Path(sys.argv[1]), cpus=3))\n"
             "print(json.dumps(own.cluster().total())); own.disconnect(end=False)"
         )

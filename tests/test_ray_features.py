@@ -22,8 +22,8 @@ from test_backup_workers import replayed
 from test_exactly_once import ROWS, SHARDS, Tally
 
 import rayps
-from rayps.core.adaptive_staleness import FIRST, LADDER
-from rayps.core.balanced_shares import WINDOW
+from rayps.core.rows.balanced_shares import WINDOW
+from rayps.core.strategy.adaptive_staleness import FIRST, LADDER
 
 pytestmark = pytest.mark.ray
 EXACT = 1e-12

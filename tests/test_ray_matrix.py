@@ -26,10 +26,10 @@ from torch import nn
 
 import rayps
 from rayps import AllReduce, FedAvg
-from rayps.core.compression import COMPRESSIONS
-from rayps.core.replica import SCHEDULES
-from rayps.core.topology import replica_of
-from rayps.federated.robust_rules import RULES
+from rayps.core.strategy.compression import COMPRESSIONS
+from rayps.core.strategy.replica import SCHEDULES
+from rayps.core.strategy.topology import replica_of
+from rayps.federated.rules.robust_rules import RULES
 from rayps.strategies.catalogue import CATALOGUE, REPLICAS, parse
 
 pytestmark = pytest.mark.ray

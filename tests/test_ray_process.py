@@ -18,8 +18,8 @@ from service_site import Site
 
 from rayps.cluster.local import PROTOCOL
 from rayps.service import processes
-from rayps.service.ray_place import OwnRay
-from rayps.service.ray_process import ClusterProcess
+from rayps.service.local_ray.ray_place import OwnRay
+from rayps.service.local_ray.ray_process import ClusterProcess
 from rayps.service.settings import Settings
 
 HURT = "faulty_cluster:Hurt"
@@ -162,7 +162,7 @@ def test_a_pipe_that_nobody_reads_blocks_nobody(join: Callable[..., ClusterProce
 
 OWNER = """
 import sys, time
-from rayps.service.ray_process import ClusterProcess
+from rayps.service.local_ray.ray_process import ClusterProcess
 print(ClusterProcess(sys.argv[1], cluster=sys.argv[2]).pid, flush=True)
 time.sleep(600)
 """
@@ -188,7 +188,7 @@ def test_a_child_that_hears_nothing_ends_itself(tmp_path: Path, mode: str) -> No
             [
                 sys.executable,
                 "-m",
-                "rayps.service.ray_child",
+                "rayps.service.local_ray.ray_child",
                 "--pipe",
                 str(theirs.fileno()),
                 "--cluster",

@@ -21,19 +21,19 @@ import pytest
 import safetensors.torch
 import torch
 from client_site import All, Clinic, Own, Process, Tap, cohorts, rows, until
-from rayps_client.client_folder import ClientFolder
 from rayps_client.errors import ConfigError, Conflict, DataError, Unauthorized, WorkloadError
+from rayps_client.exchange.signed_orders import ClientToken, Key, order_text, verified
+from rayps_client.machine.client_folder import ClientFolder
 from rayps_client.process import ClientProcess
-from rayps_client.signed_orders import ClientToken, Key, order_text, verified
-from rayps_client.torch_tensors import raw_of, tensor_of
+from rayps_client.trainers.torch_tensors import raw_of, tensor_of
 from small_work import train
 
 import rayps
 from rayps.cli.main import main
 from rayps.clients.workload_trainer import WorkloadTrainer, own_data, rows_of
 from rayps.federated import remote_replies
-from rayps.federated.client_scores import report_rounds
 from rayps.federated.remote.mailbox import Mailbox
+from rayps.federated.rules.client_scores import report_rounds
 
 pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 FEDAVG = "fedavg:local_epochs=2,clients=remote(least={least},wait=100)"

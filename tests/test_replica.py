@@ -14,12 +14,12 @@ import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import LocalCluster
 from rayps.core.grid import Grid
-from rayps.core.repeated_pushes import Ledger
-from rayps.core.replica import Pipeline, TensorParallel
+from rayps.core.job.repeated_pushes import Ledger
+from rayps.core.strategy.replica import Pipeline, TensorParallel
 from rayps.parallel.division.build import blank, keep_only
 from rayps.parallel.division.divide import divide, words
 from rayps.parallel.division.division import TensorSlice, shares
-from rayps.runtime.status import in_replicas
+from rayps.runtime.records.status import in_replicas
 from rayps.tensors import optim
 from rayps.tensors.flat import FlatModel, outside_vector
 from rayps.tensors.snapshot import Snapshot

@@ -9,8 +9,8 @@ from torch import nn
 
 import rayps
 from rayps import AllReduce, ParameterServer
-from rayps.core.replica import Pipeline, TensorParallel
-from rayps.core.topology import servers_of
+from rayps.core.strategy.replica import Pipeline, TensorParallel
+from rayps.core.strategy.topology import servers_of
 
 EXACT = 1e-12
 

@@ -12,11 +12,11 @@ from small_work import Small, distance, plain, train
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.core.urls import is_url
-from rayps.runtime.driver_actor import DriverActor
-from rayps.tensors import checkpoint
-from rayps.tensors.checkpoint_place import CheckpointPlace, ObjectStore
+from rayps.runtime.driver.driver_actor import DriverActor
+from rayps.tensors.checkpoints import checkpoint
+from rayps.tensors.checkpoints.checkpoint_place import CheckpointPlace, ObjectStore
 
 PLACES = ["folder", "file://", "memory://"]
 LAYOUTS = {"whole": "all_reduce", "in parts": "all_reduce:shard=optimizer"}

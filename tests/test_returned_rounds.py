@@ -20,14 +20,14 @@ from service_site import Site
 import rayps
 from rayps.cli import main as cli_main
 from rayps.core import metrics
-from rayps.core.job_status import Status
-from rayps.core.records import Point
-from rayps.core.returned_rounds import RETURNED, counted, is_void
+from rayps.core.job.job_status import Status
+from rayps.core.job.records import Point
+from rayps.core.job.returned_rounds import RETURNED, counted, is_void
 from rayps.loggers.logger import Logger
-from rayps.runtime.callbacks import CallbackRunner
-from rayps.runtime.journal import Journal
+from rayps.runtime.records.journal import Journal
+from rayps.runtime.results.callbacks import CallbackRunner
 from rayps.service.client import Client
-from rayps.service.comparison import BATCH_LOSS
+from rayps.service.sweeps.comparison import BATCH_LOSS
 
 Part = tuple[int, int, int, int]  # (attempt of the driver, generation, first round, end): rounds in order
 Truth = tuple[dict[int, float], dict[int, float]]  # losses by round, and errors by evaluated round

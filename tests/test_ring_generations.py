@@ -13,7 +13,7 @@ from rayps_client.errors import LinkError, PeerLost, StaleGeneration
 from rayps.comm.link import Listener, Prefer
 from rayps.comm.ring import Ring, form_mesh
 from rayps.comm.ring.choose_algorithm import NAMES
-from rayps.comm.ring.choose_gpu_transport import GpuTransport
+from rayps.comm.ring.device.choose_gpu_transport import GpuTransport
 from rayps.comm.ring.form_mesh import Formation
 from rayps.comm.ring.mesh import Mesh
 

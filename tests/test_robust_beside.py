@@ -9,11 +9,11 @@ from test_robust import Blobs
 from torch import nn
 
 import rayps
-from rayps.federated.buffer_statistics import NEGATIVE, BufferStatistics
 from rayps.federated.combine_replies import Aggregate
 from rayps.federated.population.attack_spec import attack_of
-from rayps.federated.robust_rules import rule_of
-from rayps.federated.rule_arithmetic import aggregate, geometric_median
+from rayps.federated.rules.buffer_statistics import NEGATIVE, BufferStatistics
+from rayps.federated.rules.robust_rules import rule_of
+from rayps.federated.rules.rule_arithmetic import aggregate, geometric_median
 
 CLIENTS, SIZE, LIARS = 12, 23, (0, 5)
 SELECTING = ["krum(f=2)", "multi_krum(f=2)", "multi_krum(f=2,m=3)", "bulyan(f=2)", "krum(f=1,bucket=2)"]

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from rayps_client.errors import ConfigError
 
 import rayps
-from rayps.core.elastic import ElasticWorkers, range_of, workers_of_text
 from rayps.core.grid import Grid
-from rayps.core.phase_rounds import Calendar
-from rayps.core.row_shares import RowShares, dealt, even_shares
+from rayps.core.rows.phase_rounds import Calendar
+from rayps.core.rows.row_shares import RowShares, dealt, even_shares
+from rayps.core.strategy.elastic import ElasticWorkers, range_of, workers_of_text
 from rayps.data.base import Data
 from rayps.data.dealt_rows import DealtRows
 from rayps.strategies.job import JobSpec, elastic_fields

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from rayps_client.errors import ConfigError
 
-from rayps.federated.aggregation_options import Aggregation
 from rayps.federated.population.attack_spec import attack_of, skew
-from rayps.federated.robust_rules import RULES, AggregationRule, Bulyan, rule_of
-from rayps.federated.rule_arithmetic import (
+from rayps.federated.rules.aggregation_options import Aggregation
+from rayps.federated.rules.robust_rules import RULES, AggregationRule, Bulyan, rule_of
+from rayps.federated.rules.rule_arithmetic import (
     aggregate,
     centered_clipping,
     clip_factor,
@@ -201,7 +201,7 @@ def test_blocks_change_nothing(text, dtype, monkeypatch):
     x = matrix(20, 501, 3, dtype)
     whole = aggregate(rule_of(text), x, seed=5)
     assert whole.dtype == np.float64 and whole.shape == (501,)
-    monkeypatch.setattr("rayps.federated.rule_arithmetic._BLOCK", 20 * 16)
+    monkeypatch.setattr("rayps.federated.rules.rule_arithmetic._BLOCK", 20 * 16)
     assert aggregate(rule_of(text), x, seed=5) == pytest.approx(whole, rel=1e-9, abs=1e-12)
 
 

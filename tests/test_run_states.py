@@ -5,10 +5,10 @@ import itertools
 import pytest
 from rayps_client.errors import TrainingError, WorkloadError
 
-from rayps.core.handover import Handover
-from rayps.core.job_status import Status
+from rayps.core.job.handover import Handover
+from rayps.core.job.job_status import Status
 from rayps.recovery.backup_assignment import RebuildPlan
-from rayps.runtime.decide_recovery import (
+from rayps.runtime.driver.decide_recovery import (
     AwaitCheckpoint,
     BeginGeneration,
     Continue,

@@ -8,7 +8,7 @@ from user_code_table import wraps
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.runtime.display import Display
+from rayps.runtime.records.display import Display
 from rayps.strategies.catalogue import CATALOGUE
 
 STRATEGIES = [name for name in CATALOGUE if wraps(name) and name != "statistics"]

@@ -19,8 +19,8 @@ from rayps_client.errors import ClusterError, ConfigError
 
 from rayps.cluster.notices import Notice
 from rayps.cluster.warm import WarmState
-from rayps.core.job_environment import JobEnvironment
-from rayps.core.job_status import Status, may_move
+from rayps.core.job.job_environment import JobEnvironment
+from rayps.core.job.job_status import Status, may_move
 from rayps.service import drivers, processes
 from rayps.service.liveness import MOST_STEP, QuietTime, QuietTimes
 from rayps.service.plan import (
@@ -441,7 +441,7 @@ class FakeCluster:
         return WarmState(wanted, 1, 0, 1000)
 
     def spawn(self, target: str, *args: Any, name: str, **kwargs: Any) -> FakeHandle:
-        assert target == "rayps.runtime.driver_actor:DriverActor" and kwargs["detached"] and kwargs["here"]
+        assert target == "rayps.runtime.driver.driver_actor:DriverActor" and kwargs["detached"] and kwargs["here"]
         self.warm.append(kwargs.get("warm"))
         if name in self.actors:
             raise ClusterError(f"{name} lives already")
@@ -549,7 +549,7 @@ def test_a_job_from_queue_to_result(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         )
         # what the driver's own events say is not said again
         assert [e["kind"] for e in await store.events(job)] == ["queued", "starting"]
-        cluster.spawn("rayps.runtime.driver_actor:DriverActor", name=f"driver-{job}", detached=True, here=True)
+        cluster.spawn("rayps.runtime.driver.driver_actor:DriverActor", name=f"driver-{job}", detached=True, here=True)
         assert await scheduler.tick() == [] and cluster.actors  # it gets a while to end itself
         monkeypatch.setattr(drivers, "_END_SECONDS", 0.0)
         assert await scheduler.tick() == [] and not cluster.actors

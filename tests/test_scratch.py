@@ -14,7 +14,7 @@ from rayps.cluster.code_folder import JobCode, enter_code
 from rayps.cluster.local import until
 from rayps.cluster.scratch import Scratch, kill_users, sweep
 from rayps.service import processes
-from rayps.service.code_files import pack_code
+from rayps.service.code.code_files import pack_code
 
 CHILD = """
 import sys, time

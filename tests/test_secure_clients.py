@@ -16,7 +16,7 @@ import pytest
 import torch
 from client_site import All, Clinic, Own, cohorts, until
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from rayps_api import routes_clients
+from rayps_api.routes import routes_clients
 from rayps_api.update_parts import PartWriter
 from rayps_client.errors import ConfigError, Conflict, Unauthorized
 from rayps_client.secure import lease

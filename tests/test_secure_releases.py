@@ -27,18 +27,18 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from rayps_client.client_folder import ClientFolder
 from rayps_client.errors import Conflict
-from rayps_client.local_trainer import LocalReply, LocalTask
-from rayps_client.own_metrics import OwnMetrics, OwnTotal
+from rayps_client.exchange.raw_tensors import RawTensor
+from rayps_client.exchange.signed_orders import EVALUATION, ROUND, ClientToken, Key
+from rayps_client.machine.client_folder import ClientFolder
 from rayps_client.process import ClientProcess
-from rayps_client.raw_tensors import RawTensor
 from rayps_client.secure import secure_replies
 from rayps_client.secure.protocol import Stage
 from rayps_client.secure.quantise import EXTRAS
 from rayps_client.secure.service_stages import answer_text
 from rayps_client.secure.take_part import quantiser_of
-from rayps_client.signed_orders import EVALUATION, ROUND, ClientToken, Key
+from rayps_client.trainers.local_trainer import LocalReply, LocalTask
+from rayps_client.trainers.own_metrics import OwnMetrics, OwnTotal
 
 from rayps.core.metrics import Total
 from rayps.federated.client_evaluation import ClientEvaluation

@@ -24,18 +24,18 @@ from torch.utils.data import default_collate
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.core.job_status import Status
-from rayps.core.user_module import pack
+from rayps.core.job.job_status import Status
+from rayps.core.job.user_module import pack
 from rayps.data.base import Batch, Data
 from rayps.data.memory import TensorData
 from rayps.data.single_rows import stacks_of
 from rayps.federated.combine_replies import Aggregate
-from rayps.runtime.driver import Driver
-from rayps.runtime.journal import Journal
-from rayps.runtime.preflight import TrialRequest, try_batch
+from rayps.runtime.checks.preflight import TrialRequest, try_batch
+from rayps.runtime.driver.driver import Driver
+from rayps.runtime.records.journal import Journal
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.job import JobSpec
-from rayps.worker.private_gradients import NoisedSums, PrivateRingWorker
+from rayps.worker.loops.private_gradients import NoisedSums, PrivateRingWorker
 from rayps.workload.clipped_sum import ClippedSum
 from rayps.workload.model_part import Whole
 
@@ -582,7 +582,7 @@ def released(monkeypatch, name, work, workers):
         return means[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr("rayps.worker.private_rows.source_of", lambda privacy, seed: EveryRow())
+        patch.setattr("rayps.worker.rows.private_rows.source_of", lambda privacy, seed: EveryRow())
         patch.setattr(NoisedSums, "part", recorded)
         patch.setattr(PrivateRingWorker, "mean_grad", returned)
         strategy = STRATEGIES[name](privacy=rayps.dp(noise_multiplier=1.0, clip=CLIP, delta=1e-2))

@@ -11,7 +11,7 @@ import small_work
 import torch
 
 import rayps
-from rayps.core.user_module import pack
+from rayps.core.job.user_module import pack
 from rayps.workload.base import FINDER
 
 STATE = """
@@ -101,7 +101,7 @@ def test_a_module_exists_once_where_it_was_sent(folder: Path, tmp_path_factory, 
     packed = _sent(folder, way, place)
     child = f"""
 import sys
-from rayps.core.user_module import unpack
+from rayps.core.job.user_module import unpack
 {textwrap.dedent(CHECK)}
 given = sys.stdin.buffer.read()
 check(unpack(given, shared=True))
@@ -152,7 +152,7 @@ def test_a_name_that_was_not_sent_and_has_no_file_is_refused_by_name(folder: Pat
     (folder / "sent_state.py").unlink()
     child = """
 import sys
-from rayps.core.user_module import unpack
+from rayps.core.job.user_module import unpack
 unpack(sys.stdin.buffer.read(), shared=True)
 sys.modules["sent_state"].never_named
 """
@@ -162,7 +162,7 @@ sys.modules["sent_state"].never_named
 
 
 def test_the_senders_own_modules_stay_as_they_are(folder: Path) -> None:
-    from rayps.core.user_module import unpack
+    from rayps.core.job.user_module import unpack
 
     packed = _sent(folder, "import at the top", "sent_state")
     state = sys.modules["sent_state"]
@@ -175,7 +175,7 @@ def test_jobs_that_share_a_process_share_no_module(folder: Path, tmp_path_factor
     """As servers do: `shared` is for processes of one job."""
     child = """
 import sys
-from rayps.core.user_module import unpack
+from rayps.core.job.user_module import unpack
 given = sys.stdin.buffer.read()
 (_, one), (_, other) = unpack(given)(), unpack(given)()
 assert one is not other and one.read() == other.read() and "sent_state" not in sys.modules

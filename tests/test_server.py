@@ -13,7 +13,7 @@ from rayps_client.errors import ConfigError, LinkError, PeerLost, PeerTimeout, S
 from torch.optim import SGD
 
 from rayps.cluster.local import until
-from rayps.core.repeated_pushes import WINDOW
+from rayps.core.job.repeated_pushes import WINDOW
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Gradient, Layout
 

@@ -20,9 +20,9 @@ import pytest
 from real_service import Serve, shared_memory, until
 
 from rayps.cli import main as cli
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.service import processes
-from rayps.service.ray_daemon import read_record
+from rayps.service.local_ray.ray_daemon import read_record
 
 pytestmark = pytest.mark.ray
 ROOT = Path(__file__).resolve().parent.parent
@@ -140,8 +140,8 @@ def test_by_http_alone_from_submit_to_result(serve: Serve, work: Path) -> None:
 DAMPED = """
 from dataclasses import dataclass
 import rayps
-from rayps.core.server_updates import apply_push
-from rayps.core.topology import SSP, Servers
+from rayps.core.strategy.server_updates import apply_push
+from rayps.core.strategy.topology import SSP, Servers
 
 @dataclass(frozen=True)
 class Damped(rayps.Strategy):

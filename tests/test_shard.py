@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import SGD, Adam
 
-from rayps.core.phase_rounds import Boundary
-from rayps.core.repeated_pushes import WINDOW
+from rayps.core.job.repeated_pushes import WINDOW
+from rayps.core.rows.phase_rounds import Boundary
 from rayps.ps.protocol.pieces import Extent
 from rayps.ps.server.dense_segment import Shard, part_of
 from rayps.strategies.parameter_server import ParameterServer

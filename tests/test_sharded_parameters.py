@@ -12,8 +12,8 @@ from torch import nn
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.worker.check_sharded_parameters import check_fields, check_model
-from rayps.worker.sharded_model import rows_of, units_of
+from rayps.worker.loops.check_sharded_parameters import check_fields, check_model
+from rayps.worker.loops.sharded_model import rows_of, units_of
 from rayps.workload.deferred_init import deferred
 
 CLOSE = 1e-9

@@ -25,16 +25,17 @@ from rayps import AllReduce
 from rayps.comm.ring.bucket_scatter import SentScatter, SharedScatter, bucket_scatter
 from rayps.comm.ring.bucketed_mean import ScatteredBuckets, SharedMemoryMean, scattered_pieces
 from rayps.comm.ring.owned_slices import OwnedSlices
-from rayps.runtime.state_folder import StateFolder, remove_abandoned
+from rayps.runtime.records.state_folder import StateFolder, remove_abandoned
 from rayps.strategies.catalogue import parse
-from rayps.tensors import checkpoint, optim
-from rayps.tensors.checkpoint_parts import write_part
+from rayps.tensors import optim
+from rayps.tensors.checkpoints import checkpoint
+from rayps.tensors.checkpoints.checkpoint_parts import write_part
 from rayps.tensors.flat import FlatModel, Gradient, Layout
 from rayps.tensors.snapshot import Snapshot
 from rayps.tensors.state_pieces import entries_of, fill, moments_in, parameter_of, pieces_of
-from rayps.worker.buckets import cut, spans
-from rayps.worker.scattered_gradients import ScatteredGradients
-from rayps.worker.step_flags import StepFlags
+from rayps.worker.exchange.buckets import cut, spans
+from rayps.worker.exchange.scattered_gradients import ScatteredGradients
+from rayps.worker.exchange.step_flags import StepFlags
 
 SHARDS = ["optimizer", "gradients"]
 EXACT, CLOSE = 0.0, 1e-14
@@ -378,7 +379,7 @@ def test_a_place_that_fails_at_the_end_ends_the_run(tmp_path, monkeypatch):
 def test_folders_of_processes_that_were_killed_are_removed_and_others_are_not(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     kept = StateFolder()
-    code = "import os; from rayps.runtime.state_folder import StateFolder; f = StateFolder(); os._exit(1)"
+    code = "import os; from rayps.runtime.records.state_folder import StateFolder; f = StateFolder(); os._exit(1)"
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}, check=False, timeout=120)
     (tmp_path / "rayps-state-no-lock").mkdir()
     [abandoned] = set(tmp_path.iterdir()) - {kept.path, tmp_path / "rayps-state-no-lock"}

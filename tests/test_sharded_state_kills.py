@@ -21,8 +21,8 @@ from torch import nn
 
 import rayps
 from rayps.core.failpoint import VARIABLE
-from rayps.tensors import checkpoint
-from rayps.tensors.checkpoint_place import LocalFolder, name_of
+from rayps.tensors.checkpoints import checkpoint
+from rayps.tensors.checkpoints.checkpoint_place import LocalFolder, name_of
 
 TESTS = Path(__file__).resolve().parent
 EPOCHS, STEPS = 4, 2  # epochs of a run, each with a checkpoint; rounds of an epoch

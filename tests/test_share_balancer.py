@@ -9,18 +9,18 @@ from rayps_client.errors import ActorDied, ConfigError
 from small_work import Small, distance, kinds, plain, rows, train
 
 import rayps
-from rayps.core.balanced_shares import WINDOW
-from rayps.core.row_shares import RowShares
-from rayps.core.slow_ranks import INTERVALS
-from rayps.core.slow_ranks import WINDOW as SLOW_WINDOW
+from rayps.core.rows.balanced_shares import WINDOW
+from rayps.core.rows.row_shares import RowShares
+from rayps.core.time.slow_ranks import INTERVALS
+from rayps.core.time.slow_ranks import WINDOW as SLOW_WINDOW
 from rayps.data.dealt_rows import DealtRows
-from rayps.runtime import share_balancer
-from rayps.runtime.journal import Journal
-from rayps.runtime.membership import Membership
-from rayps.runtime.share_balancer import ShareBalancer
+from rayps.runtime.records.journal import Journal
+from rayps.runtime.size import share_balancer
+from rayps.runtime.size.membership import Membership
+from rayps.runtime.size.share_balancer import ShareBalancer
 from rayps.strategies.job import JobSpec
-from rayps.worker.batches import BatchStream
-from rayps.worker.round_gate import RoundGate
+from rayps.worker.exchange.round_gate import RoundGate
+from rayps.worker.rows.batches import BatchStream
 
 EXACT = 1e-12
 BATCHES: defaultdict = defaultdict(list)  # tag -> the inputs of each batch that was learned

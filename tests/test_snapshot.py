@@ -3,11 +3,12 @@ import torch
 from rayps_client.errors import CheckpointError
 from torch import nn
 
-from rayps.core.phase_rounds import Calendar
-from rayps.core.repeated_pushes import Ledger
-from rayps.core.strategy import Phase
+from rayps.core.job.repeated_pushes import Ledger
+from rayps.core.rows.phase_rounds import Calendar
+from rayps.core.strategy.strategy import Phase
 from rayps.strategies.all_reduce import AllReduce
-from rayps.tensors import checkpoint, optim
+from rayps.tensors import optim
+from rayps.tensors.checkpoints import checkpoint
 from rayps.tensors.flat import FlatModel, outside_vector
 from rayps.tensors.loss_scale import KEY, LossScale, skipped
 from rayps.tensors.snapshot import Snapshot

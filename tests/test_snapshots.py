@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from rayps.core.phase_rounds import Boundary
-from rayps.runtime.snapshots import SnapshotSchedule
+from rayps.core.rows.phase_rounds import Boundary
+from rayps.runtime.results.snapshots import SnapshotSchedule
 from rayps.tensors.snapshot import RetainedParts
 
 

@@ -11,14 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from client_site import Clinic, until
-from rayps_client.client_folder import ClientFolder
-from rayps_client.connection import ServiceConnection
 from rayps_client.errors import CheckpointError, ConfigError, RaypsError, WorkloadError
+from rayps_client.exchange.connection import ServiceConnection
+from rayps_client.exchange.signed_orders import ClientToken
+from rayps_client.exchange.update_codec import decode_start
+from rayps_client.machine.client_folder import ClientFolder
 from rayps_client.process import ClientProcess
-from rayps_client.signed_orders import ClientToken
 from rayps_client.statistic_columns import WITHIN
 from rayps_client.stats import crossing, cumulative_fit, histogram, mean, quantile
-from rayps_client.update_codec import decode_start
 from small_work import train
 from statistics_work import CLIENTS, EDGES, FILE, QUERIES, Hospital, Pooled, data, rows
 

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from rayps.core.dropped_steps import DroppedSteps
-from rayps.core.portions import NOTHING, Portions
-from rayps.core.step_members import StepMembers
+from rayps.core.rows.dropped_steps import DroppedSteps
+from rayps.core.rows.portions import NOTHING, Portions
+from rayps.core.rows.step_members import StepMembers
 from rayps.ps.protocol.messages import ArrivalKind, numbers, pack_members, unpack_members
 from rayps.ps.server.arrivals import Arrivals
 

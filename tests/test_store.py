@@ -11,9 +11,9 @@ from typing import TypeVar
 import pytest
 from rayps_client.errors import ConfigError, Conflict, NotFound
 
-from rayps.core.job_status import MOVES, Status
+from rayps.core.job.job_status import MOVES, Status
 from rayps.service.store import Store
-from rayps.service.user_tokens import UserTokens
+from rayps.service.tokens.user_tokens import UserTokens
 from rayps.strategies.job import JobSpec
 
 T = TypeVar("T")

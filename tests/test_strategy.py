@@ -7,10 +7,10 @@ import torch
 import yaml
 from rayps_client.errors import ConfigError
 
-from rayps.core.replica import Pipeline, TensorParallel
-from rayps.core.server_updates import weighted_mean
-from rayps.core.strategy import Phase
-from rayps.core.text import written
+from rayps.core.strategy.replica import Pipeline, TensorParallel
+from rayps.core.strategy.server_updates import weighted_mean
+from rayps.core.strategy.strategy import Phase
+from rayps.core.strategy.text import written
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Strategy
 from rayps.strategies.catalogue import CATALOGUE, REPLICAS, catalogue, parse, phase_ends, wire

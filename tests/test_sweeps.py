@@ -16,14 +16,14 @@ from service_site import Site
 from rayps.cli import main as cli
 from rayps.cli.sparkline import sparkline
 from rayps.cli.sweeps import values_of
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.service import strategy_check
 from rayps.service.client import Client
-from rayps.service.comparison import BATCH_LOSS, best_row, compared, with_direction
 from rayps.service.store import Store
 from rayps.service.strategy_check import refuse_params
-from rayps.service.sweep import MOST_JOBS, check_name, job_name, sweep_jobs
-from rayps.service.sweep_client import table_of
+from rayps.service.sweeps.comparison import BATCH_LOSS, best_row, compared, with_direction
+from rayps.service.sweeps.sweep import MOST_JOBS, check_name, job_name, sweep_jobs
+from rayps.service.sweeps.sweep_client import table_of
 from rayps.strategies.job import JobSpec
 
 FILE = """

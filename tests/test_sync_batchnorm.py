@@ -14,7 +14,7 @@ from test_ring import every, form
 from torch import nn
 
 import rayps
-from rayps.worker.sync_batchnorm import RingBatchNorm, synchronize
+from rayps.worker.exchange.sync_batchnorm import RingBatchNorm, synchronize
 
 
 @contextlib.contextmanager

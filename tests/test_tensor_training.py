@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import rayps
 from rayps import AllReduce, ParameterServer
-from rayps.core.replica import Pipeline, TensorParallel
+from rayps.core.strategy.replica import Pipeline, TensorParallel
 
 TEXT = "the naive version is the law: every fast path keeps a slow twin in the tests and must equal it. " * 3
 LETTERS = sorted(set(TEXT))

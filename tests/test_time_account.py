@@ -5,9 +5,9 @@ from random import Random
 
 import pytest
 
-from rayps.core.machine_waits import MachineWaits, ThreadWaits
-from rayps.core.member_times import LineFacts, MemberTimes, member_times
-from rayps.core.time_account import CONTAINERS, PARTS, LoopAccount, TimeAccount, named_waits
+from rayps.core.time.machine_waits import MachineWaits, ThreadWaits
+from rayps.core.time.member_times import LineFacts, MemberTimes, member_times
+from rayps.core.time.time_account import CONTAINERS, PARTS, LoopAccount, TimeAccount, named_waits
 
 
 class Watch:

@@ -12,7 +12,7 @@ import torch
 from rayps.comm.link import Listener
 from rayps.comm.link.tcp_facts import parsed, tcp_facts
 from rayps.comm.ring import Ring
-from rayps.core.member_times import LineFacts
+from rayps.core.time.member_times import LineFacts
 
 SECRET = b"t" * 32
 

@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 from rayps.cli.main import app
 from rayps.cluster.local import LocalCluster
 from rayps.cluster.members import GroupMember
-from rayps.core.goodput import FILE, read_job_time
-from rayps.core.member_times import MemberTimes
-from rayps.core.time_account import PARTS
-from rayps.core.time_verdict import verdict
-from rayps.runtime.driver import Driver
-from rayps.runtime.journal import Journal
-from rayps.runtime.time_record import TimeRecord
+from rayps.core.time.goodput import FILE, read_job_time
+from rayps.core.time.member_times import MemberTimes
+from rayps.core.time.time_account import PARTS
+from rayps.core.time.time_verdict import verdict
+from rayps.runtime.driver.driver import Driver
+from rayps.runtime.records.journal import Journal
+from rayps.runtime.records.time_record import TimeRecord
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.job import JobSpec
 

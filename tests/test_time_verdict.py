@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
-from rayps.core.goodput import JobTime, MemberTotals, ProcessTimes, TimeEvent, TimeSlice, job_time
-from rayps.core.machine_waits import MachineWaits
-from rayps.core.member_times import LineFacts, MemberTimes
-from rayps.core.time_together import together
-from rayps.core.time_verdict import FAILED, TimeVerdict, rates_of, slow_ends, verdict
+from rayps.core.time.goodput import JobTime, MemberTotals, ProcessTimes, TimeEvent, TimeSlice, job_time
+from rayps.core.time.machine_waits import MachineWaits
+from rayps.core.time.member_times import LineFacts, MemberTimes
+from rayps.core.time.time_together import together
+from rayps.core.time.time_verdict import FAILED, TimeVerdict, rates_of, slow_ends, verdict
 
 MB = 1e6
 

@@ -24,7 +24,7 @@ from real_service import until
 from service_site import Site
 
 from rayps.cli.main import main
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 
 SECRET = re.compile(r"rps_[\w-]{20,}|#code=[\w-]+")
 

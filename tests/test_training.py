@@ -19,9 +19,9 @@ import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import LocalCluster
 from rayps.cluster.ray_cluster import RayCluster
-from rayps.runtime.display import Display
-from rayps.runtime.driver import Driver
-from rayps.runtime.journal import Journal
+from rayps.runtime.driver.driver import Driver
+from rayps.runtime.records.display import Display
+from rayps.runtime.records.journal import Journal
 from rayps.strategies.job import JobSpec
 
 
@@ -211,7 +211,7 @@ def test_the_users_random_numbers_stay_as_they_were():
 
 
 def test_progress_on_no_terminal_is_plain_lines(monkeypatch):
-    monkeypatch.setattr("rayps.runtime.display.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("rayps.runtime.records.display.LINE_SECONDS", 0.0)
     stream = io.StringIO()
     display = Display(stream)
     display.event({"kind": "restarted", "message": "worker-1 died [red]"})

@@ -22,9 +22,9 @@ import rayps
 from rayps import ParameterServer, Scaffold
 from rayps.cli.main import app
 from rayps.cluster.local import LocalCluster
-from rayps.runtime import snapshots
-from rayps.tensors import checkpoint
-from rayps.tensors.checkpoint_place import CheckpointPlace, ObjectStore, unfinished
+from rayps.runtime.results import snapshots
+from rayps.tensors.checkpoints import checkpoint
+from rayps.tensors.checkpoints.checkpoint_place import CheckpointPlace, ObjectStore, unfinished
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = "memory://runs/one"

@@ -18,10 +18,10 @@ from torch.nn import functional
 
 import rayps
 from rayps.cluster.local import LocalCluster, until
-from rayps.core.job_status import Status
-from rayps.runtime.driver import Driver
-from rayps.runtime.journal import Journal
-from rayps.runtime.preflight import MOST_BYTES, TrialFacts, bytes_of, reason_not_to_try
+from rayps.core.job.job_status import Status
+from rayps.runtime.checks.preflight import MOST_BYTES, TrialFacts, bytes_of, reason_not_to_try
+from rayps.runtime.driver.driver import Driver
+from rayps.runtime.records.journal import Journal
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.job import JobSpec
 
@@ -349,8 +349,8 @@ def test_it_ends_with_its_driver(tmp_path):
     code = f"""
 import os, sys, time
 sys.path[:] = {sys.path!r}
-from rayps.runtime.preflight import Trial, TrialFacts, TrialRequest
-from rayps.core.user_module import pack
+from rayps.runtime.checks.preflight import Trial, TrialFacts, TrialRequest
+from rayps.core.job.user_module import pack
 from test_trial import OnlyThere
 trial = Trial()
 trial.begin(TrialFacts(), TrialRequest(pack(OnlyThere(lambda: time.sleep(3600))), 1, 0, path=tuple(sys.path)))

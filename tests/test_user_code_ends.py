@@ -16,10 +16,10 @@ from small_work import GATES, Small, distance, kinds, plain, train
 import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import LocalCluster
-from rayps.core import user_code
-from rayps.core.job_status import Status
-from rayps.runtime.driver import Driver
-from rayps.runtime.journal import Journal
+from rayps.core.job import user_code
+from rayps.core.job.job_status import Status
+from rayps.runtime.driver.driver import Driver
+from rayps.runtime.records.journal import Journal
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.job import JobSpec
 

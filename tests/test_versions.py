@@ -18,15 +18,15 @@ from service_site import Site
 
 from rayps.cluster import ray_cluster
 from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, surrounding
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.ps.manager.manager import ManagerActor
-from rayps.runtime import driver_actor
-from rayps.runtime.driver_actor import DriverActor
+from rayps.runtime.driver import driver_actor
+from rayps.runtime.driver.driver_actor import DriverActor
 from rayps.service import groups as groups_module
-from rayps.service import ray_process
 from rayps.service.drivers import version_conflict
+from rayps.service.local_ray import ray_process
+from rayps.service.local_ray.ray_process import ClusterProcess
 from rayps.service.plan import EndJob, Kill, OpenJob, RequestStop, plan
-from rayps.service.ray_process import ClusterProcess
 
 OTHER = PROTOCOL + 1
 # What a service calls, by protocol. A changed or removed name or argument is another protocol: add a row. A new method,

@@ -14,8 +14,8 @@ import pytest
 import sqlalchemy as sa
 from test_scheduler import FakeCluster, FakePlace
 
-from rayps.core.elastic import ElasticWorkers
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
+from rayps.core.strategy.elastic import ElasticWorkers
 from rayps.service import store as store_module
 from rayps.service.elastic_jobs import elastic_job, job_needs
 from rayps.service.elastic_plan import WaitingJob, allot

@@ -20,9 +20,9 @@ from rayps.cluster.warm import (
     to_end,
     to_start,
 )
-from rayps.runtime.journal import Journal
+from rayps.runtime.driver.worker_group import WorkerGroup
 from rayps.runtime.own_loop.driver import LoopDriver
-from rayps.runtime.worker_group import WorkerGroup
+from rayps.runtime.records.journal import Journal
 from rayps.strategies.job import JobSpec
 
 

@@ -13,7 +13,7 @@ from small_work import Small, distance, kinds, train
 from torch import nn
 
 import rayps
-from rayps.core.warm_start import StartFrom
+from rayps.core.job.warm_start import StartFrom
 from rayps.strategies.job import JobSpec
 
 

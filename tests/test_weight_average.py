@@ -8,7 +8,8 @@ from test_precision import LOUD, Half, cast
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import rayps
-from rayps.tensors import checkpoint, weight_average
+from rayps.tensors import weight_average
+from rayps.tensors.checkpoints import checkpoint
 from rayps.tensors.snapshot import Snapshot
 
 

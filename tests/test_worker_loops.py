@@ -11,9 +11,9 @@ from small_work import Small, distance, train, vector
 
 from rayps.strategies.base import Strategy
 from rayps.strategies.catalogue import CATALOGUE
-from rayps.worker.loop import Loop
-from rayps.worker.loop_of_family import FAMILIES, load, loop_class
-from rayps.worker.sync_gradients import SyncGradients, SyncWorker
+from rayps.worker.loops.loop import Loop
+from rayps.worker.loops.loop_of_family import FAMILIES, load, loop_class
+from rayps.worker.loops.sync_gradients import SyncGradients, SyncWorker
 
 OF = {
     "all_reduce": "sync_gradients",

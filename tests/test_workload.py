@@ -14,7 +14,7 @@ from rayps_client.errors import DataError, WorkloadError
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.core.user_module import pack, unpack
+from rayps.core.job.user_module import pack, unpack
 from rayps.data import Batch, Data, tensors
 from rayps.workload import base
 from rayps.workload.base import Workload, load
@@ -197,7 +197,7 @@ def test_a_working_directory_that_is_not_there(tmp_path: Path) -> None:
 
 CHILD = """
 import sys
-from rayps.core.user_module import unpack
+from rayps.core.job.user_module import unpack
 found = unpack(sys.stdin.buffer.read())
 model = found.model()
 batch = next(found.data().batches(rank=0, size=1, seed=0, epoch=0))

@@ -15,8 +15,8 @@ from torch import nn
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.core.strategy_families import SERVER_STEPS, SYNC_GRADIENTS
-from rayps.core.topology import backup_in, compression_in, replica_of, runs_in_step, servers_of
+from rayps.core.strategy.strategy_families import SERVER_STEPS, SYNC_GRADIENTS
+from rayps.core.strategy.topology import backup_in, compression_in, replica_of, runs_in_step, servers_of
 from rayps.strategies.catalogue import CATALOGUE, parse, parse_for_loop
 
 EXACT = 1e-9

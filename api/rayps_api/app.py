@@ -9,21 +9,21 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from fastapi import Depends, FastAPI
-from rayps_client.signed_orders import Key
+from rayps_client.exchange.signed_orders import Key
 
 from rayps.service import adoption
-from rayps.service.client_tokens import ClientTokens
-from rayps.service.code_store import CodeStore
+from rayps.service.code.code_store import CodeStore
 from rayps.service.drivers import RayHome
 from rayps.service.groups import Groups
-from rayps.service.ray_place import place as choose
+from rayps.service.local_ray.ray_place import place as choose
 from rayps.service.scheduler import Scheduler
 from rayps.service.settings import Settings
 from rayps.service.store import Store
-from rayps.service.user_tokens import UserTokens
-from rayps_api import (
-    pages,
-    problems,
+from rayps.service.tokens.client_tokens import ClientTokens
+from rayps.service.tokens.user_tokens import UserTokens
+from rayps_api import pages, problems, stream
+from rayps_api.guard import Guard
+from rayps_api.routes import (
     routes_clients,
     routes_code,
     routes_files,
@@ -35,9 +35,7 @@ from rayps_api import (
     routes_statements,
     routes_sweeps,
     routes_tokens,
-    stream,
 )
-from rayps_api.guard import Guard
 from rayps_api.schemas import FIELDS, GROUP_FIELDS, NOTICE_FIELDS, SWEEP_FIELDS
 from rayps_api.schemas_clients import CLIENT_FIELDS
 from rayps_api.schemas_tokens import TOKEN_FIELDS

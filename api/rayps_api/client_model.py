@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from rayps_client.errors import NotFound
-from rayps_client.signed_orders import ModelFacts
+from rayps_client.exchange.signed_orders import ModelFacts
 
 from rayps_api.job_files import MANIFEST
 

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rayps.core.returned_rounds import counted
+from rayps.core.job.returned_rounds import counted
 from rayps.service.store import StoredEvent
 from rayps_api.schemas import finite
 

@@ -14,15 +14,15 @@ from urllib.parse import urlsplit
 
 from fastapi import Request
 from rayps_client.errors import RaypsError, Unauthorized
+from rayps_client.exchange.signed_orders import is_client_token
 from rayps_client.members.signed_requests import HEADER
-from rayps_client.signed_orders import is_client_token
 from starlette.datastructures import MutableHeaders
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rayps.service.client_tokens import Grant
 from rayps.service.settings import LOOPBACK, Settings
+from rayps.service.tokens.client_tokens import Grant
 from rayps_api.connections import STATE, ConnectionFacts
 from rayps_api.membership import admit, receive_of
 from rayps_api.problems import problem

@@ -6,8 +6,8 @@ import asyncio
 from typing import Self
 
 from rayps.cluster.scratch import Scratch
-from rayps.core.code_archive import FOLDER
-from rayps.service.code_store import CodeStore
+from rayps.core.job.code_archive import FOLDER
+from rayps.service.code.code_store import CodeStore
 from rayps.service.strategy_check import CheckedStrategy
 from rayps.strategies.job import JobSpec
 

@@ -12,9 +12,9 @@ from rayps_client.members.signed_requests import COVERED, HEADER, RequestFacts, 
 from starlette.types import Message, Receive
 
 from rayps.federated.remote.mailbox import JoinedClient
-from rayps.service.client_tokens import Grant
 from rayps.service.members import GRANT, Members
 from rayps.service.store import JobRecord
+from rayps.service.tokens.client_tokens import Grant
 from rayps.strategies.job import JobSpec
 from rayps_api.client_terms import terms_of
 

@@ -16,7 +16,7 @@ from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from rayps.core.elastic import ElasticWorkers, misplaced
+from rayps.core.strategy.elastic import ElasticWorkers, misplaced
 from rayps.service.state_disk import StateDisk, is_full
 from rayps.service.store import LOCKED_SECONDS, is_locked
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rayps.core.records import GROWING_FIELDS, ROUND_FIELDS
-from rayps.core.returned_rounds import RETURNED, Returns, SeenRounds, counted, is_void
+from rayps.core.job.records import GROWING_FIELDS, ROUND_FIELDS
+from rayps.core.job.returned_rounds import RETURNED, Returns, SeenRounds, counted, is_void
 from rayps_api.folder import objects
 
 _MOST = 8192

@@ -11,20 +11,20 @@ from typing import Annotated, Any, TypeAlias, cast
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from rayps.cluster.notices import Notice
-from rayps.core.code_archive import HASH
-from rayps.core.elastic import LR_RULES
-from rayps.core.job_status import Status
+from rayps.core.job.code_archive import HASH
+from rayps.core.job.job_status import Status
+from rayps.core.job.records import ProgressRecord
+from rayps.core.job.requirements import LONGEST_LINE, MOST_LINES
+from rayps.core.job.statement import MOST_STATEMENT_BYTES
 from rayps.core.metric_direction import lowest_is_best
-from rayps.core.records import ProgressRecord
-from rayps.core.requirements import LONGEST_LINE, MOST_LINES
-from rayps.core.statement import MOST_STATEMENT_BYTES
-from rayps.service.code_origin import MOST_DIFF
+from rayps.core.strategy.elastic import LR_RULES
+from rayps.service.code.code_origin import MOST_DIFF
 from rayps.service.elastic_jobs import worker_counts
 from rayps.service.groups import LEAST_SILENCE, MOST_REPLICAS, MOST_SERVERS, MOST_SILENCE, SILENCE
 from rayps.service.groups import NAME as GROUP_NAME
 from rayps.service.store import JobRecord
-from rayps.service.sweep import MOST_JOBS
-from rayps.service.sweep import NAME as SWEEP_NAME
+from rayps.service.sweeps.sweep import MOST_JOBS
+from rayps.service.sweeps.sweep import NAME as SWEEP_NAME
 from rayps.strategies.job import MOST_PARAMS, JobSpec
 from rayps_api.problems import A_RANGE, ONE_NUMBER
 
@@ -43,7 +43,7 @@ Amount = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 
 
 class StartIn(BaseModel):
-    """Files with a job's first parameters: see `rayps.core.warm_start.StartFrom`."""
+    """Files with a job's first parameters: see `rayps.core.job.warm_start.StartFrom`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -83,7 +83,7 @@ Workers: TypeAlias = Annotated[
 
 
 class ElasticIn(BaseModel):
-    """What an elastic job states beside its range of workers: see `rayps.core.elastic.ElasticWorkers`."""
+    """What an elastic job states beside its range of workers: see `rayps.core.strategy.elastic.ElasticWorkers`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -273,7 +273,7 @@ class SweepOut(BaseModel):
 
 
 class ComparisonOut(BaseModel):
-    """Jobs beside each other; the fields of `rayps.service.comparison.Comparison`."""
+    """Jobs beside each other; the fields of `rayps.service.sweeps.comparison.Comparison`."""
 
     differing: list[str]
     metrics: list[str]
@@ -328,7 +328,7 @@ class Events(BaseModel):
 
 
 class TimeReport(BaseModel):
-    """Where the time of a job's workers and servers went: see `rayps.core.time_report`."""
+    """Where the time of a job's workers and servers went: see `rayps.core.time.time_report`."""
 
     name: str
     parts: list[str]  # all parts of an account, in the order in which pictures show them

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from rayps_client.signed_orders import JOB_ID
+from rayps_client.exchange.signed_orders import JOB_ID
 
 from rayps_api.schemas import NAME
 

@@ -15,16 +15,16 @@ from typing import Annotated, Any
 from fastapi import Depends, HTTPException, Request
 from rayps_client.errors import ConfigError, Unauthorized
 
-from rayps.core.records import read_json
+from rayps.core.job.records import read_json
 from rayps.federated.remote.mailbox import FOLDER, Mailbox
-from rayps.service.client_tokens import ClientTokens
-from rayps.service.code_store import CodeStore
+from rayps.service.code.code_store import CodeStore
 from rayps.service.groups import Groups
 from rayps.service.members import Members, members_of, named_grant
 from rayps.service.scheduler import Scheduler
 from rayps.service.settings import Settings
 from rayps.service.store import Holder, JobRecord, Store
-from rayps.service.user_tokens import UserTokens
+from rayps.service.tokens.client_tokens import ClientTokens
+from rayps.service.tokens.user_tokens import UserTokens
 from rayps_api.rollup import Rollups
 from rayps_api.schemas import finite, job_out
 from rayps_api.upload_slots import UploadSlots

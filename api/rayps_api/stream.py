@@ -20,11 +20,11 @@ from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from rayps_client.errors import ConfigError, NotFound
 
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.service.store import JobRecord
 from rayps_api import folder
-from rayps_api.routes_jobs import LONGEST_FILTER
-from rayps_api.routes_servers import list_groups, show_group
+from rayps_api.routes.routes_jobs import LONGEST_FILTER
+from rayps_api.routes.routes_servers import list_groups, show_group
 from rayps_api.schemas import problems
 from rayps_api.service import MOST_STREAMS, RunningService, SentBy, Service
 

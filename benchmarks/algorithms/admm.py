@@ -26,7 +26,7 @@ import rayps
 from benchmarks.federated.robust import FOLDER, RobustDigits, digits
 from rayps.bench.table import BenchRow, Digits, Opt, Workers
 from rayps.cluster.local import LocalCluster
-from rayps.core.strategy_families import Fixed
+from rayps.core.strategy.strategy_families import Fixed
 from rayps.data import Data
 from rayps.runtime.training import train
 from rayps.strategies.catalogue import parse, wire

@@ -28,7 +28,7 @@ import rayps.runtime.training
 from benchmarks.changes.hosts_cluster import HostsCluster
 from rayps.bench.netns import Hosts
 from rayps.bench.table import BenchRow, BenchRun
-from rayps.core.records import ActorSite, ProgressRecord
+from rayps.core.job.records import ActorSite, ProgressRecord
 from rayps.service import processes
 from rayps.strategies.catalogue import parse
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from rayps_client.errors import ClusterError, ConfigError
-from rayps_client.signed_orders import ClientToken, Key
+from rayps_client.exchange.signed_orders import ClientToken, Key
 
 from benchmarks.federated.client_flower import run_flower
 from benchmarks.federated.client_service import JOB, Moments, StandIn, started

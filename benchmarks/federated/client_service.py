@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayps_client.local_trainer import RoundStart
-from rayps_client.raw_tensors import RawTensor
-from rayps_client.signed_orders import Key, order_text
-from rayps_client.update_codec import encode_start
+from rayps_client.exchange.raw_tensors import RawTensor
+from rayps_client.exchange.signed_orders import Key, order_text
+from rayps_client.exchange.update_codec import encode_start
+from rayps_client.trainers.local_trainer import RoundStart
 
 from rayps.service.processes import die_with_parent
 
@@ -77,7 +77,7 @@ class StandIn(http.server.ThreadingHTTPServer):
 
 
 class _Routes(http.server.BaseHTTPRequestHandler):
-    """The routes of real clients, as `rayps_api.routes_clients` has them."""
+    """The routes of real clients, as `rayps_api.routes.routes_clients` has them."""
 
     protocol_version = "HTTP/1.1"
     server: StandIn

@@ -33,7 +33,7 @@ from rayps.bench.table import BenchRow, Digits, Opt
 from rayps.cluster.local import Cluster
 from rayps.data import Batch, Data
 from rayps.federated.population.attack_spec import attack_of
-from rayps.federated.robust_rules import rule_of
+from rayps.federated.rules.robust_rules import rule_of
 from rayps.runtime.training import train
 from rayps.strategies.fedavg import FedAvg
 from rayps.strategies.federated import Federated

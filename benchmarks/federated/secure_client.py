@@ -18,14 +18,14 @@ from typing import Any
 
 import httpx2
 import numpy as np
-from rayps_client.client_folder import ClientFolder
 from rayps_client.client_options import ClientOptions
-from rayps_client.connection import ServiceConnection
+from rayps_client.exchange.connection import ServiceConnection
+from rayps_client.exchange.signed_orders import ClientToken
 from rayps_client.load_workload import trainer_of
+from rayps_client.machine.client_folder import ClientFolder
 from rayps_client.process import ClientProcess
 from rayps_client.secure.protocol import Stage
 from rayps_client.secure.quantise import Integers, Quantiser, Words
-from rayps_client.signed_orders import ClientToken
 
 
 class Network(httpx2.BaseTransport):

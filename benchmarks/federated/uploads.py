@@ -23,13 +23,13 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import pyarrow.parquet as pq
-from rayps_client.client_folder import ClientFolder
 from rayps_client.client_options import ClientOptions
-from rayps_client.connection import Line, ServiceConnection
 from rayps_client.errors import ClusterError, ConfigError, TrainingError
+from rayps_client.exchange.connection import Line, ServiceConnection
+from rayps_client.exchange.signed_orders import ClientToken
 from rayps_client.load_workload import trainer_of
+from rayps_client.machine.client_folder import ClientFolder
 from rayps_client.process import ClientProcess
-from rayps_client.signed_orders import ClientToken
 
 from benchmarks.job_service import START_SECONDS, JobService
 from rayps.bench.netns import Hosts, bits

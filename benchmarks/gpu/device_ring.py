@@ -28,7 +28,7 @@ from rayps.bench.plain_processes import PlainActor
 from rayps.bench.table import BenchRow
 from rayps.comm.link import Listener
 from rayps.comm.ring import Ring
-from rayps.comm.ring.choose_gpu_transport import GpuTransport
+from rayps.comm.ring.device.choose_gpu_transport import GpuTransport
 from rayps.tensors.device import Device
 
 SUMS = ("resident", "plain")  # a vector in memory of the ring (as a gradient is), and any other vector

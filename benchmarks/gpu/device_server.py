@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rayps.bench.plain_processes import PlainActor
 from rayps.bench.table import BenchRow
-from rayps.core.user_module import pack
+from rayps.core.job.user_module import pack
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.connections import take_rank
 from rayps.ps.client.device_server import DeviceServer
@@ -31,11 +31,11 @@ from rayps.ps.protocol.space import Space
 from rayps.ps.server.shard_actor import ShardActor, ShardPlan
 from rayps.ps.tables.embedding import EmbeddingBag
 from rayps.strategies.parameter_server import ParameterServer
+from rayps.tensors.checkpoints.uploads import Uploads
 from rayps.tensors.device import Device
 from rayps.tensors.flat import FlatModel, Gradient
 from rayps.tensors.snapshot import Snapshot
-from rayps.tensors.uploads import Uploads
-from rayps.worker.early_push import EarlyPush
+from rayps.worker.exchange.early_push import EarlyPush
 
 TIMEOUT = 60.0  # seconds for servers to start and to answer
 WIDTH = 1024  # features of each layer of the model

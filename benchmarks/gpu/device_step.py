@@ -21,10 +21,10 @@ from rayps.bench.table import BenchRow
 from rayps.bench.worker_steps import run_steps, worker_loop
 from rayps.comm.link import Listener
 from rayps.comm.ring import Ring
-from rayps.core.records import Point
+from rayps.core.job.records import Point
 from rayps.data import Batch, Data
 from rayps.tensors.device import Device
-from rayps.worker.sync_gradients import SyncGradients
+from rayps.worker.loops.sync_gradients import SyncGradients
 from rayps.workload.base import Workload
 
 _SECRET = b"device-step" * 3

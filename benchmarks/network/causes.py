@@ -33,13 +33,13 @@ from benchmarks.network.host_cluster import HostCluster
 from rayps.bench.netns import Hosts
 from rayps.bench.table import BenchRow, Opt
 from rayps.cli.report_page import page
-from rayps.core.goodput import JobTime
-from rayps.core.job_status import Status
-from rayps.core.time_report import report_of
-from rayps.core.time_verdict import TimeVerdict, verdict
+from rayps.core.job.job_status import Status
+from rayps.core.time.goodput import JobTime
+from rayps.core.time.time_report import report_of
+from rayps.core.time.time_verdict import TimeVerdict, verdict
 from rayps.data.base import Batch, Data
-from rayps.runtime.driver import Driver
-from rayps.runtime.journal import Journal
+from rayps.runtime.driver.driver import Driver
+from rayps.runtime.records.journal import Journal
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.job import JobSpec
 from rayps.workload.base import Workload

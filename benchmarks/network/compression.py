@@ -23,7 +23,7 @@ from rayps.bench.parallel_calls import call_all
 from rayps.bench.table import BenchRow, Opt, read_size
 from rayps.comm.ring import Ring
 from rayps.comm.ring.compressed_mean import CompressedRing, compressed
-from rayps.core.compression import compression_of
+from rayps.core.strategy.compression import compression_of
 from rayps.tensors.flat import Gradient
 
 OFF = "off"

@@ -32,7 +32,7 @@ from rayps.bench.worker_steps import worker_steps
 from rayps.comm.link import Listener
 from rayps.comm.ring import Ring
 from rayps.tensors.flat import FlatModel
-from rayps.worker.buckets import Buckets
+from rayps.worker.exchange.buckets import Buckets
 
 COMPUTES = ("sleep", "torch")
 AUTO = "auto"  # the size of buckets that the contender itself chooses

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rayps import data
 from rayps.data import Batch, Data
-from rayps.tensors.background_write import THREAD
+from rayps.tensors.checkpoints.background_write import THREAD
 from rayps.workload.base import Workload
 
 WIDTH = 1024  # of a layer: 4.2 * 10^6 bytes of parameters

@@ -26,8 +26,8 @@ from rayps_client.values import JsonObject
 
 from benchmarks.runs.recorded_layers import StepBegin, recorded
 from rayps.bench.table import BenchRow, Opt, Workers, read_sizes
-from rayps.core.costs import costs
-from rayps.core.traffic import Sizes
+from rayps.core.strategy.costs import costs
+from rayps.core.strategy.traffic import Sizes
 from rayps.service.processes import descendants, die_with_parent, kill_all
 from rayps.strategies.catalogue import parse
 
@@ -53,7 +53,7 @@ class ShardedMemoryRow(BenchRow):
     strategy: str
     workers: int
     model: int  # bytes of the parameters
-    formula: float  # `rayps.core.costs`, without activations
+    formula: float  # `rayps.core.strategy.costs`, without activations
     steady: float  # median over samples after the second step
     peak: float  # of the same samples, the most
     of_formula: float  # steady / formula

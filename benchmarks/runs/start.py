@@ -27,7 +27,7 @@ from rayps_client.errors import ClusterError, ConfigError, TrainingError
 from benchmarks.runs.first_steps import STEPS, first_times
 from rayps.bench.table import BenchRow, Opt, Workers
 from rayps.cluster.local import until
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.service.client import Client
 from rayps.service.processes import die_with_parent
 from rayps.service.settings import Settings

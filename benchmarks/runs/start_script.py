@@ -21,12 +21,12 @@ from benchmarks.runs.ray_train_start import train_by_ray_train
 
 # parts of a call of `rayps.train`: name, module, class, method; each is timed at its first call
 PARTS = (
-    ("preflight", "rayps.runtime.driver", "Driver", "preflight"),
+    ("preflight", "rayps.runtime.driver.driver", "Driver", "preflight"),
     ("ray", "rayps.cluster.ray_cluster", "RayCluster", "local"),
     ("ray", "rayps.cluster.ray_cluster", "RayCluster", "join"),
-    ("processes", "rayps.runtime.worker_group", "WorkerGroup", "start"),
-    ("state", "rayps.runtime.worker_group", "WorkerGroup", "initial"),
-    ("generation", "rayps.runtime.worker_group", "WorkerGroup", "begin"),
+    ("processes", "rayps.runtime.driver.worker_group", "WorkerGroup", "start"),
+    ("state", "rayps.runtime.driver.worker_group", "WorkerGroup", "initial"),
+    ("generation", "rayps.runtime.driver.worker_group", "WorkerGroup", "begin"),
 )
 
 

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 from rayps.bench.table import BenchRow
 from rayps.cluster.local import Cluster
-from rayps.core.phase_rounds import Boundary
-from rayps.core.records import Point
-from rayps.core.user_module import pack
+from rayps.core.job.records import Point
+from rayps.core.job.user_module import pack
+from rayps.core.rows.phase_rounds import Boundary
 from rayps.data import Batch, Data
 from rayps.data import tensors as in_tensors
-from rayps.runtime.worker_group import WorkerGroup
+from rayps.runtime.driver.worker_group import WorkerGroup
 from rayps.strategies.catalogue import parse
 from rayps.worker.plan import EvaluationPlan, Orders, SnapshotPlan
 from rayps.workload.base import Workload

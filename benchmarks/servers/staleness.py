@@ -25,17 +25,17 @@ from benchmarks.servers.stragglers import BATCH, FOLDER, SlowDigits
 from benchmarks.servers.virtual_staleness import VirtualJob
 from rayps.bench.table import BenchRow, Opt, Workers
 from rayps.cluster.local import Cluster
-from rayps.core.adaptive_staleness import FIRST
-from rayps.core.phase_rounds import Boundary
-from rayps.core.records import Point
-from rayps.core.topology import AUTO, servers_of
-from rayps.core.user_module import pack
+from rayps.core.job.records import Point
+from rayps.core.job.user_module import pack
+from rayps.core.rows.phase_rounds import Boundary
+from rayps.core.strategy.adaptive_staleness import FIRST
+from rayps.core.strategy.topology import AUTO, servers_of
 from rayps.data import parquet
 from rayps.ps.client.session import Session
 from rayps.ps.protocol.messages import GroupMessage
-from rayps.runtime.bound_mover import BoundMover
-from rayps.runtime.journal import Journal
-from rayps.runtime.worker_group import WorkerGroup
+from rayps.runtime.driver.bound_mover import BoundMover
+from rayps.runtime.driver.worker_group import WorkerGroup
+from rayps.runtime.records.journal import Journal
 from rayps.strategies.catalogue import parse
 from rayps.tensors.flat import FlatModel
 from rayps.worker.plan import EvaluationPlan, Orders, SnapshotPlan

@@ -26,14 +26,14 @@ import rayps
 from benchmarks.servers.backup_workers import bench_backup_workers
 from rayps.bench.table import BenchRow, Opt, Workers
 from rayps.cluster.local import Cluster
-from rayps.core.phase_rounds import Boundary
-from rayps.core.records import Point
-from rayps.core.user_module import pack
+from rayps.core.job.records import Point
+from rayps.core.job.user_module import pack
+from rayps.core.rows.phase_rounds import Boundary
 from rayps.data import Batch, Data, parquet
 from rayps.data.base import random_of
 from rayps.ps.client.session import Session
 from rayps.ps.protocol.messages import GroupMessage
-from rayps.runtime.worker_group import WorkerGroup
+from rayps.runtime.driver.worker_group import WorkerGroup
 from rayps.strategies.catalogue import parse
 from rayps.tensors.flat import FlatModel
 from rayps.worker.plan import EvaluationPlan, Orders, SnapshotPlan

@@ -18,17 +18,17 @@ from torch import Tensor
 
 from benchmarks.servers.stragglers import SlowDigits, factors
 from rayps.core.grid import Grid
-from rayps.core.records import Point
-from rayps.core.staleness_bound import MovedBound
-from rayps.core.strategy import StrategyView
+from rayps.core.job.records import Point
+from rayps.core.strategy.staleness_bound import MovedBound
+from rayps.core.strategy.strategy import StrategyView
 from rayps.data import Batch, Data
 from rayps.ps.protocol.pieces import Extent
 from rayps.ps.server.dense_segment import Shard
-from rayps.runtime.bound_mover import BoundMover
-from rayps.runtime.journal import Journal
+from rayps.runtime.driver.bound_mover import BoundMover
+from rayps.runtime.records.journal import Journal
 from rayps.tensors.flat import FlatModel
 from rayps.tensors.learning_rate import recipe_of
-from rayps.worker.push_agreement import PushAgreement
+from rayps.worker.exchange.push_agreement import PushAgreement
 
 EXCHANGE = 0.04  # the length of an exchange, as a part of a normal round
 POLL_SECONDS = 0.1
@@ -44,7 +44,7 @@ class _VirtualRound:
 
 
 class VirtualJob:
-    """Workers and a shard in virtual time. Implements `rayps.runtime.bound_mover.BoundedGroup`."""
+    """Workers and a shard in virtual time. Implements `rayps.runtime.driver.bound_mover.BoundedGroup`."""
 
     def __init__(self, workload: SlowDigits, rows: Data, strategy: StrategyView, workers: int, *, seed: int) -> None:
         """Prepare. `rows` are the training data; `workload` has the scene, and the seconds of a normal round."""

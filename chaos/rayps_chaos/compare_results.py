@@ -12,11 +12,11 @@ from collections.abc import Mapping
 import torch
 from rayps_client.errors import ConfigError
 
-from rayps.core.topology import runs_in_step
+from rayps.core.strategy.topology import runs_in_step
 from rayps.core.urls import Location
 from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec
-from rayps.tensors import checkpoint
+from rayps.tensors.checkpoints import checkpoint
 from rayps_chaos.history import HistoryCheck
 
 ROUNDING = 1e-5  # the largest relative difference that counts as another order of the same sums

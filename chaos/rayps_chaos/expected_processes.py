@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rayps.core.strategy import ServerHalf
-from rayps.core.topology import group_of, servers_of
+from rayps.core.strategy.strategy import ServerHalf
+from rayps.core.strategy.topology import group_of, servers_of
 from rayps.strategies.job import JobSpec
 from rayps_chaos.faults import FaultOn, FaultRole
 from rayps_chaos.plan import ChaosFacts

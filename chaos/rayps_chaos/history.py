@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rayps.core.records import Event, OutcomeRecord, Point, read_json
+from rayps.core.job.records import Event, OutcomeRecord, Point, read_json
 
 ENDS = ("SUCCEEDED", "FAILED", "STOPPED")
 _END_KINDS = ("finished", "failed", "stopped")

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rayps.core.records import Event
+from rayps.core.job.records import Event
 from rayps_chaos.history import JobHistory
 from rayps_chaos.plan import PlannedFault
 

@@ -19,8 +19,8 @@ from rayps_client.errors import ClusterError
 from rayps.cluster.local import until
 from rayps.service import processes
 from rayps.service.client import Client
-from rayps.service.ray_daemon import read_record, remove_leftovers
-from rayps.service.ray_process import python_path
+from rayps.service.local_ray.ray_daemon import read_record, remove_leftovers
+from rayps.service.local_ray.ray_process import python_path
 from rayps_chaos import shifted_service
 from rayps_chaos.inject import ChaosMeans
 

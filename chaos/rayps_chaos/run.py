@@ -11,7 +11,7 @@ from pathlib import Path
 from rayps_client.errors import CheckpointError, ClusterError, ConfigError, ServiceError
 from rayps_client.values import JsonObject
 
-from rayps.core.records import read_json
+from rayps.core.job.records import read_json
 from rayps.service.client import Client, Job
 from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec

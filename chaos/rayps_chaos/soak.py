@@ -20,9 +20,9 @@ from pathlib import Path
 from rayps_client.errors import ClusterError, ConfigError, ServiceError
 from rayps_client.values import JsonObject
 
-from rayps.core.records import read_json
+from rayps.core.job.records import read_json
 from rayps.service import processes
-from rayps.service.ray_daemon import read_record
+from rayps.service.local_ray.ray_daemon import read_record
 from rayps_chaos.campaign import ChaosSite, carry_out
 from rayps_chaos.curves import (
     CurveVerdict,

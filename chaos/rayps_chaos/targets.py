@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayps.core.records import read_json
+from rayps.core.job.records import read_json
 from rayps.service import processes
 from rayps.service.job_folders import read_attempt
-from rayps.service.ray_daemon import read_record
+from rayps.service.local_ray.ray_daemon import read_record
 from rayps_chaos.faults import FaultRole
 
 _TITLES = {  # a part of the command line of a process of each role

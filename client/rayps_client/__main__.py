@@ -10,9 +10,9 @@ from pathlib import Path
 import rayps_client
 from rayps_client.client_options import PATIENCE, ClientOptions
 from rayps_client.errors import RaypsError
+from rayps_client.machine.terminal_text import plain
+from rayps_client.machine.termination import EXIT_CODE, MESSAGE, Terminated, sigterm_raises
 from rayps_client.members.membership_options import MembershipOptions
-from rayps_client.terminal_text import plain
-from rayps_client.termination import EXIT_CODE, MESSAGE, Terminated, sigterm_raises
 
 _EPILOG = (
     "Exit codes: 0 the job succeeded, also before this start; 1 it failed or was stopped; 2 this client's data, model "

@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rayps_client.certificates import trusted
-from rayps_client.client_folder import ClientFolder
 from rayps_client.client_options import ClientOptions
-from rayps_client.connection import Line, ServiceConnection
 from rayps_client.errors import ConfigError
-from rayps_client.limits import MEGABYTE, DailyTraffic, LineMeter, Pace, use_cpus
-from rayps_client.local_trainer import LocalTrainer
+from rayps_client.exchange.connection import Line, ServiceConnection
+from rayps_client.exchange.signed_orders import JOB_ID, NAME, ClientToken
+from rayps_client.machine.certificates import trusted
+from rayps_client.machine.client_folder import ClientFolder
+from rayps_client.machine.limits import MEGABYTE, DailyTraffic, LineMeter, Pace, use_cpus
+from rayps_client.machine.participation import Participation
+from rayps_client.machine.private_file import read_token
+from rayps_client.machine.schedule import hours_of
 from rayps_client.members.consent import Consent, fetch_statement, shown
 from rayps_client.members.membership_options import Membership
-from rayps_client.participation import Participation
-from rayps_client.private_file import read_token
 from rayps_client.process import ClientProcess, Ended
-from rayps_client.schedule import hours_of
 from rayps_client.secure.pinned_keys import PeerKeys, pinned_keys
-from rayps_client.signed_orders import JOB_ID, NAME, ClientToken
+from rayps_client.trainers.local_trainer import LocalTrainer
 from rayps_client.values import Json
 
 

@@ -65,7 +65,7 @@ class RaypsError(Exception):
 
         IPython calls this method. The whole traceback is in `sys.last_value`, which `traceback.print_last()` prints.
         """
-        from rayps_client.file_owner import (
+        from rayps_client.machine.file_owner import (
             is_users_code,  # it takes as long to import as this module, for notebooks only
         )
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from rayps_client import parameters, twin
 from rayps_client.client_options import ClientOptions
 from rayps_client.errors import ConfigError, DataError, UserError, WorkloadError
-from rayps_client.loading import without_collection
-from rayps_client.local_trainer import LocalTrainer
+from rayps_client.machine.loading import without_collection
+from rayps_client.machine.user_files import Finder, broken
+from rayps_client.trainers.local_trainer import LocalTrainer
 from rayps_client.user_errors import users_code
-from rayps_client.user_files import Finder, broken
 from rayps_client.values import Json
 from rayps_client.workload import NumpyWorkload, Workload
 from rayps_client.workload_name import misnamed
@@ -71,11 +71,11 @@ def trainer_of(options: ClientOptions) -> LocalTrainer:
                 "alone: leave --device out",
                 field="device",
             )
-        from rayps_client.numpy_trainer import numpy_trainer
+        from rayps_client.trainers.numpy_trainer import numpy_trainer
 
         return numpy_trainer(workload, rows)
     with users_code("model"), without_collection():  # torch may be missing
-        from rayps_client.torch_trainer import torch_trainer
+        from rayps_client.trainers.torch_trainer import torch_trainer
 
     return torch_trainer(workload, rows, options.device)
 

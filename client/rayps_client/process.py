@@ -22,23 +22,23 @@ from typing import Any, Protocol, TypedDict
 
 import numpy as np
 
-from rayps_client.client_folder import ClientFolder
-from rayps_client.connection import ServiceConnection
 from rayps_client.errors import Conflict, DataError, NotFound, RaypsError, Unauthorized, Unreachable, WorkloadError
-from rayps_client.global_model import fetch_global
-from rayps_client.local_trainer import LocalReply, LocalTask, LocalTrainer, RoundStart, layout_bytes
+from rayps_client.exchange.connection import ServiceConnection
+from rayps_client.exchange.global_model import fetch_global
+from rayps_client.exchange.raw_tensors import RawTensor
+from rayps_client.exchange.signed_orders import DEADLINE, EVALUATION, ROUND, ClientToken, OrderFacts, verified
+from rayps_client.exchange.update_codec import decode_start, encode_update
+from rayps_client.exchange.upload_coding import UploadCoder, bytes_of_round, without_rest
+from rayps_client.machine.client_folder import ClientFolder
 from rayps_client.members.consent import Consent
-from rayps_client.own_metrics import OwnMetrics, VectorLayout, encode_metrics, vector_of
-from rayps_client.raw_tensors import RawTensor
 from rayps_client.secure import lease
 from rayps_client.secure.lease import LeaseThread
 from rayps_client.secure.pinned_keys import PeerKeys
 from rayps_client.secure.quantise import ClientNumbers
 from rayps_client.secure.secure_replies import JoinedAs, SecureReplies
 from rayps_client.secure.service_stages import lease_path
-from rayps_client.signed_orders import DEADLINE, EVALUATION, ROUND, ClientToken, OrderFacts, verified
-from rayps_client.update_codec import decode_start, encode_update
-from rayps_client.upload_coding import UploadCoder, bytes_of_round, without_rest
+from rayps_client.trainers.local_trainer import LocalReply, LocalTask, LocalTrainer, RoundStart, layout_bytes
+from rayps_client.trainers.own_metrics import OwnMetrics, VectorLayout, encode_metrics, vector_of
 
 log = logging.getLogger(__name__)
 

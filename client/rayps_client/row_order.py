@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from rayps_client.random_numbers import random_of
+from rayps_client.exchange.random_numbers import random_of
 
 Ints = NDArray[np.int64]
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from rayps_client.error_hints import hint
 from rayps_client.errors import RaypsError, WorkloadError
-from rayps_client.file_owner import is_ours, is_users_code, place_in
+from rayps_client.machine.file_owner import is_ours, is_users_code, place_in
 
 _NO_MEMORY = (
     "allocate memory",

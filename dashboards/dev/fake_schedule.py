@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from rayps.core.traffic import Crossing, Sizes
-from rayps.core.costs import costs
+from rayps.core.strategy.traffic import Crossing, Sizes
+from rayps.core.strategy.costs import costs
 from rayps.core.pipeline.schedule import Action, table
 from rayps.core.pipeline.simulate import Timeline, simulate
 from rayps.strategies.catalogue import parse

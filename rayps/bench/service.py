@@ -22,7 +22,7 @@ from typing import Annotated, ClassVar
 from rayps_client.errors import RaypsError, TrainingError
 
 from rayps.bench.table import BenchRow, Opt
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.service import job_folders
 from rayps.service.client import Client
 from rayps.service.settings import Settings

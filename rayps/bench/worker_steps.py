@@ -8,15 +8,15 @@ import time
 from collections.abc import Callable
 
 from rayps.comm.ring import Ring
-from rayps.core.phase_rounds import Boundary
-from rayps.core.records import Point
+from rayps.core.job.records import Point
+from rayps.core.rows.phase_rounds import Boundary
 from rayps.strategies.all_reduce import AllReduce
 from rayps.tensors.flat import FlatModel
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.connections import WorkerConnections
+from rayps.worker.loops.sync_gradients import SyncGradients
 from rayps.worker.plan import EvaluationPlan, PeerAddresses, SnapshotPlan, WorkerPlan
 from rayps.worker.run import PlanRun
-from rayps.worker.sync_gradients import SyncGradients
 from rayps.workload.base import Workload
 
 

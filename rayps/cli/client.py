@@ -9,8 +9,8 @@ from urllib.parse import quote
 import typer
 from rayps_client.client_options import PATIENCE, ClientOptions
 from rayps_client.errors import ConfigError
+from rayps_client.machine.termination import EXIT_CODE, MESSAGE, Terminated, sigterm_raises
 from rayps_client.members.membership_options import MembershipOptions
-from rayps_client.termination import EXIT_CODE, MESSAGE, Terminated, sigterm_raises
 
 from rayps.cli import show
 from rayps.cli.show import Output

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rayps_client.errors import ConfigError
 
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.service import adoption
 from rayps.service.settings import Settings
 

@@ -119,7 +119,7 @@ def _local(source: Path, wanted: str) -> Path:
 
 
 def _remote(source: str, wanted: str) -> str:
-    from rayps.tensors.checkpoint_place import CheckpointPlace, name_of, step_of
+    from rayps.tensors.checkpoints.checkpoint_place import CheckpointPlace, name_of, step_of
 
     place = CheckpointPlace.of(source)
     if step_of(place.name) is not None:
@@ -158,10 +158,10 @@ class _Maker:
 
 
 def _write(path: Location, folder: Path, maker: _Maker | None, params: JsonObject, what: _What) -> None:
-    from rayps.runtime.job_clients import JobClients
     from rayps.runtime.own_loop.state import KIND
-    from rayps.runtime.saved_model import export_checkpoint
-    from rayps.tensors.checkpoint import meta_of
+    from rayps.runtime.results.job_clients import JobClients
+    from rayps.runtime.results.saved_model import export_checkpoint
+    from rayps.tensors.checkpoints.checkpoint import meta_of
 
     source = path.absolute() if isinstance(path, Path) else path
     absolute = folder.expanduser().absolute()
@@ -197,7 +197,7 @@ def _write_modules(source: Location, folder: Path, maker: _Maker | None, params:
     """Write the modules in the saved state of a loop. Raises ConfigError if options of a workload's model are given."""
     from rayps.runtime.own_loop.export import export_modules
     from rayps.runtime.own_loop.state import parts_of
-    from rayps.tensors import checkpoint
+    from rayps.tensors.checkpoints import checkpoint
 
     given = {"--workload": maker is not None, "--set": bool(params), "--average": what.average}
     given["--client"] = what.client is not None

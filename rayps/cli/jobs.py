@@ -16,16 +16,16 @@ from rayps_client.values import Json, JsonObject, Keywords
 
 from rayps.cli import show
 from rayps.cli.show import Output
-from rayps.core.elastic import workers_of_text
-from rayps.core.job_status import Status
-from rayps.core.records import Event, GroupFacts, ProgressRecord
-from rayps.core.requirements import read_requirements
-from rayps.core.warm_start import StartFrom
+from rayps.core.job.job_status import Status
+from rayps.core.job.records import Event, GroupFacts, ProgressRecord
+from rayps.core.job.requirements import read_requirements
+from rayps.core.job.warm_start import StartFrom
+from rayps.core.strategy.elastic import workers_of_text
 from rayps.service.client import CURRENT, Client, Job
-from rayps.service.code_files import PackedCode
-from rayps.service.comparison import metric_columns
+from rayps.service.code.code_files import PackedCode
 from rayps.service.job_file import changed, of_function, read
 from rayps.service.rest_answers import CodeAnswer, JobAnswer, RoundsAnswer
+from rayps.service.sweeps.comparison import metric_columns
 from rayps.strategies.catalogue import StrategySpec, has_real_clients, notes_of
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="The job's id, as `rayps ls` shows it, or its beginning.")]

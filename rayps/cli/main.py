@@ -32,7 +32,7 @@ from rayps.cli import show
 from rayps.cli import strategies as cli_strategies
 from rayps.cli import sweeps as cli_sweeps
 from rayps.cli.show import Output
-from rayps.core.elastic import workers_of_text
+from rayps.core.strategy.elastic import workers_of_text
 from rayps.service.job_file import load
 
 _EPILOG = (

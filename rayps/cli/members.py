@@ -20,7 +20,7 @@ from rayps_client.members.membership_options import FINGERPRINT, service_fingerp
 
 from rayps.cli import show
 from rayps.cli.show import Output
-from rayps.core.statement import read_statement
+from rayps.core.job.statement import read_statement
 from rayps.service.client import Client
 from rayps.service.settings import Settings
 
@@ -41,7 +41,7 @@ def ca(
     RAYPS_MEMBER_PASSPHRASE encrypts the key. Who has the key and its passphrase decides who is a member. Let it be
     another party, or at least another machine, than the service's.
     """
-    from rayps.service.member_authority import new_authority
+    from rayps.service.tokens.member_authority import new_authority
 
     new_authority(folder, name, days)
     show.line(str(folder / "ca.pem"))
@@ -59,7 +59,7 @@ def request(
     The institution does this itself, and sends the request for a certificate to the authority.
     RAYPS_MEMBER_PASSPHRASE encrypts the key.
     """
-    from rayps.service.member_authority import new_request
+    from rayps.service.tokens.member_authority import new_request
 
     key, asked = to / f"{name}.key", to / f"{name}.csr"
     new_request(name, key, asked)
@@ -88,8 +88,8 @@ def issue(
     """
     from cryptography.hazmat.primitives.serialization import Encoding
 
-    from rayps.service.member_authority import check_authority, others_of, requested_name, was_issued
-    from rayps.service.member_authority import issue as issued_to
+    from rayps.service.tokens.member_authority import check_authority, others_of, requested_name, was_issued
+    from rayps.service.tokens.member_authority import issue as issued_to
 
     check_authority(folder)
     path = to or asked.with_name(f"{requested_name(asked)}.pem")
@@ -119,7 +119,7 @@ def revoke(
 
     The authority's list is written anew. The service reads its copy of the list within a second.
     """
-    from rayps.service.member_authority import revoke as revoked_by
+    from rayps.service.tokens.member_authority import revoke as revoked_by
 
     for member in revoked_by(folder, which):
         show.line(f"{member.serial} of {member.name} is revoked")
@@ -129,7 +129,7 @@ def revoke(
 @members_app.command("ls")
 def list_members(folder: Authority, output: Format = Output.table) -> None:
     """List the certificates that an authority has issued."""
-    from rayps.service.member_authority import with_ends
+    from rayps.service.tokens.member_authority import with_ends
 
     rows = [
         {
@@ -152,7 +152,7 @@ def service() -> None:
 
     Clients without a token are given it: --service-key FINGERPRINT.
     """
-    from rayps_client.signed_orders import Key
+    from rayps_client.exchange.signed_orders import Key
 
     path = Settings.read().client_key
     if not path.exists():

@@ -116,9 +116,9 @@ def personal(
 
 def _fetch(client: Identity, folder: Path) -> None:
     """Fetch the job's newest parameters into the folder of a client that has joined."""
-    from rayps_client.client_folder import identity_of
-    from rayps_client.connection import Line, ServiceConnection
-    from rayps_client.global_model import fetch_global
+    from rayps_client.exchange.connection import Line, ServiceConnection
+    from rayps_client.exchange.global_model import fetch_global
+    from rayps_client.machine.client_folder import identity_of
 
     number, key = identity_of(folder)
     line = Line(auth=client.membership.auth(client.token.fingerprint))

@@ -16,18 +16,18 @@ from rayps_client.values import Json, JsonObject
 
 from rayps.cli import show
 from rayps.cli.show import Output
-from rayps.core.costs import Costs, amount, costs
 from rayps.core.grid import Grid
 from rayps.core.pipeline import gantt
 from rayps.core.pipeline.schedule import Table, splits, table
 from rayps.core.pipeline.simulate import Timeline, simulate
 from rayps.core.pipeline.validate import read
-from rayps.core.replica import Pipeline, pipeline_of
 from rayps.core.sizes import size
-from rayps.core.strategy import Phase, StrategyView
-from rayps.core.strategy_families import learns_by_client
-from rayps.core.topology import Peers, replica_of, replicas_in, shard_of
-from rayps.core.traffic import Sizes
+from rayps.core.strategy.costs import Costs, amount, costs
+from rayps.core.strategy.replica import Pipeline, pipeline_of
+from rayps.core.strategy.strategy import Phase, StrategyView
+from rayps.core.strategy.strategy_families import learns_by_client
+from rayps.core.strategy.topology import Peers, replica_of, replicas_in, shard_of
+from rayps.core.strategy.traffic import Sizes
 from rayps.service.job_file import assignments
 from rayps.strategies.catalogue import parse, wire
 
@@ -100,7 +100,7 @@ def plan(
         if workload is None:
             cost = costs(phase.strategy, count, Sizes(int(parameters or 0), batch=batch or 0), own)
         else:
-            from rayps.runtime.cost_report import expected
+            from rayps.runtime.results.cost_report import expected
 
             cost = expected(workload, phase.strategy, count, division, batch, activations=True)
         timeline = _timeline(phase.strategy, own, workload if times else None, division, count)
@@ -395,7 +395,7 @@ def _divisions(
 
     Raises the errors that a run would raise before it starts.
     """
-    from rayps.runtime.preflight import preflight
+    from rayps.runtime.checks.preflight import preflight
     from rayps.strategies.job import JobSpec
 
     found: list[Division | None] = []
@@ -438,7 +438,7 @@ def _timeline(
         rows = table(replica.schedule, replica.stages, replica.micro_batches, replica.chunks)
     if workload is None or division is None:
         return simulate(rows)
-    from rayps.runtime.cost_report import seconds
+    from rayps.runtime.results.cost_report import seconds
 
     chunks = seconds(workload, division, replicas_in(strategy, workers), replica.micro_batches)
     share = {"F": 1 / 3, "B": 1 / 3, "W": 1 / 3} if splits(rows) else {"F": 1 / 3, "B": 2 / 3}

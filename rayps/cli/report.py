@@ -14,8 +14,8 @@ from rayps_client.values import JsonObject
 
 from rayps.cli import show
 from rayps.cli.report_page import page
-from rayps.core.goodput import FILE, read_job_time
-from rayps.core.time_report import report_of
+from rayps.core.time.goodput import FILE, read_job_time
+from rayps.core.time.time_report import report_of
 from rayps.service.client import Client
 
 _LETTERS = {  # one for each part of the account, in a bar of text
@@ -89,7 +89,7 @@ def _show_clients(job: str, *, as_json: bool) -> None:
 
     Raises ConfigError if the job has no report of its clients.
     """
-    from rayps.federated.client_scores import THRESHOLD, report_clients, report_rounds
+    from rayps.federated.rules.client_scores import THRESHOLD, report_clients, report_rounds
     from rayps.strategies.catalogue import has_secure_sums
 
     with Client() as client:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rayps_client.values import JsonObject
 
-from rayps.core.time_report import COLOURS
+from rayps.core.time.time_report import COLOURS
 
 _WIDTH, _LABEL, _BAR, _GAP = 960, 110, 22, 8  # of the pictures, in pixels: the picture, names, a bar, between bars
 _STYLE = """
@@ -34,7 +34,7 @@ td:first-child, th:first-child { text-align: left; } svg { width: 100%; height: 
 
 
 def page(report: JsonObject) -> str:
-    """Return the page of a report, which is the result of `rayps.core.time_report.report_of`."""
+    """Return the page of a report, which is the result of `rayps.core.time.time_report.report_of`."""
     found: Any = report
     name = escape(str(found["name"]) or "a job")
     parts = [part for part in found["parts"] if part in COLOURS]

@@ -22,7 +22,7 @@ from rayps_api.connections import Server as HttpServer
 from rayps_api.log_limit import LogLimit
 from rayps_api.service import Service
 from rayps_client.errors import ConfigError
-from rayps_client.signed_orders import Key
+from rayps_client.exchange.signed_orders import Key
 
 from rayps.cli.show import line, note
 from rayps.service.members import members_of

@@ -16,14 +16,14 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 from rayps_client.errors import ConfigError
-from rayps_client.terminal_text import plain
+from rayps_client.machine.terminal_text import plain
 from rayps_client.values import Json, JsonObject
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from rayps.cli.fit_columns import fit_columns
-from rayps.core.text import written
+from rayps.core.strategy.text import written
 from rayps.federated.remote.secure_options import SECAGG, SecureOptions
 from rayps.privacy.options import PrivacySpec
 from rayps.service.rest_answers import JobAnswer

@@ -13,7 +13,7 @@ from rayps_client.errors import ConfigError
 from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.core.spelling import near
-from rayps.core.text import nested
+from rayps.core.strategy.text import nested
 from rayps.service.strategy_check import strategies_in
 from rayps.strategies.catalogue import StrategyDescription, catalogue
 

@@ -14,11 +14,11 @@ from rayps.cli import show
 from rayps.cli.jobs import Format, Function, Upload, WorkingDir, note_packed, with_folder
 from rayps.cli.show import Output
 from rayps.cli.sparkline import sparkline
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.service.client import Client
-from rayps.service.code_files import PackedCode
-from rayps.service.comparison import BATCH_LOSS, ComparedRow, Comparison, TableColumn, cell, with_direction
+from rayps.service.code.code_files import PackedCode
 from rayps.service.job_file import load, of_function, read
+from rayps.service.sweeps.comparison import BATCH_LOSS, ComparedRow, Comparison, TableColumn, cell, with_direction
 
 _WIDTH = 60  # characters of a curve
 _LEAST = 20  # the same on a narrow terminal

@@ -8,9 +8,9 @@ from typing import Self
 
 import torch
 from rayps_client.errors import WorkloadError
-from rayps_client.global_model import read_global
-from rayps_client.signed_orders import ModelFacts
-from rayps_client.torch_tensors import tensors_of
+from rayps_client.exchange.global_model import read_global
+from rayps_client.exchange.signed_orders import ModelFacts
+from rayps_client.trainers.torch_tensors import tensors_of
 from torch import Tensor
 
 from rayps.federated.personal_model import GlobalState

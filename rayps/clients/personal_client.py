@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from rayps_client.client_folder import newest_state
 from rayps_client.errors import ConfigError
-from rayps_client.torch_tensors import tensors_of
-from rayps_client.upload_coding import without_rest
+from rayps_client.exchange.upload_coding import without_rest
+from rayps_client.machine.client_folder import newest_state
+from rayps_client.trainers.torch_tensors import tensors_of
 from torch import nn
 
 from rayps.clients.global_model import GlobalModel
@@ -17,7 +17,7 @@ from rayps.clients.workload_trainer import rows_of
 from rayps.data.base import Data
 from rayps.federated.client import ClientRows, Tensors
 from rayps.federated.personal_model import GlobalState, evaluated_on, has_personal, personal_model
-from rayps.runtime.saved_model import save_model
+from rayps.runtime.results.saved_model import save_model
 from rayps.workload.base import Workload
 
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from rayps_client.errors import ConfigError, WorkloadError
-from rayps_client.local_trainer import LayoutRow, LocalReply, LocalTask
-from rayps_client.local_work import try_batches
-from rayps_client.own_metrics import OwnMetrics, OwnTotal, OwnTotals
-from rayps_client.torch_tensors import raw_of, raws_of, tensor_of, tensors_of
+from rayps_client.trainers.local_trainer import LayoutRow, LocalReply, LocalTask
+from rayps_client.trainers.local_work import try_batches
+from rayps_client.trainers.own_metrics import OwnMetrics, OwnTotal, OwnTotals
+from rayps_client.trainers.torch_tensors import raw_of, raws_of, tensor_of, tensors_of
 from rayps_client.values import JsonObject
 
+from rayps.core.job.user_code import user_code
 from rayps.core.metrics import Totals
-from rayps.core.user_code import user_code
 from rayps.data.base import Data
 from rayps.data.other_files import with_other_files
 from rayps.federated.client import ClientRows, Task, Trainer
@@ -30,7 +30,7 @@ from rayps.workload.statistics_workload import StatisticsWorkload
 
 
 class WorkloadTrainer:
-    """Trains the client of this process in a model of a `rayps.Workload`: a `rayps_client.local_trainer.LocalTrainer`.
+    """Trains the client of this process in a model of a `rayps.Workload`: a `local_trainer.LocalTrainer`.
 
     Raises ConfigError if `device` cannot be used, and WorkloadError or DataError if the model or data cannot be built.
     """

@@ -18,7 +18,7 @@ from rayps_client.errors import ConfigError
 
 from rayps.cluster.scratch import SharedScratch
 from rayps.cluster.user_packages import UserPackages
-from rayps.core.code_archive import hash_of, unpack
+from rayps.core.job.code_archive import hash_of, unpack
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from rayps_client.errors import ActorDied, ClusterError
 from rayps.cluster.local import ActorHandle, ActorReply, surrounding, until
 from rayps.cluster.notices import Notice, earliest
 from rayps.cluster.reservation import WorkerResources
-from rayps.core.user_code import START_SECONDS, overdue
+from rayps.core.job.user_code import START_SECONDS, overdue
 
 LEAVE_SECONDS = 2.0
 

@@ -36,7 +36,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 from rayps_client.errors import ActorDied, ClusterError, NoResources, RaypsError, first_line
-from rayps_client.loading import without_collection
+from rayps_client.machine.loading import without_collection
 from rayps_client.values import JsonObject, Keywords
 
 from rayps.cluster.code_folder import JobCode

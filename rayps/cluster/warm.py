@@ -27,11 +27,11 @@ LEAST_FREE = 0.2  # the share of a host's memory that warm processes leave avail
 START_SECONDS = 60.0  # seconds after which a process ends that an actor took and did not use
 IDLE_SECONDS = 900.0  # seconds after which a process that no job took ends; the next one replaces it
 MODULES = (
-    "rayps.runtime.driver_actor",
-    "rayps.runtime.driver",
-    "rayps.runtime.worker_actor",
-    "rayps.worker.sync_gradients",
-    "rayps.worker.server_steps",
+    "rayps.runtime.driver.driver_actor",
+    "rayps.runtime.driver.driver",
+    "rayps.runtime.driver.worker_actor",
+    "rayps.worker.loops.sync_gradients",
+    "rayps.worker.loops.server_steps",
     "rayps.runtime.own_loop.actor",
     "rayps.runtime.own_loop.wrap",
 )

@@ -27,7 +27,7 @@ from rayps_client.errors import ConfigError
 from rayps_client.values import JsonObject
 from torch import Tensor
 
-from rayps.core.compression import compression_of
+from rayps.core.strategy.compression import compression_of
 
 BLOCK = 1024  # elements that share one scale under int8
 CANDIDATES = ("fp16", "int8")  # candidates of `auto`; top_k is not one, because it changes convergence

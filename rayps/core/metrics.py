@@ -13,8 +13,8 @@ import pyarrow as pa
 from rayps_client.errors import WorkloadError
 from rayps_client.values import JsonObject
 
-from rayps.core.records import ROUND_FIELDS, Point
-from rayps.core.returned_rounds import SeenRounds
+from rayps.core.job.records import ROUND_FIELDS, Point
+from rayps.core.job.returned_rounds import SeenRounds
 
 # a merged point has the mean over ranks of these values, in seconds. data: time to get the batch, and data_share: the
 # part of the round's seconds that this is. pull: time of pulls

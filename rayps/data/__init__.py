@@ -19,40 +19,36 @@ _HOMES = {  # public name: the module where it is found
     "DataShard": "rayps.data.data_shard",
     "PartitionRule": "rayps.data.partition_rules",
     "Rule": "rayps.data.partition_rules",
-    "arrow": "rayps.data.arrow_tables",
+    "arrow": "rayps.data.tabular.arrow_tables",
     "by_quantity": "rayps.data.partition_rules",
-    "csv": "rayps.data.text_tables",
+    "csv": "rayps.data.texts.text_tables",
     "dataset": "rayps.data.memory",
     "dirichlet": "rayps.data.partition_rules",
-    "huggingface": "rayps.data.hugging_face",
+    "huggingface": "rayps.data.tabular.hugging_face",
     "iid": "rayps.data.partition_rules",
     "images": "rayps.data.image_folder",
     "iterable": "rayps.data.iterable_data",
-    "json_lines": "rayps.data.text_tables",
+    "json_lines": "rayps.data.texts.text_tables",
     "memmap": "rayps.data.mapped_arrays",
-    "pandas": "rayps.data.arrow_tables",
+    "pandas": "rayps.data.tabular.arrow_tables",
     "parquet": "rayps.data.reader",
-    "polars": "rayps.data.arrow_tables",
+    "polars": "rayps.data.tabular.arrow_tables",
     "ray": "rayps.data.ray_blocks",
     "rule": "rayps.data.partition_rules",
     "shard": "rayps.data.data_shard",
     "shards": "rayps.data.partition_rules",
     "tensors": "rayps.data.memory",
-    "text": "rayps.data.text_windows",
+    "text": "rayps.data.texts.text_windows",
 }
 
 __all__ = sorted(_HOMES)
 
 if TYPE_CHECKING:
-    from rayps.data.arrow_tables import arrow as arrow
-    from rayps.data.arrow_tables import pandas as pandas
-    from rayps.data.arrow_tables import polars as polars
     from rayps.data.base import Batch as Batch
     from rayps.data.base import Data as Data
     from rayps.data.clients import Clients as Clients
     from rayps.data.data_shard import DataShard as DataShard
     from rayps.data.data_shard import shard as shard
-    from rayps.data.hugging_face import huggingface as huggingface
     from rayps.data.image_folder import images as images
     from rayps.data.iterable_data import iterable as iterable
     from rayps.data.mapped_arrays import memmap as memmap
@@ -67,9 +63,13 @@ if TYPE_CHECKING:
     from rayps.data.partition_rules import shards as shards
     from rayps.data.ray_blocks import ray as ray
     from rayps.data.reader import parquet as parquet
-    from rayps.data.text_tables import csv as csv
-    from rayps.data.text_tables import json_lines as json_lines
-    from rayps.data.text_windows import text as text
+    from rayps.data.tabular.arrow_tables import arrow as arrow
+    from rayps.data.tabular.arrow_tables import pandas as pandas
+    from rayps.data.tabular.arrow_tables import polars as polars
+    from rayps.data.tabular.hugging_face import huggingface as huggingface
+    from rayps.data.texts.text_tables import csv as csv
+    from rayps.data.texts.text_tables import json_lines as json_lines
+    from rayps.data.texts.text_windows import text as text
 
 
 def __getattr__(name: str) -> Any:

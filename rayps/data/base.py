@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from rayps_client.errors import ConfigError
-from rayps_client.local_work import counted, no_whole_batch
-from rayps_client.random_numbers import random_of as random_of
+from rayps_client.exchange.random_numbers import random_of as random_of
+from rayps_client.trainers.local_work import counted, no_whole_batch
 
 if TYPE_CHECKING:
     from rayps.data.clients import Clients, GivenClients

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 from rayps_client.errors import ConfigError
 
-from rayps.core.row_shares import RowShares, dealt
+from rayps.core.rows.row_shares import RowShares, dealt
 from rayps.data.base import Batch, Data, Place, Position, check_place
 
 
 class DealtRows(Data):
-    """The rows of `data`, of which each rank takes its share of each round's block: see `rayps.core.row_shares`.
+    """The rows of `data`, of which each rank takes its share of each round's block: see `rayps.core.rows.row_shares`.
 
     A rank's share is cut into micro-batches of at most `data.batch_size` rows, as equal as possible. All ranks have
     `micro_batches` of them in each round; some may be empty.

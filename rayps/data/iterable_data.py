@@ -1,7 +1,7 @@
 """Iterable data sets: rows without numbers and without a known count, such as a torch IterableDataset.
 
 An epoch is one pass over the items. Its end is known when the items end. The workers then agree on it: see
-`rayps.worker.batches`.
+`rayps.worker.rows.batches`.
 
     shard="every"   each reader iterates over all items and keeps its own: rank r of N keeps item i if i mod N = r
     shard="own"     the data set yields only its reader's part, of which it asks `rayps.data.shard()`
@@ -23,8 +23,8 @@ from rayps_client.rows import batch_size_of, drop_last_of
 from rayps_client.values import Json
 from torch.utils.data import default_collate
 
-from rayps.core.phase_rounds import OPEN
-from rayps.core.user_code import place_of
+from rayps.core.job.user_code import place_of
+from rayps.core.rows.phase_rounds import OPEN
 from rayps.data.base import Batch, Data, Nested, Place, Position, check_place
 from rayps.data.clients import Clients
 from rayps.data.data_shard import DataShard, Reading

@@ -20,8 +20,8 @@ from typing import IO
 
 from rayps_client.errors import DataError
 
-from rayps.core.records import Event
-from rayps.core.user_module import pack
+from rayps.core.job.records import Event
+from rayps.core.job.user_module import pack
 from rayps.data.base import Batch, Data, Place, Position
 from rayps.data.loader_process import Answer, ReadOrder, Setup, read_frame, write_frame
 
@@ -215,7 +215,7 @@ class Lane:
     def take(self, number: int) -> Answer | None:
         """Return the next answer of the pass with this number, or None if the lane has died.
 
-        The wait ends with the limit on calls of the user's code: see `rayps.core.user_code`.
+        The wait ends with the limit on calls of the user's code: see `rayps.core.job.user_code`.
         """
         while True:
             try:

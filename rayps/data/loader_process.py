@@ -21,7 +21,7 @@ import cloudpickle
 import torch
 from rayps_client.errors import RaypsError
 
-from rayps.core.user_module import SourcePickler, unpack
+from rayps.core.job.user_module import SourcePickler, unpack
 from rayps.data.base import Batch, Data, Place, Position
 from rayps.data.pass_random import seed_generators
 

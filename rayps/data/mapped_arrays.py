@@ -16,9 +16,9 @@ from rayps_client.rows import batch_size_of, drop_last_of, native
 
 from rayps.data.base import Batch
 from rayps.data.clients import GivenClients, checked_client
-from rayps.data.column_options import DTYPES, checked_scale, dtype_of
 from rayps.data.memory import InMemory
 from rayps.data.partition_rules import Ints
+from rayps.data.tabular.column_options import DTYPES, checked_scale, dtype_of
 from rayps.data.unsupported import refuse_ray_data
 
 Array = NDArray[np.generic]

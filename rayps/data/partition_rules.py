@@ -19,7 +19,7 @@ from rayps_client.errors import ConfigError, DataError
 from rayps_client.values import Json
 
 from rayps.core.spelling import near
-from rayps.core.text import form
+from rayps.core.strategy.text import form
 from rayps.data.base import random_of
 
 Ints = NDArray[np.int64]

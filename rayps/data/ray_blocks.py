@@ -18,11 +18,11 @@ import pyarrow as pa
 from rayps_client.columns import missing
 from rayps_client.errors import DataError
 
-from rayps.data.arrow_tables import used_columns
 from rayps.data.base import Data
-from rayps.data.column_options import ColumnOptions, column_choice
-from rayps.data.stored_table import Source, StoredTable
-from rayps.data.table_rows import RowTable, RowTableData
+from rayps.data.tabular.arrow_tables import used_columns
+from rayps.data.tabular.column_options import ColumnOptions, column_choice
+from rayps.data.tabular.stored_table import Source, StoredTable
+from rayps.data.tabular.table_rows import RowTable, RowTableData
 from rayps.data.unsupported import is_ray_data
 
 _BLOCK_SECONDS = 300.0  # within which a block must arrive from the object store

@@ -34,9 +34,9 @@ from rayps_client.rows import batch_size_of, drop_last_of
 from rayps.data.base import Batch, Data, check_place, fixed_rows_of_rank, random_of, rows_of_rank
 from rayps.data.client_files import RowsByClient
 from rayps.data.clients import Clients, GivenClients, checked_client, divide, owners_by_id
-from rayps.data.column_options import DTYPES, LABEL_DTYPES, checked_scale, drops, dtype_of, window_of
 from rayps.data.files import Files, FileSystem, Index, PathGiven, RowGroup, as_data_error
 from rayps.data.partition_rules import PartitionRule
+from rayps.data.tabular.column_options import DTYPES, LABEL_DTYPES, checked_scale, drops, dtype_of, window_of
 
 _log = logging.getLogger(__name__)
 _CHUNK = 2 << 20  # approximate number of bytes that are decoded at a time

@@ -21,13 +21,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rayps_client.signed_orders import ROUND, OrderFacts
-from rayps_client.torch_tensors import tensor_of
-from rayps_client.update_codec import decode_start
+from rayps_client.exchange.signed_orders import ROUND, OrderFacts
+from rayps_client.exchange.update_codec import decode_start
+from rayps_client.trainers.torch_tensors import tensor_of
 from torch import Tensor
 
 from rayps.federated.client import ClientReply
-from rayps.federated.exact_sum import NOT_FINITE
 from rayps.federated.population.async_events import STALE
 from rayps.federated.remote.async_steps import AsyncRules, AsyncStep, ClientStatus, Look, RunningOrder, decide
 from rayps.federated.remote.client_orders import ClientOrders, client_of
@@ -35,6 +34,7 @@ from rayps.federated.remote.mailbox import RoundOrder
 from rayps.federated.remote_codec import layout_rows
 from rayps.federated.remote_replies import RemoteReplies
 from rayps.federated.reply_source import AGAIN, Round, TrainingTask
+from rayps.federated.rules.exact_sum import NOT_FINITE
 from rayps.federated.secure_rounds import listed
 from rayps.tensors.finite import is_finite
 

@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 from rayps_client.errors import ConfigError
 
-from rayps.core.user_code import user_code
+from rayps.core.job.user_code import user_code
 from rayps.data.base import Data
 from rayps.data.clients import Clients
-from rayps.federated.aggregation_options import Aggregation
 from rayps.federated.client import is_plain
 from rayps.federated.population.attack_spec import skew
 from rayps.federated.population.cohort import cohort_size
 from rayps.federated.private_job import PrivateJob, private_job
 from rayps.federated.private_layers import PrivateLayers
+from rayps.federated.rules.aggregation_options import Aggregation
 from rayps.federated.simulated_rounds import events_of
 from rayps.federated.simulated_rows import used_rows
 from rayps.federated.strategy_interface import ClientSide, FederatedView, Federation

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from rayps_client.errors import ConfigError
-from rayps_client.partial_gradient import gradients_of
 from rayps_client.row_order import Ints, parts
+from rayps_client.trainers.partial_gradient import gradients_of
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 
+from rayps.core.job.user_code import user_code
 from rayps.core.maximize import direction
-from rayps.core.user_code import user_code
 from rayps.data.base import Batch, Nested, map_tensors
 from rayps.federated.population.cohort import number
 from rayps.federated.private_layers import PrivateLayers

@@ -23,7 +23,11 @@ from collections.abc import Callable
 
 import numpy as np
 from rayps_client.errors import DataError
-from rayps_client.own_metrics import (
+from rayps_client.exchange.signed_orders import OrderFacts
+from rayps_client.secure.quantise import EXTRAS, ClientNumbers, Quantiser
+from rayps_client.secure.secure_facts import MOST_BITS
+from rayps_client.secure.take_part import quantiser_of
+from rayps_client.trainers.own_metrics import (
     OwnMetrics,
     OwnTotals,
     Vector,
@@ -32,10 +36,6 @@ from rayps_client.own_metrics import (
     totals_of_sum,
     vector_of,
 )
-from rayps_client.secure.quantise import EXTRAS, ClientNumbers, Quantiser
-from rayps_client.secure.secure_facts import MOST_BITS
-from rayps_client.secure.take_part import quantiser_of
-from rayps_client.signed_orders import OrderFacts
 
 from rayps.core.metrics import Total, Totals, add_totals
 from rayps.federated.private_rounds import PrivateRounds

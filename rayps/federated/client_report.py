@@ -6,8 +6,8 @@ items in data streams", ICALP 2002, with one row). A sketch is linear, so that t
 sketches, and the inner product of two sketches is that of the vectors, with a standard deviation of at most about
 |u| |v| sqrt(2 / WIDTH): 0.09 in a cosine. A vector of at most `WIDTH` elements is its own sketch.
 
-Once a round the workers exchange these numbers, and rank 0 writes what `rayps.federated.client_scores` computes from
-them as an event. Everything over rounds is computed from the events.
+Once a round the workers exchange these numbers, and rank 0 writes what `rayps.federated.rules.client_scores` computes
+from them as an event. Everything over rounds is computed from the events.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rayps_client.values import Json
 from torch import Tensor
 
 from rayps.comm.ring.ring import Ring
-from rayps.federated.client_scores import FEWEST, KIND, RoundFacts, comparable, fact_deviations, round_numbers
-from rayps.federated.gather_replies import Gathering
+from rayps.federated.rules.client_scores import FEWEST, KIND, RoundFacts, comparable, fact_deviations, round_numbers
+from rayps.federated.rules.gather_replies import Gathering
 
 WIDTH = 251  # numbers of a sketch; a prime, so that rows of a layer do not end at the same number
 SHOWN = 1000  # clients in an event: those with the largest deviations

@@ -20,7 +20,7 @@ import safetensors.torch
 from rayps_client.errors import ConfigError
 from torch import Tensor
 
-from rayps.core.user_code import user_code
+from rayps.core.job.user_code import user_code
 from rayps.federated.population.cohort import Ints
 from rayps.workload.base import Workload
 

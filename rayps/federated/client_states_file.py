@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rayps.core.urls import Location
 from rayps.federated.client_states import Row
-from rayps.tensors import checkpoint
+from rayps.tensors.checkpoints import checkpoint
 
 _FOLDER, _FILE = "clients", "states.parquet"
 _STRATEGY = b"rayps.strategy"

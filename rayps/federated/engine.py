@@ -21,7 +21,6 @@ from torch import Tensor
 
 from rayps.core.metrics import Totals
 from rayps.data.clients import Clients
-from rayps.federated.buffer_statistics import BufferStatistics
 from rayps.federated.buffered_replies import BufferedReplies
 from rayps.federated.client import ClientReply, Tensors, Trainer
 from rayps.federated.client_report import UpdateReports
@@ -33,13 +32,14 @@ from rayps.federated.private_rounds import PrivateRounds
 from rayps.federated.remote_replies import RemoteReplies
 from rayps.federated.reply_source import SimulatedReplies, TrainingTask
 from rayps.federated.round_events import RoundEvents
+from rayps.federated.rules.buffer_statistics import BufferStatistics
 from rayps.federated.strategy_interface import FederatedView
 from rayps.tensors.finite import is_finite
 from rayps.tensors.flat import quick_square
 from rayps.tensors.learning_rate import Ticks
 
 if TYPE_CHECKING:
-    from rayps.worker.federated_rounds import FederatedWorker
+    from rayps.worker.loops.federated_rounds import FederatedWorker
 
 
 class FederatedEngine:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rayps_client.errors import ConfigError
-from rayps_client.local_work import LocalWork
+from rayps_client.trainers.local_work import LocalWork
 
-from rayps.core import options
+from rayps.core.strategy import options
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from rayps_client.module_modes import evaluating
+from rayps_client.trainers.module_modes import evaluating
 
+from rayps.core.job.user_code import user_code
 from rayps.core.metrics import Totals, add_totals
-from rayps.core.user_code import user_code
 from rayps.data.base import Data
 from rayps.data.clients import Clients
 from rayps.data.partition_rules import Ints

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from rayps_client.module_modes import evaluating
+from rayps_client.trainers.module_modes import evaluating
 from torch import Tensor, nn
 
+from rayps.core.job.user_code import user_code
 from rayps.core.metrics import Totals, add_totals, values_of
-from rayps.core.user_code import user_code
 from rayps.data.base import Batch
 from rayps.data.partition_rules import Ints
 from rayps.federated.client import ClientRows, Task, Tensors, Trainer, personal_buffers

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rayps_client.secure.graph import shares_needed
 from rayps_client.secure.secure_facts import levels_of
 
-from rayps.core.strategy import StrategyView
+from rayps.core.strategy.strategy import StrategyView
 from rayps.federated.population.cohort import cohort_size
 from rayps.federated.remote.secure_options import LEAST, SecureOptions
 from rayps.federated.strategy_interface import FederatedView

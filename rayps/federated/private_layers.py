@@ -1,4 +1,4 @@
-"""The layers of a model that stay with each client, as tensors: `rayps_client.private_layers` has names and positions.
+"""The layers of a model that stay with each client, as tensors: `trainers.private_layers` has names and positions.
 
 A client sends the shared part alone, and the server changes the shared part alone.
 """
@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Self
 
 import torch
-from rayps_client.private_layers import PrivateParts
+from rayps_client.trainers.private_layers import PrivateParts
 from torch import Tensor, nn
 
 from rayps.tensors.flat import Layout

@@ -1,14 +1,14 @@
-"""Encode and decode the messages between a job and its real clients: `rayps_client.update_codec`, for torch."""
+"""Encode and decode the messages between a job and its real clients: `exchange.update_codec`, for torch."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from rayps_client import update_codec
-from rayps_client.coded_vectors import VectorCoding
-from rayps_client.local_trainer import LayoutRow, RoundStart
-from rayps_client.torch_tensors import raw_of, raws_of, tensor_of, tensors_of
-from rayps_client.upload_coding import UpdateCode
+from rayps_client.exchange import update_codec
+from rayps_client.exchange.coded_vectors import VectorCoding
+from rayps_client.exchange.upload_coding import UpdateCode
+from rayps_client.trainers.local_trainer import LayoutRow, RoundStart
+from rayps_client.trainers.torch_tensors import raw_of, raws_of, tensor_of, tensors_of
 from torch import Tensor
 
 from rayps.federated.client import ClientReply

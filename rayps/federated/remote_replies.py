@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from rayps_client.errors import ConfigError, StaleGeneration, TrainingError
+from rayps_client.exchange.signed_orders import EVALUATION, ROUND, OrderFacts
 from rayps_client.secure.quantise import SummedNumbers
-from rayps_client.signed_orders import EVALUATION, ROUND, OrderFacts
 from torch import Tensor
 
-from rayps.core.member_times import CLIENTS
 from rayps.core.metrics import Totals
+from rayps.core.time.member_times import CLIENTS
 from rayps.data.clients import ClientSummary
 from rayps.federated import remote_codec
 from rayps.federated.client import ClientReply

@@ -11,8 +11,8 @@ import torch
 from rayps_client.errors import WorkloadError
 from torch import Tensor
 
+from rayps.core.job.user_code import user_code
 from rayps.core.metrics import Totals
-from rayps.core.user_code import user_code
 from rayps.data.base import Data
 from rayps.federated.client import ClientReply, Task, Tensors, Trainer
 from rayps.federated.personal_metrics import personal

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rayps_client.coded_vectors import VectorCoding
-from rayps_client.signed_orders import OrderFacts
-from rayps_client.upload_coding import UpdateCode, download_of, update_coding
+from rayps_client.exchange.coded_vectors import VectorCoding
+from rayps_client.exchange.signed_orders import OrderFacts
+from rayps_client.exchange.upload_coding import UpdateCode, download_of, update_coding
 
 from rayps.federated.remote.client_options import RealClients
 

@@ -11,7 +11,7 @@ from rayps.federated.private_rounds import PrivateRounds
 from rayps.federated.reply_source import Round
 
 if TYPE_CHECKING:
-    from rayps.worker.federated_rounds import FederatedWorker
+    from rayps.worker.loops.federated_rounds import FederatedWorker
 
 NAMES_IN_DATA = 50  # the largest number of client names in an event's data
 NAMES_IN_MESSAGE = 3  # the largest number of client names in an event's message

@@ -22,23 +22,23 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from rayps_client.errors import ConfigError
+from rayps_client.exchange.signed_orders import ROUND, OrderFacts
 from rayps_client.secure.protocol import Answer, RoundName, Stage, VoidRound
 from rayps_client.secure.quantise import EXTRAS, Quantiser, SummedNumbers, Words
 from rayps_client.secure.secure_facts import SecureFacts
 from rayps_client.secure.server_sum import ServerRules, ServerSum
 from rayps_client.secure.sum_names import name_sum
 from rayps_client.secure.take_part import quantiser_of
-from rayps_client.signed_orders import ROUND, OrderFacts
 from rayps_client.values import JsonObject
 from torch import Tensor
 
-from rayps.federated.buffer_statistics import BufferStatistics
 from rayps.federated.combine_replies import RoundAggregate
 from rayps.federated.remote.blamed_clients import Refusal, Refusals
 from rayps.federated.remote.client_state import WHY_SILENT
 from rayps.federated.remote.mailbox import Mailbox, RoundOrder, SecureOutcome, write_json
 from rayps.federated.remote.secure_options import SecureOptions
 from rayps.federated.remote.stage_leases import StageLeases
+from rayps.federated.rules.buffer_statistics import BufferStatistics
 from rayps.federated.strategy_interface import Federation
 
 if TYPE_CHECKING:

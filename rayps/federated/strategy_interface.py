@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from rayps.core.strategy import StrategyView
-from rayps.core.strategy_families import has_remote_clients
-from rayps.federated.aggregation_options import Aggregation
+from rayps.core.strategy.strategy import StrategyView
+from rayps.core.strategy.strategy_families import has_remote_clients
 from rayps.federated.local_training import LocalTraining
 from rayps.federated.population.options import PopulationSpec
 from rayps.federated.remote.client_options import RealClients
 from rayps.federated.remote.join_options import JoinOptions, round_seconds
 from rayps.federated.remote.secure_options import SecureOptions
+from rayps.federated.rules.aggregation_options import Aggregation
 from rayps.privacy.options import PrivacySpec
 
 if TYPE_CHECKING:

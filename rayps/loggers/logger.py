@@ -12,9 +12,9 @@ from typing import Any
 
 from rayps_client.errors import ConfigError, first_line
 
-from rayps.core.records import Event, OutcomeRecord, Point
-from rayps.core.returned_rounds import RETURNED
-from rayps.core.text import written
+from rayps.core.job.records import Event, OutcomeRecord, Point
+from rayps.core.job.returned_rounds import RETURNED
+from rayps.core.strategy.text import written
 from rayps.workload.callback import Callback, RunView
 
 # events that are not logged: what they say is logged in another way, or once in every run

@@ -12,7 +12,7 @@ from typing import Any
 
 from rayps_client.values import JsonObject, Keywords
 
-from rayps.core.records import Event, OutcomeRecord
+from rayps.core.job.records import Event, OutcomeRecord
 from rayps.core.urls import Location
 from rayps.loggers.background import Background
 from rayps.loggers.logger import Logger, needed, params_of

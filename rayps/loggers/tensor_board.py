@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rayps.core.records import Event, OutcomeRecord
+from rayps.core.job.records import Event, OutcomeRecord
 from rayps.loggers.logger import Logger, needed, params_of
 from rayps.workload.callback import RunView
 

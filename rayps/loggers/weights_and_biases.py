@@ -9,7 +9,7 @@ from typing import Any
 from rayps_client.errors import ConfigError
 from rayps_client.values import JsonObject, Keywords
 
-from rayps.core.records import Event, OutcomeRecord
+from rayps.core.job.records import Event, OutcomeRecord
 from rayps.loggers.logger import Logger, needed, params_of
 from rayps.workload.callback import RunView
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rayps_client.values import JsonObject, Keywords
 
-from rayps.core.records import Event, Point
+from rayps.core.job.records import Event, Point
 from rayps.privacy.accountant import NAMES
 from rayps.privacy.mechanism import CLIENT, NEIGHBOURS, Mechanism
 from rayps.privacy.noise_shares import NoiseShares

@@ -163,7 +163,7 @@ class ReleaseLedger:
 
 
 def open_ledger(folder: str | None, unit: str) -> ReleaseLedger:
-    """Open the ledger in `folder`, which the job's driver has created: see `rayps.runtime.ledger_folder`.
+    """Open the ledger in `folder`, which the job's driver has created: see `rayps.runtime.records.ledger_folder`.
 
     `unit` is what the releases of the caller protect.
 

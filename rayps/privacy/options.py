@@ -22,8 +22,8 @@ from typing import ClassVar, Protocol, runtime_checkable
 from rayps_client.errors import ConfigError
 from rayps_client.values import Json, Keywords, is_number
 
-from rayps.core import options
-from rayps.core.text import form, quoted
+from rayps.core.strategy import options
+from rayps.core.strategy.text import form, quoted
 
 ADAPTIVE = "adaptive"
 GAUSSIAN, TREE = "gaussian", "tree"

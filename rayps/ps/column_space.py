@@ -20,7 +20,7 @@ from typing import Any
 
 from rayps_client.errors import LinkError, RaypsError
 
-from rayps.core.repeated_pushes import Ledger
+from rayps.core.job.repeated_pushes import Ledger
 from rayps.ps.client.session import Session
 from rayps.ps.group import ManagerClient
 from rayps.ps.protocol.members import MemberChange, with_members

@@ -15,7 +15,7 @@ import numpy as np
 from rayps_client.errors import ActorDied, ConfigError, Conflict, PeerTimeout
 
 from rayps.cluster.local import ActorHandle, Cluster, LocalCluster, rendezvous, surrounding
-from rayps.core.staleness_bound import MovedBound
+from rayps.core.strategy.staleness_bound import MovedBound
 from rayps.ps.client.connections import MapSource
 from rayps.ps.client.session import Session
 from rayps.ps.manager.assign_segments import Balance

@@ -22,11 +22,11 @@ import torch
 from rayps_client.errors import ActorDied, CheckpointError, ClusterError, ConfigError, NotFound, RaypsError
 
 from rayps.core.grid import Grid
-from rayps.core.member_times import MemberTimes
-from rayps.core.staleness_bound import MovedBound
-from rayps.core.strategy import StrategyView
-from rayps.core.topology import servers_of
-from rayps.core.user_module import pack, unpack
+from rayps.core.job.user_module import pack, unpack
+from rayps.core.strategy.staleness_bound import MovedBound
+from rayps.core.strategy.strategy import StrategyView
+from rayps.core.strategy.topology import servers_of
+from rayps.core.time.member_times import MemberTimes
 from rayps.ps.client.session import Session
 from rayps.ps.column_space import (
     ColumnSpace,
@@ -131,7 +131,7 @@ class SpaceTerms:
 
 
 class JobSpace:
-    """The spaces of the job `name` on `group`. Implements `rayps.runtime.job_servers.JobServers`.
+    """The spaces of the job `name` on `group`. Implements `rayps.runtime.driver.job_servers.JobServers`.
 
     `own`: the group was started for this job alone, and ends with the job; `renew` starts it again, with the same name,
     after the death of its manager. `factory`, `tables`, `timeout` and `scheduled`: see `SpaceTerms`.

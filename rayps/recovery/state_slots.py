@@ -29,7 +29,7 @@ from torch import Tensor
 
 from rayps.comm.link.memory import Memory
 from rayps.core import failpoint
-from rayps.core.records import Point
+from rayps.core.job.records import Point
 from rayps.tensors.optim import Moments, ParamState, by_name, moments_of
 
 SLOTS = 2

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from rayps.comm.link import memory
 from rayps.core import failpoint
-from rayps.core.costs import amount
-from rayps.core.records import Point
+from rayps.core.job.records import Point
+from rayps.core.strategy.costs import amount
 from rayps.recovery.backup_assignment import BackupAssignment, HeldRounds
 from rayps.recovery.peer_replication import BackupConnection, PeerReplication, fetch_missing_part, fetch_state
 from rayps.recovery.state_slots import CommittedState, StateFacts, tensors_of

@@ -15,7 +15,7 @@ from rayps_client.stats import Query, QueryAnswer
 from rayps_client.values import Json, JsonObject, Keywords
 from torch import Tensor
 
-from rayps.core.user_code import user_code
+from rayps.core.job.user_code import user_code
 from rayps.data.base import Batch, Data
 from rayps.privacy.options import PrivacySpec
 from rayps.runtime.training import Result, train

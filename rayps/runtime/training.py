@@ -17,41 +17,41 @@ from typing import Protocol
 import pyarrow as pa
 from rayps_client import parameters
 from rayps_client.errors import CheckpointError, ConfigError, RaypsError, TrainingError
-from rayps_client.loading import without_collection
+from rayps_client.machine.loading import without_collection
 from rayps_client.values import Json, JsonObject
 from torch import nn
 
 from rayps.cluster.local import LOCAL_CPUS, Cluster
 from rayps.cluster.reservation import torch_threads
 from rayps.core import metrics
-from rayps.core.goodput import JobTime
-from rayps.core.job_status import Status
-from rayps.core.records import Event, ProgressRecord
+from rayps.core.job.job_status import Status
+from rayps.core.job.records import Event, ProgressRecord
 from rayps.core.spelling import suggests_names
-from rayps.core.strategy import Phase
-from rayps.core.time_report import report_of
+from rayps.core.strategy.strategy import Phase
+from rayps.core.time.goodput import JobTime
+from rayps.core.time.time_report import report_of
 from rayps.core.urls import Location, is_url, location_of
-from rayps.federated.client_scores import report_clients, report_rounds
 from rayps.federated.client_states_backup import ClientStatesBackup
 from rayps.federated.client_states_file import StoredStates
+from rayps.federated.rules.client_scores import report_clients, report_rounds
 from rayps.federated.strategy_interface import FederatedView
 from rayps.privacy.claim import claim_of_run
 from rayps.privacy.options import privacy_in
 from rayps.ps.tables.embedding import load, load_states
-from rayps.runtime.callbacks import CallbackRunner, RunHandle, runner_of
-from rayps.runtime.display import Display
-from rayps.runtime.driver import Driver
-from rayps.runtime.dry_run import rehearse
-from rayps.runtime.job_clients import ClientResult, JobClients
-from rayps.runtime.journal import Journal
-from rayps.runtime.saved_model import save_model
-from rayps.runtime.state_folder import StateFolder
-from rayps.runtime.status import Outcome
-from rayps.runtime.trace_folder import TraceFolder
+from rayps.runtime.checks.dry_run import rehearse
+from rayps.runtime.driver.driver import Driver
+from rayps.runtime.records.display import Display
+from rayps.runtime.records.journal import Journal
+from rayps.runtime.records.state_folder import StateFolder
+from rayps.runtime.records.status import Outcome
+from rayps.runtime.records.trace_folder import TraceFolder
+from rayps.runtime.results.callbacks import CallbackRunner, RunHandle, runner_of
+from rayps.runtime.results.job_clients import ClientResult, JobClients
+from rayps.runtime.results.saved_model import save_model
 from rayps.strategies.catalogue import StrategySpec, parse, wire
 from rayps.strategies.job import JobSpec, elastic_fields, gpus_of_servers
-from rayps.tensors import checkpoint as checkpoints
-from rayps.tensors.checkpoint_place import CheckpointPlace, ObjectStore
+from rayps.tensors.checkpoints import checkpoint as checkpoints
+from rayps.tensors.checkpoints.checkpoint_place import CheckpointPlace, ObjectStore
 from rayps.tensors.snapshot import Snapshot
 from rayps.tensors.weight_average import check_average
 from rayps.workload.base import Workload, as_workload, check_fields, is_workload, workload_of
@@ -97,7 +97,7 @@ class Result:
 
     @property
     def report(self) -> JsonObject:
-        """Where the time went, what costs most of it, and what to change: see `rayps.core.time_report.report_of`."""
+        """Where the time went, what costs most of it, and what to change: see `time_report.report_of`."""
         return report_of(self.time)
 
     @property
@@ -112,14 +112,14 @@ class Result:
     def client_report(self) -> pa.Table | None:
         """One row for each client: drift, and whether it is an outlier (`report=clients`); None if unknown.
 
-        The columns are those of `rayps.federated.client_scores.report_clients`.
+        The columns are those of `rayps.federated.rules.client_scores.report_clients`.
         """
         rounds = self.client_rounds
         return None if rounds is None else report_clients(rounds)
 
     @property
     def costs(self) -> list[Event]:
-        """The events with the costs of a step, one for each phase: see `rayps.runtime.cost_report.measured`."""
+        """The events with the costs of a step, one for each phase: see `rayps.runtime.results.cost_report.measured`."""
         return [event for event in self.events if event["kind"] == "costs"]
 
     def model(self, *, average: bool = False) -> nn.Module:
@@ -268,9 +268,9 @@ def train(
     `workers=(2, 8)` is an elastic job: it starts with 2 workers, takes up to 8 where resources are free, and continues
     with fewer if some are lost, without a return to a checkpoint. `global_batch` is the number of rows of a round over
     all workers; without it each worker takes a batch, and the rows of a round grow with the workers. `elastic` has
-    further options: {"lr_scaling": "linear", "cooldown": 30, "gain": 0.5} (`rayps.core.elastic`). With `balance=True`,
-    workers that compute faster take more of a round's rows, by the speeds that are measured; the number of workers may
-    be fixed.
+    further options: {"lr_scaling": "linear", "cooldown": 30, "gain": 0.5} (`rayps.core.strategy.elastic`). With
+    `balance=True`, workers that compute faster take more of a round's rows, by the speeds that are measured; the number
+    of workers may be fixed.
 
     The model is evaluated after each epoch, or after every `evaluate_every` rounds, and at the end. The newest
     `keep_checkpoints` checkpoints are kept.

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from rayps_client.errors import ConfigError
 
-from rayps.core.job_status import Status
-from rayps.core.records import OutcomeRecord, read_json
+from rayps.core.job.job_status import Status
+from rayps.core.job.records import OutcomeRecord, read_json
 from rayps.service import job_folders, processes
 from rayps.service.job_folders import JobRow
 from rayps.service.plan import EndJob, OpenJob, plan

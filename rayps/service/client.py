@@ -25,20 +25,20 @@ from urllib.parse import quote
 
 import httpx2
 from rayps_client.errors import ConfigError, NotFound, Unauthorized, Unreachable
-from rayps_client.private_file import read_token
-from rayps_client.service_answers import checked as checked
+from rayps_client.exchange.service_answers import checked as checked
+from rayps_client.machine.private_file import read_token
 from rayps_client.values import Json, JsonObject, is_json
 
-from rayps.core.job_status import Status
-from rayps.core.records import Event, Point
-from rayps.core.requirements import read_requirements
-from rayps.core.returned_rounds import counted
-from rayps.service.code_files import PackedCode, must_be_project
-from rayps.service.code_upload import prepare_upload, sent_value, write_code
+from rayps.core.job.job_status import Status
+from rayps.core.job.records import Event, Point
+from rayps.core.job.requirements import read_requirements
+from rayps.core.job.returned_rounds import counted
+from rayps.service.code.code_files import PackedCode, must_be_project
+from rayps.service.code.code_upload import prepare_upload, sent_value, write_code
 from rayps.service.remote_group import RemoteGroup, size_fields
 from rayps.service.rest_answers import ClusterAnswer, GroupRow, JobAnswer, JobsAnswer, SweepAnswer
 from rayps.service.settings import Settings
-from rayps.service.sweep_client import Sweep, listed
+from rayps.service.sweeps.sweep_client import Sweep, listed
 from rayps.strategies.catalogue import StrategySpec, sendable
 
 if TYPE_CHECKING:
@@ -116,14 +116,14 @@ class Client:
         `workload` is "file.py:Class". In place of it, `run="file.py:train_fn"` names a function with a loop of its own.
         `strategy` is as in `rayps.train`: a text with options, a dict, an object, or a list of phases. `working_dir` is
         the directory from which the workload, and a strategy class of your own, are imported. Its files are packed now
-        and sent to the service, unless it has them: see `rayps.service.code_files` for which. Keys and tokens are left
-        out, and a warning names them. The default, the current folder, is refused if it is the home directory, `/` or
-        a folder for temporary files; any other value names the folder on purpose. The job, also after a restart, runs
-        these files on every host. With `upload=False`, `working_dir` is a folder of the service's machine, and the job
-        runs what is there when it starts. `requirements` is a requirements file or a list of its lines; pip installs
-        them for the job's processes. `env` has environment variables by name: a text, "@/path" of a file of the
-        service's machine, or None for the service's own variable; their values are never shown. `code`, the SHA-256 of
-        an archive that the service has, takes the place of `working_dir`.
+        and sent to the service, unless it has them: see `rayps.service.code.code_files` for which. Keys and tokens are
+        left out, and a warning names them. The default, the current folder, is refused if it is the home directory, `/`
+        or a folder for temporary files; any other value names the folder on purpose. The job, also after a restart,
+        runs these files on every host. With `upload=False`, `working_dir` is a folder of the service's machine, and the
+        job runs what is there when it starts. `requirements` is a requirements file or a list of its lines; pip
+        installs them for the job's processes. `env` has environment variables by name: a text, "@/path" of a file of
+        the service's machine, or None for the service's own variable; their values are never shown. `code`, the SHA-256
+        of an archive that the service has, takes the place of `working_dir`.
 
         Raises:
             ConfigError: the service refused the job, the class of a strategy object is not defined in a file, or the
@@ -588,8 +588,8 @@ class Job:
     def report(self) -> JsonObject:
         """Return where the time of the job went, what costs most of it, and what to change.
 
-        The result is that of `rayps.core.time_report.report_of`: `goodput`, `shares`, `members`, `timeline`, `verdict`.
-        Raises NotFound if the job has not started.
+        The result is that of `rayps.core.time.time_report.report_of`: `goodput`, `shares`, `members`, `timeline`,
+        `verdict`. Raises NotFound if the job has not started.
         """
         found: JsonObject = self._client.call("GET", f"/api/v1/jobs/{self.id}/report")
         return found

@@ -27,7 +27,7 @@ from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, ActorHandle, Actors, B
 from rayps.cluster.notices import Notice
 from rayps.cluster.warm import WarmState
 from rayps.core.failpoint import passing
-from rayps.core.records import AttemptRecord
+from rayps.core.job.records import AttemptRecord
 from rayps.service import processes
 from rayps.service.job_folders import read_attempt
 from rayps.service.notice_store import NoticeChanges
@@ -37,7 +37,7 @@ from rayps.service.store import JobRecord
 
 log = logging.getLogger(__name__)
 
-DRIVER = "rayps.runtime.driver_actor:DriverActor"
+DRIVER = "rayps.runtime.driver.driver_actor:DriverActor"
 BEGUN, LAUNCHED = "driver.json", "launch.json"
 _END_SECONDS = 10.0  # seconds in which a driver must end by itself after it wrote its outcome
 _STOP_PAUSE = 5.0  # seconds between two equal requests to a driver

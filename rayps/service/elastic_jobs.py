@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rayps.cluster.local import Bundle
-from rayps.core.job_status import Status
-from rayps.core.records import ProgressRecord
+from rayps.core.job.job_status import Status
+from rayps.core.job.records import ProgressRecord
 from rayps.service.elastic_plan import ElasticJob, reserved
 from rayps.service.plan import cores_for, needs
 from rayps.service.store import JobRecord

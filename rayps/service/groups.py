@@ -22,7 +22,7 @@ from rayps_client.errors import ActorDied, ClusterError, ConfigError, Conflict, 
 from rayps_client.values import Json
 
 from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, ActorHandle, Actors
-from rayps.core.records import GroupFacts, read_json
+from rayps.core.job.records import GroupFacts, read_json
 from rayps.service.scheduler import Scheduler
 from rayps.service.settings import private_write
 from rayps.service.store import FEWEST_LETTERS

@@ -19,7 +19,7 @@ from typing import TypedDict
 
 from rayps_client.values import JsonObject
 
-from rayps.core.records import AttemptRecord, read_json
+from rayps.core.job.records import AttemptRecord, read_json
 
 log = logging.getLogger(__name__)
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rayps_client.errors import ServiceError, Unauthorized
+from rayps_client.exchange.signed_orders import Key
 from rayps_client.members.member_certificates import MemberCertificate, MembersCa
 from rayps_client.members.revocations import Revocations
 from rayps_client.members.signed_requests import WINDOW_SECONDS, Proof, RequestFacts
-from rayps_client.signed_orders import Key
 
-from rayps.service.client_tokens import Grant
 from rayps.service.settings import Settings
+from rayps.service.tokens.client_tokens import Grant
 
 log = logging.getLogger(__name__)
 

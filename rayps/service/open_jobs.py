@@ -6,7 +6,7 @@ refresh, and after an error, the rows of all jobs that have not ended are read.
 
 from __future__ import annotations
 
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.service.plan import cores_for, needs
 from rayps.service.store import JobRecord, Store
 from rayps.service.waiting import JobQueue, QueuedJob, with_cores

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from rayps.core.job_status import Status, may_move
-from rayps.core.records import OutcomeRecord, ProgressRecord
+from rayps.core.job.job_status import Status, may_move
+from rayps.core.job.records import OutcomeRecord, ProgressRecord
 from rayps.strategies.job import JobSpec, gpus_of_servers
 
 Bundle = dict[str, float]

@@ -6,8 +6,8 @@ from typing import TypedDict
 
 from rayps_client.values import Json, JsonObject
 
-from rayps.core.records import Event, ProgressRecord
-from rayps.service.code_origin import CodeOrigin
+from rayps.core.job.records import Event, ProgressRecord
+from rayps.service.code.code_origin import CodeOrigin
 
 
 class SpecAnswer(TypedDict, total=False):

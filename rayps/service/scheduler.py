@@ -22,8 +22,8 @@ from rayps.cluster.local import Actors, Bundle
 from rayps.cluster.notices import Notice
 from rayps.cluster.warm import WarmState
 from rayps.core.failpoint import passing
-from rayps.core.job_status import Status, may_move
-from rayps.core.records import AttemptRecord, ProgressRecord, read_json
+from rayps.core.job.job_status import Status, may_move
+from rayps.core.job.records import AttemptRecord, ProgressRecord, read_json
 from rayps.federated.remote.mailbox import FOLDER, Mailbox
 from rayps.service.drivers import BEGUN, LAUNCHED, Drivers, DriverView, RayHome, end_process, version_conflict
 from rayps.service.elastic_jobs import elastic_job, job_needs, worker_counts

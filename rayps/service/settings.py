@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from rayps_client.errors import ConfigError
-from rayps_client.private_file import private_write as private_write
+from rayps_client.machine.private_file import private_write as private_write
 from rayps_client.values import Keywords
 
 from rayps.cluster.local import LOCAL_CPUS

@@ -1,7 +1,7 @@
 """The store: jobs, their events and the tokens. Metrics and logs are in the job folders.
 
 Guarantees: when a method returns, its writes are durable (one SQLite file, WAL, synchronous=FULL). A change of status
-is checked against `rayps.core.job_status.MOVES` in the transaction that writes it. Therefore one of two concurrent
+is checked against `rayps.core.job.job_status.MOVES` in the transaction that writes it. Therefore one of two concurrent
 changes is refused and writes nothing. There is one writer, whose transactions begin IMMEDIATE, and several readers.
 """
 
@@ -29,7 +29,7 @@ from rayps_client.values import Keywords
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from rayps.core.failpoint import passing
-from rayps.core.job_status import Status, may_move
+from rayps.core.job.job_status import Status, may_move
 from rayps.service.job_folders import JobRow
 from rayps.service.state_disk import StateDisk, is_full
 from rayps.strategies.job import JobSpec

@@ -20,9 +20,9 @@ from typing import NotRequired, TypedDict
 from rayps_client.errors import ConfigError
 from rayps_client.values import Json, JsonObject
 
-from rayps.core.strategy import Phase
-from rayps.core.topology import servers_of
-from rayps.service.ray_process import python_path
+from rayps.core.strategy.strategy import Phase
+from rayps.core.strategy.topology import servers_of
+from rayps.service.local_ray.ray_process import python_path
 from rayps.strategies.catalogue import StrategyDescription, StrategySpec, own_names, wire
 
 CHECK_SECONDS = 60.0  # seconds for the child to start, import the user's file (usually with torch) and answer

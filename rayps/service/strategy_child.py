@@ -28,7 +28,7 @@ from rayps_client.values import JsonObject
 from rayps.runtime.own_loop import named
 from rayps.service import strategy_check
 from rayps.service.strategy_check import BrokenFile, CheckAnswer, CheckRequest, PhaseDict
-from rayps.service.sweep import ambiguous
+from rayps.service.sweeps.sweep import ambiguous
 from rayps.strategies.base import Strategy
 from rayps.strategies.catalogue import FINDER, StrategyDescription, StrategySpec, described, parse
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rayps.cluster.local import Bundle
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.service.plan import EndJob, OpenJob, Start
 
 CORE = "core"  # beside CPUs and GPUs: a core of the machine on which rayps runs a Ray of more logical CPUs

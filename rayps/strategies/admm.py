@@ -46,14 +46,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rayps.core import options, traffic
-from rayps.core.draw_participants import takes_part
 from rayps.core.grid import Grid
 from rayps.core.maximize import direction
-from rayps.core.proximal import canonical, prox
-from rayps.core.strategy import Vector, WorkerView
-from rayps.core.strategy_families import LOCAL_UPDATES, Fixed, Rows
-from rayps.core.traffic import Sizes, TrafficCost
+from rayps.core.rows.draw_participants import takes_part
+from rayps.core.strategy import options, traffic
+from rayps.core.strategy.proximal import canonical, prox
+from rayps.core.strategy.strategy import Vector, WorkerView
+from rayps.core.strategy.strategy_families import LOCAL_UPDATES, Fixed, Rows
+from rayps.core.strategy.traffic import Sizes, TrafficCost
 from rayps.strategies.averaging import check_averaging
 from rayps.strategies.base import Strategy
 

@@ -32,11 +32,11 @@ from typing import ClassVar
 from rayps_client.errors import ConfigError
 from rayps_client.values import Json
 
-from rayps.core import options
-from rayps.core.compression import compression_of
-from rayps.core.replica import Replica, check_replica
-from rayps.core.strategy import WorkerView
-from rayps.core.topology import Peers
+from rayps.core.strategy import options
+from rayps.core.strategy.compression import compression_of
+from rayps.core.strategy.replica import Replica, check_replica
+from rayps.core.strategy.strategy import WorkerView
+from rayps.core.strategy.topology import Peers
 from rayps.privacy.options import PrivacySpec, privacy_of
 from rayps.privacy.row_level import check_row_level
 from rayps.strategies.base import Strategy

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rayps.core import options
-from rayps.core.compression import compression_of
-from rayps.core.strategy import StrategyView, WorkerView
+from rayps.core.strategy import options
+from rayps.core.strategy.compression import compression_of
+from rayps.core.strategy.strategy import StrategyView, WorkerView
 
 
 def local_step(w: WorkerView) -> None:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 from rayps_client.values import Json, JsonObject
 
 from rayps.core.grid import Grid
-from rayps.core.nested_options import wire_of
-from rayps.core.strategy import RingView, ServerHalf, ShardView, Vector, WorkerView
-from rayps.core.strategy_families import (
+from rayps.core.job.user_module import by_value
+from rayps.core.strategy.nested_options import wire_of
+from rayps.core.strategy.strategy import RingView, ServerHalf, ShardView, Vector, WorkerView
+from rayps.core.strategy.strategy_families import (
     MEMBER_GRADIENTS,
     MEMBER_PUSHES,
     PRIVATE_GRADIENTS,
@@ -33,9 +34,8 @@ from rayps.core.strategy_families import (
     loop_of,
     recovery_of,
 )
-from rayps.core.topology import Peers, Topology, servers_of
-from rayps.core.traffic import Sizes, TrafficCost, undeclared
-from rayps.core.user_module import by_value
+from rayps.core.strategy.topology import Peers, Topology, servers_of
+from rayps.core.strategy.traffic import Sizes, TrafficCost, undeclared
 
 if TYPE_CHECKING:  # the annotations need torch, the module does not
     from torch.nn import Module
@@ -93,7 +93,7 @@ class Strategy:
 
     @property
     def loop(self) -> str:
-        """The loop that runs the rounds on a worker: a key of `rayps.worker.loop_of_family`, or your "module:Class"."""
+        """The loop that runs the rounds on a worker: a key of `loops.loop_of_family`, or your "module:Class"."""
         return loop_of(self.topology)
 
     @property

@@ -18,18 +18,18 @@ from typing import NotRequired, TypeAlias, TypedDict, TypeGuard, TypeVar
 from rayps_client.errors import ConfigError, WorkloadError
 from rayps_client.values import Json, JsonObject, Keywords, is_json
 
-from rayps.core.elastic import misplaced
-from rayps.core.nested_options import Option, options_of
-from rayps.core.phase_rounds import phase_ends
-from rayps.core.replica import Pipeline, Replica, TensorParallel
+from rayps.core.job.user_module import Finder, broken
+from rayps.core.rows.phase_rounds import phase_ends
 from rayps.core.spelling import near
-from rayps.core.strategy import Phase, ShardView, StrategyView, WorkerView
-from rayps.core.strategy_families import LOCAL_UPDATES, SERVER_STEPS, SYNC_GRADIENTS, has_remote_clients
-from rayps.core.text import form, scalar
-from rayps.core.topology import Servers, backup_in, is_private, refuse_adaptive, shard_of
-from rayps.core.user_module import Finder, broken
+from rayps.core.strategy.elastic import misplaced
+from rayps.core.strategy.nested_options import Option, options_of
+from rayps.core.strategy.replica import Pipeline, Replica, TensorParallel
+from rayps.core.strategy.strategy import Phase, ShardView, StrategyView, WorkerView
+from rayps.core.strategy.strategy_families import LOCAL_UPDATES, SERVER_STEPS, SYNC_GRADIENTS, has_remote_clients
+from rayps.core.strategy.text import form, scalar
+from rayps.core.strategy.topology import Servers, backup_in, is_private, refuse_adaptive, shard_of
 from rayps.federated.population.attack_spec import attack_with
-from rayps.federated.robust_rules import rule_with
+from rayps.federated.rules.robust_rules import rule_with
 from rayps.federated.strategy_interface import FederatedView, Federation
 from rayps.privacy.options import privacy_in
 from rayps.strategies.admm import ADMM

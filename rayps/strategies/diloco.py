@@ -31,12 +31,12 @@ from typing import ClassVar
 
 from rayps_client.errors import ConfigError
 
-from rayps.core import options, traffic
 from rayps.core.grid import Grid
-from rayps.core.strategy import Vector, WorkerView
-from rayps.core.strategy_families import LOCAL_UPDATES
-from rayps.core.topology import Peers
-from rayps.core.traffic import Sizes, TrafficCost
+from rayps.core.strategy import options, traffic
+from rayps.core.strategy.strategy import Vector, WorkerView
+from rayps.core.strategy.strategy_families import LOCAL_UPDATES
+from rayps.core.strategy.topology import Peers
+from rayps.core.strategy.traffic import Sizes, TrafficCost
 from rayps.strategies.averaging import check_averaging, local_step, report_average, rounds, rounds_done, samples
 from rayps.strategies.base import Strategy
 

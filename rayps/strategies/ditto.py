@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from rayps_client.errors import ConfigError
 
-from rayps.core import options
+from rayps.core.strategy import options
 from rayps.strategies.fedavg import FedAvg
 
 if TYPE_CHECKING:

@@ -37,11 +37,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from rayps.core import options
-from rayps.core.replica import Replica
-from rayps.core.server_updates import PlainServers, apply_sum, summing_servers
-from rayps.core.strategy import RoundMemory, ServerHalf, ShardView, Vector, WorkerView
-from rayps.core.topology import Servers
+from rayps.core.strategy import options
+from rayps.core.strategy.replica import Replica
+from rayps.core.strategy.server_updates import PlainServers, apply_sum, summing_servers
+from rayps.core.strategy.strategy import RoundMemory, ServerHalf, ShardView, Vector, WorkerView
+from rayps.core.strategy.topology import Servers
 from rayps.strategies.base import Strategy
 
 if TYPE_CHECKING:

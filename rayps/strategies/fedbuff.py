@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from rayps_client.errors import ConfigError
 
-from rayps.core import options
+from rayps.core.strategy import options
 from rayps.federated.strategy_interface import Buffered
 from rayps.strategies.federated import Federated
 

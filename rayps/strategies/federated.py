@@ -37,8 +37,8 @@ sees one sum of them, of metrics limited to [-metric_bound, metric_bound].
 `upload`, `download`: in how few bytes parameters travel between the job and real clients
 (`rayps.federated.remote.coding_options`).
 
-`report`: with "clients", each round reports how single clients' updates differ (`rayps.federated.client_scores`), for
-`Result.client_report` and `rayps report JOB --clients`.
+`report`: with "clients", each round reports how single clients' updates differ (`rayps.federated.rules.client_scores`),
+for `Result.client_report` and `rayps report JOB --clients`.
 
 `privacy`: with `dp(...)`, a client's data is protected by noise (`rayps.privacy.options`,
 `rayps.federated.private_rounds`). Clients then have equal weights, and what depends on single clients is not reported:
@@ -54,14 +54,13 @@ from typing import TYPE_CHECKING, ClassVar
 from rayps_client.errors import ConfigError
 from rayps_client.values import Json
 
-from rayps.core import options, traffic
 from rayps.core.grid import Grid
-from rayps.core.nested_options import NESTED, FlatOptions
-from rayps.core.strategy import WorkerView
-from rayps.core.strategy_families import FEDERATED_ROUNDS, ByClient, Rows
-from rayps.core.text import quoted
-from rayps.core.traffic import Sizes, TrafficCost
-from rayps.federated.aggregation_options import Aggregation
+from rayps.core.strategy import options, traffic
+from rayps.core.strategy.nested_options import NESTED, FlatOptions
+from rayps.core.strategy.strategy import WorkerView
+from rayps.core.strategy.strategy_families import FEDERATED_ROUNDS, ByClient, Rows
+from rayps.core.strategy.text import quoted
+from rayps.core.strategy.traffic import Sizes, TrafficCost
 from rayps.federated.local_training import LocalTraining
 from rayps.federated.population.cohort_size import cohort_size
 from rayps.federated.population.options import PopulationSpec, check_fraction
@@ -69,6 +68,7 @@ from rayps.federated.remote.client_options import RealClients
 from rayps.federated.remote.coding_options import check_codings
 from rayps.federated.remote.join_options import joining_of
 from rayps.federated.remote.secure_options import LEAST, SecureOptions, secure_of
+from rayps.federated.rules.aggregation_options import Aggregation
 from rayps.federated.strategy_interface import Buffered, ClientSide, Federation
 from rayps.privacy.options import PrivacySpec, privacy_of
 from rayps.strategies.base import Strategy

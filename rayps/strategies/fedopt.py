@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from rayps.core import options
-from rayps.core.strategy import Vector
+from rayps.core.strategy import options
+from rayps.core.strategy.strategy import Vector
 from rayps.strategies.fedavg import FedAvg
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from rayps_client.private_patterns import private_patterns
+from rayps_client.trainers.private_patterns import private_patterns
 from rayps_client.values import Json
 
 from rayps.federated.strategy_interface import ClientSide

@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from rayps.core import options
+from rayps.core.strategy import options
 from rayps.strategies.fedper import FedPer
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rayps.core.strategy import WorkerView
-from rayps.core.topology import SharedVector
+from rayps.core.strategy.strategy import WorkerView
+from rayps.core.strategy.topology import SharedVector
 from rayps.strategies.base import Strategy
 
 

@@ -21,9 +21,9 @@ from typing import ClassVar
 
 from rayps_client.errors import ConfigError
 
-from rayps.core import options
-from rayps.core.strategy import WorkerView
-from rayps.core.topology import Peers, refuse_adaptive
+from rayps.core.strategy import options
+from rayps.core.strategy.strategy import WorkerView
+from rayps.core.strategy.topology import Peers, refuse_adaptive
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Strategy
 from rayps.strategies.parameter_server import ParameterServer

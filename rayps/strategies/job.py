@@ -12,13 +12,13 @@ from rayps_client.errors import ConfigError
 from rayps_client.values import Json, JsonObject, Keywords
 from rayps_client.workload_name import misnamed_function
 
-from rayps.core.code_archive import is_hash
-from rayps.core.elastic import ElasticWorkers, misplaced, range_of, workers_of_text
-from rayps.core.elastic_support import check_phases
-from rayps.core.job_environment import NAMES, JobEnvironment
-from rayps.core.statement import check_statement
-from rayps.core.topology import shard_bundles
-from rayps.core.warm_start import StartFrom
+from rayps.core.job.code_archive import is_hash
+from rayps.core.job.job_environment import NAMES, JobEnvironment
+from rayps.core.job.statement import check_statement
+from rayps.core.job.warm_start import StartFrom
+from rayps.core.strategy.elastic import ElasticWorkers, misplaced, range_of, workers_of_text
+from rayps.core.strategy.elastic_support import check_phases
+from rayps.core.strategy.topology import shard_bundles
 from rayps.strategies.catalogue import StrategySpec, check_for_loop, parse
 
 MOST_PARAMS = 1000  # values of `params`
@@ -65,7 +65,7 @@ class JobSpec:
     server_group: str | None = None  # name of a server group of the cluster; None if the job starts its own servers
     branch: str | None = None  # name of another job's space on that group; this job starts with its parameters
     quota: dict[str, float] | None = None  # the job's limits on that group: "bytes", and "operations" per second
-    start_from: str | JsonObject | None = None  # files with the first parameters: see `rayps.core.warm_start`
+    start_from: str | JsonObject | None = None  # files with the first parameters: see `rayps.core.job.warm_start`
     profile: bool = False  # whether each worker writes a trace of a few steps into the job's folder
     # values of the workload's parameters, or of the loop's arguments, by name; types are checked when it is imported
     params: JsonObject = field(default_factory=dict)

@@ -11,7 +11,8 @@ Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013. Th
   Each server decides for itself, as the bound is of each read (Ho et al., section 3).
 - s = None: each push is applied on arrival, scaled by 1/N; no pull waits.
 - s = "auto": each push is applied on arrival, scaled by 1/N; the bound moves by what waiting and staleness cost, as
-  measured (`rayps.core.adaptive_staleness`). It may become 0, at which pulls wait for all workers' pushes, and none.
+  measured (`rayps.core.strategy.adaptive_staleness`). It may become 0, at which pulls wait for all workers' pushes, and
+  none.
 
 After a server's death with s = 0, no push is lost: all workers return to the last snapshot and repeat the rounds since
 then. With s != 0, pushes are lost that are in no replay buffer. A worker retains its newest pushes until a snapshot
@@ -52,11 +53,11 @@ from typing import ClassVar
 
 from rayps_client.values import Json
 
-from rayps.core import options
-from rayps.core.replica import Replica
-from rayps.core.server_updates import PlainServers, apply_mean, apply_push, plain_servers
-from rayps.core.strategy import ServerHalf, ShardView, Vector, WorkerView
-from rayps.core.topology import Servers
+from rayps.core.strategy import options
+from rayps.core.strategy.replica import Replica
+from rayps.core.strategy.server_updates import PlainServers, apply_mean, apply_push, plain_servers
+from rayps.core.strategy.strategy import ServerHalf, ShardView, Vector, WorkerView
+from rayps.core.strategy.topology import Servers
 from rayps.privacy.options import PrivacySpec, privacy_of
 from rayps.privacy.row_level import check_row_level
 from rayps.strategies.base import Strategy

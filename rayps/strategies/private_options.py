@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rayps_client.errors import ConfigError
 
-from rayps.core.text import quoted
+from rayps.core.strategy.text import quoted
 from rayps.federated.strategy_interface import ClientSide, Federation
 from rayps.privacy.options import ALL, FIXED, POISSON, TREE, PrivacySpec
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from rayps_client.errors import ConfigError
 
-from rayps.core import options
-from rayps.core.strategy import WorkerView
+from rayps.core.strategy import options
+from rayps.core.strategy.strategy import WorkerView
 from rayps.federated.strategy_interface import ClientSide
 from rayps.privacy.options import TREE
 from rayps.strategies.federated import Federated

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from rayps.core.user_code import user_code
+from rayps.core.job.user_code import user_code
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.tensors.named_parameters import factory_of

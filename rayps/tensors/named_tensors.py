@@ -21,10 +21,10 @@ from rayps_client.errors import CheckpointError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from rayps.core.job.warm_start import StartFrom
 from rayps.core.urls import Location, is_url
-from rayps.core.warm_start import StartFrom
-from rayps.tensors import checkpoint
-from rayps.tensors.checkpoint_parts import PieceReader
+from rayps.tensors.checkpoints import checkpoint
+from rayps.tensors.checkpoints.checkpoint_parts import PieceReader
 from rayps.tensors.snapshot import Snapshot, hash_of
 
 MODEL_FILE = "model.safetensors"

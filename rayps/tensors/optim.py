@@ -18,7 +18,7 @@ from rayps_client.values import Json, JsonObject
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
-from rayps.core.user_code import user_code
+from rayps.core.job.user_code import user_code
 from rayps.tensors.flat import Entry, Layout
 from rayps.tensors.named_parameters import NamedParameters
 from rayps.tensors.torch_compat import spare_compiler

@@ -1,7 +1,7 @@
 """The state of a run between two rounds, from which a restart, a resume or the next strategy starts.
 
 A snapshot contains the parameters as one vector, the optimizer's state and the buffers by name, and each worker's
-position in the data and random state. `rayps.tensors.checkpoint` writes it to disk and reads it back.
+position in the data and random state. `rayps.tensors.checkpoints.checkpoint` writes it to disk and reads it back.
 
 Each worker has its own buffers (BatchNorm statistics) while it trains. Rank 0's buffers are evaluated, saved, returned,
 and copied to all workers when a run starts or restarts. Parameters that need no gradient are stored with the buffers.
@@ -24,15 +24,16 @@ from rayps_client.errors import CheckpointError
 from rayps_client.values import JsonObject
 from torch import Tensor, nn
 
-from rayps.core.leases import rounds_of
-from rayps.core.phase_rounds import OPEN, Calendar, PhaseSpan
-from rayps.core.records import Point, RingTable
-from rayps.core.repeated_pushes import Ledger, union
-from rayps.core.row_shares import RowShares
+from rayps.core.job.records import Point, RingTable
+from rayps.core.job.repeated_pushes import Ledger, union
+from rayps.core.rows.leases import rounds_of
+from rayps.core.rows.phase_rounds import OPEN, Calendar, PhaseSpan
+from rayps.core.rows.row_shares import RowShares
 from rayps.core.urls import Location
-from rayps.tensors import checkpoint, checkpoint_parts, loss_scale, weight_average
-from rayps.tensors.checkpoint import SavedState
-from rayps.tensors.checkpoint_parts import PartFacts
+from rayps.tensors import loss_scale, weight_average
+from rayps.tensors.checkpoints import checkpoint, checkpoint_parts
+from rayps.tensors.checkpoints.checkpoint import SavedState
+from rayps.tensors.checkpoints.checkpoint_parts import PartFacts
 from rayps.tensors.flat import Layout
 from rayps.tensors.local_state import LocalState, below
 from rayps.tensors.optim import Moments, ParamState, by_name, moments_of
@@ -101,7 +102,7 @@ class Snapshot:
     ended: list[tuple[int, int]] = field(default_factory=list)
     frozen: frozenset[str] = frozenset()  # the names in `buffers` of parameters that the run has never changed
     frozen_hash: str = ""  # of the values of `frozen`; "" if there are none
-    # from where each replica continues in data without a length: see `rayps.worker.batches.Cursor`
+    # from where each replica continues in data without a length: see `rayps.worker.rows.batches.Cursor`
     cursors: dict[int, JsonObject] = field(default_factory=dict)
     # where the parameters, moments and frozen parameters are if the snapshot has none; None if it has them. `params` is
     # then on the meta device
@@ -438,7 +439,7 @@ class RetainedParts(dict[int, P]):
     It retains the two newest parts, the part of the round for which the driver waits, and a pinned part.
     """
 
-    wanted = 0  # the round for which the driver waits: see `rayps.runtime.snapshots`
+    wanted = 0  # the round for which the driver waits: see `rayps.runtime.results.snapshots`
     pinned = 0  # the round whose part stays until the driver has it; 0 if there is none
 
     def retain(self, rounds: int, part: P) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rayps.tensors.checkpoint_manifest import TensorFacts
+from rayps.tensors.checkpoints.checkpoint_manifest import TensorFacts
 from rayps.tensors.flat import Entry, Layout
 from rayps.tensors.optim import PER_PARAMETER, Moments, ParamState, by_name, elementwise, moments_of
 

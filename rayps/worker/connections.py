@@ -10,8 +10,8 @@ from rayps_client.errors import RaypsError
 from rayps.comm.link import Listener
 from rayps.comm.ring import Ring
 from rayps.comm.ring.form_mesh import Formation
-from rayps.core.member_times import SERVERS, LineFacts
-from rayps.core.topology import servers_of
+from rayps.core.strategy.topology import servers_of
+from rayps.core.time.member_times import SERVERS, LineFacts
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.session import Session
 from rayps.ps.protocol.segment_map import SpaceMap, StaticMap

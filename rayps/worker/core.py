@@ -1,8 +1,8 @@
 """One replica on one worker: model, data, optimizer, meter, and the methods that strategies of every family call.
 
 A `Worker` is the argument of a strategy's `round`. It uses no actors, no files and no retries. Each family adds methods
-in a subclass, such as `rayps.worker.sync_gradients.SyncWorker`. The family's loop (`rayps.worker.loop.Loop`) runs the
-rounds.
+in a subclass, such as `rayps.worker.loops.sync_gradients.SyncWorker`. The family's loop
+(`rayps.worker.loops.loop.Loop`) runs the rounds.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from rayps_client.errors import TrainingError
-from rayps_client.module_modes import evaluating
+from rayps_client.trainers.module_modes import evaluating
 from rayps_client.values import Json, JsonObject, Keywords
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 
+from rayps.core.job.records import Event, Point
+from rayps.core.job.user_code import START_SECONDS, user_code
 from rayps.core.metrics import Total, Totals, add_totals
-from rayps.core.records import Event, Point
-from rayps.core.row_shares import RowShares
-from rayps.core.strategy import RoundMemory
-from rayps.core.strategy_families import ends_together
-from rayps.core.user_code import START_SECONDS, user_code
+from rayps.core.rows.row_shares import RowShares
+from rayps.core.strategy.strategy import RoundMemory
+from rayps.core.strategy.strategy_families import ends_together
 from rayps.data.base import Batch, Data, Nested
 from rayps.data.dealt_rows import DealtRows
 from rayps.tensors import optim
@@ -36,13 +36,13 @@ from rayps.tensors.finite import gradient_fault
 from rayps.tensors.flat import FlatModel, Gradient, Layout
 from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of
 from rayps.tensors.user_loss import checked_loss
-from rayps.worker.batches import BatchStream
 from rayps.worker.connections import WorkerConnections
-from rayps.worker.evaluation_batches import EvaluationFacts, bounded
-from rayps.worker.leased_batches import LeasedBatches
-from rayps.worker.loop_of_family import MODEL_SLICE, load
+from rayps.worker.exchange.step_scaling import StepScaling
+from rayps.worker.loops.loop_of_family import MODEL_SLICE, load
 from rayps.worker.plan import WorkerPlan
-from rayps.worker.step_scaling import StepScaling
+from rayps.worker.rows.batches import BatchStream
+from rayps.worker.rows.evaluation_batches import EvaluationFacts, bounded
+from rayps.worker.rows.leased_batches import LeasedBatches
 from rayps.workload.accumulate import Ready, StepLoss
 from rayps.workload.base import Workload, evaluates_training_data
 from rayps.workload.checkpoint_activations import checkpoint_activations
@@ -683,8 +683,8 @@ class RoundLog:
 def evaluated(w: Worker, *, whole: bool = False) -> Totals:
     """Evaluate the model over this worker's share of the evaluation data, or over all of it if `whole`.
 
-    `evaluation_batches` of the workload and of the plan bound the batches; `rayps.worker.evaluation_batches` has the
-    bounds of data without a length. Return a dict from a metric's name to its `Total` over the share. Raises
+    `evaluation_batches` of the workload and of the plan bound the batches; `rayps.worker.rows.evaluation_batches` has
+    the bounds of data without a length. Return a dict from a metric's name to its `Total` over the share. Raises
     WorkloadError or DataError if the user's code fails, and LinkError if a connection within the replica fails.
     """
     rank, size = (0, 1) if whole else (w.rank, w.size)

@@ -15,8 +15,8 @@ from rayps_client.errors import PeerLost
 from torch import Tensor
 
 from rayps.comm.ring import Ring
-from rayps.core.handover import Handover
-from rayps.tensors.checkpoint import Meta, SavedState
+from rayps.core.job.handover import Handover
+from rayps.tensors.checkpoints.checkpoint import Meta, SavedState
 from rayps.tensors.optim import Moments
 from rayps.tensors.snapshot import Snapshot
 

@@ -8,8 +8,8 @@ from functools import partial
 
 from torch import Tensor
 
-from rayps.tensors.background_write import BackgroundWrite
-from rayps.tensors.checkpoint_parts import PartFacts, part_name, write_part
+from rayps.tensors.checkpoints.background_write import BackgroundWrite
+from rayps.tensors.checkpoints.checkpoint_parts import PartFacts, part_name, write_part
 from rayps.tensors.snapshot import WrittenFacts, hash_of
 from rayps.tensors.state_pieces import StatePieces
 from rayps.worker.plan import PartsPlan, WorkerPlan

@@ -8,15 +8,15 @@ from typing import Protocol
 from rayps_client.values import JsonObject
 from torch import Tensor
 
-from rayps.core import records
 from rayps.core.grid import Grid, Point
-from rayps.core.handover import Handover
-from rayps.core.member_times import MemberTimes
-from rayps.core.phase_rounds import OPEN, Boundary
-from rayps.core.row_shares import RowShares
-from rayps.core.strategy import StrategyView
+from rayps.core.job import records
+from rayps.core.job.handover import Handover
+from rayps.core.job.user_code import Call
+from rayps.core.rows.phase_rounds import OPEN, Boundary
+from rayps.core.rows.row_shares import RowShares
+from rayps.core.strategy.strategy import StrategyView
+from rayps.core.time.member_times import MemberTimes
 from rayps.core.urls import Location
-from rayps.core.user_code import Call
 from rayps.parallel.division.division import Division
 from rayps.privacy.row_level import RowPrivacy
 from rayps.ps.protocol.space import SpaceRank
@@ -47,7 +47,7 @@ class Orders:
     recovers: bool = False  # whether the generation follows a failure
     reached: tuple[int, ...] = ()  # by rank: the rounds that were trained before, which are repeated; () if none
     elastic: ElasticPlan | None = None  # None if the number of workers is fixed
-    leased: bool = False  # whether workers get their rows by leases: see `rayps.worker.leased_batches`
+    leased: bool = False  # whether workers get their rows by leases: see `rayps.worker.rows.leased_batches`
     private: PrivatePlan | None = None  # None without privacy
 
 

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from rayps.comm.ring import Ring
 from rayps.comm.ring.compressed_mean import CompressedRing, compressed
-from rayps.core.records import Event
-from rayps.core.strategy import RoundMemory
-from rayps.core.topology import compression_in
+from rayps.core.job.records import Event
+from rayps.core.strategy.strategy import RoundMemory
+from rayps.core.strategy.topology import compression_in
 from rayps.data.base import Batch
 from rayps.tensors.device import Device
 from rayps.tensors.flat import Gradient
 from rayps.tensors.local_state import below
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import Memory, VectorMemory, Worker, traffic_of
+from rayps.worker.exchange.step_flags import COUNT, OVERFLOW, StepFlags, with_flags
 from rayps.worker.plan import WorkerPlan
-from rayps.worker.step_flags import COUNT, OVERFLOW, StepFlags, with_flags
 from rayps.workload.base import Workload
 
 _FEEDBACK = "ring/"  # prefix of a compressed ring's error feedback, in a worker's memory

@@ -12,23 +12,23 @@ from rayps_client.errors import PeerTimeout, RaypsError, StaleGeneration, UserEr
 from torch import Tensor
 
 from rayps.comm.link import Listener
-from rayps.core.leases import RowLease
+from rayps.core.job.records import Point
+from rayps.core.job.user_code import Call, lacks_memory, placed, too_large, under_way
 from rayps.core.metrics import Totals
-from rayps.core.records import Point
-from rayps.core.row_shares import RowShares
-from rayps.core.time_account import TimeAccount
-from rayps.core.user_code import Call, lacks_memory, placed, too_large, under_way
+from rayps.core.rows.leases import RowLease
+from rayps.core.rows.row_shares import RowShares
+from rayps.core.time.time_account import TimeAccount
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.recovery.worker_backup import WorkerBackup
 from rayps.tensors.snapshot import RetainedParts, Snapshot
 from rayps.worker.connections import WorkerConnections
+from rayps.worker.exchange.round_gate import RoundGate
 from rayps.worker.handover import HeldState, hand_over
-from rayps.worker.leased_batches import LeasedBatches
-from rayps.worker.loop import Companions, Loop
-from rayps.worker.loop_of_family import loop_class
+from rayps.worker.loops.loop import Companions, Loop
+from rayps.worker.loops.loop_of_family import loop_class
 from rayps.worker.plan import WorkerFacts, WorkerPart, WorkerPlan
 from rayps.worker.profile import RoundTrace
-from rayps.worker.round_gate import RoundGate
+from rayps.worker.rows.leased_batches import LeasedBatches
 from rayps.worker.times import WorkerTimes
 from rayps.workload.base import Workload
 
@@ -83,7 +83,8 @@ class GenerationRun:
         """Start the thread.
 
         `held` is this worker's own state of the generation before, if its plan continues from the workers' memory.
-        `companions` are the objects that families of strategies store between generations: see `rayps.worker.loop`.
+        `companions` are the objects that families of strategies store between generations: see
+        `rayps.worker.loops.loop`.
         """
         self._held = held
         given = [(snapshot, held)]  # these are as large as the model: the thread removes them from the list

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rayps.core.topology import SharedVector
+from rayps.core.strategy.topology import SharedVector
 from rayps.ps.client.session import Session
 from rayps.worker.core import Worker
-from rayps.worker.loop_of_family import TABLES, load
+from rayps.worker.loops.loop_of_family import TABLES, load
 
 
 def bind_tables(w: Worker, session: Session) -> None:

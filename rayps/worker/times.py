@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 
-from rayps.core.machine_waits import MachineWaits, ThreadWaits
-from rayps.core.member_times import LineFacts, MemberTimes
-from rayps.core.time_account import AccountTurn, TimeAccount, named_waits
+from rayps.core.time.machine_waits import MachineWaits, ThreadWaits
+from rayps.core.time.member_times import LineFacts, MemberTimes
+from rayps.core.time.time_account import AccountTurn, TimeAccount, named_waits
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.plan import WorkerPlan
 

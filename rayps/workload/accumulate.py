@@ -18,8 +18,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from rayps.core.job.user_code import user_code
 from rayps.core.metrics import Totals, add_totals
-from rayps.core.user_code import user_code
 from rayps.data.base import Batch
 from rayps.tensors.device import Device
 from rayps.workload.loss_result import LossResult, is_pair, whole

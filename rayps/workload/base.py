@@ -1,6 +1,6 @@
 """The base class of workloads (what to learn), and `load`, which finds a workload by its name.
 
-The name is "module:Class" or "path/file.py:Class". `rayps.core.user_module` sends a workload to another process. A
+The name is "module:Class" or "path/file.py:Class". `rayps.core.job.user_module` sends a workload to another process. A
 workload knows no machines, ranks or strategies.
 """
 
@@ -19,7 +19,7 @@ from rayps_client.values import Json
 from rayps_client.workload import Workload as LightWorkload
 from rayps_client.workload_name import misnamed
 
-from rayps.core.user_module import Finder, broken
+from rayps.core.job.user_module import Finder, broken
 from rayps.data.base import Batch, Data
 from rayps.tensors.weight_average import Average, check_average
 from rayps.workload.callback import Callback

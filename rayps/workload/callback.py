@@ -1,6 +1,6 @@
 """The base class of callbacks, which a job calls at its start, rounds, evaluations and checkpoints, and at its end.
 
-Callbacks run in the process of the driver, never in a worker: see `rayps.runtime.callbacks`.
+Callbacks run in the process of the driver, never in a worker: see `rayps.runtime.results.callbacks`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 
 from rayps_client.values import JsonObject, Keywords
 
-from rayps.core.records import Event, OutcomeRecord, Point
+from rayps.core.job.records import Event, OutcomeRecord, Point
 from rayps.core.urls import Location
 
 

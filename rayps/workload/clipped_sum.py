@@ -28,7 +28,7 @@ import torch
 from rayps_client.errors import UserError, WorkloadError, first_line
 from torch import Tensor, nn
 
-from rayps.core.user_code import lacks_memory, user_code
+from rayps.core.job.user_code import lacks_memory, user_code
 from rayps.data.base import Batch
 from rayps.data.single_rows import row_of, rows_of, tensors_of, with_tensors
 from rayps.tensors.flat import dense

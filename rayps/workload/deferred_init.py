@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from rayps.core.costs import amount
+from rayps.core.strategy.costs import amount
 from rayps.workload.base import Workload
 from rayps.workload.model import model_of
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from rayps_client.numpy_trainer import flattened
 from rayps_client.rows import ArrayRows
+from rayps_client.trainers.numpy_trainer import flattened
 from rayps_client.workload import Arrays, NumpyWorkload, checked_arrays
 from rayps_client.workload import Workload as LightWorkload
 from torch import Tensor, nn

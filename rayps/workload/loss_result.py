@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from rayps_client.errors import WorkloadError
 from torch import Tensor
 
+from rayps.core.job.records import ROUND_FIELDS
 from rayps.core.metrics import Totals
-from rayps.core.records import ROUND_FIELDS
 from rayps.tensors.user_loss import OWN_LOOP_WAY, checked_loss
 from rayps.workload.metric_values import Metric, totals_of
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rayps_client.errors import WorkloadError
 from torch import nn
 
-from rayps.core.strategy import StrategyView
-from rayps.core.strategy_families import FEDERATED_ROUNDS, LOCAL_UPDATES, SHARED_VECTOR
-from rayps.core.topology import servers_of
+from rayps.core.strategy.strategy import StrategyView
+from rayps.core.strategy.strategy_families import FEDERATED_ROUNDS, LOCAL_UPDATES, SHARED_VECTOR
+from rayps.core.strategy.topology import servers_of
 
 
 def check_max_norm(model: nn.Module, strategy: StrategyView, replicas: int) -> None:

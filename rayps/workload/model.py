@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import torch
 from rayps_client.errors import WorkloadError
-from rayps_client.module_modes import prepare_to_train
+from rayps_client.trainers.module_modes import prepare_to_train
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from rayps.core.user_code import user_code
+from rayps.core.job.user_code import user_code
 from rayps.data.pass_random import GLOBAL_RANDOM
 from rayps.tensors.flat import FlatModel, outside_vector
 from rayps.tensors.snapshot import Snapshot, hash_of

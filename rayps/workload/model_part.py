@@ -11,12 +11,12 @@ from typing import Protocol
 
 import torch
 from rayps_client.errors import WorkloadError
-from rayps_client.moved_weight import refuse_moved_weight
+from rayps_client.trainers.moved_weight import refuse_moved_weight
 from torch import Tensor, nn
 
+from rayps.core.job.records import Point
+from rayps.core.job.user_code import user_code
 from rayps.core.metrics import Total, Totals
-from rayps.core.records import Point
-from rayps.core.user_code import user_code
 from rayps.data.base import Batch
 from rayps.data.pass_random import GLOBAL_RANDOM
 from rayps.tensors.flat import Layout, outside_vector

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import torch
 from rayps_client.errors import WorkloadError
-from rayps_client.module_modes import evaluating
+from rayps_client.trainers.module_modes import evaluating
 from torch import Tensor
 
-from rayps.core.user_code import user_code
+from rayps.core.job.user_code import user_code
 from rayps.data.base import Batch
 from rayps.data.single_rows import row_of, tensors_of, with_tensors
 from rayps.workload.base import Workload

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from service_site import Site
 
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
 from rayps.strategies.job import JobSpec
 
 pytestmark = pytest.mark.browser

@@ -18,11 +18,11 @@ from service_site import Site
 from rayps.cli import show
 from rayps.cluster.local import LocalCluster
 from rayps.cluster.local import until as wait
-from rayps.core.job_status import Status
-from rayps.core.records import read_json
-from rayps.runtime.journal import Journal
+from rayps.core.job.job_status import Status
+from rayps.core.job.records import read_json
 from rayps.runtime.own_loop.driver import LoopDriver
 from rayps.runtime.own_loop.named import load
+from rayps.runtime.records.journal import Journal
 from rayps.service.client import Client
 from rayps.strategies.job import JobSpec
 

@@ -13,9 +13,9 @@ from typing import Any
 from rayps_client.errors import Conflict, NotFound
 
 from rayps.cluster.notices import LINGER_SECONDS, Notice, StoredNotice
-from rayps.core.elastic import ElasticWorkers
-from rayps.core.job_status import Status
-from rayps.core.row_shares import dealt
+from rayps.core.job.job_status import Status
+from rayps.core.rows.row_shares import dealt
+from rayps.core.strategy.elastic import ElasticWorkers
 from rayps.strategies.job import JobSpec
 from simulation import service
 from simulation.cluster import Actor, World

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rayps.cluster import reservation
-from rayps.core.repeated_pushes import Ledger
-from rayps.core.row_shares import RowShares
+from rayps.core.job.repeated_pushes import Ledger
+from rayps.core.rows.row_shares import RowShares
 from rayps.ps.client.replay_buffer import ReplayBuffer
 from rayps.ps.manager import assign_segments
 from rayps.ps.manager.group_state import GroupState
@@ -20,8 +20,9 @@ from rayps.ps.manager.record import RecordFile
 from rayps.ps.protocol.messages import Event
 from rayps.ps.server import replication, requests
 from rayps.recovery import backup_assignment
-from rayps.runtime import noticed_workers, recover
-from rayps.runtime.driver_actor import DriverActor
+from rayps.runtime.driver import recover
+from rayps.runtime.driver.driver_actor import DriverActor
+from rayps.runtime.size import noticed_workers
 from rayps.service import adoption, drivers, elastic_jobs, elastic_plan, job_folders, notice_store, scheduler, store
 from simulation.service import SimCheckpoints
 

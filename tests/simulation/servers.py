@@ -14,7 +14,7 @@ import torch
 from rayps_client.errors import RaypsError
 
 import rayps.ps.group as elastic
-from rayps.core.user_module import pack
+from rayps.core.job.user_module import pack
 from rayps.ps.manager.launcher import ActorStarter
 from rayps.ps.server.assignments import SegmentReport
 from rayps.ps.server.server_actor import ALONE_SECONDS

@@ -19,23 +19,23 @@ from rayps_client.errors import ClusterError, Conflict, NotFound, RaypsError
 from torch import nn
 
 import rayps
-import rayps.runtime.driver_actor
-import rayps.runtime.worker_actor
+import rayps.runtime.driver.driver_actor
+import rayps.runtime.driver.worker_actor
 import rayps.service.scheduler
-from rayps.core.job_status import Status
-from rayps.core.records import read_json
-from rayps.core.strategy import Phase
-from rayps.core.strategy_families import Rebuild
-from rayps.core.user_module import pack
-from rayps.runtime import preflight as preflight_module
+from rayps.core.job.job_status import Status
+from rayps.core.job.records import read_json
+from rayps.core.job.user_module import pack
+from rayps.core.strategy.strategy import Phase
+from rayps.core.strategy.strategy_families import Rebuild
+from rayps.runtime.checks import preflight as preflight_module
 from rayps.service import adoption, job_folders
 from rayps.service.liveness import QuietTimes
 from rayps.service.scheduler import Scheduler
 from rayps.service.state_disk import is_full
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.job import JobSpec
-from rayps.tensors import checkpoint
-from rayps.tensors.checkpoint_manifest import unwritten
+from rayps.tensors.checkpoints import checkpoint
+from rayps.tensors.checkpoints.checkpoint_manifest import unwritten
 from simulation import asyncio_loop
 from simulation.cluster import TARGETS, SimCluster, World
 from simulation.disk import Disk, SimPath, rmtree
@@ -52,7 +52,7 @@ STALL_SECONDS = 60.0
 CRASHES = ("OSError: [Errno 28]", "ClusterError", "Killed")  # errors with which a fault may end a driver
 KINDS = ["kill", "freeze", "away", "forget", "clock", "cut", "copy", "restore", "full"]
 JOBS = SimPath("/state/jobs")
-TARGETS["rayps.runtime.worker_actor:WorkerActor"] = "simulation.worker:SimWorker"
+TARGETS["rayps.runtime.driver.worker_actor:WorkerActor"] = "simulation.worker:SimWorker"
 
 
 ROWS = 32  # of an epoch
@@ -117,7 +117,7 @@ class NoTrial:
 
 
 class SimCheckpoints:
-    """Stands in for `rayps.tensors.checkpoint`, as drivers use it: complete checkpoints by job and round."""
+    """Stands in for `checkpoints.checkpoint`, as drivers use it: complete checkpoints by job and round."""
 
     TABLES = checkpoint.TABLES
     tables_of = staticmethod(contextlib.nullcontext)
@@ -245,7 +245,7 @@ class Service:
         sim.log("service", "the service is ready")
         await self.scheduler.run()
 
-    # ---- requests, as `rayps_api.routes_jobs` handles them
+    # ---- requests, as `rayps_api.routes.routes_jobs` handles them
 
     async def submit(self, spec: JobSpec, key: str) -> str:
         """Store a job, write its folder, and acknowledge it."""
@@ -552,25 +552,25 @@ def play(chosen: Jobs) -> None:
 
 
 MORE = [
-    ("rayps.runtime.driver_actor", "Path", SimPath),
-    ("rayps.runtime.driver_actor", "load", lambda *_: Counting()),
-    ("rayps.runtime.driver_actor", "checkpoint", SimCheckpoints()),
-    ("rayps.runtime.driver", "Path", SimPath),
-    ("rayps.runtime.driver", "Trial", NoTrial),
-    ("rayps.runtime.driver", "parse", parse),
-    ("rayps.runtime.driver", "pack", lambda _: _packed()),
-    ("rayps.runtime.driver", "preflight", preflight),
-    ("rayps.runtime.driver", "POLL_SECONDS", 1.0),
-    ("rayps.runtime.driver", "STOPPING_SECONDS", 0.1),
-    ("rayps.runtime.driver_move", "_LOOK_SECONDS", 2.0),
-    ("rayps.worker.round_gate", "_CHECK_SECONDS", 0.5),
+    ("rayps.runtime.driver.driver_actor", "Path", SimPath),
+    ("rayps.runtime.driver.driver_actor", "load", lambda *_: Counting()),
+    ("rayps.runtime.driver.driver_actor", "checkpoint", SimCheckpoints()),
+    ("rayps.runtime.driver.driver", "Path", SimPath),
+    ("rayps.runtime.driver.driver", "Trial", NoTrial),
+    ("rayps.runtime.driver.driver", "parse", parse),
+    ("rayps.runtime.driver.driver", "pack", lambda _: _packed()),
+    ("rayps.runtime.driver.driver", "preflight", preflight),
+    ("rayps.runtime.driver.driver", "POLL_SECONDS", 1.0),
+    ("rayps.runtime.driver.driver", "STOPPING_SECONDS", 0.1),
+    ("rayps.runtime.driver.driver_move", "_LOOK_SECONDS", 2.0),
+    ("rayps.worker.exchange.round_gate", "_CHECK_SECONDS", 0.5),
     ("rayps.cluster.room", "RoomWatch.__init__.__defaults__", (3.0,)),
     ("rayps.cluster.local", "until.__defaults__", (0.1,)),
-    ("rayps.runtime.snapshots", "Path", SimPath),
-    ("rayps.runtime.snapshots", "checkpoint", SimCheckpoints()),
-    ("rayps.runtime.snapshots", "CheckpointPlace", _Places),
-    ("rayps.runtime.snapshots", "report_unfinished", lambda *_: None),
-    ("rayps.runtime.journal", "PROGRESS_SECONDS", 2.0),
+    ("rayps.runtime.results.snapshots", "Path", SimPath),
+    ("rayps.runtime.results.snapshots", "checkpoint", SimCheckpoints()),
+    ("rayps.runtime.results.snapshots", "CheckpointPlace", _Places),
+    ("rayps.runtime.results.snapshots", "report_unfinished", lambda *_: None),
+    ("rayps.runtime.records.journal", "PROGRESS_SECONDS", 2.0),
     ("rayps.strategies.catalogue", "FINDER.forget", lambda: None),
     ("rayps_client.parameters", "declared", functools.cache(parameters.declared)),
     ("rayps.service.drivers", "processes", SimProcesses),

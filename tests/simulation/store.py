@@ -13,7 +13,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from rayps.core.job_status import Status, may_move
+from rayps.core.job.job_status import Status, may_move
 from rayps.service import store as module
 from rayps.service.state_disk import StateDisk
 from rayps.service.store import Store

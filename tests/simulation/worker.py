@@ -1,4 +1,4 @@
-"""A simulated worker of a job: it answers the driver as `rayps.runtime.worker_actor` does, and its rounds only count.
+"""A simulated worker of a job: it answers the driver as `driver.worker_actor` does, and its rounds only count.
 
 After round k each parameter is k, so that a state shows which rounds it contains. A worker holds its last two states,
 and backups of another worker's, as `rayps.recovery` does. Its messages to its peers carry the generation.
@@ -12,15 +12,15 @@ import torch
 from rayps_client.errors import LinkError, PeerLost, PeerTimeout
 
 from rayps.cluster.members import ActorHost
-from rayps.core.handover import Handover
-from rayps.core.member_times import MemberTimes
+from rayps.core.job.handover import Handover
 from rayps.core.metrics import Total
+from rayps.core.time.member_times import MemberTimes
 from rayps.recovery.backup_assignment import HeldRounds
-from rayps.runtime.worker_actor import OpenCalls
+from rayps.runtime.driver.worker_actor import OpenCalls
 from rayps.tensors.flat import Layout
 from rayps.tensors.snapshot import RetainedParts, Snapshot
+from rayps.worker.exchange.round_gate import RoundGate
 from rayps.worker.plan import WorkerFacts, WorkerPart
-from rayps.worker.round_gate import RoundGate
 from simulation.kernel import Broken, Waiters, simulation
 
 LAYOUT = Layout.of([("weight", torch.zeros(1, 1, dtype=torch.float64))])

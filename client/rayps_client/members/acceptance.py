@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from typing import Self
 
 from rayps_client.errors import Unauthorized
+from rayps_client.exchange.signed_orders import bytes_of, text_of
 from rayps_client.members.member_certificates import MemberCertificate, MembersCa
 from rayps_client.members.member_key import MemberKey
-from rayps_client.signed_orders import bytes_of, text_of
 from rayps_client.values import Json, JsonObject
 
 _DOMAIN = b"rayps: a member accepts a data-use statement, 1\n"

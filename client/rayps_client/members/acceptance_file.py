@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rayps_client.errors import DataError, Unauthorized
+from rayps_client.exchange.signed_orders import fingerprint, verified
 from rayps_client.members.acceptance import Acceptance
-from rayps_client.signed_orders import fingerprint, verified
 from rayps_client.values import Json, JsonObject
 
 

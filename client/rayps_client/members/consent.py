@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rayps_client.errors import ConfigError, Unauthorized
+from rayps_client.machine.private_file import private_write
 from rayps_client.members.acceptance import Acceptance, AcceptanceFacts, statement_hash
 from rayps_client.members.acceptance_file import AcceptanceFile
 from rayps_client.members.member_key import MemberKey
-from rayps_client.private_file import private_write
 from rayps_client.secure.service_stages import Connection
 from rayps_client.values import JsonObject
 

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from rayps_client.errors import ConfigError, Unauthorized
-from rayps_client.signed_orders import NAME
+from rayps_client.exchange.signed_orders import NAME
 
 PrivateKey: TypeAlias = Ed25519PrivateKey | ec.EllipticCurvePrivateKey
 PublicKey: TypeAlias = Ed25519PublicKey | ec.EllipticCurvePublicKey

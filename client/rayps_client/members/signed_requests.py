@@ -20,9 +20,9 @@ from typing import Self
 import httpx2
 
 from rayps_client.errors import Unauthorized
+from rayps_client.exchange.signed_orders import bytes_of, text_of
 from rayps_client.members.member_certificates import MemberCertificate
 from rayps_client.members.member_key import MemberKey
-from rayps_client.signed_orders import bytes_of, text_of
 
 HEADER = "Rayps-Member"
 WINDOW_SECONDS = 300.0  # how far the clocks of a member and of the service may differ

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayps_client.signed_orders import EVALUATION
+from rayps_client.exchange.signed_orders import EVALUATION
 
 
 def name_sum(kind: str, parameters: str) -> str:

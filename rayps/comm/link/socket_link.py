@@ -23,7 +23,7 @@ from rayps_client.errors import LinkError, PeerLost, PeerTimeout, StaleGeneratio
 from rayps_client.values import Buffer
 
 from rayps.comm.link.tcp_facts import tcp_facts
-from rayps.core.member_times import LineFacts
+from rayps.core.time.member_times import LineFacts
 
 EMPTY = memoryview(b"")
 QUEUE_LIMIT = 256 << 20  # most bytes that may be queued on a connection

@@ -9,7 +9,7 @@ import socket
 import struct
 import sys
 
-from rayps.core.member_times import LineFacts
+from rayps.core.time.member_times import LineFacts
 
 _RTT, _RETRANSMITS = struct.Struct("<I"), struct.Struct("<I")
 _RTT_AT, _RETRANSMITS_AT, _ACKED_AT, _BUSY_AT, _RECEIVER_AT = 68, 100, 120, 168, 176  # offsets in bytes

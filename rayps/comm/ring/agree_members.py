@@ -15,7 +15,7 @@ from rayps.comm.link import Message
 from rayps.comm.link.wakeup import Wakeup
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.messages import RingMessage
-from rayps.core.step_members import Members, StepMembers
+from rayps.core.rows.step_members import Members, StepMembers
 
 
 class MemberAgreement:

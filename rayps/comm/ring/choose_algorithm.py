@@ -19,7 +19,7 @@ from rayps.comm.ring.algorithms import ALGORITHMS, Idle, Subgroup, add, keep_fir
 from rayps.comm.ring.describe import ProbeRow, RingChoices
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.shared_memory import SharedMemoryFold, tensor_of
-from rayps.core.records import RingTable
+from rayps.core.job.records import RingTable
 
 NAMES = ("auto", *ALGORITHMS, "hierarchical")
 _HALF = (torch.float16, torch.bfloat16)

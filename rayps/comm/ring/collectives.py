@@ -16,7 +16,7 @@ from rayps_client.errors import ConfigError, LinkError
 from torch import Tensor
 
 from rayps.comm.ring.choose_algorithm import Autotuner
-from rayps.comm.ring.device_transport import DeviceTransport
+from rayps.comm.ring.device.device_transport import DeviceTransport
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.shared_memory import SharedMemoryFold, tensor_of
 from rayps.comm.ring.torch_groups import TorchGroup

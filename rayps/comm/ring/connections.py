@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from rayps.comm.link import Link
 from rayps.comm.ring.messages import Piece
-from rayps.core.member_times import LineFacts
 from rayps.core.partition import slices
+from rayps.core.time.member_times import LineFacts
 
 STRIPE_BYTES = 256 << 10  # a buffer is divided among streams only into parts of at least this many bytes
 

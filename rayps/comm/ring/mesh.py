@@ -33,7 +33,7 @@ from rayps.comm.ring.messages import (
     must_match,
     ranks,
 )
-from rayps.core.member_times import LineFacts
+from rayps.core.time.member_times import LineFacts
 
 LINGER_SECONDS = 0.25  # seconds during which a rank that closes tries to send its last messages
 # the last seconds of a timeout, in which the other ranks must answer an ASK; the error names the ranks that do not

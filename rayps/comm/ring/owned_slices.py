@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rayps.comm.ring.algorithms import ring_all_gather, ring_slice
 from rayps.comm.ring.collectives import flat_cpu
-from rayps.comm.ring.device_transport import DeviceTransport
+from rayps.comm.ring.device.device_transport import DeviceTransport
 from rayps.comm.ring.ring import Ring
 from rayps.comm.ring.shared_memory import tensor_of
 

@@ -18,11 +18,11 @@ from rayps.comm.link import Listener, Prefer, parse_address
 from rayps.comm.ring import algorithms as ring_algorithms
 from rayps.comm.ring.algorithms import raw
 from rayps.comm.ring.choose_algorithm import Autotuner
-from rayps.comm.ring.choose_gpu_transport import GpuTransport
 from rayps.comm.ring.collectives import HALF, CollectiveHandle, Collectives, Tensors, flat_cpu, flat_on_device, must_add
 from rayps.comm.ring.describe import RingChoices, describe
-from rayps.comm.ring.device_transport import DeviceTransport
-from rayps.comm.ring.form_device_transport import form_device_transport
+from rayps.comm.ring.device.choose_gpu_transport import GpuTransport
+from rayps.comm.ring.device.device_transport import DeviceTransport
+from rayps.comm.ring.device.form_device_transport import form_device_transport
 from rayps.comm.ring.form_mesh import Formation, link_up
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.p2p import PointToPoint
@@ -30,8 +30,8 @@ from rayps.comm.ring.rendezvous import find_ranks
 from rayps.comm.ring.shared_memory import tensor_of
 from rayps.comm.ring.shared_progress import Progress, common
 from rayps.comm.ring.torch_groups import TorchGroup
-from rayps.core.member_times import LineFacts
-from rayps.core.records import RingTable
+from rayps.core.job.records import RingTable
+from rayps.core.time.member_times import LineFacts
 from rayps.tensors.device import Device
 from rayps.tensors.flat import Gradient
 

@@ -12,8 +12,8 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 from rayps_client.errors import ConfigError
-from rayps_client.random_numbers import number as number
-from rayps_client.random_numbers import numbers
+from rayps_client.exchange.random_numbers import number as number
+from rayps_client.exchange.random_numbers import numbers
 
 from rayps.federated.population.cohort_size import cohort_size as cohort_size
 

@@ -9,7 +9,7 @@ from rayps_client.errors import ConfigError
 from rayps_client.values import Json, is_number
 
 from rayps.core.spelling import near
-from rayps.core.text import form, nested
+from rayps.core.strategy.text import form, nested
 
 REQUIRED = "required"  # the default of an option that must be given
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields
 from rayps_client.errors import ConfigError
 from rayps_client.values import Json, JsonObject, is_number
 
-from rayps.core.text import form, quoted
+from rayps.core.strategy.text import form, quoted
 from rayps.federated.population.attack_spec import AttackSpec, attack_of
 from rayps.federated.population.option_text import CheckedForm
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rayps_client.values import Json
 
-from rayps.core import options
+from rayps.core.strategy import options
 
 
 @dataclass(frozen=True)

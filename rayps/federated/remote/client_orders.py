@@ -13,7 +13,7 @@ import os
 import secrets
 from pathlib import Path
 
-from rayps_client.signed_orders import OrderedParameters, OrderFacts
+from rayps_client.exchange.signed_orders import OrderedParameters, OrderFacts
 
 from rayps.federated.remote.mailbox import PARAMETERS, Mailbox, RoundOrder, write_json
 

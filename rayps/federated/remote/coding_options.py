@@ -3,16 +3,16 @@
     upload      how clients code their updates: int8, top_k:0.05 or mask:0.1
     download    how w_t is coded for the clients: int8
 
-`rayps_client.upload_coding` says what each does. A decoded update is added to w_t, so that clip, screening and rules
-have a reply as without coding.
+`rayps_client.exchange.upload_coding` says what each does. A decoded update is added to w_t, so that clip, screening and
+rules have a reply as without coding.
 """
 
 from __future__ import annotations
 
-from rayps_client.coding_names import TOP_K, download_name, upload_name
 from rayps_client.errors import ConfigError
+from rayps_client.exchange.coding_names import TOP_K, download_name, upload_name
 
-from rayps.core.text import quoted
+from rayps.core.strategy.text import quoted
 from rayps.federated.remote.client_options import RealClients
 
 

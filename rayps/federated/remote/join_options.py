@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rayps_client.errors import ConfigError
-from rayps_client.signed_orders import DEADLINE as DEADLINE
+from rayps_client.exchange.signed_orders import DEADLINE as DEADLINE
 from rayps_client.values import Json, Keywords
 
-from rayps.core.text import form, quoted
+from rayps.core.strategy.text import form, quoted
 from rayps.federated.population.options import PopulationSpec
 
 REMOTE = "remote"

@@ -52,11 +52,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rayps_client.errors import Conflict, NotFound, Unauthorized
+from rayps_client.exchange.signed_orders import OrderFacts
 from rayps_client.secure.protocol import Stage
-from rayps_client.signed_orders import OrderFacts
 from rayps_client.values import Keywords
 
-from rayps.core.records import read_json
+from rayps.core.job.records import read_json
 from rayps.federated.remote.blamed_clients import VoidCounts
 from rayps.federated.remote.client_state import GONE, ClientState
 from rayps.federated.remote.stage_folder import StageFolder

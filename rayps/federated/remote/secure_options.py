@@ -23,7 +23,7 @@ from rayps_client.secure.noise_sizes import margin_of, rounding
 from rayps_client.secure.secure_facts import MOST_BITS, MOST_WEIGHT, SecureFacts, levels_of, word_bits
 from rayps_client.values import Json, Keywords, is_number
 
-from rayps.core.text import form, quoted
+from rayps.core.strategy.text import form, quoted
 from rayps.privacy.noise_shares import NoiseShares
 
 SECAGG = "secagg"

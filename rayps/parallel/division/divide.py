@@ -8,7 +8,7 @@ from rayps_client.errors import ConfigError, WorkloadError
 from torch import nn
 
 from rayps.core.grid import Grid
-from rayps.core.replica import Pipeline, Replica, TensorParallel
+from rayps.core.strategy.replica import Pipeline, Replica, TensorParallel
 from rayps.data.base import Batch
 from rayps.parallel.division.division import Borrowed, Column, Division, TensorSlice
 from rayps.parallel.pipeline import cut, loss_proxy

@@ -18,8 +18,8 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from rayps.core.repeated_pushes import union
-from rayps.core.replica import Replica
+from rayps.core.job.repeated_pushes import union
+from rayps.core.strategy.replica import Replica
 from rayps.parallel.pipeline.skip import Route
 from rayps.parallel.tensor import Plan
 from rayps.tensors.flat import Entry, Layout

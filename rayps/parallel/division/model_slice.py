@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rayps.comm.ring import Ring
 from rayps.core.metrics import Totals, add_totals
 from rayps.core.pipeline.schedule import table
-from rayps.core.replica import Pipeline
+from rayps.core.strategy.replica import Pipeline
 from rayps.data.base import Batch, Nested, map_tensors
 from rayps.parallel.division.borrowed_parameters import BorrowedParameters
 from rayps.parallel.division.build import blank, keep_only

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from rayps.core.traffic import Crossing, Sizes
-from rayps.core.user_code import user_code
+from rayps.core.job.user_code import user_code
+from rayps.core.strategy.traffic import Crossing, Sizes
 from rayps.data.base import Batch, Nested, map_tensors
 from rayps.parallel.division.division import Division
 from rayps.parallel.pipeline import loss_proxy

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import torch
 from rayps_client.errors import ConfigError, WorkloadError
-from rayps_client.module_modes import evaluating
+from rayps_client.trainers.module_modes import evaluating
 from torch import Tensor, nn
 
-from rayps.core.user_code import user_code
+from rayps.core.job.user_code import user_code
 from rayps.data.base import Nested, map_tensors
 from rayps.parallel.pipeline.decoder_stack import StackLayer, stack_layers
 from rayps.parallel.pipeline.skip import skip_layers, stash_in

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rayps.comm.ring.p2p import TensorMessage
-from rayps.core.user_code import user_code
+from rayps.core.job.user_code import user_code
 from rayps.data.base import Nested
 from rayps.parallel.pipeline.cut import Layer
 from rayps.parallel.pipeline.flatten_values import packed, unpacked

@@ -14,8 +14,8 @@ import torch
 from rayps_client.errors import WorkloadError
 from torch import Tensor, nn
 
+from rayps.core.job.user_code import user_code
 from rayps.core.partition import slices
-from rayps.core.user_code import user_code
 from rayps.data.base import Batch, Nested, map_tensors
 from rayps.workload.base import Loss
 from rayps.workload.loss_result import LossResult, loss_result

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rayps.comm.ring import Ring
 from rayps.comm.ring.p2p import TensorMessage
-from rayps.core.user_code import peers_awaited
+from rayps.core.job.user_code import peers_awaited
 
 _NO_GRADIENT = "0"  # marks, in a message's form, a tensor whose gradient is None
 

@@ -11,7 +11,7 @@ from rayps_client.errors import ConfigError
 from torch import Tensor
 
 from rayps.comm.ring import Ring
-from rayps.core.user_code import peers_awaited
+from rayps.core.job.user_code import peers_awaited
 
 
 class TensorCommunicator:

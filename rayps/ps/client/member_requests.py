@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from rayps_client.errors import LinkError, PeerLost
 
-from rayps.core.leases import Marks, PushId
+from rayps.core.rows.leases import Marks, PushId
 from rayps.ps.client.session import Session
 from rayps.ps.protocol.members import MemberChange, MemberChangeKind
 from rayps.ps.protocol.messages import GroupMessage, read_numbers

@@ -6,7 +6,7 @@ segment can therefore have other members of a round than another segment.
 
 from __future__ import annotations
 
-from rayps.core.step_members import Members
+from rayps.core.rows.step_members import Members
 from rayps.ps.client.session import Session
 from rayps.ps.protocol.messages import ArrivalKind, GroupMessage, numbers, unpack_members
 

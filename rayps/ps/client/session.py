@@ -22,7 +22,7 @@ from rayps.comm.link import Message
 from rayps.comm.link.socket_link import EMPTY, as_bytes
 from rayps.comm.link.wakeup import Wakeup
 from rayps.core.failpoint import passing
-from rayps.core.member_times import LineFacts
+from rayps.core.time.member_times import LineFacts
 from rayps.ps.client.connections import (
     PUSHES,
     InFlight,

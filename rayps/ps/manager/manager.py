@@ -22,7 +22,7 @@ from rayps_client.errors import ClusterError, ConfigError, Conflict, LinkError, 
 
 from rayps.cluster.local import Cluster, host_address, rendezvous, surrounding
 from rayps.comm.link import Listener, Message, parse_address
-from rayps.core.staleness_bound import MovedBound
+from rayps.core.strategy.staleness_bound import MovedBound
 from rayps.ps.manager import spaces
 from rayps.ps.manager.assign_segments import Balance, ServerState
 from rayps.ps.manager.decide_scale import ScaleRule

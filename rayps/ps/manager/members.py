@@ -72,7 +72,7 @@ class ServerLoad:
 
     def __init__(self) -> None:
         self.bytes, self.cpu = 0, 0.0
-        self.account: dict[str, float] = {}  # seconds of the server's loop, by part: see `rayps.core.time_account`
+        self.account: dict[str, float] = {}  # seconds of the server's loop, by part: see `rayps.core.time.time_account`
         self.memory, self.host_bytes = 0.0, 0  # the share of the host's memory in use, and the bytes of this memory
         self.spaces: dict[int, dict[str, Any]] = {}  # number of a space -> the space's part of the heartbeat
         self.segments: dict[SegmentId, SegmentLoad] = {}  # the segments of which the server is primary

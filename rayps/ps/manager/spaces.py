@@ -8,7 +8,7 @@ from typing import Any
 from rayps_client.errors import ConfigError, Conflict, NotFound
 from rayps_client.values import is_number
 
-from rayps.core.staleness_bound import MovedBound
+from rayps.core.strategy.staleness_bound import MovedBound
 from rayps.ps.manager.assign_segments import SegmentAssignment
 from rayps.ps.manager.group_state import GroupState
 from rayps.ps.protocol.space import Quota, Space

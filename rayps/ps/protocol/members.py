@@ -13,13 +13,13 @@ from typing import Any
 
 from rayps_client.errors import StaleGeneration
 
-from rayps.core.repeated_pushes import Ledger
-from rayps.core.staleness_bound import PushCount
+from rayps.core.job.repeated_pushes import Ledger
+from rayps.core.strategy.staleness_bound import PushCount
 from rayps.ps.protocol.messages import numbers, read_numbers
 
 
 class MemberChangeKind(enum.IntEnum):
-    """What a change does: see the methods of `rayps.core.repeated_pushes.Ledger`."""
+    """What a change does: see the methods of `rayps.core.job.repeated_pushes.Ledger`."""
 
     # BEGIN: see `MemberChange.begin`
     BEGIN = 1  # ranks join and leave from now on; none takes part yet, and the slowest clock is `step`

@@ -17,8 +17,8 @@ import torch
 from rayps_client.errors import ConfigError
 from torch import Tensor, nn
 
+from rayps.core.job.user_code import user_code
 from rayps.core.partition import slices
-from rayps.core.user_code import user_code
 from rayps.tensors.flat import Layout
 from rayps.tensors.optim import SlicedOptimizer
 

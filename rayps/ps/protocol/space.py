@@ -20,10 +20,10 @@ import torch
 from rayps_client.errors import ConfigError, RaypsError
 from rayps_client.values import Json
 
-from rayps.core.server_updates import PlainServers
-from rayps.core.staleness_bound import MovedBound
-from rayps.core.strategy import ServerHalf
-from rayps.core.topology import Servers, servers_of
+from rayps.core.strategy.server_updates import PlainServers
+from rayps.core.strategy.staleness_bound import MovedBound
+from rayps.core.strategy.strategy import ServerHalf
+from rayps.core.strategy.topology import Servers, servers_of
 from rayps.ps.protocol.members import MemberChange
 from rayps.ps.protocol.segment_map import StaticMap
 from rayps.tensors.flat import Entry, Layout
@@ -70,8 +70,8 @@ class Space:
 
     `number` is assigned by the manager, and never given to another space. `layout` and `cuts` (the elements [lo, hi) of
     each segment) describe the dense vector; without a dense vector they are None and empty. `factory`: a packed
-    optimizer factory (`rayps.core.user_module.pack`), with or without a learning-rate schedule. `ticks`: the epoch of
-    each round. `strategy`: the staleness, and how a server applies pushes. `branch_of`: the name of the space from
+    optimizer factory (`rayps.core.job.user_module.pack`), with or without a learning-rate schedule. `ticks`: the epoch
+    of each round. `strategy`: the staleness, and how a server applies pushes. `branch_of`: the name of the space from
     which this one was branched, or None. `bound`: the staleness bound now, if it is not that of the strategy.
     """
 

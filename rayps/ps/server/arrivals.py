@@ -1,7 +1,7 @@
 """The members of each round of a space with backup workers, on the server of its segment 0.
 
 The state is of one generation of the servers. If a server or a worker dies, all workers return to a snapshot, and the
-servers begin anew (`rayps.core.strategy_families.recovery_of`).
+servers begin anew (`rayps.core.strategy.strategy_families.recovery_of`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from rayps_client.errors import PeerTimeout
 
-from rayps.core.step_members import StepMembers
+from rayps.core.rows.step_members import StepMembers
 from rayps.ps.protocol.messages import ArrivalKind, pack_members, read_numbers
 
 

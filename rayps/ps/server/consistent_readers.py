@@ -22,7 +22,7 @@ from typing import Protocol
 
 from rayps_client.errors import PeerTimeout
 
-from rayps.core.repeated_pushes import Ledger
+from rayps.core.job.repeated_pushes import Ledger
 from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, numbers, pack, read_numbers
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace
 from rayps.ps.server.connection import PeerRequest, ServerPeer

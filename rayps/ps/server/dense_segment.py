@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.optim import Adagrad
 
 from rayps.core.failpoint import passing
-from rayps.core.member_times import MemberTimes
-from rayps.core.phase_rounds import Boundary
-from rayps.core.repeated_pushes import WINDOW, Ledger
-from rayps.core.server_updates import weighted_mean
-from rayps.core.staleness_bound import Clock, MovedBound
-from rayps.core.strategy import ServerHalf
-from rayps.core.topology import Servers, servers_of
+from rayps.core.job.repeated_pushes import WINDOW, Ledger
+from rayps.core.rows.phase_rounds import Boundary
+from rayps.core.strategy.server_updates import weighted_mean
+from rayps.core.strategy.staleness_bound import Clock, MovedBound
+from rayps.core.strategy.strategy import ServerHalf
+from rayps.core.strategy.topology import Servers, servers_of
+from rayps.core.time.member_times import MemberTimes
 from rayps.ps.protocol.mailbox import STEPS, SharedSlice
 from rayps.ps.protocol.members import MemberChange, MemberChangeKind, left
 from rayps.ps.protocol.pieces import DensePiece, Extent, KnownRows, area_piece
@@ -401,7 +401,8 @@ class ShardState:
 class Shard:
     """The parameters, optimizer, clock and open rounds of one segment of the dense vector.
 
-    Implements `rayps.core.strategy.ShardView`, through which the strategy's `on_push` and `on_round` change it.
+    Implements `rayps.core.strategy.strategy.ShardView`, through which the strategy's `on_push` and `on_round` change
+    it.
     """
 
     def __init__(

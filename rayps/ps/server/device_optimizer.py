@@ -17,10 +17,10 @@ from rayps.ps.protocol.mailbox import SharedSlice
 from rayps.ps.protocol.pieces import Extent
 from rayps.ps.protocol.rows import ShardRows
 from rayps.ps.server.dense_segment import SegmentOptimizer
+from rayps.tensors.checkpoints.uploads import Uploads
 from rayps.tensors.device import Device
 from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.optim import Factory
-from rayps.tensors.uploads import Uploads
 
 
 class DeviceOptimizer(SegmentOptimizer):

@@ -19,7 +19,7 @@ from torch import Tensor
 from rayps.comm.link.memory import Fence, Memory
 from rayps.comm.link.shared_memory_link import SharedLink
 from rayps.comm.link.wakeup import Wakeup
-from rayps.core.repeated_pushes import WINDOW
+from rayps.core.job.repeated_pushes import WINDOW
 from rayps.ps.protocol.mailbox import ASKED, ASLEEP, AVAILABLE, PAGE, MailboxCall, ServerMailbox, SharedSlice, offered
 from rayps.ps.protocol.messages import Role, SegmentPayload
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace

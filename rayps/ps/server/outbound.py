@@ -29,7 +29,7 @@ from rayps_client.errors import LinkError, RaypsError
 from rayps.cluster.warm import free_memory
 from rayps.comm.link import Link, Message, connect
 from rayps.core.memory import total_bytes
-from rayps.core.time_account import LoopAccount
+from rayps.core.time.time_account import LoopAccount
 from rayps.ps.protocol.messages import Event, GroupMessage, SegmentOrder
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.assignments import AssignedSpace, Assignments, SegmentReport

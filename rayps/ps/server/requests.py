@@ -19,7 +19,7 @@ from rayps_client.errors import ConfigError, PeerTimeout, RaypsError, StaleGener
 
 from rayps.comm.link import Message
 from rayps.core.failpoint import passing
-from rayps.core.topology import backup_in
+from rayps.core.strategy.topology import backup_in
 from rayps.ps.protocol.mailbox import MailboxCall, SharedSlice
 from rayps.ps.protocol.members import MemberChange, MemberChangeKind
 from rayps.ps.protocol.messages import (

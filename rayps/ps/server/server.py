@@ -25,8 +25,8 @@ from rayps_client.errors import LinkError, NotFound, StaleGeneration
 
 from rayps.comm.link import Listener, Message
 from rayps.comm.link.wakeup import Wakeup
-from rayps.core.member_times import MemberTimes
-from rayps.core.time_account import named_waits
+from rayps.core.time.member_times import MemberTimes
+from rayps.core.time.time_account import named_waits
 from rayps.ps.protocol.mailbox import BY_MEMORY, BY_MESSAGE, SharedSlice
 from rayps.ps.protocol.messages import GroupMessage, Role, numbers
 from rayps.ps.protocol.space import ServedSegment, Space

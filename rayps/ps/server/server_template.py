@@ -28,7 +28,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rayps_client.loading import without_collection
+from rayps_client.machine.loading import without_collection
 
 from rayps.cluster.termination import TermHandler, grace_seconds
 from rayps.comm.link import Listener

@@ -16,9 +16,9 @@ from rayps.cluster.code_folder import JobCode, enter_code
 from rayps.cluster.local import host_address
 from rayps.cluster.members import ActorHost
 from rayps.comm.link import Listener
-from rayps.core.member_times import MemberTimes
-from rayps.core.phase_rounds import Boundary
-from rayps.core.user_module import unpack
+from rayps.core.job.user_module import unpack
+from rayps.core.rows.phase_rounds import Boundary
+from rayps.core.time.member_times import MemberTimes
 from rayps.ps.protocol.members import MemberChange, with_members
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.assignments import AssignedSegment

@@ -30,9 +30,9 @@ from rayps.ps.tables.local import TableSession
 from rayps.ps.tables.lookup import Lookup, lookup_of, merged, spans
 from rayps.ps.tables.prefetch import PrefetchCall, Prefetched, Prefetcher
 from rayps.ps.tables.row_transfer import RowTransfer, row_transfer
+from rayps.tensors.checkpoints.uploads import Download
 from rayps.tensors.finite import first_not_finite, is_finite
 from rayps.tensors.flat import square_of
-from rayps.tensors.uploads import Download
 
 
 class TableClient:

@@ -19,9 +19,9 @@ from rayps_client.values import Buffer, Json
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rayps.core.server_updates import PlainServers, update_of
-from rayps.core.topology import Servers
-from rayps.core.user_code import peers_awaited, user_code
+from rayps.core.job.user_code import peers_awaited, user_code
+from rayps.core.strategy.server_updates import PlainServers, update_of
+from rayps.core.strategy.topology import Servers
 from rayps.data.base import Batch
 from rayps.ps.protocol.space import Space, SparseTable
 from rayps.ps.tables import parquet

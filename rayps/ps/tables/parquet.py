@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rayps_client.errors import CheckpointError
 from rayps_client.values import Buffer, JsonObject
 
-from rayps.core.repeated_pushes import Ledger
+from rayps.core.job.repeated_pushes import Ledger
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables import segment_state
 from rayps.ps.tables.disk import FieldValues

@@ -17,13 +17,13 @@ from rayps_client.errors import PeerTimeout
 from rayps_client.values import Buffer
 from torch import Tensor
 
-from rayps.core.user_code import user_code
+from rayps.core.job.user_code import user_code
 from rayps.ps.client.session import SegmentReplies
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.tables.ids import GivenIds, ids_of
 from rayps.ps.tables.local import TableSession
 from rayps.ps.tables.lookup import Lookup, lookup_of
-from rayps.tensors.uploads import DeviceUpload
+from rayps.tensors.checkpoints.uploads import DeviceUpload
 
 if TYPE_CHECKING:
     from rayps.data.base import Batch

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rayps.tensors.checkpoints.uploads import Download, Uploads
 from rayps.tensors.device import Device
-from rayps.tensors.uploads import Download, Uploads
 
 
 class RowTransfer:

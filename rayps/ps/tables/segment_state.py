@@ -14,7 +14,7 @@ import numpy as np
 from rayps_client.errors import CheckpointError
 from rayps_client.values import Buffer
 
-from rayps.core.repeated_pushes import LedgerJson
+from rayps.core.job.repeated_pushes import LedgerJson
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.pages import Field
 from rayps.ps.tables.row_store import Columns

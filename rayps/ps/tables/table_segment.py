@@ -18,11 +18,11 @@ from rayps_client.errors import CheckpointError, ConfigError, TrainingError
 from rayps_client.values import Buffer
 from torch import Tensor
 
-from rayps.core.repeated_pushes import WINDOW, Ledger
-from rayps.core.server_updates import weighted_mean
-from rayps.core.staleness_bound import Clock, MovedBound
-from rayps.core.strategy import ServerHalf
-from rayps.core.topology import Servers, servers_of
+from rayps.core.job.repeated_pushes import WINDOW, Ledger
+from rayps.core.strategy.server_updates import weighted_mean
+from rayps.core.strategy.staleness_bound import Clock, MovedBound
+from rayps.core.strategy.strategy import ServerHalf
+from rayps.core.strategy.topology import Servers, servers_of
 from rayps.ps.protocol.members import MemberChange, MemberChangeKind, left
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables import initial_rows, segment_state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import NamedTuple
 
-from rayps_client.file_owner import is_ours, is_users_code, place_in
+from rayps_client.machine.file_owner import is_ours, is_users_code, place_in
 
 
 class Activity(NamedTuple):

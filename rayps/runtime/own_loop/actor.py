@@ -16,11 +16,11 @@ from rayps_client.values import Buffer
 from rayps.cluster.code_folder import JobCode, OpenCode, enter_code
 from rayps.cluster.local import host_address
 from rayps.cluster.members import ActorHost
+from rayps.core.job.records import Event, Point
+from rayps.core.job.user_code import placed, user_code
+from rayps.core.job.user_module import unpack
 from rayps.core.logs import LogBuffer
-from rayps.core.rank_seed import rank_seed
-from rayps.core.records import Event, Point
-from rayps.core.user_code import placed, user_code
-from rayps.core.user_module import unpack
+from rayps.core.rows.rank_seed import rank_seed
 from rayps.runtime.own_loop.activity import Activity, activity_of
 from rayps.runtime.own_loop.named import arguments
 from rayps.runtime.own_loop.state import SavedPart

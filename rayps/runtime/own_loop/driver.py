@@ -1,7 +1,7 @@
 """Run one loop of a user to its end: start its workers, collect what they produce, restart them after a death.
 
-The decisions are those of `rayps.runtime.decide_recovery.decide`: a failure restarts all workers, from the newest saved
-state, at most `max_failures` times. A process that dies while it starts counts as any other.
+The decisions are those of `rayps.runtime.driver.decide_recovery.decide`: a failure restarts all workers, from the
+newest saved state, at most `max_failures` times. A process that dies while it starts counts as any other.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rayps.cluster.local import ActorHandle, ActorReply, Cluster, LocalCluster, 
 from rayps.cluster.members import ActorHost
 from rayps.cluster.reservation import torch_threads
 from rayps.cluster.user_packages import install_seconds
-from rayps.core.job_status import Status
+from rayps.core.job.job_status import Status
+from rayps.core.job.records import Event, Point, ProgressRecord, WorkerLine
+from rayps.core.job.user_module import pack
 from rayps.core.metrics import Throughput
-from rayps.core.records import Event, Point, ProgressRecord, WorkerLine
 from rayps.core.urls import Location
-from rayps.core.user_module import pack
-from rayps.runtime.decide_recovery import (
+from rayps.runtime.driver.decide_recovery import (
     Continue,
     Decision,
     Fail,
@@ -36,7 +36,6 @@ from rayps.runtime.decide_recovery import (
     Stop,
     decide,
 )
-from rayps.runtime.journal import Journal
 from rayps.runtime.own_loop.actor import LoopOutput
 from rayps.runtime.own_loop.log_points import LogPoints, numbers_of
 from rayps.runtime.own_loop.named import all_params, arguments
@@ -44,11 +43,12 @@ from rayps.runtime.own_loop.same_rows import SAME_ROWS
 from rayps.runtime.own_loop.state import PartsBySave, SavedPart, checkpoint_of, parts_of
 from rayps.runtime.own_loop.watch import LoopWatch, death_error, uneven_steps_error, with_activities
 from rayps.runtime.own_loop.world import LoopPlace
-from rayps.runtime.status import Outcome
-from rayps.runtime.unfinished_uploads import report_unfinished
+from rayps.runtime.records.journal import Journal
+from rayps.runtime.records.status import Outcome
+from rayps.runtime.records.unfinished_uploads import report_unfinished
 from rayps.strategies.job import JobSpec
-from rayps.tensors import checkpoint
-from rayps.tensors.checkpoint_place import CheckpointPlace
+from rayps.tensors.checkpoints import checkpoint
+from rayps.tensors.checkpoints.checkpoint_place import CheckpointPlace
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from rayps_client.errors import CheckpointError
 from torch import Tensor
 
 from rayps.runtime.own_loop.state import SavedPart
-from rayps.runtime.saved_model import new_folder
+from rayps.runtime.results.saved_model import new_folder
 
 WRAPPED = "model"  # the name of a wrapped model, if the saved state has nothing of this name
 

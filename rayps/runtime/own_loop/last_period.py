@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rayps_client.errors import WorkloadError
 
-from rayps.core.strategy import RoundMemory, StrategyView
-from rayps.core.strategy_families import LOCAL_UPDATES
+from rayps.core.strategy.strategy import RoundMemory, StrategyView
+from rayps.core.strategy.strategy_families import LOCAL_UPDATES
 
 
 def open_steps(strategy: StrategyView, memory: RoundMemory) -> int:

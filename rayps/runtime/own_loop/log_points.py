@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from rayps.core.records import Point
+from rayps.core.job.records import Point
 
 QUIET_SECONDS = 2.0  # seconds that a step waits for a rank that has logged nothing so far
 LATE_SECONDS = 10.0  # seconds that a step waits for a rank that has logged an earlier step

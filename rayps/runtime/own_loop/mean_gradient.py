@@ -1,10 +1,10 @@
 """The mean gradient of a user's loop, which is in `.grad` when backward has ended, as under torch's DDP.
 
-Gradients are sent while backward continues, see `rayps.worker.buckets`; compressed ones are sent after it. A callback
-of autograd at the end of backward waits for the mean M, and puts it into `.grad`. What the loop then does with `.grad`
-(unscale, clip, project) it does with the mean, alike on all workers. A further backward before the step adds this
-worker's gradient g to M, and the mean of M + g is M plus the mean of g. Inside `no_sync` nothing is sent: `.grad` is
-this worker's own until the next backward outside, or until the step if there is none.
+Gradients are sent while backward continues, see `rayps.worker.exchange.buckets`; compressed ones are sent after it. A
+callback of autograd at the end of backward waits for the mean M, and puts it into `.grad`. What the loop then does with
+`.grad` (unscale, clip, project) it does with the mean, alike on all workers. A further backward before the step adds
+this worker's gradient g to M, and the mean of M + g is M plus the mean of g. Inside `no_sync` nothing is sent: `.grad`
+is this worker's own until the next backward outside, or until the step if there is none.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rayps.tensors.backward_end import BackwardEnd
 from rayps.tensors.finite import is_finite
 from rayps.tensors.flat import FlatModel, Gradient
 from rayps.tensors.weight_watch import check_alike
-from rayps.worker.buckets import Buckets
-from rayps.worker.step_flags import CHANGED, COUNT, EVEN_STEP, ODD_STEP, OVERFLOW, StepFlags, with_flags
+from rayps.worker.exchange.buckets import Buckets
+from rayps.worker.exchange.step_flags import CHANGED, COUNT, EVEN_STEP, ODD_STEP, OVERFLOW, StepFlags, with_flags
 
 
 class MeanGradient:

@@ -10,7 +10,7 @@ from rayps_client.errors import ConfigError, WorkloadError
 from rayps_client.values import Json, JsonObject
 from rayps_client.workload_name import misnamed_function
 
-from rayps.core.user_module import Finder
+from rayps.core.job.user_module import Finder
 
 FINDER = Finder("loop", "loops", "a function")
 _KINDS: tuple[type, ...] = (bool, int, float, str)

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from rayps.comm.ring import Ring
 from rayps.comm.ring.compressed_mean import CompressedRing
-from rayps.core.strategy import RoundMemory, StrategyView
-from rayps.core.strategy_families import LOCAL_UPDATES, SYNC_GRADIENTS
-from rayps.core.topology import runs_in_step, servers_of
+from rayps.core.strategy.strategy import RoundMemory, StrategyView
+from rayps.core.strategy.strategy_families import LOCAL_UPDATES, SYNC_GRADIENTS
+from rayps.core.strategy.topology import runs_in_step, servers_of
 from rayps.ps.client.client import GroupServer
 from rayps.runtime.own_loop.equal_buffers import EqualBuffers
 from rayps.runtime.own_loop.grad_scaler import Scaled

@@ -10,15 +10,15 @@ from rayps_client.errors import ConfigError, RaypsError, TrainingError
 from rayps_client.values import Json
 
 from rayps.cluster.local import Cluster
-from rayps.core.job_status import Status
-from rayps.core.records import ProgressRecord
+from rayps.core.job.job_status import Status
+from rayps.core.job.records import ProgressRecord
 from rayps.core.spelling import suggests_names
-from rayps.core.strategy import Phase
+from rayps.core.strategy.strategy import Phase
 from rayps.core.urls import location_of
-from rayps.runtime.display import Display
-from rayps.runtime.journal import Journal
 from rayps.runtime.own_loop.driver import LoopDriver
 from rayps.runtime.own_loop.named import load
+from rayps.runtime.records.display import Display
+from rayps.runtime.records.journal import Journal
 from rayps.runtime.training import folder_to_resume, must_take_checkpoints, open_ray, stops, way_to_resume
 from rayps.strategies.catalogue import StrategySpec, parse_for_loop, wire
 from rayps.strategies.job import LOOP_TIMEOUT, JobSpec

@@ -16,7 +16,7 @@ from rayps_client.errors import CheckpointError, ConfigError
 from rayps_client.values import Json
 from torch import Tensor
 
-from rayps.tensors.checkpoint import SavedState
+from rayps.tensors.checkpoints.checkpoint import SavedState
 
 KIND = "own_loop"  # the key of a checkpoint's `meta` that states that an own loop saved it
 Tree: TypeAlias = Any  # JSON data that `encoded` returned

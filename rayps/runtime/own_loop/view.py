@@ -1,4 +1,4 @@
-"""The worker that a strategy's round uses in a user's loop: a part of `rayps.core.strategy.WorkerView`."""
+"""The worker that a strategy's round uses in a user's loop: a part of `rayps.core.strategy.strategy.WorkerView`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rayps_client.values import Json
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rayps.core.records import Event
-from rayps.core.strategy import RoundMemory
+from rayps.core.job.records import Event
+from rayps.core.strategy.strategy import RoundMemory
 from rayps.runtime.own_loop.rounds import RoundThread
 from rayps.runtime.own_loop.world import World
 from rayps.tensors.flat import Gradient
@@ -31,7 +31,7 @@ class LoopPlan:
 
 
 class LoopView:
-    """A worker of a user's loop, with the names that a strategy uses. See `rayps.core.strategy.WorkerView`."""
+    """A worker of a user's loop, with the names that a strategy uses. See `rayps.core.strategy.strategy.WorkerView`."""
 
     def __init__(self, rounds: RoundThread, here: World, optimizer: Optimizer, plan: LoopPlan) -> None:
         self.rank, self.size, self.plan = here.rank, here.size, plan

@@ -23,7 +23,7 @@ from rayps_client.values import Json, JsonObject
 from torch import Tensor, nn
 
 from rayps.comm.ring import Ring
-from rayps.core.records import Event, Point
+from rayps.core.job.records import Event, Point
 from rayps.data.loader import Loader
 from rayps.runtime.own_loop.state import SavedPart, encoded
 from rayps.strategies.catalogue import StrategySpec

@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 from rayps.cluster.local import rendezvous, until
 from rayps.comm.ring import Ring
 from rayps.comm.ring.compressed_mean import CompressedRing, compressed
-from rayps.core.strategy import Phase, StrategyView
-from rayps.core.strategy_families import LOCAL_UPDATES
-from rayps.core.text import written
-from rayps.core.topology import Peers, Servers, compression_in, servers_of
+from rayps.core.strategy.strategy import Phase, StrategyView
+from rayps.core.strategy.strategy_families import LOCAL_UPDATES
+from rayps.core.strategy.text import written
+from rayps.core.strategy.topology import Peers, Servers, compression_in, servers_of
 from rayps.ps.client.client import GroupServer
 from rayps.ps.server_group import ServerGroup, present_state
 from rayps.runtime.own_loop.equal_buffers import EqualBuffers

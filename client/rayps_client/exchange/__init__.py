@@ -1,0 +1,1 @@
+"""What a client receives and sends."""

@@ -1,0 +1,1 @@
+"""A client's own machine: folder, limits, schedule, the user's files."""

@@ -1,0 +1,1 @@
+"""A client's training, with numpy and with torch."""

@@ -1,0 +1,1 @@
+"""Which rows which worker takes in which round. Pure."""

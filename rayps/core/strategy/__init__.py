@@ -1,0 +1,1 @@
+"""What a strategy declares, and what follows from it. Pure."""

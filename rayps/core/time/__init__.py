@@ -1,0 +1,1 @@
+"""The account of a job's time: parts, verdicts, waits. Pure."""

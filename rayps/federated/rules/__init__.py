@@ -1,0 +1,1 @@
+"""Rules that combine replies, and attacks on them."""

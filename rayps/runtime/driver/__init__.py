@@ -1,0 +1,1 @@
+"""The driver: it starts a job's workers, watches them, and decides what follows a failure."""

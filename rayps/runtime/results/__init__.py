@@ -1,0 +1,1 @@
+"""What a run leaves, and what looks at its results."""

@@ -1,0 +1,1 @@
+"""Changes of a job's workers, and of their shares of the rows."""

@@ -1,0 +1,1 @@
+"""The code of jobs: packed, checked, stored."""

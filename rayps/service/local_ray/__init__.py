@@ -1,0 +1,1 @@
+"""The Ray that the service starts and watches."""

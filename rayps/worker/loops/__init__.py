@@ -1,0 +1,1 @@
+"""The loop of each family of strategies."""

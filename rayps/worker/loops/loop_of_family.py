@@ -1,0 +1,61 @@
+"""The table of the families of strategies and their loops. A strategy names its family in `Strategy.loop`.
+
+Loops are named by strings "module:Name". Therefore a job imports only the code of its own family.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from rayps_client.errors import ConfigError
+
+from rayps.core.strategy import strategy_families
+
+if TYPE_CHECKING:
+    from rayps.core.strategy.strategy import StrategyView
+    from rayps.worker.loops.loop import Loop
+
+FAMILIES = {
+    strategy_families.SYNC_GRADIENTS: "rayps.worker.loops.sync_gradients:SyncGradients",
+    strategy_families.SERVER_STEPS: "rayps.worker.loops.server_steps:ServerSteps",
+    strategy_families.LOCAL_UPDATES: "rayps.worker.loops.local_updates:LocalUpdates",
+    strategy_families.SHARED_VECTOR: "rayps.worker.loops.shared_vector:SharedVectorSteps",
+    strategy_families.SHARDED_STATE: "rayps.worker.loops.sharded_state:ShardedState",
+    strategy_families.SHARDED_PARAMETERS: "rayps.worker.loops.sharded_parameters:ShardedParameters",
+    strategy_families.FEDERATED_ROUNDS: "rayps.worker.loops.federated_rounds:FederatedRounds",
+    strategy_families.MEMBER_GRADIENTS: "rayps.worker.loops.member_gradients:MemberGradients",
+    strategy_families.MEMBER_PUSHES: "rayps.worker.loops.member_pushes:MemberPushes",
+    strategy_families.PRIVATE_GRADIENTS: "rayps.worker.loops.private_gradients:PrivateGradients",
+    strategy_families.PRIVATE_PUSHES: "rayps.worker.loops.private_gradients:PrivatePushes",
+}
+MODEL_SLICE = "rayps.parallel.division.model_slice:ModelSlice"  # the model part of a replica of several workers
+TABLES = "rayps.ps.tables.embedding:bind"  # connects a model's sparse tables
+
+
+def loop_class(strategy: StrategyView) -> type[Loop]:
+    """Return the loop that runs a strategy: its family's loop, or the strategy's own.
+
+    Raises:
+        ConfigError: `strategy.loop` is neither the name of a family, nor a subclass of `Loop`, nor the name
+            "module:Class" of a subclass.
+    """
+    given: Any = strategy.loop
+    known = isinstance(given, str) and (given in FAMILIES or ":" in given)
+    found = load(FAMILIES.get(given, given)) if known else given
+    if not isinstance(found, type) or not hasattr(found, "run_round"):
+        raise ConfigError(
+            f"strategy {strategy.name!r} has loop {given!r}: give {', '.join(FAMILIES)}, or a subclass of "
+            "rayps.worker.loops.loop.Loop, or its path as 'module:Class'",
+            field="strategy",
+        )
+    return found
+
+
+def load(target: str) -> Any:
+    """Import and return the object that "module:Name" names. Raises ConfigError if there is no such object."""
+    module, _, name = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{target!r} cannot be loaded: {error}", field="strategy") from error

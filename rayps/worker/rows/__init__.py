@@ -1,0 +1,1 @@
+"""Which batches a worker computes."""
