@@ -30,7 +30,7 @@ soak: $(VENV)/ready  ## four jobs at a time under random faults, with the curves
 	$(BIN)/python -m rayps.cli chaos --soak $(SOAK) --out build/soak $(ARGS)
 
 kills: $(VENV)/ready  ## many random kills of the service and of Ray's processes, with figures; about an hour on two cores
-	$(BIN)/python tests/soak.py $(ARGS)
+	$(BIN)/python scripts/kills.py $(ARGS)
 
 durations: $(VENV)/ready  ## all tests, and the table of durations by which they are divided among processes
 	$(PYTEST) --store-durations $(ARGS)

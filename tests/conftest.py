@@ -10,16 +10,19 @@ import sys
 import tempfile
 from pathlib import Path
 
+import folders
 import hypothesis
 import lanes
 import pytest
 import torch
+from folders import PYTHONPATH
 from lanes import uses_ray, uses_service
 from traces import Traces
 
 from rayps.cluster.local import WORKER_NICENESS
 from rayps.runtime.driver import driver
 
+folders.add_to_path()
 pytest_plugins = ["clinic_fixtures"]
 
 # workers of pytest-xdist inherit it
@@ -60,7 +63,7 @@ def compile_sources():
     Under PYTHONDONTWRITEBYTECODE, as in many containers, each process would compile rayps for itself alone.
     """
     root = Path(__file__).parent.parent
-    for folder in ("rayps", "api", "client", "benchmarks", "tests"):
+    for folder in ("rayps", "api", "client", "chaos", "benchmarks", "tests"):
         compileall.compile_dir(root / folder, quiet=2, workers=0)  # 0: a process for each core
 
 
@@ -158,7 +161,7 @@ class Shared:
                 missing("ray")
             self.traces = Traces()
             with pytest.MonkeyPatch.context() as patch:  # actors of the tests' own classes find their module there
-                patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+                patch.setenv("PYTHONPATH", PYTHONPATH, prepend=os.pathsep)
                 self.cluster = RayCluster.local(cpus=16)
         return self.cluster
 

@@ -370,7 +370,7 @@ def test_what_the_service_and_the_client_do_not_load(code):
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'api'}:{ROOT / 'client'}", "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'api'}:{ROOT / 'client'}:{ROOT / 'chaos'}", "PATH": "/usr/bin:/bin"},
         timeout=60,
     )
     assert run.returncode == 0, run.stderr

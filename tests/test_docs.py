@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 ROWS = 400  # of each example's data set, so that an epoch takes a moment
 NOT_RUN = {
-    ("docs/embeddings.md", "needs a server group on which a job trains; tests/test_ps_follow.py runs such a reader"),
+    ("docs/embeddings.md", "needs a server group on which a job trains; tests/ps/test_ps_follow.py runs such a reader"),
     ("docs/callbacks.md", "needs an MLflow server and an account"),
 }  # (page, reason) of the blocks that are not checked
 

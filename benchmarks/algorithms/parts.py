@@ -3,7 +3,7 @@
 A small residual network with BatchNorm on real digits: alone, then with warm-up and a cosine, then with an exponential
 moving average of the weights. Both forms draw the same first parameters from a seed. The plain script then draws its
 own order of rows and trains one process on batches as large as those of all workers together: what differs is noise,
-or a fault. `tests/test_plain_twin.py` compares both on the same rows, where they are equal.
+or a fault. `tests/worker/test_plain_twin.py` compares both on the same rows, where they are equal.
 """
 
 from __future__ import annotations

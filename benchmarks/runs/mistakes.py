@@ -1,6 +1,6 @@
 """Nine mistakes in a workload or in its call: each must end in a short error with a remedy, and leave nothing.
 
-The tests of `tests/test_mistakes.py` commit these and more.
+The tests of `tests/runtime/test_mistakes.py` commit these and more.
 """
 
 from __future__ import annotations

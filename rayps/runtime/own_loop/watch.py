@@ -79,7 +79,7 @@ def death_error(rank: int, steps: int | None, reason: str, last_output: str = ""
     if steps:
         at = f" after {steps} optimizer step{'s'[: steps != 1]}"
     return ActorDied(
-        f"worker-{rank} of the run died{at} ({reason}):\n"
+        f"worker-{rank} of the run died{at} ({reason}): "
         "save checkpoints with rayps.save, and give max_failures (and checkpoint=FOLDER): then the run starts its "
         "workers again and continues\n"
         f"find the cause in the last output of worker-{rank}, or in its memory (`rayps doctor`)"
