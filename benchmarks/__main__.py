@@ -1,7 +1,7 @@
 """`python -m benchmarks NAME`, in a checkout: compare rayps with other libraries, and algorithms with each other.
 
 `rayps bench` measures a user's own machines. These benchmarks need other libraries, which rayps does not install, need
-root, or compare strategies on data sets for `docs/benchmarks.md`. `TABLE` lists all of them.
+root, or compare strategies on data sets for `benchmarks/results`. `TABLE` lists all of them.
 """
 
 from __future__ import annotations

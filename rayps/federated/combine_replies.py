@@ -43,10 +43,10 @@ from rayps_client.values import Json
 from torch import Tensor
 
 from rayps.comm.ring.ring import Ring
-from rayps.federated.client_report import UpdateReports
 from rayps.federated.population.attack_spec import AttackSpec, attack_of
 from rayps.federated.rules.attacks import OWN, false_buffers, false_count, false_sums, false_update, omniscient_update
 from rayps.federated.rules.buffer_statistics import NEGATIVE, BufferStatistics
+from rayps.federated.rules.client_report import UpdateReports
 from rayps.federated.rules.exact_sum import NOT_FINITE, TOO_LARGE, ExactSum, refusal
 from rayps.federated.rules.gather_replies import Gathering, Replies
 from rayps.federated.rules.robust_rules import AggregationRule, rule_of

@@ -23,7 +23,6 @@ from rayps.core.metrics import Totals
 from rayps.data.clients import Clients
 from rayps.federated.buffered_replies import BufferedReplies
 from rayps.federated.client import ClientReply, Tensors, Trainer
-from rayps.federated.client_report import UpdateReports
 from rayps.federated.client_states import ClientStates
 from rayps.federated.combine_replies import BITS, Aggregate, RoundAggregate
 from rayps.federated.population.cohort import home_ranks
@@ -33,6 +32,7 @@ from rayps.federated.remote_replies import RemoteReplies
 from rayps.federated.reply_source import SimulatedReplies, TrainingTask
 from rayps.federated.round_events import RoundEvents
 from rayps.federated.rules.buffer_statistics import BufferStatistics
+from rayps.federated.rules.client_report import UpdateReports
 from rayps.federated.strategy_interface import FederatedView
 from rayps.tensors.finite import is_finite
 from rayps.tensors.flat import quick_square

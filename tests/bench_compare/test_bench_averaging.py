@@ -1,4 +1,4 @@
-"""`python -m benchmarks averaging`: rows, the picture, bad input. What it measures is in docs/benchmarks.md."""
+"""`python -m benchmarks averaging`: rows, the picture, bad input. What it measures is in benchmarks/results."""
 
 import pytest
 from rayps_client.errors import ConfigError

@@ -1,4 +1,4 @@
-"""`python -m benchmarks client`: rows and bad input. What it measures is in docs/benchmarks.md."""
+"""`python -m benchmarks client`: rows and bad input. What it measures is in benchmarks/results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks uploads`: its workload and bad input. What it measures is in docs/benchmarks.md."""
+"""`python -m benchmarks uploads`: its workload and bad input. What it measures is in benchmarks/results."""
 
 from __future__ import annotations
 

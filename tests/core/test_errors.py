@@ -80,7 +80,7 @@ def test_what_is_raised_is_of_the_tree_and_says_something(path):
 
 
 def lines_in(text):
-    """The lines of a message as it is written; what may follow at its end, such as a worker's output, does not count."""
+    """The lines of a message as it is written, without what may follow at its end, such as a worker's output."""
     if isinstance(text, ast.BinOp) and isinstance(text.right, ast.IfExp):
         text = text.left
     return 1 + ast.unparse(text).count("\\n")

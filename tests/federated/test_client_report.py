@@ -10,7 +10,7 @@ from rayps_client.errors import ConfigError
 from small_work import rows, train, vector
 
 import rayps
-from rayps.federated.client_report import WIDTH, Sketch
+from rayps.federated.rules.client_report import WIDTH, Sketch
 from rayps.federated.rules.client_scores import (
     FACTS,
     FEWEST,

@@ -20,7 +20,7 @@ def test_the_page_shows_what_differs():
         text = (EXAMPLES / name).read_text(encoding="utf-8").partition('"""\n')[2]  # without the docstring
         return [line for line in text.splitlines() if line.strip()]
 
-    found = difflib.ndiff(lines("usual_ddp.py"), lines("port_ddp.py"))
+    found = difflib.ndiff(lines("porting/usual_ddp.py"), lines("porting/port_ddp.py"))
     changed = [f"{line[0]} {line[2:].strip()}" for line in found if line[0] in "-+"]
     (shown,) = re.findall(r"```text\n(- import.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert shown.splitlines() == changed
@@ -42,11 +42,11 @@ def test_the_port_is_ddp_within_rounding(ray_cluster, tmp_path, monkeypatch):
     required("tensorboard")
     options = ["--rows=330", "--epochs=8", "--patience=1", "--lr=0.2", "--half"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = [str(EXAMPLES / "usual_ddp.py"), *options, f"--out={tmp_path / 'ddp'}"]
+    script = [str(EXAMPLES / "porting" / "usual_ddp.py"), *options, f"--out={tmp_path / 'ddp'}"]
     done = subprocess.run([*torchrun, *script], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     monkeypatch.setattr(sys, "argv", ["port_ddp.py", *options, f"--out={tmp_path / 'port'}"])
-    rayps.run(module("port_ddp", monkeypatch).main, workers=2, cluster=ray_cluster, progress=False)
+    rayps.run(module("porting/port_ddp", monkeypatch).main, workers=2, cluster=ray_cluster, progress=False)
     expected, found = scalars(tmp_path / "ddp"), scalars(tmp_path / "port")
     assert found.keys() == expected.keys() == {"loss", "norm", "held_out", "held_out_average"}
     for name, curve in expected.items():

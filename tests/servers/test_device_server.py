@@ -528,8 +528,8 @@ def test_touched_is_the_overlap():
         bounds = [0, *inner, 10]
         cuts = list(itertools.pairwise(bounds))
         law = [
-            [s for s, (a, b) in enumerate(cuts) if set(range(a, b)) & set(range(entry.lo, entry.hi))]
-            for entry in layout.entries
+            [i for i, entry in enumerate(layout.entries) if set(range(a, b)) & set(range(entry.lo, entry.hi))]
+            for a, b in cuts
         ]
         assert touched(layout, cuts) == law
 

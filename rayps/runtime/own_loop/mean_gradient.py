@@ -9,7 +9,6 @@ is this worker's own until the next backward outside, or until the step if there
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection
 
 import torch
@@ -22,6 +21,7 @@ from rayps.tensors.backward_end import BackwardEnd
 from rayps.tensors.finite import is_finite
 from rayps.tensors.flat import FlatModel, Gradient
 from rayps.tensors.weight_watch import check_alike
+from rayps.worker.exchange.arrivals import watch
 from rayps.worker.exchange.buckets import Buckets
 from rayps.worker.exchange.step_flags import CHANGED, COUNT, EVEN_STEP, ODD_STEP, OVERFLOW, StepFlags, with_flags
 
@@ -50,10 +50,7 @@ class MeanGradient:
         self._begun: float | None = None  # the number of samples with which a mean was begun in this backward
         self._step = 0
         self._end = BackwardEnd(self._end_backward)
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))  # type: ignore[no-untyped-call]
-            for i, p in enumerate(flat.parameters)
-        ]
+        self._hooks = watch(flat.parameters, self._arrived)
 
     @torch.no_grad()
     def average(self, samples: float) -> None:
@@ -129,14 +126,3 @@ class MeanGradient:
         self._flags.receive(marks[-COUNT:])
         mean: Tensor = (self._ring if self._flags.stated(OVERFLOW) else self._sent).mean(gradient)
         return mean, [i for i, some in enumerate(marks[:-COUNT].tolist()) if not some]
-
-
-def _hook(mean: weakref.ref[MeanGradient], i: int) -> Callable[[Tensor], None]:
-    """Return a hook with a weak reference, because a model may outlive the loop."""
-
-    def hook(p: Tensor) -> None:
-        found = mean()
-        if found is not None:
-            found._arrived(i, p)
-
-    return hook

@@ -1,17 +1,15 @@
 """Compute the mean gradient of a model over a ring, in buckets that are sent while backward continues.
 
 Li et al., "PyTorch distributed: experiences on accelerating data parallel training", VLDB 2020. The gradient vector is
-cut between parameters, from the last parameter to the first. A bucket is sent when all its gradients are complete.
-Autograd may compute a gradient in several parts. Each gradient is expected in as many parts as in the round before:
-a bucket then waits for all parts of a gradient, but not for a parameter that is not used. If a part arrives after its
-bucket was sent, a second mean adds the part.
+cut between parameters, from the last parameter to the first. A bucket is sent when all its gradients are complete, by
+the parts of the round before (`rayps.worker.exchange.arrivals`). A second mean adds the parts that arrive after their
+buckets were sent.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +22,7 @@ from rayps.core.job.records import Event
 from rayps.core.strategy.topology import AUTO_BUCKET_MB
 from rayps.tensors.finite import is_finite
 from rayps.tensors.flat import FlatModel, Gradient, Layout, dense
+from rayps.worker.exchange.arrivals import Arrivals, watch
 from rayps.worker.exchange.step_flags import COUNT, StepFlags, with_flags
 
 _ON_DEVICE = "the host waits for a device once in a step, when backward has ended"
@@ -62,7 +61,6 @@ class Buckets:
             size, self._why = 0.0, _ON_DEVICE
         self.early = size > 0
         self._buckets = cut(flat.layout, 1e6 * size or math.inf)
-        self._bucket_of = {i: b for b, members in enumerate(self._buckets) for i in members}
         entries, vector = flat.layout.entries, flat.packed[:-1]
         marks = len(entries) + 1 + COUNT
         if slices is None:
@@ -70,17 +68,12 @@ class Buckets:
         else:
             self._pieces = scattered_pieces(ring, vector, slices, marks)
         self._active, self._adds, self._samples, self._factor = False, False, 0.0, 1.0
-        self._arrivals: list[int] = []  # indices of the parameters, in the order in which their gradients arrived
-        self._times = [0] * len(entries)  # the number of parts of each gradient in this round
-        self._expected: list[int] | None = None  # the number of parts of each gradient in the round before
-        self._missing: list[int] = []  # for each bucket, the number of gradients that are not complete
-        self._sent: list[int] = []  # the buckets that were sent, in the order of sending
-        self._late: Tensor | None = None  # the sum of the parts that arrived after their buckets were sent
+        self._arrivals = Arrivals(len(entries), self._buckets)
         # a gradient that is not finite: its rank (-1 if only the sum over ranks is not finite), its parameter's name
         self.fault: tuple[int, str] | None = None
         self._ordered = not (self.early and len(self) > 1 and isinstance(self._pieces, SentBuckets))
-        for i, p in enumerate(flat.parameters if hooked else ()):
-            p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))  # type: ignore[no-untyped-call]
+        if hooked:
+            watch(flat.parameters, self._add_gradient)
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -116,16 +109,11 @@ class Buckets:
         if drop and not adds:
             self._flat.drop_grad()
         self._active, self._samples, self._factor = True, samples, factor
-        self._times = [0] * len(self._times)
-        self._arrivals.clear()
-        self._sent.clear()
-        self._late, self.fault = None, None
-        if self.early and self._expected is not None:
-            # a gradient that only an earlier backward has computed is sent at the end
-            pending = {i for i, p in enumerate(self._flat.parameters) if p.grad is not None} if adds else set()
-            self._missing = [sum(self._expected[i] > 0 or i in pending for i in members) for members in self._buckets]
-        else:
-            self._missing = [len(members) + 1 for members in self._buckets]  # no bucket is sent before the end
+        self.fault = None
+        self._arrivals.late.clear()
+        # a gradient that only an earlier backward has computed is sent at the end
+        pending = {i for i, p in enumerate(self._flat.parameters) if p.grad is not None} if adds else ()
+        self._arrivals.begin(early=self.early, pending=pending)
         self._pieces.begin(samples)
 
     def finish(self) -> tuple[Tensor, Collection[int]]:
@@ -137,9 +125,9 @@ class Buckets:
         for i, p in enumerate(self._flat.parameters if self._adds else ()):
             self._add_gradient(i, p)
         self._active = False
-        for b in [b for b in range(len(self)) if b not in self._sent]:
+        for b in self._arrivals.unsent():
             self._send_bucket(b)
-        marks = with_flags([*(times > 0 for times in self._times), self._late is not None], self._flags)
+        marks = with_flags([*(parts > 0 for parts in self._arrivals.parts), bool(self._arrivals.late)], self._flags)
         mean = self._pieces.finish(marks)
         self._flags.receive(marks[-COUNT:])
         marks = marks[:-COUNT]
@@ -149,7 +137,7 @@ class Buckets:
         if marks[-1]:
             mean = self._with_late(mean)
         if self._samples:
-            self._expected = list(self._times)
+            self._arrivals.end()
         if not self._ordered:
             self._agree_on_order()
         unused = [i for i, used in enumerate(marks[:-1].tolist()) if not used]
@@ -166,24 +154,21 @@ class Buckets:
         grad, p.grad = dense(p.grad), None
         if self._factor != 1:
             grad = grad.mul_(self._factor)
-        bucket = self._bucket_of[i]
-        late = bucket in self._sent
+        arrivals = self._arrivals
+        (bucket,), late = arrivals.groups_of[i], arrivals.is_late(i)
         if (late or not self._pieces.checks) and self.fault is None and not is_finite(grad):
             self.fault = self._ring.rank, self._flat.layout.entries[i].name
-        self._times[i] += 1
-        self._arrivals.append(i)
+        complete = arrivals.count(i)
         with torch.no_grad():
             if late:
-                self._add_late(i, grad)
-            elif self._times[i] > 1:
+                arrivals.add_late(i, grad)
+            elif arrivals.parts[i] > 1:
                 self._pieces.copy_held(bucket)
                 self._flat.views[i].add_(grad)
             else:
                 self._copy_gradient(i, bucket, grad)
-        if self._expected is not None and self._times[i] == self._expected[i]:
-            self._missing[bucket] -= 1
-            if not self._missing[bucket]:
-                self._send_bucket(bucket)
+        for each in complete:
+            self._send_bucket(each)
 
     def _copy_gradient(self, i: int, bucket: int, grad: Tensor) -> None:
         """Copy a gradient to its range of the vector. A large part that only this rank reads is not copied."""
@@ -199,38 +184,25 @@ class Buckets:
 
     def _send_bucket(self, bucket: int) -> None:
         for i in self._buckets[bucket]:
-            if not self._times[i]:
+            if not self._arrivals.parts[i]:
                 self._flat.views[i].zero_()
-        self._sent.append(bucket)
+        self._arrivals.sent(bucket)
         self._pieces.submit(bucket)
 
-    def _add_late(self, i: int, grad: Tensor) -> None:
-        if self._late is None:
-            self._late = torch.zeros_like(self._flat.packed)
-        entry = self._flat.layout.entries[i]
-        self._late[entry.lo : entry.hi].view(entry.shape).add_(grad)
-
     def _with_late(self, mean: Tensor) -> Tensor:
-        late = torch.zeros_like(self._flat.packed) if self._late is None else self._late
+        late = torch.zeros_like(self._flat.packed)
+        for i, part in self._arrivals.late.items():
+            entry = self._flat.layout.entries[i]
+            late[entry.lo : entry.hi].view(entry.shape).copy_(part)
         return mean + self._ring.mean(Gradient(late, self._samples))
 
     def _agree_on_order(self) -> None:
         """Set the order of sending to that in which rank 0's first backward has completed the buckets."""
-        last = {self._bucket_of[i]: at for at, i in enumerate(self._arrivals)}
-        order = torch.tensor(sorted(range(len(self)), key=lambda b: last.get(b, len(self._arrivals) + b)))
-        self._pieces.reorder(self._ring.broadcast(order).tolist())
+        order = self._arrivals.order
+        last = {group: at for at, i in enumerate(order) for group in self._arrivals.groups_of[i]}
+        buckets = torch.tensor(sorted(range(len(self)), key=lambda b: last.get(b, len(order) + b)))
+        self._pieces.reorder(self._ring.broadcast(buckets).tolist())
         self._ordered = True
-
-
-def _hook(buckets: weakref.ref[Buckets], i: int) -> Callable[[Tensor], None]:
-    """Return a hook with a weak reference, because a model may exist longer than the ring of its buckets."""
-
-    def hook(p: Tensor) -> None:
-        found = buckets()
-        if found is not None:
-            found._add_gradient(i, p)
-
-    return hook
 
 
 def chosen(flat: FlatModel, ring: Ring) -> tuple[float, str]:

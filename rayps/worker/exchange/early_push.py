@@ -4,14 +4,13 @@ A segment of the vector leaves when autograd has computed the gradients of all p
 no gradient in a backward is known only at its end, and its segments then leave at the end. The pushed values are those
 of `Worker.grad`, bit for bit.
 
-Autograd may compute a gradient in several parts (a checkpoint of torch with `use_reentrant=True` does). Then no
-segment leaves early. The first round shows whether it does so.
+In the first round no segment leaves early: it shows in how many parts autograd computes each gradient (a checkpoint of
+torch with `use_reentrant=True` makes several).
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from rayps_client.errors import WorkloadError
@@ -19,11 +18,12 @@ from torch import Tensor
 
 from rayps.ps.client.device_server import DeviceServer
 from rayps.tensors.flat import FlatModel, Layout, dense
+from rayps.worker.exchange.arrivals import Arrivals, watch
 
 
 def touched(layout: Layout, cuts: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Return, for each parameter of the layout, the segments that have elements of it. `cuts` are the segments."""
-    return [[s for s, (a, b) in enumerate(cuts) if max(a, entry.lo) < min(b, entry.hi)] for entry in layout.entries]
+    """Return, for each segment of `cuts`, the indices of the parameters that have elements in it."""
+    return [[i for i, entry in enumerate(layout.entries) if max(a, entry.lo) < min(b, entry.hi)] for a, b in cuts]
 
 
 class EarlyPush:
@@ -34,15 +34,11 @@ class EarlyPush:
 
     def __init__(self, flat: FlatModel, server: DeviceServer) -> None:
         self._flat, self._server = flat, server
-        self._segments = touched(flat.layout, server.cuts)
-        self._counts = [sum(s in found for found in self._segments) for s in range(len(server.cuts))]
-        self._missing: list[int] = []  # by segment: the parameters in it without a complete gradient
-        self._parts = [0] * len(self._segments)  # by parameter: the parts of its gradient in this backward
-        self._whole: bool | None = None  # whether gradients are computed in one part; None before the first round
-        self._sent: set[int] = set()
+        self._everyone = range(len(flat.layout.entries))
+        self._arrivals = Arrivals(len(self._everyone), touched(flat.layout, server.cuts))
+        self._collected: set[int] = set()  # the parameters whose gradients are in the vector before the end of backward
         self._active, self._factor = False, 1.0
-        for i, p in enumerate(flat.parameters):
-            p.register_post_accumulate_grad_hook(_early_hook(weakref.ref(self), i))  # type: ignore[no-untyped-call]
+        watch(flat.parameters, self._add_gradient)
 
     @property
     def begun(self) -> bool:
@@ -52,9 +48,8 @@ class EarlyPush:
     def begin(self, weight: float, factor: float = 1.0) -> None:
         """Begin the push of a gradient of `weight` samples; each gradient in `.grad` is multiplied by `factor`."""
         self._server.begin(self._flat.packed[:-1], weight)
-        self._missing = list(self._counts)
-        self._parts = [0] * len(self._parts)
-        self._sent = set()
+        self._arrivals.begin(pending=self._everyone)  # a segment also waits for parameters that were not used
+        self._collected.clear()
         self._active, self._factor = True, factor
 
     def collect(self) -> None:
@@ -64,21 +59,19 @@ class EarlyPush:
         """
         with torch.no_grad():
             for i, p in enumerate(self._flat.parameters):
-                if p.grad is not None and self._factor != 1 and not self._taken(i):
+                if p.grad is not None and self._factor != 1 and i not in self._collected:
                     p.grad.mul_(self._factor)
         self._flat.collect_grad()
-        late = [i for i, parts in enumerate(self._parts) if parts > 1 and self._taken(i)]
+        late = sorted(i for i in self._collected if not self._arrivals.is_complete(i))
         if late:
             raise WorkloadError(
-                f"the gradient of parameter {self._flat.layout.entries[late[0]].name!r} was computed in several parts, "
-                "after it had been pushed, and in one part in the first round: give use_reentrant=False to "
+                f"the gradient of parameter {self._flat.layout.entries[late[0]].name!r} was computed in more parts "
+                "than in the round before, after it had been pushed: give use_reentrant=False to "
                 "torch.utils.checkpoint, or call w.server.push(w.grad(batch)) in a strategy of your own"
             )
-        if self._whole is None:
-            self._whole = max(self._parts, default=0) <= 1
-        for segment in reversed(range(len(self._server.cuts))):
-            if segment not in self._sent:
-                self._server.send(segment)
+        self._arrivals.end()
+        for segment in reversed(self._arrivals.unsent()):
+            self._server.send(segment)
 
     def end(self) -> None:
         """End the push, after `collect` and the check of the gradient."""
@@ -91,35 +84,19 @@ class EarlyPush:
             self._active = False
             self._server.end(refused=True)
 
-    def _taken(self, i: int) -> bool:
-        """Return whether the gradient of parameter `i` was collected before the end of backward."""
-        return bool(self._whole) and self._parts[i] > 0
-
     def _add_gradient(self, i: int, p: Tensor) -> None:
         """Count a part of the gradient of parameter `i`, and collect it if it is complete. Called by autograd."""
         if not self._active or p.grad is None:
             return
-        self._parts[i] += 1
-        if not self._whole or self._parts[i] > 1:
+        complete = self._arrivals.count(i)
+        if not self._arrivals.is_complete(i):
             return
+        self._collected.add(i)
         view = self._flat.views[i]
         with torch.no_grad():
             grad = dense(p.grad)
             view.copy_(grad if self._factor == 1 else grad.mul_(self._factor))
         p.grad = view
-        for segment in self._segments[i]:
-            self._missing[segment] -= 1
-            if not self._missing[segment]:
-                self._sent.add(segment)
-                self._server.send(segment)
-
-
-def _early_hook(push: weakref.ref[EarlyPush], i: int) -> Callable[[Tensor], None]:
-    """Return a hook with a weak reference, because a model may exist longer than its push."""
-
-    def hook(p: Tensor) -> None:
-        found = push()
-        if found is not None:
-            found._add_gradient(i, p)
-
-    return hook
+        for segment in complete:
+            self._arrivals.sent(segment)
+            self._server.send(segment)

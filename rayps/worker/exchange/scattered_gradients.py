@@ -10,8 +10,7 @@ thread sends it while backward continues.
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from rayps.comm.ring.bucket_scatter import bucket_scatter
 from rayps.comm.ring.owned_slices import OwnedSlices
 from rayps.tensors.finite import is_finite
 from rayps.tensors.flat import FlatModel, dense
+from rayps.worker.exchange.arrivals import Arrivals, watch
 from rayps.worker.exchange.step_flags import COUNT, StepFlags, with_flags
 
 
@@ -47,20 +47,14 @@ class ScatteredGradients:
         """
         self._flat, self._ring, self._slices, self._flags = flat, ring, slices, flags
         self._buckets = [list(members) for members in buckets]
-        self._bucket_of = {i: b for b, members in enumerate(self._buckets) for i in members}
         self._scatter = bucket_scatter(ring, slices, flat.layout.dtype, several=several)
         self._factor, self._weight, self._all = 1.0, 0.0, 0.0  # of this micro-batch; the weight of the step so far
         count = len(flat.layout.entries)
         self._used = [False] * count  # whether this rank has computed a gradient of a parameter in this step
-        self._times = [0] * count  # the number of parts of each gradient in this micro-batch
-        self._expected = [1] * count  # the same in the micro-batch before
-        self._missing: list[int] = []  # for each bucket, the number of gradients that are not complete
+        self._arrivals = Arrivals(count, self._buckets, expected=1)  # its late parts are weighted, and of the step
         self._next = 0  # the first bucket that is not sent in this micro-batch
-        # from a parameter to the sum of the weighted parts that arrived after its bucket was sent, in this step
-        self._late: dict[int, Tensor] = {}
         self.fault: str | None = None  # the name of a parameter whose gradient on this rank is not finite
-        for i, p in enumerate(flat.parameters):
-            p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))  # type: ignore[no-untyped-call]
+        watch(flat.parameters, self._add_gradient)
 
     @property
     def seconds(self) -> float:
@@ -71,7 +65,7 @@ class ScatteredGradients:
         """Start a step: the slice of the sum becomes zero."""
         self._used = [False] * len(self._used)
         self.fault, self._all = None, 0.0
-        self._late.clear()
+        self._arrivals.late.clear()
         self._flat.drop_grad()
         self._scatter.begin_step()
 
@@ -82,8 +76,7 @@ class ScatteredGradients:
         """
         self._weight, self._factor = weight, factor
         self._all += weight
-        self._times = [0] * len(self._times)
-        self._missing = [sum(self._expected[i] > 0 for i in members) for members in self._buckets]
+        self._arrivals.begin()
         self._next = 0
         self._scatter.begin(weight)
 
@@ -92,7 +85,7 @@ class ScatteredGradients:
         while self._next < len(self._buckets):
             self._send_bucket()
         if self._weight:
-            self._expected = list(self._times)
+            self._arrivals.end()
         self._weight = 0.0
 
     def finish(self) -> tuple[Tensor, Collection[int]]:
@@ -102,7 +95,7 @@ class ScatteredGradients:
         connection fails.
         """
         mean = self._scatter.finish()
-        marks = with_flags([*self._used, bool(self._late)], self._flags)
+        marks = with_flags([*self._used, bool(self._arrivals.late)], self._flags)
         began = time.perf_counter()
         self._ring.max(marks)
         self._scatter.seconds += time.perf_counter() - began
@@ -116,16 +109,14 @@ class ScatteredGradients:
         """Count a part of the gradient of parameter `i`. Autograd calls this as a hook."""
         if not self._weight or p.grad is None:
             return
-        bucket = self._bucket_of[i]
-        self._times[i] += 1
         self._used[i] = True
-        if bucket < self._next:
+        late = self._arrivals.is_late(i)
+        self._arrivals.count(i)
+        if late:
             part, p.grad = self._taken(i, p).mul_(self._weight), None
-            self._late[i] = part if i not in self._late else self._late[i].add_(part)
+            self._arrivals.add_late(i, part)
             return
-        if self._times[i] == self._expected[i]:
-            self._missing[bucket] -= 1
-        while self._next < len(self._buckets) and not self._missing[self._next]:
+        while self._next < len(self._buckets) and not self._arrivals.waits(self._next):
             self._send_bucket()
 
     def _taken(self, i: int, p: Tensor) -> Tensor:
@@ -138,13 +129,14 @@ class ScatteredGradients:
     def _send_bucket(self) -> None:
         """Send the next bucket, and drop its gradients. A parameter without a gradient counts as zeros."""
         bucket, self._next = self._next, self._next + 1
+        self._arrivals.sent(bucket)
         start = self._slices.cuts[bucket].start
         memory = self._scatter.memory(bucket)
         with torch.no_grad():
             for i in self._buckets[bucket]:
                 entry, p = self._flat.layout.entries[i], self._flat.parameters[i]
                 into = memory[entry.lo - start : entry.hi - start].view(entry.shape)
-                if self._times[i] and p.grad is not None:
+                if self._arrivals.parts[i] and p.grad is not None:
                     into.copy_(self._taken(i, p))
                     p.grad = None
                 else:
@@ -161,18 +153,8 @@ class ScatteredGradients:
             memory.zero_()
             for i in members:
                 entry = self._flat.layout.entries[i]
-                if i in self._late:
-                    memory[entry.lo - start : entry.hi - start].view(entry.shape).copy_(self._late[i] / self._all)
+                if i in self._arrivals.late:
+                    part = self._arrivals.late[i] / self._all
+                    memory[entry.lo - start : entry.hi - start].view(entry.shape).copy_(part)
             self._scatter.send(bucket)
         return self._scatter.finish()
-
-
-def _hook(gradients: weakref.ref[ScatteredGradients], i: int) -> Callable[[Tensor], None]:
-    """Return a hook with a weak reference, because a model may exist longer than the ring of its gradients."""
-
-    def hook(p: Tensor) -> None:
-        found = gradients()
-        if found is not None:
-            found._add_gradient(i, p)
-
-    return hook

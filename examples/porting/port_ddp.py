@@ -1,19 +1,19 @@
-"""A usual script for torch DDP: torchrun --nproc-per-node 2 examples/usual_ddp.py. `port_ddp.py` is its port."""
+"""The script `usual_ddp.py` under rayps, on two workers: python examples/porting/port_ddp.py."""
 
 import argparse
 from pathlib import Path
 
 import pyarrow.parquet
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torch.utils.tensorboard import SummaryWriter
 
-DATA = Path(__file__).resolve().parent / "data"
+import rayps
+
+DATA = Path(__file__).resolve().parents[1] / "data"
 
 
 def digits(name: str, rows: int) -> TensorDataset:
@@ -51,8 +51,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs"))
     args = parser.parse_args()
 
-    dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = rayps.world().rank, rayps.world().size
     torch.manual_seed(0)
     data = digits("digits.parquet", args.rows)
     sampler = DistributedSampler(data, size, rank)
@@ -61,8 +60,8 @@ def main() -> None:
 
     model = network()
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.95), use_buffers=True)
-    model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4)
+    rayps.wrap(model, optimizer)
     warm = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=len(loader))
     cosine = lr_scheduler.CosineAnnealingLR(optimizer, (args.epochs - 1) * len(loader))
     scheduler = lr_scheduler.SequentialLR(optimizer, [warm, cosine], milestones=[len(loader)])
@@ -83,7 +82,7 @@ def main() -> None:
             scaler.step(optimizer)
             scaler.update()
             scheduler.step()
-            ema.update_parameters(model.module)
+            ema.update_parameters(model)
             step += 1
             if writer:
                 writer.add_scalar("loss", loss.item(), step)
@@ -97,7 +96,7 @@ def main() -> None:
         if loss < best:
             best, waited = loss, 0
             if rank == 0:
-                torch.save(model.module.state_dict(), args.out / "best.pt")
+                torch.save(model.state_dict(), args.out / "best.pt")
         else:
             waited += 1
         if waited == args.patience:
@@ -105,8 +104,7 @@ def main() -> None:
     if writer:
         torch.save(ema.module.state_dict(), args.out / "average.pt")
         writer.close()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    rayps.run(main, workers=2)
