@@ -8,6 +8,10 @@ generates, and functions that an import calls (decorators, registries).
     python scripts/trace_files.py                                              # all_reduce, one worker
     python scripts/trace_files.py --strategy parameter_server:shards=2 --workers 2
     python scripts/trace_files.py --strategy fedavg --clients 4 --json
+    python scripts/trace_files.py --from batch --to step                       # the journey of a gradient
+
+With `--from` and `--to`, only the last journey counts: from the call of a function of the first name to the return of
+one of the second, in all threads. A hop is a call from one file into another.
 """
 
 from __future__ import annotations
@@ -65,6 +69,46 @@ class Tracer:
         return False
 
 
+class Journey(Tracer):
+    """Records what runs from a call of a function `first` to the return of a function `last`; the last time counts."""
+
+    def __init__(self, package: Path, first: str, last: str) -> None:
+        super().__init__(package)
+        self._first, self._last = first, last
+        self._open: list[tuple[str, CodeType]] | None = None  # (caller's file, called function), in order
+        self.calls: list[tuple[str, CodeType]] = []
+
+    @property
+    def hops(self) -> int:
+        """The number of calls from one file into another."""
+        return sum(caller != code.co_filename for caller, code in self.calls)
+
+    def files(self) -> dict[str, list[str]]:
+        """See `Tracer.files`."""
+        self.codes = {code for _, code in self.calls}
+        return super().files()
+
+    def _profile(self, frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if not code.co_filename.startswith(self.prefix) or not is_function(code):
+            return
+        if event == "call":
+            if code.co_name == self._first and self._open is None:
+                self._open = []
+            if self._open is not None:
+                self._open.append((_file_of_caller(frame, self.prefix), code))
+        elif event == "return" and code.co_name == self._last and self._open is not None:
+            self.calls, self._open = self._open, None
+
+
+def _file_of_caller(frame: FrameType, prefix: str) -> str:
+    """The file of the package from which a function was called, past frames of other packages; "" if there is none."""
+    above = frame.f_back
+    while above is not None and not above.f_code.co_filename.startswith(prefix):
+        above = above.f_back
+    return "" if above is None else above.f_code.co_filename
+
+
 def is_function(code: CodeType) -> bool:
     """Whether the code is that of a function or lambda: not a module's, a class body's or a comprehension's."""
     return bool(code.co_flags & inspect.CO_OPTIMIZED) and code.co_name not in COMPREHENSIONS
@@ -79,12 +123,12 @@ def by_folder(files: Sequence[str]) -> dict[str, list[str]]:
     return folders
 
 
-def trace(strategy: str, workers: int = 1, clients: int = 0) -> dict[str, list[str]]:
+def trace(strategy: str, workers: int = 1, clients: int = 0, tracer: Tracer | None = None) -> dict[str, list[str]]:
     """Train two epochs of a linear model under `strategy` and return `Tracer.files()`.
 
     `clients`: divide the 24 rows among that many clients, for federated strategies; 0: no clients.
     """
-    tracer = Tracer(PACKAGE)
+    tracer = Tracer(PACKAGE) if tracer is None else tracer
     tracer.start()  # before the package is imported, so that it starts no thread untraced
     try:
         train(strategy, workers, clients)
@@ -142,14 +186,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--clients", type=int, default=0, help="divide the rows among clients (federated strategies)")
     parser.add_argument("--functions", action="store_true", help="list each file's functions")
     parser.add_argument("--json", action="store_true", help="strategy, workers, folders and files as one JSON object")
+    parser.add_argument("--from", dest="first", metavar="NAME", help="begin a journey with a function of this name")
+    parser.add_argument("--to", dest="last", metavar="NAME", help="end it when a function of this name returns")
     chosen = parser.parse_args(arguments)
+    if bool(chosen.first) != bool(chosen.last):
+        parser.error("give --from and --to together")
     sys.path.insert(0, str(ROOT))
-    files = trace(chosen.strategy, chosen.workers, chosen.clients)
+    journey = Journey(PACKAGE, chosen.first, chosen.last) if chosen.first else None
+    files = trace(chosen.strategy, chosen.workers, chosen.clients, journey)
+    if journey is not None and not journey.calls:
+        parser.error(f"no journey from {chosen.first!r} to {chosen.last!r} took place")
     if chosen.json:
         head = {"strategy": chosen.strategy, "workers": chosen.workers, "count": len(files)}
+        head |= {} if journey is None else {"hops": journey.hops}
         print(json.dumps({**head, "folders": by_folder(list(files)), "files": files}, indent=1))
     else:
-        print(report(files, chosen.functions))
+        print(report(files, chosen.functions) + ("" if journey is None else f", {journey.hops} hops"))
 
 
 if __name__ == "__main__":

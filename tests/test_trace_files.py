@@ -35,6 +35,14 @@ def test_another_strategy_runs_other_files():
     assert set(servers["files"]) - set(alone["files"])
 
 
+def test_the_journey_of_a_gradient_is_a_part_of_the_job():
+    whole, journey = traced(), traced("--from", "batch", "--to", "step")
+    assert set(journey["files"]) < set(whole["files"]) and journey["hops"] >= journey["count"] - 1
+    assert "all_reduce.py" not in journey["folders"].get("strategies", [])  # it calls batch and step
+    run = subprocess.run([sys.executable, str(TRACER), "--from", "batch"], capture_output=True, text=True)
+    assert run.returncode == 2 and "give --from and --to together" in run.stderr
+
+
 def test_what_counts_as_a_function(tmp_path, monkeypatch):
     sys.path.insert(0, str(TRACER.parent))
     try:
