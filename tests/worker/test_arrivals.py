@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from rayps.worker.exchange.arrivals import Arrivals, watch
+from rayps.worker.exchange.arrivals import GradientArrivals, watch
 
 GROUPS = {
     "buckets": [[2], [1, 0]],  # each parameter in one group
@@ -27,7 +27,7 @@ def test_a_group_is_complete_with_the_last_part_that_is_expected(kind, pending):
     groups = GROUPS[kind]
     for expected in itertools.product(range(3), repeat=3):
         for arriving in itertools.product(range(3), repeat=4):
-            arrivals = Arrivals(3, groups)
+            arrivals = GradientArrivals(3, groups)
             arrivals.expected = list(expected)
             arrivals.begin(pending=pending)
             done = []
@@ -49,19 +49,19 @@ def test_a_group_is_complete_with_the_last_part_that_is_expected(kind, pending):
 
 
 def test_nothing_is_complete_in_the_first_backward_and_if_nothing_leaves_early():
-    first = Arrivals(2, [[0], [1]])
+    first = GradientArrivals(2, [[0], [1]])
     first.begin()
     assert [first.count(i) for i in (0, 1, 0)] == [[], [], []] and first.unsent() == [0, 1]
     first.end()
     first.begin(early=False)
     assert [first.count(i) for i in (0, 0, 1)] == [[], [], []]
-    told = Arrivals(2, [[0], [1]], expected=1)
+    told = GradientArrivals(2, [[0], [1]], expected=1)
     told.begin()
     assert [told.count(i) for i in (1, 0)] == [[1], [0]]
 
 
 def test_late_parts_are_added():
-    arrivals = Arrivals(2, [[0], [1]])
+    arrivals = GradientArrivals(2, [[0], [1]])
     arrivals.add_late(1, torch.ones(2))
     arrivals.add_late(1, torch.ones(2))
     assert arrivals.late.keys() == {1} and arrivals.late[1].tolist() == [2, 2]

@@ -175,7 +175,8 @@ DRIVER = {  # places of the second checkpoint, and the number of checkpoints tha
 
 def driver(code, folder, place=""):
     """Start a process that runs `code` with this module's names and `folder`."""
-    text = f"from test_sharded_state_kills import *; folder = Path({str(folder)!r}); {code}"
+    head = "from pathlib import Path; from test_sharded_state_kills import *"
+    text = f"{head}; folder = Path({str(folder)!r}); {code}"
     path = os.pathsep.join([*FOLDERS, str(TESTS.parent), *sys.path])
     environment = os.environ | {"PYTHONPATH": path, VARIABLE: place}
     return subprocess.Popen([sys.executable, "-c", text], env=environment, stdout=subprocess.PIPE, text=True)

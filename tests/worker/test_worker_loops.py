@@ -1,6 +1,5 @@
 """One loop per family of strategies: the table, a loop of a strategy's own, verbs that a family does not have."""
 
-import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -112,29 +111,6 @@ def test_what_is_no_loop_is_refused(given, monkeypatch):
     monkeypatch.setattr(Votes, "loop", given)
     with pytest.raises(ConfigError, match=r"loop|cannot be loaded"):
         loop_class(Votes())
-
-
-@dataclass(frozen=True)
-class OldName(Strategy):
-    """Local steps; calls the old name of a verb."""
-
-    name: ClassVar[str] = "old_name"
-    loop: ClassVar[str] = "local_updates"
-
-    def round(self, w):
-        w.step(w.grad(w.batch()))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            w.together(1.0, momentum="average", buffers="average")
-        w.say(warned=sum(each.category is DeprecationWarning for each in caught))
-
-    def consensus(self, w):
-        return w.mean(w.params, exact=True)
-
-
-def test_the_old_name_of_a_verb_warns():
-    result = train(Small(), OldName(), workers=1, steps=3)
-    assert all(count >= 1 for count in result.history.column("warned").to_pylist())
 
 
 def test_a_step_where_servers_step_names_the_verb_to_call():

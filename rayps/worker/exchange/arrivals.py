@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 
-class Arrivals:
+class GradientArrivals:
     """Counts the parts of each gradient in a backward. A parameter is in one group or in several.
 
     Call `begin` before each backward, `count` for each part, `sent` for each group that is sent, and `end` after it.

@@ -22,7 +22,7 @@ from rayps.core.job.records import Event
 from rayps.core.strategy.topology import AUTO_BUCKET_MB
 from rayps.tensors.finite import is_finite
 from rayps.tensors.flat import FlatModel, Gradient, Layout, dense
-from rayps.worker.exchange.arrivals import Arrivals, watch
+from rayps.worker.exchange.arrivals import GradientArrivals, watch
 from rayps.worker.exchange.step_flags import COUNT, StepFlags, with_flags
 
 _ON_DEVICE = "the host waits for a device once in a step, when backward has ended"
@@ -68,7 +68,7 @@ class Buckets:
         else:
             self._pieces = scattered_pieces(ring, vector, slices, marks)
         self._active, self._adds, self._samples, self._factor = False, False, 0.0, 1.0
-        self._arrivals = Arrivals(len(entries), self._buckets)
+        self._arrivals = GradientArrivals(len(entries), self._buckets)
         # a gradient that is not finite: its rank (-1 if only the sum over ranks is not finite), its parameter's name
         self.fault: tuple[int, str] | None = None
         self._ordered = not (self.early and len(self) > 1 and isinstance(self._pieces, SentBuckets))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rayps.ps.client.device_server import DeviceServer
 from rayps.tensors.flat import FlatModel, Layout, dense
-from rayps.worker.exchange.arrivals import Arrivals, watch
+from rayps.worker.exchange.arrivals import GradientArrivals, watch
 
 
 def touched(layout: Layout, cuts: Sequence[tuple[int, int]]) -> list[list[int]]:
@@ -35,7 +35,7 @@ class EarlyPush:
     def __init__(self, flat: FlatModel, server: DeviceServer) -> None:
         self._flat, self._server = flat, server
         self._everyone = range(len(flat.layout.entries))
-        self._arrivals = Arrivals(len(self._everyone), touched(flat.layout, server.cuts))
+        self._arrivals = GradientArrivals(len(self._everyone), touched(flat.layout, server.cuts))
         self._collected: set[int] = set()  # the parameters whose gradients are in the vector before the end of backward
         self._active, self._factor = False, 1.0
         watch(flat.parameters, self._add_gradient)

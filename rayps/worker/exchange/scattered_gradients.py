@@ -20,7 +20,7 @@ from rayps.comm.ring.bucket_scatter import bucket_scatter
 from rayps.comm.ring.owned_slices import OwnedSlices
 from rayps.tensors.finite import is_finite
 from rayps.tensors.flat import FlatModel, dense
-from rayps.worker.exchange.arrivals import Arrivals, watch
+from rayps.worker.exchange.arrivals import GradientArrivals, watch
 from rayps.worker.exchange.step_flags import COUNT, StepFlags, with_flags
 
 
@@ -51,7 +51,7 @@ class ScatteredGradients:
         self._factor, self._weight, self._all = 1.0, 0.0, 0.0  # of this micro-batch; the weight of the step so far
         count = len(flat.layout.entries)
         self._used = [False] * count  # whether this rank has computed a gradient of a parameter in this step
-        self._arrivals = Arrivals(count, self._buckets, expected=1)  # its late parts are weighted, and of the step
+        self._arrivals = GradientArrivals(count, self._buckets, expected=1)  # late parts: weighted, of the step
         self._next = 0  # the first bucket that is not sent in this micro-batch
         self.fault: str | None = None  # the name of a parameter whose gradient on this rank is not finite
         watch(flat.parameters, self._add_gradient)
