@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rayps.bench.table import Benchmark
 from rayps.cli.main import run_app
-from rayps.cli.measure import group_of
+from rayps.cli.measure import make_group
 
 NETWORK = {
     "laws": Benchmark(
@@ -188,7 +188,7 @@ FEDERATED = {
 }
 TABLE = NETWORK | SERVERS | CHANGES | RUNS | ALGORITHMS | FEDERATED
 
-app = group_of(TABLE, "Measure rayps and other libraries in one run.")
+app = make_group(TABLE, "Measure rayps and other libraries in one run.")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -96,12 +96,12 @@ class Journey(Tracer):
             if code.co_name == self._first and self._open is None:
                 self._open = []
             if self._open is not None:
-                self._open.append((_file_of_caller(frame, self.prefix), code))
+                self._open.append((_find_caller(frame, self.prefix), code))
         elif event == "return" and code.co_name == self._last and self._open is not None:
             self.calls, self._open = self._open, None
 
 
-def _file_of_caller(frame: FrameType, prefix: str) -> str:
+def _find_caller(frame: FrameType, prefix: str) -> str:
     """The file of the package from which a function was called, past frames of other packages; "" if there is none."""
     above = frame.f_back
     while above is not None and not above.f_code.co_filename.startswith(prefix):

@@ -41,7 +41,7 @@ class Opt:
     least: float | None = None
 
 
-def workers_of(values: Values) -> int:
+def count_workers(values: Values) -> int:
     """Return the number of CPUs of a cluster for one worker each."""
     return int(values["workers"])
 
@@ -54,7 +54,7 @@ class Benchmark(NamedTuple):
 
     target: str
     help: str
-    cpus: Callable[[Values], int] = workers_of
+    cpus: Callable[[Values], int] = count_workers
 
 
 class BenchRow:
@@ -102,7 +102,7 @@ def tell_nobody(row: BenchRow) -> None:
     """Report a row to nobody."""
 
 
-def headings_of(columns: str) -> dict[str, str]:
+def split_columns(columns: str) -> dict[str, str]:
     """Return the heading of each field that a table shows."""
     pairs = (column.partition(":") for column in columns.split(" | "))
     return {field.strip(): heading.strip() or field.strip() for field, _, heading in pairs}

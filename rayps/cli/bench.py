@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rayps.bench.table import Benchmark
-from rayps.cli.measure import group_of
+from rayps.cli.measure import make_group
 
 TABLE = {
     "ring": Benchmark(
@@ -43,4 +43,4 @@ MOVED = {  # what was a command here, or an option of one: the command of `pytho
     "step --memory": "memory",
 }
 
-app = group_of(TABLE, "Measure how fast rayps is on your machines.", MOVED)
+app = make_group(TABLE, "Measure how fast rayps is on your machines.", MOVED)

@@ -14,7 +14,7 @@ import typer.core
 import typer.main
 from rayps_client.errors import ConfigError
 
-from rayps.bench.table import Benchmark, BenchRow, BenchRun, Found, Opt, headings_of
+from rayps.bench.table import Benchmark, BenchRow, BenchRun, Found, Opt, split_columns
 from rayps.cli import show
 from rayps.cli.show import Output
 
@@ -23,7 +23,7 @@ _FORMAT = Annotated[Output, typer.Option("--output", "-o", help="table or json."
 _JSON = Annotated[bool, typer.Option("--json", help="The same as --output json.")]
 
 
-def group_of(
+def make_group(
     table: Mapping[str, Benchmark], text: str, moved: Mapping[str, str] = types.MappingProxyType({})
 ) -> typer.Typer:
     """Return the commands of a table, with the help `text`. A benchmark is imported when its command runs.
@@ -47,7 +47,7 @@ def group_of(
 
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
             found = table.get(cmd_name.replace("-", "_"))
-            return None if found is None else command_of(cmd_name, found)
+            return None if found is None else make_command(cmd_name, found)
 
         def format_commands(self, ctx: Any, formatter: Any) -> None:
             with formatter.section("Commands"):
@@ -60,11 +60,11 @@ def group_of(
     return app
 
 
-def command_of(name: str, benchmark: Benchmark) -> Any:
+def make_command(name: str, benchmark: Benchmark) -> Any:
     """Return the command of one benchmark, with the options that its function declares."""
     module, _, attribute = benchmark.target.partition(":")
     function = getattr(importlib.import_module(module), attribute)
-    options = _options_of(function)
+    options = _read_options(function)
 
     def call(**given: Any) -> None:
         form = Output.json if given.pop("as_json") else given.pop("output")
@@ -80,7 +80,7 @@ def command_of(name: str, benchmark: Benchmark) -> Any:
         else:
             found = function(**values)
         show_found(form, found)
-        if any(row.failed for row in _rows_of(found)):
+        if any(row.failed for row in _list_rows(found)):
             raise typer.Exit(1)
 
     parameters = {key: option.parameter() for key, option in options.items()}
@@ -149,7 +149,7 @@ class _Option:
             ) from None
 
 
-def _options_of(function: Callable[..., Any]) -> dict[str, _Option]:
+def _read_options(function: Callable[..., Any]) -> dict[str, _Option]:
     """Return the options that the parameters of a benchmark's function declare."""
     found = {}
     for name, parameter in inspect.signature(function).parameters.items():
@@ -186,7 +186,7 @@ def on_cluster(address: str | None, cpus: int, measure: Callable[[Any], Found]) 
         cluster.close()
 
 
-def _rows_of(found: Found) -> list[BenchRow]:
+def _list_rows(found: Found) -> list[BenchRow]:
     if isinstance(found, BenchRun):
         return list(found.rows)
     if isinstance(found, BenchRow):
@@ -204,11 +204,11 @@ def show_found(output: Output, found: Found) -> None:
         else:
             show.dump([row.to_dict() for row in found])
         return
-    for rows in found.values() if isinstance(found, Mapping) else [_rows_of(found)]:
+    for rows in found.values() if isinstance(found, Mapping) else [_list_rows(found)]:
         if rows:
-            headings = headings_of(rows[0].columns)
+            headings = split_columns(rows[0].columns)
             cells = [[show.number(getattr(row, name)) for name in headings] for row in rows]
             show.table(list(headings.values()), cells)
-    for row in [found] if isinstance(found, BenchRun) else _rows_of(found):
+    for row in [found] if isinstance(found, BenchRun) else _list_rows(found):
         if row.remark:
             show.line(row.remark)

@@ -22,7 +22,7 @@ from rayps.ps.client.device_server import DeviceServer
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.device import CpuDevice, Device
 from rayps.tensors.flat import FlatModel, Layout
-from rayps.worker.exchange.early_push import EarlyPush, touched
+from rayps.worker.exchange.early_push import EarlyPush, find_touched
 from rayps.worker.loops import server_steps
 
 KINDS = ["cpu", "delayed", "cuda"]
@@ -531,7 +531,7 @@ def test_touched_is_the_overlap():
             [i for i, entry in enumerate(layout.entries) if set(range(a, b)) & set(range(entry.lo, entry.hi))]
             for a, b in cuts
         ]
-        assert touched(layout, cuts) == law
+        assert find_touched(layout, cuts) == law
 
 
 class Recorder:

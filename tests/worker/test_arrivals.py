@@ -42,7 +42,7 @@ def test_a_group_is_complete_with_the_last_part_that_is_expected(kind, pending):
                     assert not arrivals.waits(group)
                     arrivals.sent(group)
                 done += found
-                assert arrivals.unsent() == [g for g in range(len(groups)) if g not in done]
+                assert arrivals.list_unsent() == [g for g in range(len(groups)) if g not in done]
                 assert [arrivals.is_late(j) for j in range(3)] == [any(j in groups[g] for g in done) for j in range(3)]
             arrivals.end()
             assert arrivals.expected == [arriving.count(i) for i in range(3)] and arrivals.order == list(arriving)
@@ -51,7 +51,7 @@ def test_a_group_is_complete_with_the_last_part_that_is_expected(kind, pending):
 def test_nothing_is_complete_in_the_first_backward_and_if_nothing_leaves_early():
     first = GradientArrivals(2, [[0], [1]])
     first.begin()
-    assert [first.count(i) for i in (0, 1, 0)] == [[], [], []] and first.unsent() == [0, 1]
+    assert [first.count(i) for i in (0, 1, 0)] == [[], [], []] and first.list_unsent() == [0, 1]
     first.end()
     first.begin(early=False)
     assert [first.count(i) for i in (0, 0, 1)] == [[], [], []]

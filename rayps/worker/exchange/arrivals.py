@@ -82,7 +82,7 @@ class GradientArrivals:
         """Return whether a part of the gradient of parameter `i` arrives after one of its groups was sent."""
         return not self._left.isdisjoint(self.groups_of[i])
 
-    def unsent(self) -> list[int]:
+    def list_unsent(self) -> list[int]:
         """Return the groups that are not sent."""
         return [group for group in range(len(self._groups)) if group not in self._left]
 

@@ -125,7 +125,7 @@ class Buckets:
         for i, p in enumerate(self._flat.parameters if self._adds else ()):
             self._add_gradient(i, p)
         self._active = False
-        for b in self._arrivals.unsent():
+        for b in self._arrivals.list_unsent():
             self._send_bucket(b)
         marks = with_flags([*(parts > 0 for parts in self._arrivals.parts), bool(self._arrivals.late)], self._flags)
         mean = self._pieces.finish(marks)

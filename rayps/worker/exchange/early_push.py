@@ -21,7 +21,7 @@ from rayps.tensors.flat import FlatModel, Layout, dense
 from rayps.worker.exchange.arrivals import GradientArrivals, watch
 
 
-def touched(layout: Layout, cuts: Sequence[tuple[int, int]]) -> list[list[int]]:
+def find_touched(layout: Layout, cuts: Sequence[tuple[int, int]]) -> list[list[int]]:
     """Return, for each segment of `cuts`, the indices of the parameters that have elements in it."""
     return [[i for i, entry in enumerate(layout.entries) if max(a, entry.lo) < min(b, entry.hi)] for a, b in cuts]
 
@@ -35,7 +35,7 @@ class EarlyPush:
     def __init__(self, flat: FlatModel, server: DeviceServer) -> None:
         self._flat, self._server = flat, server
         self._everyone = range(len(flat.layout.entries))
-        self._arrivals = GradientArrivals(len(self._everyone), touched(flat.layout, server.cuts))
+        self._arrivals = GradientArrivals(len(self._everyone), find_touched(flat.layout, server.cuts))
         self._collected: set[int] = set()  # the parameters whose gradients are in the vector before the end of backward
         self._active, self._factor = False, 1.0
         watch(flat.parameters, self._add_gradient)
@@ -70,7 +70,7 @@ class EarlyPush:
                 "torch.utils.checkpoint, or call w.server.push(w.grad(batch)) in a strategy of your own"
             )
         self._arrivals.end()
-        for segment in reversed(self._arrivals.unsent()):
+        for segment in reversed(self._arrivals.list_unsent()):
             self._server.send(segment)
 
     def end(self) -> None:
