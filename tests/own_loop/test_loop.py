@@ -130,7 +130,7 @@ def test_frozen_parameters_and_buffers_begin_at_rank_0_too():
 def test_out_of_step_it_learns(staleness):
     work = Fixed(n=120, batch=4, optimizer="momentum")
     results = run(loop(work, ParameterServer(shards=2, staleness=staleness), epochs=12), workers=3)
-    # a worker that starts late finds parameters that the others have trained: the worker that started first says the begin
+    # a worker that starts late finds trained parameters: the begin is that of the worker that started first
     first = max(sum(loss for loss, _ in losses[:5]) for _, losses in results)
     for _, losses in results:
         assert sum(loss for loss, _ in losses[-5:]) < first
