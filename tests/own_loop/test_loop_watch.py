@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import importlib
 import inspect
 import os
@@ -283,3 +284,22 @@ def test_a_worker_that_waits_in_rayps_is_not_blamed():
 def test_the_default_patience_is_ten_minutes_in_every_way_to_start_a_loop():
     assert inspect.signature(rayps.run).parameters["timeout"].default == LOOP_TIMEOUT == 600.0
     assert inspect.signature(run_command).parameters["timeout"].default == LOOP_TIMEOUT
+
+
+def test_no_garbage_is_collected_while_the_frames_are_listed(monkeypatch):
+    """Python 3.11 could lock itself up: see `rayps.runtime.own_loop.activity`."""
+    listed, enabled = sys._current_frames, []
+
+    def frames():
+        enabled.append(gc.isenabled())
+        return listed()
+
+    monkeypatch.setattr(sys, "_current_frames", frames)
+    for collects in (True, False):
+        (gc.enable if collects else gc.disable)()
+        try:
+            assert activity_of(threading.get_ident(), 1.0) is not None
+            assert gc.isenabled() is collects
+        finally:
+            gc.enable()
+    assert enabled == [False, False]

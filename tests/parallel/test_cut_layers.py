@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import statistics
 
 import pytest
 import torch
@@ -140,8 +141,9 @@ def test_boundaries_that_are_none(boundaries):
 def test_measured_time_finds_the_heavy_layer():
     model = nn.Sequential(nn.Linear(8, 600), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 8), nn.Dropout(0.5))
     x, state = torch.randn(64, 8), torch.get_rng_state()
-    took = cut.measure(cut.layers(model), [x])
-    assert len(took) == 5 and all(t > 0 for t in took)
+    tries = [cut.measure(cut.layers(model), [x]) for _ in range(9)]  # other programs may interrupt a measurement
+    assert all(len(took) == 5 and all(t > 0 for t in took) for took in tries)
+    took = [statistics.median(each) for each in zip(*tries, strict=True)]
     assert max(took[:4]) == took[1]
     assert all(p.grad is None for p in model.parameters())
     assert torch.equal(torch.get_rng_state(), state)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
+from types import FrameType
 from typing import NamedTuple
 
 from rayps_client.machine.file_owner import is_ours, is_users_code, place_in
+from rayps_client.machine.loading import without_collection
+
+_LOOKING = threading.Lock()
 
 
 class Activity(NamedTuple):
@@ -18,7 +23,7 @@ class Activity(NamedTuple):
 
 def activity_of(thread: int | None, seconds: float) -> Activity | None:
     """Return what the thread with this ident is doing; None if no user code is running in it."""
-    frame = None if thread is None else sys._current_frames().get(thread)
+    frame = None if thread is None else _frame_of(thread)
     inner = list[str]()  # the files of the frames that the user's line has called
     while frame is not None:
         file = frame.f_code.co_filename
@@ -28,3 +33,14 @@ def activity_of(thread: int | None, seconds: float) -> Activity | None:
         inner.append(file)
         frame = frame.f_back
     return None
+
+
+def _frame_of(thread: int) -> FrameType | None:
+    """Return the innermost frame of a thread, or None if it has ended.
+
+    Before Python 3.12 `sys._current_frames` can start a garbage collection while it holds the interpreter's lock of the
+    list of threads. If an object that is collected lets go of the GIL, all threads of the process wait for ever
+    (python/cpython#106883). So the collector is off, and one thread looks at a time.
+    """
+    with _LOOKING, without_collection():
+        return sys._current_frames().get(thread)
