@@ -24,7 +24,7 @@ from torch import nn
 
 import rayps
 from benchmarks.federated.robust import FOLDER, RobustDigits, digits
-from rayps.bench.table import BenchRow, Digits, Opt, Workers
+from rayps.bench.table import BenchRow, ImagesFolder, Opt, Workers
 from rayps.cluster.local import LocalCluster
 from rayps.core.strategy.strategy_families import Fixed
 from rayps.data import Data
@@ -113,7 +113,7 @@ def bench_admm(
     rate: Annotated[
         float, Opt("Rate of each worker's link in bits per second, for the time to send a shuffle's rows.")
     ] = 1e9,
-    folder: Digits = None,
+    folder: ImagesFolder = None,
 ) -> list[ADMMRow]:
     """Measure each strategy. `rate` is the rate of each worker's link, in bits per second.
 

@@ -24,8 +24,8 @@ from rayps_client.errors import ConfigError
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rayps.bench.table import BenchRow, Opt
-from rayps.bench.table import Digits as ImagesFolder
+from rayps.bench.table import BenchRow, ImagesFolder, Opt
+from rayps.cli.show import number
 from rayps.cluster.local import LocalCluster
 from rayps.data import Batch, Data, iid, parquet, shards, tensors
 from rayps.runtime.training import Result, train
@@ -85,8 +85,8 @@ class LearningRow(BenchRow):
         """The row in a line."""
         return (
             f"{self.scene}, seed {self.seed}, {self.way}: best accuracy {self.best:.3f}, 90% reached in round "
-            f"{self.reached}, last accuracy {self.last:.3f}, on images of other writers {self.others}, of personal "
-            f"models {self.personal} ({self.seconds:.0f} s)"
+            f"{self.reached}, last accuracy {self.last:.3f}, on images of other writers {number(self.others)}, of "
+            f"personal models {number(self.personal)} ({self.seconds:.0f} s)"
         )
 
 

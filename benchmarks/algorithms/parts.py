@@ -21,7 +21,7 @@ from torch.optim import SGD, Optimizer, lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
 from benchmarks.algorithms.learning import FOLDER, Images, load
-from rayps.bench.table import BenchRow, Digits, Opt
+from rayps.bench.table import BenchRow, ImagesFolder, Opt
 from rayps.cluster.local import LocalCluster
 from rayps.data import Batch, Data, tensors
 from rayps.runtime.training import train
@@ -116,7 +116,7 @@ class Residual(Workload):
 def bench_parts(
     parts: Annotated[Sequence[str], Opt("Parts, each with those before it: batchnorm, schedule, ema.")] = PARTS,
     *,
-    folder: Digits = None,
+    folder: ImagesFolder = None,
     seeds: Annotated[Sequence[int], Opt("Seeds, at least two, e.g. 0,1,2.")] = (0, 1, 2, 3, 4),
     rows: Annotated[int, Opt("Training images.", least=1)] = 4000,
     epochs: Annotated[int, Opt("Epochs of each run.", least=1)] = 4,

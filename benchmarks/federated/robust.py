@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rayps
-from rayps.bench.table import BenchRow, Digits, Opt
+from rayps.bench.table import BenchRow, ImagesFolder, Opt
 from rayps.cluster.local import Cluster
 from rayps.data import Batch, Data
 from rayps.federated.population.attack_spec import attack_of
@@ -164,7 +164,7 @@ def bench_robust(
     batch: Annotated[int, Opt("Rows of a local batch.")] = 10,
     lr: Annotated[float, Opt("The clients' learning rate.")] = 0.1,
     seeds: Annotated[int, Opt("Runs of each rule and scene, with seeds 0, 1, ...")] = 1,
-    folder: Digits = None,
+    folder: ImagesFolder = None,
 ) -> list[RobustRow]:
     """Measure each rule in each scene; return a row for each.
 

@@ -65,7 +65,9 @@ _FIRST = -15  # the priority of the other workers, 28 times the share of a usual
 class CauseRow(BenchRow):
     """One scene: what was slowed, and what the report says."""
 
-    columns: ClassVar[str] = "scene | strategy | found | cause | worker | cost | goodput | off: parts off wall"
+    columns: ClassVar[str] = (
+        "scene | strategy | right: found | cause | worker | lost: cost | useful: goodput | differs: parts / wall"
+    )
 
     scene: str
     strategy: str
@@ -77,6 +79,26 @@ class CauseRow(BenchRow):
     off: float  # the largest difference between the sum of a member's parts and its wall time, as a share
     summary: str
     seconds: float
+
+    @property
+    def right(self) -> str:
+        """Whether cause and worker are those of the scene, in a word."""
+        return "yes" if self.found else "NO"
+
+    @property
+    def lost(self) -> str:
+        """The cost in percent."""
+        return f"{self.cost:.0%}"
+
+    @property
+    def useful(self) -> str:
+        """The goodput in percent."""
+        return f"{self.goodput:.0%}"
+
+    @property
+    def differs(self) -> str:
+        """The largest difference between parts and wall time, in percent."""
+        return f"{self.off:.2%} off"
 
     @property
     def worker(self) -> str:

@@ -95,11 +95,6 @@ class BenchRun(BenchRow):
 
 
 Found: TypeAlias = Sequence[BenchRow] | BenchRow | Mapping[str, Sequence[BenchRow]]  # what a benchmark returns
-Report: TypeAlias = Callable[[BenchRow], None]  # is told each row when it is measured
-
-
-def tell_nobody(row: BenchRow) -> None:
-    """Report a row to nobody."""
 
 
 def split_columns(columns: str) -> dict[str, str]:
@@ -129,7 +124,7 @@ Strategies = Annotated[
     Sequence[str],
     Opt("A strategy; repeat the option for more. All others are compared with the first.", "--strategy", split=""),
 ]
-Digits = Annotated[
+ImagesFolder = Annotated[
     Path | None,
     Opt(
         "A folder with MNIST's four files, or with digits.parquet and digits_test.parquet. By default examples/data.",

@@ -70,8 +70,9 @@ def make_command(name: str, benchmark: Benchmark) -> Any:
         form = Output.json if given.pop("as_json") else given.pop("output")
         given.pop("output", None)
         address = given.pop("address", None)
-        if given.get("workers", 1) == 0:
-            raise ConfigError("workers is 0: give at least 1", field="workers")
+        workers = given.get("workers")
+        if isinstance(workers, int) and workers < 1:
+            raise ConfigError(f"workers is {workers}: give at least 1", field="workers")
         values = {key: value for key, option in options.items() if (value := option.value(given[key])) is not _ABSENT}
         if "report" in inspect.signature(function).parameters:
             values["report"] = lambda row: show.note(row.note)
@@ -168,13 +169,7 @@ def _takes_cluster(function: Callable[..., Any]) -> bool:
 
 
 def on_cluster(address: str | None, cpus: int, measure: Callable[[Any], Found]) -> Found:
-    """Return `measure(cluster)`. The cluster is the one at `address`, or a new local one; None if `cpus` is 0.
-
-    Raises:
-        ConfigError: `cpus` is below 0, or there is no worker.
-    """
-    if cpus < 0 or (cpus == 0 and address):
-        raise ConfigError(f"workers is {cpus}: give at least 1", field="workers")
+    """Return `measure(cluster)`. The cluster is the one at `address`, or a new local one; None if `cpus` is 0."""
     if cpus == 0:
         return measure(None)
     from rayps.cluster.ray_cluster import RayCluster

@@ -28,9 +28,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import overload
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import safetensors.torch
 import torch
 from rayps_client.errors import CheckpointError, PlaceError, TrainingError
@@ -614,24 +611,3 @@ def scan(folder: Location, last: int | None = None) -> tuple[Location | None, di
         else:
             return path.location, invalid
     return None, invalid
-
-
-def rows_fault(path: Path) -> str | None:
-    """Return which value of a table's Parquet file is the first that is not finite, or None if all are finite.
-
-    The text names the column (of rows or of optimizer state) and the id, e.g. `'row' of id 17`.
-    """
-    try:
-        file = pq.ParquetFile(path)
-        for batch in file.iter_batches():
-            for name, column in zip(batch.schema.names, batch.columns, strict=True):
-                values = column.flatten() if isinstance(column, pa.FixedSizeListArray) else column
-                if not pa.types.is_floating(values.type) or not len(values):
-                    continue
-                wrong = np.flatnonzero(~np.isfinite(values.to_numpy(zero_copy_only=False)))
-                if len(wrong):
-                    row = int(wrong[0]) // (len(values) // len(column))
-                    return f"{name!r} of id {batch.column('id')[row].as_py()}"
-    except (OSError, pa.ArrowException) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", path=str(path)) from error
-    return None
