@@ -15,7 +15,7 @@ import hypothesis
 import lanes
 import pytest
 import torch
-from folders import PYTHONPATH
+from folders import PYTHONPATH, TESTS
 from lanes import uses_ray, uses_service
 from traces import Traces
 
@@ -116,6 +116,12 @@ def pytest_xdist_node_collection_finished(ids):
     """Stop where pytest-xdist would divide a group: each of its processes would then start a Ray and a browser."""
     if not all("@" in name for name in ids):
         raise pytest.UsageError("pytest-xdist ignores the groups: install the pytest that pyproject.toml names")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Begin in the project's folder: a job in a thread leaves the process in its own, or in the home directory."""
+    os.chdir(TESTS.parent)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from service_site import Site
 import rayps
 from rayps.cli import doctor, jobs, show
 from rayps.cli import main as cli
+from rayps.cluster.local import until
 from rayps.core.job.job_status import Status
 from rayps.service.client import Client
 from rayps.service.job_file import load, read
@@ -197,7 +197,8 @@ def test_a_job_from_file_to_stop(at: Site, capsys: pytest.CaptureFixture[str], t
     (tmp_path / "job.yaml").write_text(JOB)
     code, out, err = run(capsys, "submit", str(tmp_path / "job.yaml"), "--set", "name=mine")
     job = out.strip()
-    assert code == 0 and len(job) == 26 and "rayps stop" in err
+    assert (code, len(job)) == (0, 26), err
+    assert "rayps stop" in err
     home = at.start(job)
     (home / "log.txt").write_text("2026-11-21T06:41:00.000Z worker-0 hello\n")
     (home / "metrics.jsonl").write_text('{"kind": "round", "round": 0, "loss": 0.5}\n')
@@ -230,10 +231,13 @@ def test_follow_ends_with_the_job(
     (tmp_path / "job.yaml").write_text(JOB)
 
     def finish() -> None:
-        while not (jobs := at.http.get("/api/v1/jobs?status=QUEUED&limit=1").json()["jobs"]):
-            time.sleep(0.05)
-        at.start(jobs[0]["id"])
-        at.store("change_status", jobs[0]["id"], end, message="over", reason="over", metrics={"accuracy": 0.97})
+        def find_queued() -> list[dict[str, str]]:
+            return at.http.get("/api/v1/jobs?status=QUEUED&limit=1").json()["jobs"]
+
+        assert until(lambda: bool(find_queued()), 60)
+        [job] = find_queued()
+        at.start(job["id"])
+        at.store("change_status", job["id"], end, message="over", reason="over", metrics={"accuracy": 0.97})
 
     for job in at.http.get("/api/v1/jobs?status=QUEUED&limit=200").json()["jobs"]:
         at.store("change_status", job["id"], Status.STOPPED, message="")
@@ -241,7 +245,8 @@ def test_follow_ends_with_the_job(
     finisher.start()
     found, out, err = run(capsys, "submit", str(tmp_path / "job.yaml"), "--follow")
     finisher.join()
-    assert found == code and out == "accuracy 0.97\n" and "was submitted" in err
+    assert (found, out) == (code, "accuracy 0.97\n"), err
+    assert "was submitted" in err
     assert ("FAILED: over" in err) == (code == 1)
 
 

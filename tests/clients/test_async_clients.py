@@ -28,7 +28,6 @@ from rayps.federated.remote.async_steps import AsyncRules, AsyncStep, Look, Runn
 from rayps.federated.remote.client_orders import ClientOrders
 from rayps.federated.remote.mailbox import Mailbox, RoundOrder
 
-pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 RULES = AsyncRules(size=2, concurrency=2, max_staleness=1, fraction=1.0, least=1, seed=0)
 
 

@@ -30,8 +30,6 @@ from rayps.federated.client_evaluation import cut_metrics, summed
 from rayps.strategies.catalogue import parse
 from rayps.tensors.flat import FlatModel
 
-pytestmark = pytest.mark.usefixtures("jobs_in_threads")
-
 
 class Evaluated(Own):
     """A hospital with evaluation rows of its own: those of the hospital after it."""

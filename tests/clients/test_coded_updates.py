@@ -34,7 +34,6 @@ from rayps.clients.workload_trainer import WorkloadTrainer
 from rayps.federated.round_codings import RoundCodings
 from rayps.strategies.catalogue import parse
 
-pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 CODINGS: dict[str, VectorCoding] = {
     "whole": Whole(),
     "int8": Int8(nearest=False),

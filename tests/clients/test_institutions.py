@@ -32,7 +32,6 @@ from rayps.cli.main import main
 from rayps.service.job_file import read
 from rayps.strategies.job import JobSpec
 
-pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 TEXT = "Purpose: digits.\r\nLegal basis: consent.\nData: images. Retention: 30 days. Contact: dpo@example.org\n"
 ACCEPTED = statement_hash(TEXT)
 ONE_STEP = "fedavg:local_steps=1,clients=remote(least={least},wait=100{more})"

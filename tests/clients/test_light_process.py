@@ -51,7 +51,6 @@ from rayps.clients.workload_trainer import WorkloadTrainer
 from rayps.strategies.catalogue import parse
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 ALONE = """
 import importlib.abc, sys
 from pathlib import Path

@@ -22,7 +22,6 @@ from rayps.cli.main import main
 from rayps.clients.global_model import GlobalModel
 from rayps.clients.personal_client import PersonalClient
 
-pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 REMOTE = "clients=remote(least=2,wait=100)"
 
 

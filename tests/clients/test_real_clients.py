@@ -35,7 +35,6 @@ from rayps.federated import remote_replies
 from rayps.federated.remote.mailbox import Mailbox
 from rayps.federated.rules.client_scores import report_rounds
 
-pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 FEDAVG = "fedavg:local_epochs=2,clients=remote(least={least},wait=100)"
 
 

@@ -42,7 +42,6 @@ from rayps.privacy.mechanism import Mechanism, Spent
 from rayps.privacy.noise_shares import share_noise
 from rayps.strategies.catalogue import parse
 
-pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 PLAIN = "fedavg:local_epochs=2,deadline=500"
 given_pause = remote_replies._VOID_PAUSE
 STEP = 5 / (2**19 - 1)

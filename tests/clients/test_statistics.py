@@ -1,9 +1,7 @@
 """Federated statistics: beside numpy on all rows, beside the formula of the noise, and the bound of each client."""
 
 import itertools
-import os
 import threading
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -384,10 +382,9 @@ def test_the_strategy_travels_as_json():
 @pytest.fixture
 def clinic(tmp_path):
     (tmp_path / "hospital.py").write_text(FILE)
-    made, here = Clinic(tmp_path), Path.cwd()
+    made = Clinic(tmp_path)
     yield made
     made.close()
-    os.chdir(here)
 
 
 def joined(clinic, job, workload, token):

@@ -20,7 +20,6 @@ from rayps_api import upload_slots
 from rayps_api.upload_slots import GRACE_SECONDS, MOST_UPLOADS, UploadSlots, ends_after
 from rayps_client.errors import Conflict
 
-pytestmark = pytest.mark.usefixtures("jobs_in_threads")
 WAYS = {  # the routes that receive bytes of clients: the strategy of a job, and where its clients send in round 1
     "/api/v1/client/rounds/{serial}/update": ("fedavg:clients=remote(least=2,wait=100)", "1/update"),
     "/api/v1/client/rounds/{serial}/stages/{stage}": (

@@ -77,7 +77,6 @@ def test_a_process_that_dies_at_each_step_of_its_start(kind, tag):
             assert (found - params).abs().max() < 1e-12, role
 
 
-@pytest.mark.usefixtures("jobs_in_threads")
 def test_the_same_with_clients_that_are_processes_of_their_own(clinic, monkeypatch):
     """Real clients of a job service wait while the job's process dies at each step of its start."""
     cluster = Newborn("worker", moments_of(STARTS, "worker"))
