@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 from rayps_client.errors import ConfigError
 
-from rayps.core.rows.row_shares import RowShares, dealt
+from rayps.core.rows.row_shares import RowShares
+from rayps.core.rows.step_rows import Block, ShareCut
 from rayps.data.base import Batch, Data, Place, Position, check_place
 
 
@@ -28,8 +29,8 @@ class DealtRows(Data):
         self._data, self._rows = data, rows
         self.batch_size, self.ahead, self.ends = data.batch_size, data.ahead, data.ends
         self.client = data.client
-        self.micro_batches = -(-max(rows.shares) // data.batch_size)
-        self._places: dict[int, np.ndarray] = {}
+        self._cut = ShareCut(data.rows(), data.batch_size, rows)
+        self.micro_batches = self._cut.accumulate
 
     def dealt_by(self, rows: RowShares) -> DealtRows:
         """Return the same data, dealt by other shares."""
@@ -65,17 +66,11 @@ class DealtRows(Data):
         self, place: Place, start: int = 0, position: Position | None = None
     ) -> Iterator[tuple[Batch, Position | None]]:
         """Yield the micro-batches of one reader: see `Data.part`."""
-        total, share = self.rows(), self._rows.shares[place.rank]
-        most = -(-share // max(1, -(-share // self._data.batch_size)))  # rows of a micro-batch
         order = self._data.order(place.seed, place.epoch)
-        if place.rank not in self._places:
-            self._places[place.rank] = np.array(dealt(self._rows.shares, place.rank), dtype=np.int64)
-        places = self._places[place.rank]
         for number in range(place.process + start * place.processes, self.steps(place.size), place.processes):
             index, micro = divmod(number, self.micro_batches)
-            low, high = self._rows.bounds(place.epoch, index, total)
-            own = places[: np.searchsorted(places, high - low)][micro * most : (micro + 1) * most]
-            yield self._data.take(order[low + own]), None
+            own = self._cut.places(Block(0, place.epoch, index, place.rank, place.size))[micro]
+            yield self._data.take(order[np.asarray(own, dtype=np.int64)]), None
 
 
 def must_have_row_numbers(data: Data) -> None:

@@ -23,13 +23,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 
 from rayps.core.job.records import Event, Point
-from rayps.core.job.user_code import START_SECONDS, user_code
+from rayps.core.job.user_code import user_code
 from rayps.core.metrics import Total, Totals, add_totals
-from rayps.core.rows.row_shares import RowShares
 from rayps.core.strategy.strategy import RoundMemory
-from rayps.core.strategy.strategy_families import ends_together
 from rayps.data.base import Batch, Data, Nested
-from rayps.data.dealt_rows import DealtRows
 from rayps.tensors import optim
 from rayps.tensors.clip import NormClip
 from rayps.tensors.finite import gradient_fault
@@ -40,9 +37,8 @@ from rayps.worker.connections import WorkerConnections
 from rayps.worker.exchange.step_scaling import StepScaling
 from rayps.worker.loops.loop_of_family import MODEL_SLICE, load
 from rayps.worker.plan import WorkerPlan
-from rayps.worker.rows.batches import BatchStream
 from rayps.worker.rows.evaluation_batches import EvaluationFacts, bounded
-from rayps.worker.rows.leased_batches import LeasedBatches
+from rayps.worker.rows.make_stream import make_stream
 from rayps.workload.accumulate import Ready, StepLoss
 from rayps.workload.base import Workload, evaluates_training_data
 from rayps.workload.checkpoint_activations import checkpoint_activations
@@ -120,7 +116,7 @@ class Worker:
         self.tables: Tables | None = None  # the model's sparse tables on servers; None if it has none
         self.log = RoundLog()
         self.scaling = StepScaling(workload.precision)
-        self.batches = self._stream(workload)
+        self.batches = make_stream(workload, plan)
         self.part: ModelPart = self._model_part(peers)
         self.flat = (vectors or VectorMemory()).flatten(self.part)
         self.clip = NormClip(workload.clip_norm, peers.rings.values(), measures=True)
@@ -353,34 +349,6 @@ class Worker:
         if parameter is not None or row is not None:
             at = self.position - 1
             raise gradient_error(rank, parameter, row, at, self.batches.epoch_of(at)[0], self.meter.growth)
-
-    def _stream(self, workload: Workload) -> BatchStream:
-        plan = self.plan
-        place = plan.place.data, plan.grid.data
-        with user_code("data"):
-            rows, accumulate = plan.strategy.rows, workload.accumulate
-            data = rows.source(workload)
-            if plan.leased:
-                steps = rows.rounds(data, 1, accumulate)
-                # the driver may wait between two polls: for a server that does not answer, then for its successor
-                patience = plan.timeout + START_SECONDS
-                return LeasedBatches(data, place, plan.seed, steps, accumulate=accumulate, timeout=patience)
-            if plan.elastic is not None and not rows.by_client:
-                data = DealtRows(data, plan.elastic.rows)
-                accumulate = data.micro_batches
-            steps = rows.rounds(data, plan.grid.data, accumulate)
-        found = BatchStream(data, place, plan.seed, plan.origin, steps, accumulate=accumulate)
-        if found.pass_ is not None:
-            found.pass_.alone = not ends_together(plan.strategy.topology)
-        return found
-
-    def deal(self, rows: RowShares) -> None:
-        """Take other shares of the rows from the next round on. The rows of a round over all workers stay the same."""
-        data = self.batches.data
-        assert isinstance(data, DealtRows), "the rows of this job are dealt by shares"
-        with user_code("data"):
-            dealt = data.dealt_by(rows)
-        self.batches.change_data(dealt, dealt.micro_batches)
 
     def _optimizer(self) -> WorkerOptimizer:
         factory = self.part.factory(recipe_of(self.workload, self.plan.lr_factor))

@@ -28,7 +28,8 @@ from rayps.worker.loops.loop import Companions, Loop
 from rayps.worker.loops.loop_of_family import loop_class
 from rayps.worker.plan import WorkerFacts, WorkerPart, WorkerPlan
 from rayps.worker.profile import RoundTrace
-from rayps.worker.rows.leased_batches import LeasedBatches
+from rayps.worker.rows.lease_book import LeaseBook
+from rayps.worker.rows.make_stream import deal_shares
 from rayps.worker.times import WorkerTimes
 from rayps.workload.base import Workload
 
@@ -164,12 +165,11 @@ class GenerationRun:
     # ---- leases
 
     @property
-    def _leased(self) -> LeasedBatches | None:
-        batches = None if self._run is None else self._run.loop.w.batches
-        return batches if isinstance(batches, LeasedBatches) else None
+    def _leased(self) -> LeaseBook | None:
+        return None if self._run is None else self._run.loop.w.batches.leases
 
     def extend(self, leases: Sequence[RowLease], begin: int | None) -> None:
-        """Add leases of rows, for which the worker waits: see `LeasedBatches.extend`."""
+        """Add leases of rows, for which the worker waits: see `LeaseBook.extend`."""
         if self._leased is not None:
             self._leased.extend(leases, begin)
 
@@ -433,7 +433,7 @@ class PlanRun:
                 break
             self.account.enter("compute" if w.position >= plan.times.reached else "again")
             if (rows := self._gate.dealt(w.position)) is not None:
-                w.deal(rows)
+                deal_shares(w.batches, rows)
             w.meter.begin()
             loop.begin_round()
             loop.run_round()

@@ -9,7 +9,11 @@ from torch.utils.data import Dataset
 
 import rayps
 from rayps.core.rows.leases import BlockRange, RowLease
-from rayps.worker.rows.leased_batches import LeasedBatches
+from rayps.core.rows.phase_rounds import Boundary
+from rayps.worker.plan import EvaluationPlan, PeerAddresses, SnapshotPlan, WorkerPlan
+from rayps.worker.rows.batches import BatchStream
+from rayps.worker.rows.lease_book import LeaseBook
+from rayps.worker.rows.make_stream import jumping_reader, make_stream
 
 ROWS, SIZE = 22, 4
 
@@ -19,8 +23,18 @@ def data(**more):
 
 
 def stream(source=None, accumulate=1, timeout=60.0):
-    source = source or data()
-    return LeasedBatches(source, (1, 3), 7, -(-ROWS // (SIZE * accumulate)), accumulate=accumulate, timeout=timeout)
+    source, leases = source or data(), LeaseBook(1, timeout)
+    reader = jumping_reader(source, 7, accumulate)
+    one = BatchStream(source, leases, reader, (1, 3), 7, -(-ROWS // (SIZE * accumulate)), accumulate=accumulate)
+    one.leases = leases
+    return one
+
+
+def wait(one, stopped=lambda: False):
+    """Wait for the next block as a worker does, and return whether there is one."""
+    step = one.leases.wait(one.position, stopped)
+    one.position = one.position if step is None else step
+    return step is not None
 
 
 def lease(first, epoch, lo, hi):
@@ -39,7 +53,7 @@ def test_blocks_are_cut_from_the_permutation(accumulate, loads):
     each = SIZE * accumulate
     blocks = [(0, 1), (0, 2), (1, 0), (1, 1), (0, 0)]
     for step, (epoch, block) in enumerate(blocks):
-        one.extend([lease(step, epoch, block, block + 1)])
+        one.leases.extend([lease(step, epoch, block, block + 1)])
     try:
         for epoch, block in blocks:
             law = source.order(7, epoch)[block * each : (block + 1) * each].tolist()
@@ -50,41 +64,41 @@ def test_blocks_are_cut_from_the_permutation(accumulate, loads):
 
 def test_an_epoch_of_blocks_has_each_row_once():
     one = stream()
-    one.extend([lease(0, 0, 0, 6)])
+    one.leases.extend([lease(0, 0, 0, 6)])
     assert sorted(row for _ in range(6) for row in rows(one.take(6))) == list(range(ROWS))
-    assert one.position == 6 and not one.in_hand
+    assert one.position == 6 and not one.leases.in_hand(one.position)
 
 
 def test_a_worker_waits_for_a_lease_and_continues_at_its_first_step():
     one, answers = stream(), []
-    thread = threading.Thread(target=lambda: answers.append(one.await_lease(lambda: False)))
+    thread = threading.Thread(target=lambda: answers.append(wait(one)))
     thread.start()
-    while one.waits_at is None:
+    while one.leases.waits_at is None:
         pass
-    assert one.waits_at == 0
-    one.extend([lease(5, 0, 2, 4)], 5)
+    assert one.leases.waits_at == 0
+    one.leases.extend([lease(5, 0, 2, 4)], 5)
     thread.join(60)
-    assert answers == [True] and (one.position, one.waits_at, one.epoch_of(5)) == (5, None, (0, 2))
+    assert answers == [True] and (one.position, one.leases.waits_at, one.epoch_of(5)) == (5, None, (0, 2))
     one.take(9)
-    one.end()  # a leaver ends after its step, although it has another block
-    assert one.in_hand and not one.await_lease(lambda: False)
+    one.leases.end()  # a leaver ends after its step, although it has another block
+    assert one.leases.in_hand(one.position) and not wait(one)
 
 
 def test_a_worker_that_waits_again_does_not_go_back():
     one = stream()
-    one.extend([lease(0, 0, 0, 1)], 0)
-    assert one.await_lease(lambda: False)
+    one.leases.extend([lease(0, 0, 0, 1)], 0)
+    assert wait(one)
     one.take(9)
-    one.extend([lease(1, 0, 1, 2)])
-    assert one.await_lease(lambda: False) and one.position == 1
+    one.leases.extend([lease(1, 0, 1, 2)])
+    assert wait(one) and one.position == 1
 
 
 def test_a_driver_that_does_not_poll_is_named():
     one = stream(timeout=0.0)
     with pytest.raises(PeerTimeout, match="the driver has not polled it") as found:
-        one.await_lease(lambda: False)
+        wait(one)
     assert found.value.data["peer"] == "driver"
-    assert not one.await_lease(lambda: True)
+    assert not wait(one, lambda: True)
 
 
 class Noisy(Dataset):
@@ -101,8 +115,8 @@ def test_random_numbers_depend_on_the_block_only():
     for ahead, leases in ((False, [lease(0, 0, 0, 3)]), (True, [lease(0, 0, 0, 3)]), (False, [lease(9, 0, 1, 3)])):
         one = stream(rayps.data.dataset(Noisy(), batch_size=SIZE))
         one.ahead = (lambda batch: None) if ahead else None
-        one.extend(leases, leases[0].first)
-        assert one.await_lease(lambda: False)
+        one.leases.extend(leases, leases[0].first)
+        assert wait(one)
         torch.manual_seed(len(found))
         found.append(
             [(one.take(99).x.flatten().tolist(), torch.rand(2).tolist()) for _ in range(len(leases[0].blocks))]
@@ -117,5 +131,17 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def test_data_without_row_numbers_is_refused():
+    class Streamed(rayps.Workload):
+        def model(self):
+            return torch.nn.Linear(1, 1)
+
+        def data(self):
+            return rayps.data.iterable(Stream(), batch_size=2)
+
+        def loss(self, model, batch):
+            return model(batch.x).mean()
+
+    strategy, snapshots = rayps.ParameterServer(staleness=1), SnapshotPlan(Boundary(0, -1))
+    plan = WorkerPlan(1, 0, 2, strategy, PeerAddresses(), 0, 0, 9, snapshots, EvaluationPlan(0), 1.0, leased=True)
     with pytest.raises(ConfigError, match="cannot be taken by number"):
-        stream(rayps.data.iterable(Stream(), batch_size=2))
+        make_stream(Streamed(), plan)

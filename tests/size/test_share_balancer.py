@@ -11,6 +11,7 @@ from small_work import Small, distance, kinds, plain, rows, train
 import rayps
 from rayps.core.rows.balanced_shares import WINDOW
 from rayps.core.rows.row_shares import RowShares
+from rayps.core.rows.step_rows import ByRank
 from rayps.core.time.slow_ranks import INTERVALS
 from rayps.core.time.slow_ranks import WINDOW as SLOW_WINDOW
 from rayps.data.dealt_rows import DealtRows
@@ -21,6 +22,8 @@ from rayps.runtime.size.share_balancer import ShareBalancer
 from rayps.strategies.job import JobSpec
 from rayps.worker.exchange.round_gate import RoundGate
 from rayps.worker.rows.batches import BatchStream
+from rayps.worker.rows.block_readers import SequenceReader
+from rayps.worker.rows.make_stream import deal_shares
 
 EXACT = 1e-12
 BATCHES: defaultdict = defaultdict(list)  # tag -> the inputs of each batch that was learned
@@ -234,11 +237,13 @@ def test_a_stream_takes_its_new_share_from_the_next_batch_on(processes):
     if processes is not None:
         data = data.loaded_by(processes, prefetch=3)  # batches of the old share have been read ahead
     even = DealtRows(data, RowShares(0, 0, 0, (5, 5)))
-    streams = [BatchStream(even, (rank, 2), 0, (0, 0), 6) for rank in range(2)]
+    streams = [
+        BatchStream(even, ByRank(rank, 2, 6), SequenceReader(even, 0, 1, loads=True), (rank, 2), 0, 6)
+        for rank in range(2)
+    ]
     seen = [stream.take(6).x for _ in range(2) for stream in streams]
     for stream in streams:
-        dealt = even.dealt_by(RowShares(2, 0, 20, (2, 8)))
-        stream.change_data(dealt, dealt.micro_batches)
+        deal_shares(stream, RowShares(2, 0, 20, (2, 8)))
     later = [stream.take(6) for _ in range(4) for stream in streams]
     assert [batch.size for batch in later] == [2, 8] * 4
     seen += [part.x for batch in later for part in (batch.parts or [batch])]

@@ -21,6 +21,7 @@ from rayps.comm.ring.agree_members import MemberAgreement
 from rayps.core.rows.dropped_steps import LateWorkers
 from rayps.core.rows.phase_rounds import Boundary
 from rayps.core.rows.portions import Portions
+from rayps.core.rows.step_rows import Block
 from rayps.core.strategy.topology import Peers
 from rayps.runtime.driver.recover import RecoveryExecutor
 from rayps.runtime.size.late_workers import LateReplacements
@@ -31,7 +32,8 @@ from rayps.worker.core import Meter, RoundLog
 from rayps.worker.exchange.dropped import DropReports
 from rayps.worker.loops.member_pushes import MemberServerWorker
 from rayps.worker.plan import EvaluationPlan, PeerAddresses, SnapshotPlan, WorkerPlan
-from rayps.worker.rows.portion_stream import PortionStream, ShareReader
+from rayps.worker.rows.held_portions import portions_of
+from rayps.worker.rows.make_stream import jumping_reader, make_stream
 
 EXACT = 1e-12
 BOTH = [AllReduce(backup=1), ParameterServer(backup=1), ParameterServer(shards=3, backup=1)]
@@ -372,6 +374,17 @@ def test_a_late_worker_is_replaced_once_after_a_snapshot_and_never_beyond_the_fa
     assert found.take_due(70, allowed=False) == {} and found.take_due(70, allowed=True) == {}
 
 
+class SingleRows(rayps.Workload):
+    def model(self):
+        return nn.Linear(1, 1)
+
+    def data(self):
+        return rayps.data.tensors(torch.zeros(99, 1), batch_size=1)
+
+    def loss(self, model, batch):
+        return model(batch.x).mean()
+
+
 def test_a_dropped_gradient_leaves_no_trace_in_the_random_numbers():
     """In a worker of its own process. Of three rounds it is a member of the last."""
 
@@ -390,7 +403,8 @@ def test_a_dropped_gradient_leaves_no_trace_in_the_random_numbers():
                 EvaluationPlan(0),
                 1.0,
             )
-            self.batches = PortionStream(rayps.data.tensors(torch.zeros(99, 1), batch_size=1), plan, 50, accumulate=1)
+            self.batches = make_stream(SingleRows(), plan)
+            self.portions = portions_of(self.batches)
             self._known, self.log, self.meter, self.pushed = deque(), RoundLog(), Meter(), []
             self.drops, self.server, self._arrivals = DropReports(self.log, 3, LateWorkers(), reports=False), self, self
             self._hooks, self.step = AbandonHooks(nn.Linear(1, 1), lambda: False, compiled=True), 0
@@ -541,7 +555,7 @@ class Sequential(rayps.data.Data):
 def test_portions_are_the_batches_of_n_ranks_however_they_are_read(accumulate):
     data = rayps.data.tensors(torch.arange(50.0).reshape(50, 1), batch_size=3)
     ordered = Sequential(data)
-    readers = [ShareReader(each, 3, 7, accumulate) for each in (data, ordered)]
+    readers = [jumping_reader(each, 7, accumulate) for each in (data, ordered)]
     steps = -(-data.steps(3) // accumulate)
     for epoch in range(2):
         read = [list(data.batches(rank=r, size=3, seed=7, epoch=epoch)) for r in range(3)]
@@ -549,7 +563,7 @@ def test_portions_are_the_batches_of_n_ranks_however_they_are_read(accumulate):
             for share in (number % 3, (number + 1) % 3):  # not each batch of each share
                 expected = read[share][number * accumulate : (number + 1) * accumulate]
                 for reader in readers:
-                    found = reader.read(epoch, share, number)
+                    found = reader.read(Block(0, epoch, number, share, 3))
                     parts = found.parts if accumulate > 1 else (found,)
                     assert [part.x.tolist() for part in parts] == [part.x.tolist() for part in expected]
     assert ordered.opened == 6 and ordered.read <= 2 * 3 * data.steps(3)  # each share was opened once in an epoch

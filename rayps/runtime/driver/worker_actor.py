@@ -259,7 +259,7 @@ class WorkerActor:
             self._current.rewire(found)
 
     def extend(self, leases: Sequence[RowLease], begin: int | None = None) -> None:
-        """Add leases of rows, after the worker has waited for one: see `LeasedBatches.extend`."""
+        """Add leases of rows, after the worker has waited for one: see `LeaseBook.extend`."""
         if self._current is not None:
             self._current.extend(leases, begin)
 

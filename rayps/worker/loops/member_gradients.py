@@ -29,8 +29,7 @@ from rayps.worker.exchange.step_flags import COUNT, OVERFLOW, with_flags
 from rayps.worker.loops.loop import Loop
 from rayps.worker.plan import WorkerPart, WorkerPlan
 from rayps.worker.ring_worker import RingWorker
-from rayps.worker.rows.batches import BatchStream
-from rayps.worker.rows.portion_stream import PortionStream, restore_portions, save_portions
+from rayps.worker.rows.held_portions import must_be_over, portions_of, restore_portions, save_portions
 from rayps.workload.base import Workload
 
 
@@ -40,8 +39,6 @@ class MemberWorker(RingWorker):
     In a round it is called once, with the round's batch; the worker has no other collective.
     """
 
-    batches: PortionStream
-
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
         """Build the worker, and its part in the means. See `Worker`."""
         super().__init__(workload, plan, peers, device)
@@ -50,17 +47,15 @@ class MemberWorker(RingWorker):
         marks = len(self.layout.entries) + COUNT
         self.members = MemberMeans(ring, self.layout.size, self.layout.dtype, marks, plan.timeout)
         self.ring = _NoCollectives()
+        self.portions = portions_of(self.batches)
         self.drops = DropReports(self.log, self.size, plan.strategy.topology.late, reports=plan.rank == 0)
         self._waited = self._talked = 0.0
         self.meter.sources = [lambda: (self._waited, 0.0, ring.bytes_sent)]
         self._hooks = AbandonHooks(self.part.module, self._is_late, compiled=bool(workload.compile))
         if plan.rank == 0:
-            shares = self.batches.walk.plan.shares
+            shares = self.portions.walk.plan.shares
             message = f"each step is the mean of the first {shares} of {self.size} gradients, sent after backward"
             self.log.choices.append({"kind": "choice", "message": message, "members": shares})
-
-    def _stream(self, workload: Workload) -> BatchStream:
-        return PortionStream.of(workload, self.plan)
 
     def _is_late(self) -> bool:
         return self.members.is_late(self.position - 1)
@@ -71,16 +66,16 @@ class MemberWorker(RingWorker):
         If this worker is late, its own gradient is not computed to the end, and does not count. The next `step` skips
         the parameters that no member used. Raises the errors of `grad`, and LinkError if a connection fails.
         """
-        step, stream, random = self.position - 1, self.batches, torch.get_rng_state()
-        arrives = stream.has_portion and not self._is_late() and self._offer(step, batch)
+        step, random = self.position - 1, torch.get_rng_state()
+        arrives = self.portions.has_portion and not self._is_late() and self._offer(step, batch)
         began = time.perf_counter()
         found = self.members.take(step, limited=arrives)
         self._waited += time.perf_counter() - began
         if self.rank not in found.members:
             self.meter.drop_losses()
             torch.set_rng_state(random)  # the next gradient of these rows uses the same random numbers
-        self.drops.add(stream.walk.now, found.members, step)
-        stream.walk.advance(found.members)
+        self.drops.add(self.portions.walk.now, found.members, step)
+        self.portions.walk.advance(found.members)
         self.flags.receive(found.marks[-COUNT:])
         if self.scaling.scale is not None:
             self._decide(self.flags.stated(OVERFLOW), all_ranks=True)
@@ -129,12 +124,12 @@ class MemberGradients(Loop):
     def begin(self, stopped: Callable[[], bool]) -> None:
         """Start the thread that takes part in the steps. See `Loop`."""
         super().begin(stopped)
-        self.w.members.start(self.w.batches.walk.copy(), self.w.plan.end)
+        self.w.members.start(self.w.portions.walk.copy(), self.w.plan.end)
 
     def run_round(self) -> None:
         """Run one round. Raises ConfigError if the strategy has not called `mean_grad`. See `Loop`."""
         super().run_round()
-        self.w.batches.must_be_over("mean_grad")
+        must_be_over(self.w.portions, self.w.position, "mean_grad")
 
     def end_round(self) -> None:
         """Report the dropped steps at the end of an epoch. See `Loop`."""
@@ -147,11 +142,11 @@ class MemberGradients(Loop):
     def load_state_dict(self, snapshot: Snapshot) -> None:
         """Restore a snapshot, and which rows each worker has. See `Loop`."""
         super().load_state_dict(snapshot)
-        restore_portions(self.w.batches, snapshot, self.w.shared)
+        restore_portions(self.w.portions, self.w.position, snapshot, self.w.shared)
 
     def state_dict(self, *, together: bool) -> WorkerPart:
         """Return the worker's part of a checkpoint, with the rows that each worker has. See `Loop`."""
-        save_portions(self.w.batches, self.w.shared)
+        save_portions(self.w.portions, self.w.shared)
         return super().state_dict(together=together)
 
     def close(self) -> None:

@@ -26,8 +26,7 @@ from rayps.worker.core import Worker
 from rayps.worker.exchange.dropped import DropReports
 from rayps.worker.loops.server_steps import ServerSteps, ServerWorker
 from rayps.worker.plan import WorkerPart, WorkerPlan
-from rayps.worker.rows.batches import BatchStream
-from rayps.worker.rows.portion_stream import PortionStream, restore_portions, save_portions
+from rayps.worker.rows.held_portions import must_be_over, portions_of, restore_portions, save_portions
 from rayps.workload.base import Workload
 
 LOOK_SECONDS = 0.002  # the least time between two questions whether the present round is decided
@@ -37,8 +36,6 @@ LOOK_SHARE = 0.05  # the largest part of a worker's time that these questions ta
 class MemberServerWorker(ServerWorker):
     """A worker that pushes only the gradients of rounds of which it is a member."""
 
-    batches: PortionStream
-
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
         """Build the worker. See `ServerWorker`."""
         super().__init__(workload, plan, peers, device)
@@ -47,15 +44,13 @@ class MemberServerWorker(ServerWorker):
         self._arrivals = RoundArrivals(peers.session)
         self._known: deque[Members] = deque()  # of the present round and of later ones
         self._look_at = 0.0
+        self.portions = portions_of(self.batches)
         self.drops = DropReports(self.log, self.size, plan.strategy.topology.late, reports=plan.rank == 0)
         self._hooks = AbandonHooks(self.part.module, self._is_late, compiled=bool(workload.compile))
         if plan.rank == 0:
-            shares = self.batches.walk.plan.shares
+            shares = self.portions.walk.plan.shares
             message = f"each round closes with the pushes of the first {shares} of {self.size} workers"
             self.log.choices.append({"kind": "choice", "message": message, "members": shares})
-
-    def _stream(self, workload: Workload) -> BatchStream:
-        return PortionStream.of(workload, self.plan)
 
     @property
     def is_decided(self) -> bool:
@@ -68,8 +63,8 @@ class MemberServerWorker(ServerWorker):
         If it is late, its gradient is not computed to the end, and does not count. Raises the errors of `grad`, and
         LinkError if a connection fails.
         """
-        random, needed = torch.get_rng_state(), self.batches.walk.now.needed
-        gradient = self._unless_late(batch) if self.batches.has_portion and not self._known else None
+        random, needed = torch.get_rng_state(), self.portions.walk.now.needed
+        gradient = self._unless_late(batch) if self.portions.has_portion and not self._known else None
         if not self._known:
             ask = self._arrivals.wait if gradient is None else self._arrivals.arrive
             self._known.extend(ask(self.position - 1, needed))
@@ -113,9 +108,9 @@ class MemberServerWorker(ServerWorker):
         return bool(self._known)
 
     def _end_round(self) -> None:
-        members, stream = self._known.popleft(), self.batches
-        self.drops.add(stream.walk.now, members, self.position - 1)
-        stream.walk.advance(members)
+        members = self._known.popleft()
+        self.drops.add(self.portions.walk.now, members, self.position - 1)
+        self.portions.walk.advance(members)
 
 
 class MemberPushes(ServerSteps):
@@ -140,7 +135,7 @@ class MemberPushes(ServerSteps):
             self.w.miss_round()
         else:
             super().run_round()
-            self.w.batches.must_be_over("push_grad")  # a push of another method was not sent yet
+            must_be_over(self.w.portions, self.w.position, "push_grad")  # a push of another method was not sent yet
 
     def end_round(self) -> None:
         """Report the dropped rounds at the end of an epoch. See `Loop`."""
@@ -159,9 +154,9 @@ class MemberPushes(ServerSteps):
     def load_state_dict(self, snapshot: Snapshot) -> None:
         """Restore a snapshot, and which rows each worker has. See `Loop`."""
         super().load_state_dict(snapshot)
-        restore_portions(self.w.batches, snapshot, self.w.shared)
+        restore_portions(self.w.portions, self.w.position, snapshot, self.w.shared)
 
     def state_dict(self, *, together: bool) -> WorkerPart:
         """Return the worker's part of a checkpoint, with the rows that each worker has. See `Loop`."""
-        save_portions(self.w.batches, self.w.shared)
+        save_portions(self.w.portions, self.w.shared)
         return super().state_dict(together=together)

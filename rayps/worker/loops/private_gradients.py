@@ -26,8 +26,7 @@ from rayps.worker.loops.loop import Loop
 from rayps.worker.loops.server_steps import ServerSteps, ServerWorker
 from rayps.worker.plan import WorkerPlan
 from rayps.worker.ring_worker import RingWorker
-from rayps.worker.rows.batches import BatchStream
-from rayps.worker.rows.private_rows import PrivateRows, RowReleases
+from rayps.worker.rows.private_rows import RowReleases
 from rayps.workload.accumulate import micro_batches
 from rayps.workload.base import Workload
 from rayps.workload.clipped_sum import ClippedSum
@@ -79,9 +78,6 @@ class PrivateRingWorker(RingWorker):
         super().__init__(workload, plan, peers, device)
         self.sums = NoisedSums(self)
 
-    def _stream(self, workload: Workload) -> BatchStream:
-        return PrivateRows.of(workload, self.plan)
-
     def batch(self) -> Batch:
         """Return the rows that this worker has drawn: see `Worker.batch`."""
         return Worker.batch(self)
@@ -106,9 +102,6 @@ class PrivatePushWorker(ServerWorker):
         """Build the worker and connect it to the servers. See `ServerWorker`."""
         super().__init__(workload, plan, peers, device)
         self.sums = NoisedSums(self)
-
-    def _stream(self, workload: Workload) -> BatchStream:
-        return PrivateRows.of(workload, self.plan)
 
     def push_grad(self, batch: Batch) -> None:
         """Push this worker's part: the servers' mean of N parts times N / L is the sum divided by L.

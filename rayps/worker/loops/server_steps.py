@@ -32,7 +32,6 @@ from rayps.worker.exchange.push_agreement import PushAgreement
 from rayps.worker.loops.loop import Loop
 from rayps.worker.plan import WorkerPart, WorkerPlan
 from rayps.worker.ring_worker import ring_choices
-from rayps.worker.rows.leased_batches import LeasedBatches
 from rayps.worker.tables import bind_tables
 from rayps.workload.accumulate import Ready, StepLoss
 from rayps.workload.base import Workload
@@ -128,8 +127,8 @@ class ServerWorker(Worker):
         return found
 
     def _pulls_again(self) -> bool:
-        leased = self.batches
-        return self.position < self.plan.end and (not isinstance(leased, LeasedBatches) or leased.in_hand)
+        leases = self.batches.leases
+        return self.position < self.plan.end and (leases is None or leases.in_hand(self.position))
 
     def _clip_push(self, vector: Tensor) -> None:
         square = square_of(vector)
@@ -187,14 +186,15 @@ class ServerSteps(Loop):
 
     def await_batch(self, stopped: Callable[[], bool]) -> bool:
         """Wait for a lease, if rows are leased. Before it, all pushes of this worker are applied. See `Loop`."""
-        batches = self.w.batches
-        if not isinstance(batches, LeasedBatches):
+        w, leases = self.w, self.w.batches.leases
+        if leases is None:
             return True
-        if not batches.in_hand:
-            self.w.server.settle()
-        if not batches.await_lease(stopped):
+        if not leases.in_hand(w.position):
+            w.server.settle()
+        step = leases.wait(w.position, stopped)
+        if step is None:
             return False
-        self.w.server.step = batches.position
+        w.position = w.server.step = step
         return True
 
     def run_round(self) -> None:

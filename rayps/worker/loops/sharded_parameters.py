@@ -48,6 +48,7 @@ from rayps.worker.plan import WorkerPart, WorkerPlan
 from rayps.worker.process_group import ProcessGroup
 from rayps.worker.ring_worker import of_first_rank
 from rayps.worker.rows.evaluation_batches import bounded
+from rayps.worker.rows.make_stream import make_stream
 from rayps.workload.base import Workload
 from rayps.workload.loss_result import LossResult, is_pair, loss_result, whole
 from rayps.workload.model_part import Whole
@@ -69,7 +70,7 @@ class DividedWorker(Worker):
         self.tables, self.local = None, None
         self.log = RoundLog()
         self.scaling = StepScaling(None)
-        self.batches = self._stream(workload)
+        self.batches = make_stream(workload, plan)
         self.flags = StepFlags()
         self.group = ProcessGroup(peers.ring, plan.peers.ring[0], timeout=plan.timeout)
         try:

@@ -10,10 +10,8 @@ in the same round (`is_over`, `end_epoch`). A replica that is `alone` ends its e
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from itertools import islice
-from typing import TypeAlias
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from rayps_client.errors import CheckpointError, DataError
@@ -21,14 +19,14 @@ from rayps_client.values import Json, JsonObject
 
 from rayps.core.job.records import Event
 from rayps.core.job.user_code import user_code
-from rayps.core.rows.phase_rounds import OPEN
-from rayps.data.base import Batch, Data, Place, Position, map_tensors
-from rayps.data.loader import Loader
+from rayps.core.rows.rank_seed import block_seed
+from rayps.core.rows.step_rows import Block, StepRows
+from rayps.data.base import Batch, Data, Position, map_tensors
 from rayps.worker.exchange.step_flags import DATA_ENDED, DATA_LEFT, DATA_SEEN, StepFlags
+from rayps.worker.rows.block_readers import BlockReader, Reads, SequenceReader, step_of
+from rayps.worker.rows.lease_book import LeaseBook
 
 _ORIGINS = 8  # the number of newest epochs whose first positions are known
-
-Read: TypeAlias = Iterator[tuple[Batch, Position | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,92 +53,97 @@ class BatchStream:
     """The batches of one replica. `position` is the number of steps taken since the start of the run."""
 
     def __init__(
-        self, data: Data, place: tuple[int, int], seed: int, origin: tuple[int, int], steps: int, *, accumulate: int = 1
+        self,
+        data: Data,
+        rows: StepRows,
+        reader: BlockReader,
+        place: tuple[int, int],
+        seed: int,
+        steps: int,
+        *,
+        accumulate: int = 1,
+        open_pass: OpenPass | None = None,
     ) -> None:
-        """Iterate over `data` for replica `place` = (rank, size).
+        """Read what `rows` says for replica `place` = (rank, size) of `data`, by `reader`.
 
-        Epochs have `steps` steps of at most `accumulate` batches, and are counted from `origin` = (round, epoch). If
-        `steps` is `OPEN`, they end when the data ends.
+        Epochs have `steps` steps of at most `accumulate` batches. If `steps` is `OPEN`, they end when the data ends,
+        and `open_pass` is the pass over the data.
         """
         self.accumulate = accumulate
-        self.data, self.seed, self.origin, self.steps_per_epoch = data, seed, origin, steps
+        self.data, self.rows, self.seed, self.steps_per_epoch = data, rows, seed, steps
         self.rank, self.size = place
         self.position = 0
         self.weight: float = 0  # weight of the last batch: its rows, until a loss says another weight
         self.ahead: Callable[[Batch | None], None] | None = None  # called with each batch one round before its own
-        self.loader = Loader(data) if data.ahead is not None else None
-        self._batches: Read = iter(())
-        self._epoch = -1
+        self.pass_ = open_pass
+        self.leases: LeaseBook | None = None  # if `rows` are leased
+        self._reader = reader
         self._coming: Batch | None = None  # the next batch, if it was read in advance
-        self.pass_ = OpenPass((origin,)) if steps >= OPEN else None
+        self._kept: tuple[Block, Batch] | None = None  # the last block and its rows, if they may be taken again
 
     def epoch_of(self, position: int) -> tuple[int, int]:
         """Return the epoch of a position, and the number of the batch within this epoch."""
-        began, before = self.origin if self.pass_ is None else self.pass_.origin_of(position)
-        epoch, index = divmod(position - began, self.steps_per_epoch)
-        return before + epoch, index
+        if self.pass_ is None:
+            return self.rows.epoch_of(position)
+        began, before = self.pass_.origin_of(position)
+        return before, position - began
 
     def take(self, end: int) -> Batch:
         """Return the next batch. If `ahead` is set, also read the batch after it, and call `ahead` with that batch.
 
-        No batch at position `end` or later is read in advance. If the data has no length, the batch is empty after the
-        last one of the epoch. Raises DataError or WorkloadError if a batch cannot be read.
+        No batch at position `end` or later, and none that is not known yet, is read in advance. A batch is empty if the
+        replica has no rows in the step, or after the last one of an epoch of data without a length.
+
+        Raises DataError or WorkloadError if a batch cannot be read.
         """
         if self.pass_ is not None:
             return self._take_open(self.pass_, end)
         batch, self._coming = self._coming, None
         if batch is None:
-            batch = self._made(self.position)
+            batch = self._read(self.position)
+        if self.rows.seeds:
+            torch.manual_seed(block_seed(self.seed, *self.epoch_of(self.position), read=False))
         self.position += 1
-        if self.ahead is not None and self.position < end:
-            self._coming = self._made(self.position)
+        if self.ahead is not None and self.position < end and self.rows.is_known(self.position):
+            random = torch.get_rng_state() if self.rows.seeds else None
+            self._coming = self._read(self.position)
+            if random is not None:
+                torch.set_rng_state(random)
         self.weight = batch.size
         return batch
 
-    def change_data(self, data: Data, accumulate: int) -> None:
-        """Take the next batches from `data`, in steps of at most `accumulate`. Its epochs have as many steps as before.
+    def change_shares(self, data: Data, reader: BlockReader, accumulate: int) -> None:
+        """Take the next batches from `data` by `reader`, in steps of at most `accumulate`.
 
-        Only for data with a length.
+        Its epochs have as many steps as before. Only for data with a length.
         """
         assert self.pass_ is None, "the data has a length"
         self.close()
-        self.data, self.accumulate = data, accumulate
-        self.loader = Loader(data) if data.ahead is not None else None
-        self._batches, self._epoch, self._coming = iter(()), -1, None
+        self.data, self.accumulate, self._reader, self._coming = data, accumulate, reader, None
 
     def close(self) -> None:
         """End the loader processes and threads."""
-        if self.loader is not None:
-            self.loader.close()
+        self._reader.close()
 
     def events(self) -> list[Event]:
         """Return the events of the loader since the last call."""
-        return [] if self.loader is None else self.loader.take_events()
+        return self._reader.events()
 
-    def _made(self, position: int) -> Batch:
-        epoch, index = self.epoch_of(position)
+    def _read(self, position: int) -> Batch:
+        block = self.rows.block(position)
+        if block is None:
+            return Batch(None, None, 0)
+        if self._kept is not None and block.has_rows_of(self._kept[0]):
+            return self._kept[1]
+        if self.rows.seeds:
+            torch.manual_seed(block_seed(self.seed, block.epoch, block.number, read=True))
         with user_code("data"):
-            if epoch != self._epoch:
-                self._epoch = epoch
-                self._batches = self._read(epoch, index, None)
-            batch, _ = next(self._batches)
-        if self.ahead is not None:
+            batch = self._reader.read(block)
+        if self.rows.repeats:
+            self._kept = block, batch
+        elif self.ahead is not None:
             self.ahead(None if batch.parts else batch)  # rows of several micro-batches are not pulled in advance
         return batch
-
-    def _read(self, epoch: int, step: int, position: Position | None) -> Read:
-        """Return the batches of an epoch from step number `step` on, each with the position after it, or None."""
-        found = self._read_micro(epoch, step * self.accumulate, position)
-        return found if self.accumulate == 1 else _grouped(found, self.accumulate)
-
-    def _read_micro(self, epoch: int, start: int, position: Position | None) -> Read:
-        place = Place(self.rank, self.size, self.seed, epoch)
-        if self.loader is not None:
-            return self.loader.read(place, start, position)
-        if self.pass_ is not None:
-            return self.data.part(place, start, position)
-        found = self.data.batches(rank=place.rank, size=place.size, seed=place.seed, epoch=epoch, start=start)
-        return ((batch, None) for batch in found)
 
     # ---- data without a length
 
@@ -177,7 +180,7 @@ class BatchStream:
 
     def cursor(self) -> Cursor | None:
         """Return from where this replica continues, or None if that follows from the position."""
-        return None if self.pass_ is None else replace(self.pass_.cursor(self.position), processes=self._processes)
+        return None if self.pass_ is None else self.pass_.cursor(self.position)
 
     def restore(self, cursor: Cursor | None) -> None:
         """Continue from a cursor. `None`: only the position is known, and all batches before it are read again.
@@ -187,19 +190,16 @@ class BatchStream:
         """
         if self.pass_ is None or cursor is None:
             return
-        if cursor.processes != self._processes:
+        processes = self.pass_.source.processes
+        if cursor.processes != processes:
             if self.data.independent:
                 raise CheckpointError(
                     f"the checkpoint was written with {cursor.processes} loader processes for each worker, and this "
-                    f'run has {self._processes}: with shard="own" the batches depend on this number\n'
+                    f'run has {processes}: with shard="own" the batches depend on this number\n'
                     f"give loaded_by({cursor.processes}), or start without resume"
                 )
             cursor = Cursor(cursor.origins)
         self.pass_.restore(cursor)
-
-    @property
-    def _processes(self) -> int:
-        return 0 if self.loader is None else self.loader.processes
 
     def _no_batch(self, where: str) -> DataError:
         epoch = self.epoch_of(max(self.position - 1, 0))[0]
@@ -215,7 +215,7 @@ class BatchStream:
             epoch, index = self.epoch_of(self.position)
             known = now.begin(index)
             with user_code("data"):
-                now.reads = self._read(epoch, index, known)
+                now.reads = now.source.open(self._block(epoch, index), known)
             self._coming = self._next(now)
             if self._coming is None and now.alone:  # the position is behind this epoch's end, or the epoch is empty
                 self._end_alone(now, epoch, index)
@@ -232,10 +232,13 @@ class BatchStream:
         self.weight = batch.size
         return batch
 
+    def _block(self, epoch: int, index: int) -> Block:
+        return Block(self.position, epoch, index, self.rank, self.size)
+
     def _end_alone(self, now: OpenPass, epoch: int, index: int) -> None:
         """End an epoch that has no batch number `index`, and find the epoch in which the position is."""
         with user_code("data"):
-            count = sum(1 for _ in self._read(epoch, 0, None))
+            count = sum(1 for _ in now.source.open(self._block(epoch, 0)))
         if not count:
             raise self._no_batch("")
         now.end(self.position - index + count)
@@ -259,12 +262,16 @@ class BatchStream:
 class OpenPass:
     """The current pass over data without a length, of one replica."""
 
-    def __init__(self, origins: tuple[tuple[int, int], ...]) -> None:
-        self.alone = False  # whether the replica ends its epochs by itself
+    def __init__(self, source: SequenceReader, origins: tuple[tuple[int, int], ...], *, alone: bool) -> None:
+        """Begin to read `source`. `origins` are the first position and the number of each of the newest epochs.
+
+        `alone`: whether the replica ends its epochs by itself.
+        """
+        self.source, self.alone = source, alone
         self.left = True  # whether there is a batch after the last one taken
         self.seen = False  # whether the epoch has had a batch on this worker
         self.last: Batch | None = None
-        self.reads: Read | None = None  # None before the first batch of a pass is read
+        self.reads: Reads | None = None  # None before the first batch of a pass is read
         self.count = 0  # number of batches of the epoch that were read
         # positions in the data after so many batches of the epoch, the newest last
         self.known: deque[tuple[int, Position]] = deque(maxlen=3)
@@ -306,7 +313,8 @@ class OpenPass:
         """Return the cursor at a position, which may be one batch behind what was read."""
         index = position - self.origin_of(position)[0]
         held = [each for each in self.known if each[0] <= index]
-        return Cursor(self._origins, *held[-1]) if held else Cursor(self._origins)
+        count, known = held[-1] if held else (0, None)
+        return Cursor(self._origins, count, known, self.source.processes)
 
     def restore(self, cursor: Cursor) -> None:
         """Continue from a cursor."""
@@ -325,14 +333,3 @@ def cursor_of(given: JsonObject) -> Cursor:
 
 def _no_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[:0].clone() if tensor.dim() else tensor
-
-
-def step_of(parts: tuple[Batch, ...]) -> Batch:
-    """Return the batch of one step with these micro-batches."""
-    return Batch(None, None, sum(part.size for part in parts), parts)
-
-
-def _grouped(reads: Read, size: int) -> Read:
-    """Yield groups of `size` batches as one step, each with the position after its last batch."""
-    while group := list(islice(reads, size)):
-        yield step_of(tuple(batch for batch, _ in group)), group[-1][1]

@@ -11,14 +11,12 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from rayps_client.errors import StaleGeneration
 from torch import Tensor
 
 from rayps.core.failpoint import passing
-from rayps.core.job.user_code import user_code
-from rayps.data.base import Batch, Data
-from rayps.data.single_rows import stacks_of
+from rayps.core.rows.step_rows import Block
+from rayps.data.base import Data
 from rayps.privacy.account import PrivacyAccount
 from rayps.privacy.ledger import open_ledger
 from rayps.privacy.mechanism import ROW
@@ -26,58 +24,35 @@ from rayps.privacy.noise import KeyedNoise, NoiseSource, SecretNoise
 from rayps.privacy.row_level import RowPrivacy
 from rayps.tensors.random_state import seed_torch
 from rayps.worker.plan import WorkerPlan
-from rayps.worker.rows.batches import BatchStream, step_of
-from rayps.workload.base import Workload
 
 COARSE = 1 / 8  # relative number of releases between two at which a worker computes epsilon
 
 
-class PrivateRows(BatchStream):
-    """The drawn rows of one worker, in stacks of at most `physical` rows. `position` is the number of steps."""
-
-    def __init__(self, data: Data, plan: WorkerPlan, steps: int) -> None:
-        """Draw from the rows of `data`. An epoch has `steps` steps."""
-        super().__init__(data, (plan.place.data, plan.grid.data), plan.seed, plan.origin, steps)
-        privacy = privacy_under(plan)
-        self.physical = privacy.spec.physical_batch or data.batch_size
-        self._draws = RowDraws(data.rows(), privacy.batch / privacy.rows, source_of(privacy, plan.seed))
-
-    @classmethod
-    def of(cls, workload: Workload, plan: WorkerPlan) -> PrivateRows:
-        """Return the rows of a worker under a plan. Raises DataError or WorkloadError if the data fails."""
-        with user_code("data"):
-            rows = plan.strategy.rows
-            data = rows.source(workload)
-            return cls(data, plan, rows.rounds(data, plan.grid.data))
-
-    def take(self, end: int) -> Batch:
-        """Return the rows that are drawn for the next step, which may be none.
-
-        Raises DataError or WorkloadError if they cannot be read.
-        """
-        drawn = self._draws.rows(self.position, self.rank, self.size)
-        self.position += 1
-        with user_code("data"):
-            return step_of(stacks_of(self.data, drawn, self.physical))
+def draws_of(data: Data, plan: WorkerPlan) -> tuple[RowDraws, int]:
+    """Return how a worker draws rows of `data` under a plan, and how many rows it stacks at most."""
+    privacy = privacy_under(plan)
+    draws = RowDraws(data.rows(), privacy.batch / privacy.rows, source_of(privacy, plan.seed))
+    return draws, privacy.spec.physical_batch or data.batch_size
 
 
 class RowDraws:
-    """Draws rows of `rows`, each with `probability` in each step, from `source`."""
+    """Draws rows of `rows`, each with `probability` in each step, from `source`: a `RowCut` of row numbers."""
 
     def __init__(self, rows: int, probability: float, source: NoiseSource) -> None:
         self._rows, self._probability, self._source = rows, probability, source
 
-    def rows(self, step: int, rank: int, size: int) -> NDArray[np.int64]:
-        """Return the row numbers that `rank` of `size` workers draws in `step`.
+    def places(self, block: Block) -> tuple[list[int], ...]:
+        """Return the row numbers that the worker draws for a block, which is that of its rank and of the step.
 
-        With seeded noise, all workers together draw the same rows for any `size`.
+        With seeded noise, all workers together draw the same rows for any number of workers.
         """
+        step, rank, size = block.step, block.part, block.parts
         own = np.arange(rank, self._rows, size, dtype=np.int64)
         if isinstance(self._source, KeyedNoise):
             chances = self._source.uniform(self._rows, step)[rank::size]
         else:
             chances = self._source.uniform(len(own), step)
-        return own[chances < self._probability]
+        return (own[chances < self._probability].tolist(),)
 
 
 class RowReleases:
