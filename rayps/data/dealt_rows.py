@@ -8,7 +8,7 @@ import numpy as np
 from rayps_client.errors import ConfigError
 
 from rayps.core.rows.row_shares import RowShares
-from rayps.core.rows.step_rows import Block, ShareCut
+from rayps.core.rows.step_rows import RowBlock, ShareCut
 from rayps.data.base import Batch, Data, Place, Position, check_place
 
 
@@ -69,7 +69,7 @@ class DealtRows(Data):
         order = self._data.order(place.seed, place.epoch)
         for number in range(place.process + start * place.processes, self.steps(place.size), place.processes):
             index, micro = divmod(number, self.micro_batches)
-            own = self._cut.places(Block(0, place.epoch, index, place.rank, place.size))[micro]
+            own = self._cut.places(RowBlock(0, place.epoch, index, place.rank, place.size))[micro]
             yield self._data.take(order[np.asarray(own, dtype=np.int64)]), None
 
 

@@ -21,8 +21,6 @@ from rayps.core.strategy.strategy import RingView, ServerHalf, ShardView, Vector
 from rayps.core.strategy.strategy_families import (
     MEMBER_GRADIENTS,
     MEMBER_PUSHES,
-    PRIVATE_GRADIENTS,
-    PRIVATE_PUSHES,
     SERVER_STEPS,
     SHARDED_PARAMETERS,
     SHARDED_STATE,
@@ -48,8 +46,6 @@ _EACH_STEP = (  # the loops that exchange gradients in each step
     SHARDED_PARAMETERS,
     MEMBER_GRADIENTS,
     MEMBER_PUSHES,
-    PRIVATE_GRADIENTS,
-    PRIVATE_PUSHES,
 )
 
 

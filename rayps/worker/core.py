@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
-from rayps_client.errors import TrainingError
+from rayps_client.errors import ConfigError, TrainingError
 from rayps_client.trainers.module_modes import evaluating
 from rayps_client.values import Json, JsonObject, Keywords
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from rayps.worker.connections import WorkerConnections
 from rayps.worker.exchange.step_scaling import StepScaling
 from rayps.worker.loops.loop_of_family import MODEL_SLICE, load
 from rayps.worker.plan import WorkerPlan
+from rayps.worker.privacy import Privacy, make_privacy
 from rayps.worker.rows.evaluation_batches import EvaluationFacts, bounded
 from rayps.worker.rows.make_stream import make_stream
 from rayps.workload.accumulate import Ready, StepLoss
@@ -123,6 +124,7 @@ class Worker:
         self.clip.share = self.rank, self.size
         self.local: WorkerOptimizer | None = self._optimizer() if steps else None
         self.meter = Meter(list(peers.rings.values()))
+        self.privacy: Privacy | None = make_privacy(self)  # makes the sums of a step's rows private; None without it
 
     # ---- position
 
@@ -264,7 +266,11 @@ class Worker:
 
         If the gradient has overflowed in fp16, `scaling.overflow` is true, and the gradient is that of no sample.
         `early` collects the gradient while backward continues, if it has a sample.
+
+        Raises ConfigError under privacy, because the gradient has no noise.
         """
+        if self.privacy is not None:
+            raise gradient_without_noise("push_grad" if self.local is None else "mean_grad")
         with self.meter.computing():
             self.flat.drop_grad()
             gradient = Gradient(self.flat.packed, batch.size)
@@ -699,6 +705,15 @@ def loss_value(loss: object, rank: int, round: int, epoch: int) -> float:
             round=round,
         )
     return value
+
+
+def gradient_without_noise(way: str) -> ConfigError:
+    """Return the error for a gradient that a strategy asks for under privacy. `way`: the method that adds noise."""
+    return ConfigError(
+        f"under privacy a strategy's round calls w.{way}(batch), which clips the gradient of each row and adds noise, "
+        "and not w.grad, whose result has no noise: change the strategy's round, or leave out privacy",
+        field="privacy",
+    )
 
 
 _EXPLODED = 1e3  # a loss so many times the first one explains a gradient that is not finite

@@ -21,6 +21,7 @@ from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import Memory, VectorMemory, Worker, traffic_of
 from rayps.worker.exchange.step_flags import COUNT, OVERFLOW, StepFlags, with_flags
 from rayps.worker.plan import WorkerPlan
+from rayps.worker.privacy import Privacy
 from rayps.workload.base import Workload
 
 _FEEDBACK = "ring/"  # prefix of a compressed ring's error feedback, in a worker's memory
@@ -150,8 +151,11 @@ class RingWorker(Worker):
     def mean_grad(self, batch: Batch) -> Tensor:
         """Return `ring.mean(grad(batch))`, read-only. The next `step` skips the parameters that no rank used.
 
-        Raises the errors of `grad`, and LinkError if a connection fails.
+        Under privacy it is the noised sum of the clipped gradients of rows, divided by the logical batch. Raises the
+        errors of `grad` or of `Privacy.part`, and LinkError if a connection fails.
         """
+        if self.privacy is not None:
+            return self._private_mean(batch, self.privacy)
         gradient, used = self._gradient(batch)
         if self.scaling.overflow:
             self.flags.state(OVERFLOW)
@@ -168,6 +172,13 @@ class RingWorker(Worker):
             self.flags.receive(marks[-COUNT:])
         self._skip(_unmarked(marks[:-COUNT].tolist()))
         self.clip.mean = mean
+        return mean
+
+    def _private_mean(self, batch: Batch, privacy: Privacy) -> Tensor:
+        total = privacy.part(batch)
+        self.means.exact_ring.sum(total)
+        self._skip(())
+        mean = self.clip.mean = (total / privacy.batch).to(self.flat.vector.dtype)
         return mean
 
     def mean(self, vector: Tensor, samples: float = 1.0, *, exact: bool = False) -> Tensor:

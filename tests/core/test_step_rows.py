@@ -12,7 +12,7 @@ import rayps
 from rayps.core.rows.leases import BlockRange, RowLease
 from rayps.core.rows.portions import PortionsPlan
 from rayps.core.rows.row_shares import RowShares, even_shares
-from rayps.core.rows.step_rows import Block, ByLease, ByPortion, ByRank, EvenCut, RowCut, ShareCut, StepRows, rows_of
+from rayps.core.rows.step_rows import ByLease, ByPortion, ByRank, EvenCut, RowBlock, RowCut, ShareCut, StepRows, rows_of
 
 CASES = list(itertools.product((1, 2, 7, 12, 13), (1, 2, 3), (1, 2, 4), (1, 2, 3), (False, True)))
 EPOCHS = 2
@@ -87,7 +87,7 @@ def test_portions_take_each_place_once_whoever_is_dropped(
     cut = EvenCut(rows, batch, accumulate, drop_last)
     workers = [ByPortion(rank, PortionsPlan(size, size + 1, steps, (0, 0)), 0) for rank in range(size + 1)]
     found: dict[int, Counter[int]] = {}
-    last: dict[int, Block] = {}
+    last: dict[int, RowBlock] = {}
     for step in range(EPOCHS * steps):
         now = workers[0].walk.now
         late = now.holders[step % len(now.holders)] if len(now.holders) > size else None
@@ -111,7 +111,7 @@ def test_portions_take_each_place_once_whoever_is_dropped(
 
 
 def _all(cut: EvenCut, rank: int, size: int, steps: int) -> list[range]:
-    return [part for index in range(steps) for part in cut.places(Block(index, 0, index, rank, size))]
+    return [part for index in range(steps) for part in cut.places(RowBlock(index, 0, index, rank, size))]
 
 
 @pytest.mark.parametrize(("rows", "size", "batch", "accumulate", "drop_last"), CASES)
@@ -126,7 +126,7 @@ def test_shares_take_each_place_once(rows: int, size: int, batch: int, accumulat
         whole = rows // dealt.block * dealt.block if drop_last else rows
         assert all(found[epoch] == Counter(range(whole)) for epoch in range(EPOCHS))
         for rank, index in itertools.product(range(size), range(steps)):
-            parts = cut.places(Block(index, 0, index, rank, size))
+            parts = cut.places(RowBlock(index, 0, index, rank, size))
             assert len(parts) == cut.accumulate and all(len(part) <= batch for part in parts)
 
 

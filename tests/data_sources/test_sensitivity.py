@@ -35,7 +35,8 @@ from rayps.runtime.driver.driver import Driver
 from rayps.runtime.records.journal import Journal
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.job import JobSpec
-from rayps.worker.loops.private_gradients import NoisedSums, PrivateRingWorker
+from rayps.worker.noised_sums import NoisedSums
+from rayps.worker.ring_worker import RingWorker
 from rayps.workload.clipped_sum import ClippedSum
 from rayps.workload.model_part import Whole
 
@@ -571,7 +572,7 @@ STRATEGIES = {"all_reduce": rayps.AllReduce, "parameter_server": rayps.Parameter
 
 def released(monkeypatch, name, work, workers):
     """The parts of a step's sum, as they leave the workers, and what the optimizer gets of them."""
-    parts, means, part, mean = [], [], NoisedSums.part, PrivateRingWorker.mean_grad
+    parts, means, part, mean = [], [], NoisedSums.part, RingWorker.mean_grad
 
     def recorded(self, batch):
         parts.append(part(self, batch))
@@ -584,7 +585,7 @@ def released(monkeypatch, name, work, workers):
     with monkeypatch.context() as patch:
         patch.setattr("rayps.worker.rows.private_rows.source_of", lambda privacy, seed: EveryRow())
         patch.setattr(NoisedSums, "part", recorded)
-        patch.setattr(PrivateRingWorker, "mean_grad", returned)
+        patch.setattr(RingWorker, "mean_grad", returned)
         strategy = STRATEGIES[name](privacy=rayps.dp(noise_multiplier=1.0, clip=CLIP, delta=1e-2))
         result = train(work, strategy, workers=workers, steps=1)
     assert len(parts) == workers

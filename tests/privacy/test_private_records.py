@@ -36,7 +36,7 @@ from rayps.runtime.records.journal import Journal
 from rayps.strategies.catalogue import CATALOGUE, parse, wire
 from rayps.strategies.job import JobSpec
 from rayps.tensors.checkpoints import checkpoint
-from rayps.worker.loops.private_gradients import NoisedSums
+from rayps.worker.noised_sums import NoisedSums
 from rayps.worker.rows import private_rows
 
 CLIENTS, ROUNDS = 40, 4

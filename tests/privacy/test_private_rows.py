@@ -16,7 +16,7 @@ from small_work import OPTIMIZERS, Small, Watched, distance, kinds, rows, train
 from torch import nn
 
 import rayps
-from rayps.core.rows.step_rows import Block
+from rayps.core.rows.step_rows import RowBlock
 from rayps.data.base import Batch
 from rayps.data.single_rows import stacks_of
 from rayps.privacy.ledger import ReleaseLedger
@@ -259,7 +259,7 @@ def test_each_row_is_drawn_by_one_worker_with_the_probability(source):
     draws, counts = RowDraws(200, 0.3, source), np.zeros(200)
     for step in range(300):
         for rank in range(3):
-            (drawn,) = draws.places(Block(step, 0, step, rank, 3))
+            (drawn,) = draws.places(RowBlock(step, 0, step, rank, 3))
             found = np.array(drawn)
             assert set(found % 3) <= {rank}
             counts[found] += 1

@@ -21,7 +21,7 @@ from rayps.comm.ring.agree_members import MemberAgreement
 from rayps.core.rows.dropped_steps import LateWorkers
 from rayps.core.rows.phase_rounds import Boundary
 from rayps.core.rows.portions import Portions
-from rayps.core.rows.step_rows import Block
+from rayps.core.rows.step_rows import RowBlock
 from rayps.core.strategy.topology import Peers
 from rayps.runtime.driver.recover import RecoveryExecutor
 from rayps.runtime.size.late_workers import LateReplacements
@@ -563,7 +563,7 @@ def test_portions_are_the_batches_of_n_ranks_however_they_are_read(accumulate):
             for share in (number % 3, (number + 1) % 3):  # not each batch of each share
                 expected = read[share][number * accumulate : (number + 1) * accumulate]
                 for reader in readers:
-                    found = reader.read(Block(0, epoch, number, share, 3))
+                    found = reader.read(RowBlock(0, epoch, number, share, 3))
                     parts = found.parts if accumulate > 1 else (found,)
                     assert [part.x.tolist() for part in parts] == [part.x.tolist() for part in expected]
     assert ordered.opened == 6 and ordered.read <= 2 * 3 * data.steps(3)  # each share was opened once in an epoch

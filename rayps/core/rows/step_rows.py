@@ -24,7 +24,7 @@ from rayps.core.rows.row_shares import RowShares, dealt
 Places: TypeAlias = Sequence[int]  # places in the order of an epoch
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """What a worker takes in `step`: block `number` of `part`, one of the `parts` of `epoch`."""
 
     step: int
@@ -33,7 +33,7 @@ class Block(NamedTuple):
     part: int = 0
     parts: int = 1
 
-    def has_rows_of(self, other: Block) -> bool:
+    def has_rows_of(self, other: RowBlock) -> bool:
         """Return whether both are the same block of the same epoch."""
         return self[1:] == other[1:]
 
@@ -51,7 +51,7 @@ class StepRows(Protocol):
     def epoch_of(self, step: int) -> tuple[int, int]:
         """Return the epoch of a step, and the number of the step within it."""
 
-    def block(self, step: int) -> Block | None:
+    def block(self, step: int) -> RowBlock | None:
         """Return the block of a step; None if the worker takes no rows in it."""
 
     def is_known(self, step: int) -> bool:
@@ -61,7 +61,7 @@ class StepRows(Protocol):
 class RowCut(Protocol):
     """Which rows a block has."""
 
-    def places(self, block: Block) -> tuple[Places, ...]:
+    def places(self, block: RowBlock) -> tuple[Places, ...]:
         """Return the places of the rows of each micro-batch."""
 
 
@@ -94,9 +94,9 @@ class ByRank:
         epoch, index = divmod(step - began, self.steps)
         return before + epoch, index
 
-    def block(self, step: int) -> Block:
+    def block(self, step: int) -> RowBlock:
         """Return the block of a step."""
-        return Block(step, *self.epoch_of(step), self.rank, self.size)
+        return RowBlock(step, *self.epoch_of(step), self.rank, self.size)
 
     def is_known(self, step: int) -> bool:
         """Return True."""
@@ -118,9 +118,9 @@ class ByLease:
                 return lease.block_of(min(step, lease.end - 1))
         return self.leases[0].block_of(self.leases[0].first) if self.leases else (0, 0)
 
-    def block(self, step: int) -> Block:
+    def block(self, step: int) -> RowBlock:
         """Return the block of a step."""
-        return Block(step, *self.epoch_of(step))
+        return RowBlock(step, *self.epoch_of(step))
 
     def is_known(self, step: int) -> bool:
         """Return whether a step is leased."""
@@ -154,12 +154,12 @@ class ByPortion:
         """Return the epoch of a step, and the number of the step within it."""
         return ByRank(0, 1, self._plan.steps, self._plan.origin).epoch_of(step)
 
-    def block(self, step: int) -> Block | None:
+    def block(self, step: int) -> RowBlock | None:
         """Return the block of a step, which is the next one of `walk`; None if the worker has no portion."""
         if not self.has_portion:
             return None
         share, number = self.walk.now.place(self.walk.now.held[self._rank])
-        return Block(step, self.epoch_of(step)[0], number, share, self._plan.shares)
+        return RowBlock(step, self.epoch_of(step)[0], number, share, self._plan.shares)
 
     def is_known(self, step: int) -> bool:
         """Return False: it depends on the members of the step before."""
@@ -181,7 +181,7 @@ class EvenCut:
     accumulate: int = 1
     drop_last: bool = False
 
-    def places(self, block: Block) -> tuple[range, ...]:
+    def places(self, block: RowBlock) -> tuple[range, ...]:
         """Return the places of the rows of each micro-batch."""
         own, each = range(block.part, self.rows, block.parts), self.batch_size
         most = -(-self.rows // block.parts)  # rows of the largest part
@@ -207,7 +207,7 @@ class ShareCut:
         """The number of micro-batches of a block."""
         return -(-max(self.shares.shares) // self.batch_size)
 
-    def places(self, block: Block) -> tuple[Places, ...]:
+    def places(self, block: RowBlock) -> tuple[Places, ...]:
         """Return the places of the rows of each micro-batch."""
         low, high = self.shares.bounds(block.epoch, block.number, self.rows)
         own = _dealt(self.shares.shares, block.part)

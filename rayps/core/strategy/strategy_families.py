@@ -202,14 +202,10 @@ SHARDED_PARAMETERS = "sharded_parameters"
 FEDERATED_ROUNDS = "federated_rounds"
 MEMBER_GRADIENTS = "member_gradients"  # sync_gradients with backup workers
 MEMBER_PUSHES = "member_pushes"  # server_steps with backup workers
-PRIVATE_GRADIENTS = "private_gradients"  # sync_gradients with privacy
-PRIVATE_PUSHES = "private_pushes"  # server_steps with privacy
 
 
 def loop_of(topology: Topology) -> str:
     """Return the name of the loop that runs a topology by default."""
-    if isinstance(topology, (Peers, Servers)) and topology.private:
-        return PRIVATE_GRADIENTS if isinstance(topology, Peers) else PRIVATE_PUSHES
     if isinstance(topology, Peers):
         sharded = SHARDED_PARAMETERS if topology.shard == "parameters" else SHARDED_STATE
         whole = MEMBER_GRADIENTS if topology.backup else SYNC_GRADIENTS

@@ -10,7 +10,7 @@ from torch import nn
 
 from rayps.core.grid import Grid
 from rayps.core.strategy.strategy import StrategyView
-from rayps.core.strategy.strategy_families import PRIVATE_GRADIENTS, PRIVATE_PUSHES, Reshuffled, learns_by_client
+from rayps.core.strategy.strategy_families import SERVER_STEPS, SYNC_GRADIENTS, Reshuffled, learns_by_client
 from rayps.core.strategy.topology import is_private
 from rayps.data.base import Data
 from rayps.privacy.account import solve_noise
@@ -52,9 +52,9 @@ def private_rows(
     _check_data(workload, data)
     _check_fields(workload)
     _check_layers(model)
-    if strategy.loop == PRIVATE_PUSHES and grid.data > 1:
+    if strategy.loop == SERVER_STEPS and grid.data > 1:
         _check_pushes(model)
-    if strategy.rows != Reshuffled() or strategy.loop not in (PRIVATE_GRADIENTS, PRIVATE_PUSHES):
+    if strategy.rows != Reshuffled() or strategy.loop not in (SYNC_GRADIENTS, SERVER_STEPS):
         raise ConfigError(
             f"{strategy.name} has privacy, and rows or a loop of its own: leave out `rows` and `loop`, or privacy",
             field="privacy",

@@ -27,6 +27,7 @@ from rayps.worker.core import Worker, evaluated
 from rayps.worker.exchange.step_flags import StepFlags
 from rayps.worker.handover import HeldState
 from rayps.worker.plan import WorkerPart, WorkerPlan
+from rayps.worker.privacy import Privacy
 from rayps.worker.rows.batches import cursor_of
 from rayps.workload.base import Workload
 
@@ -65,7 +66,11 @@ class Loop:
 
     def begin(self, stopped: Callable[[], bool]) -> None:
         """Prepare the first round. `stopped()` returns whether the plan was ended from outside."""
-        self.w.plan.strategy.begin(self._view())
+        w = self.w
+        w.plan.strategy.begin(self._view())
+        if w.privacy is not None:
+            w.privacy.begin(stopped)
+            self._end_by_budget(w.privacy)
 
     def await_batch(self, stopped: Callable[[], bool]) -> bool:
         """Wait until there is a batch for the next round. Return False if the plan ends before it.
@@ -81,6 +86,8 @@ class Loop:
 
     def run_round(self) -> None:
         """Run one round: set the learning rates by the schedule, then call the strategy's `round`."""
+        if self.w.privacy is not None:
+            self.w.privacy.seed_step(self.w.position)
         if self.w.local is not None:
             self.w.local.at(self.steps_before_round())
         self.w.plan.strategy.round(self._view())
@@ -98,14 +105,25 @@ class Loop:
         return False
 
     def end_round(self) -> None:
-        """End the epoch, and the phase after its last epoch, if the data has no length and has ended."""
+        """End the epoch, and the phase after its last epoch, if the data has no length and has ended.
+
+        Under privacy, end the phase if the budget allows no further step.
+        """
         w = self.w
+        if w.privacy is not None:
+            self._end_by_budget(w.privacy)
         if not (w.batches.agrees and self.agree() and w.batches.is_over(self._flags())):
             return
         epoch = w.batches.end_epoch()
         last = w.plan.last_epoch
         if last is not None and epoch >= last:
             w.done, w.reason = True, f"the data has ended in epoch {epoch}"
+
+    def _end_by_budget(self, privacy: Privacy) -> None:
+        """End the phase on all workers in the same round, after the last step that the budget allows."""
+        reason = privacy.end_reason(self.w.position)
+        if reason is not None:
+            self.w.done, self.w.reason = True, reason
 
     def finish(self) -> None:
         """End the plan, after which all workers have the consensus. Raises LinkError if a connection fails."""
@@ -126,6 +144,8 @@ class Loop:
     def close(self) -> None:
         """Release the loop's resources. This is also called after an error."""
         self.w.batches.close()
+        if self.w.privacy is not None:
+            self.w.privacy.close()
         if self.w.tables is not None:
             self.w.tables.close()
 

@@ -26,10 +26,10 @@ FAMILIES = {
     strategy_families.FEDERATED_ROUNDS: "rayps.worker.loops.federated_rounds:FederatedRounds",
     strategy_families.MEMBER_GRADIENTS: "rayps.worker.loops.member_gradients:MemberGradients",
     strategy_families.MEMBER_PUSHES: "rayps.worker.loops.member_pushes:MemberPushes",
-    strategy_families.PRIVATE_GRADIENTS: "rayps.worker.loops.private_gradients:PrivateGradients",
-    strategy_families.PRIVATE_PUSHES: "rayps.worker.loops.private_gradients:PrivatePushes",
 }
 MODEL_SLICE = "rayps.parallel.division.model_slice:ModelSlice"  # the model part of a replica of several workers
+ROW_PRIVACY = "rayps.worker.noised_sums:NoisedSums"  # makes the sums of a worker private
+ROW_DRAWS = "rayps.worker.rows.private_rows:draws_of"  # draws the rows of private sums
 TABLES = "rayps.ps.tables.embedding:bind"  # connects a model's sparse tables
 
 

@@ -31,6 +31,7 @@ from rayps.worker.exchange.early_push import EarlyPush
 from rayps.worker.exchange.push_agreement import PushAgreement
 from rayps.worker.loops.loop import Loop
 from rayps.worker.plan import WorkerPart, WorkerPlan
+from rayps.worker.privacy import Privacy
 from rayps.worker.ring_worker import ring_choices
 from rayps.worker.tables import bind_tables
 from rayps.workload.accumulate import Ready, StepLoss
@@ -94,8 +95,12 @@ class ServerWorker(Worker):
         """Push the gradient of the loss on `batch`: see `WorkerView.push_grad`.
 
         On a device it is sent by segment while backward continues, unless it is compressed, clipped, or in fp16: these
-        need the whole gradient first. Raises the errors of `grad`, and LinkError if a connection fails.
+        need the whole gradient first. Under privacy it is this worker's part of the noised sum. Raises the errors of
+        `grad` or of `Privacy.part`, and LinkError if a connection fails.
         """
+        if self.privacy is not None:
+            self._push_part(batch, self.privacy)
+            return
         early, server = self._early, self.server
         if early is None or not batch.size or not isinstance(server, DeviceServer) or server.compresses:
             server.push(self.grad(batch))
@@ -111,6 +116,15 @@ class ServerWorker(Worker):
             early.end()
         else:  # the loss has weight 0
             server.push(gradient)
+
+    def _push_part(self, batch: Batch, privacy: Privacy) -> None:
+        """Push this worker's part: the servers' mean of N parts times N / L is the sum divided by L."""
+        with self.refusing_changes("loss"):
+            part = privacy.part(batch)
+        gradient = Gradient(self.flat.packed, 1)
+        self.server.settle()  # the vector must not change before the last push has left
+        gradient.vector.copy_(part.mul_(self.size / privacy.batch))
+        self.server.push(gradient)
 
     def refusing_changes(self, method: str) -> AbstractContextManager[None]:
         """Call the user's `method` inside the block. Raises WorkloadError if it changes a parameter in place.

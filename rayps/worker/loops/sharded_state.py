@@ -192,7 +192,7 @@ class ShardedWorker(SyncWorker):
         LinkError if a connection fails.
         """
         scattered = self._scattered
-        if scattered is None:
+        if scattered is None or self.privacy is not None:
             return super().mean_grad(batch)
         began, talked = time.perf_counter(), scattered.seconds
         scattered.begin_step()

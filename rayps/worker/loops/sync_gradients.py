@@ -65,7 +65,7 @@ class SyncWorker(RingWorker):
                 self.part.check_weight.is_checked = True
         self._counted: Batch | None = None  # the last batch with rows, if BatchNorm layers are synchronized
         self._buckets: Buckets | None = None
-        if isinstance(self.ring, Ring) and plan.division is None:
+        if isinstance(self.ring, Ring) and plan.division is None and self.privacy is None:
             self._buckets = self._make_buckets(self.ring)
             if self._buckets is not None and plan.rank == 0 and plan.size > 1:
                 self.log.choices.append(self._buckets.choice)

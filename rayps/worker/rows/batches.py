@@ -20,7 +20,7 @@ from rayps_client.values import Json, JsonObject
 from rayps.core.job.records import Event
 from rayps.core.job.user_code import user_code
 from rayps.core.rows.rank_seed import block_seed
-from rayps.core.rows.step_rows import Block, StepRows
+from rayps.core.rows.step_rows import RowBlock, StepRows
 from rayps.data.base import Batch, Data, Position, map_tensors
 from rayps.worker.exchange.step_flags import DATA_ENDED, DATA_LEFT, DATA_SEEN, StepFlags
 from rayps.worker.rows.block_readers import BlockReader, Reads, SequenceReader, step_of
@@ -55,7 +55,7 @@ class BatchStream:
     def __init__(
         self,
         data: Data,
-        rows: StepRows,
+        blocks: StepRows,
         reader: BlockReader,
         place: tuple[int, int],
         seed: int,
@@ -64,27 +64,27 @@ class BatchStream:
         accumulate: int = 1,
         open_pass: OpenPass | None = None,
     ) -> None:
-        """Read what `rows` says for replica `place` = (rank, size) of `data`, by `reader`.
+        """Read what `blocks` says for replica `place` = (rank, size) of `data`, by `reader`.
 
         Epochs have `steps` steps of at most `accumulate` batches. If `steps` is `OPEN`, they end when the data ends,
         and `open_pass` is the pass over the data.
         """
         self.accumulate = accumulate
-        self.data, self.rows, self.seed, self.steps_per_epoch = data, rows, seed, steps
+        self.data, self.blocks, self.seed, self.steps_per_epoch = data, blocks, seed, steps
         self.rank, self.size = place
         self.position = 0
         self.weight: float = 0  # weight of the last batch: its rows, until a loss says another weight
         self.ahead: Callable[[Batch | None], None] | None = None  # called with each batch one round before its own
         self.pass_ = open_pass
-        self.leases: LeaseBook | None = None  # if `rows` are leased
+        self.leases: LeaseBook | None = None  # if rows are leased
         self._reader = reader
         self._coming: Batch | None = None  # the next batch, if it was read in advance
-        self._kept: tuple[Block, Batch] | None = None  # the last block and its rows, if they may be taken again
+        self._kept: tuple[RowBlock, Batch] | None = None  # the last block and its rows, if they may be taken again
 
     def epoch_of(self, position: int) -> tuple[int, int]:
         """Return the epoch of a position, and the number of the batch within this epoch."""
         if self.pass_ is None:
-            return self.rows.epoch_of(position)
+            return self.blocks.epoch_of(position)
         began, before = self.pass_.origin_of(position)
         return before, position - began
 
@@ -101,11 +101,11 @@ class BatchStream:
         batch, self._coming = self._coming, None
         if batch is None:
             batch = self._read(self.position)
-        if self.rows.seeds:
+        if self.blocks.seeds:
             torch.manual_seed(block_seed(self.seed, *self.epoch_of(self.position), read=False))
         self.position += 1
-        if self.ahead is not None and self.position < end and self.rows.is_known(self.position):
-            random = torch.get_rng_state() if self.rows.seeds else None
+        if self.ahead is not None and self.position < end and self.blocks.is_known(self.position):
+            random = torch.get_rng_state() if self.blocks.seeds else None
             self._coming = self._read(self.position)
             if random is not None:
                 torch.set_rng_state(random)
@@ -130,16 +130,16 @@ class BatchStream:
         return self._reader.events()
 
     def _read(self, position: int) -> Batch:
-        block = self.rows.block(position)
+        block = self.blocks.block(position)
         if block is None:
             return Batch(None, None, 0)
         if self._kept is not None and block.has_rows_of(self._kept[0]):
             return self._kept[1]
-        if self.rows.seeds:
+        if self.blocks.seeds:
             torch.manual_seed(block_seed(self.seed, block.epoch, block.number, read=True))
         with user_code("data"):
             batch = self._reader.read(block)
-        if self.rows.repeats:
+        if self.blocks.repeats:
             self._kept = block, batch
         elif self.ahead is not None:
             self.ahead(None if batch.parts else batch)  # rows of several micro-batches are not pulled in advance
@@ -232,8 +232,8 @@ class BatchStream:
         self.weight = batch.size
         return batch
 
-    def _block(self, epoch: int, index: int) -> Block:
-        return Block(self.position, epoch, index, self.rank, self.size)
+    def _block(self, epoch: int, index: int) -> RowBlock:
+        return RowBlock(self.position, epoch, index, self.rank, self.size)
 
     def _end_alone(self, now: OpenPass, epoch: int, index: int) -> None:
         """End an epoch that has no batch number `index`, and find the epoch in which the position is."""

@@ -1,4 +1,4 @@
-"""Readers of single blocks (`rayps.core.rows.step_rows.Block`): by the numbers of their rows, or in sequence."""
+"""Readers of single blocks (`rayps.core.rows.step_rows.RowBlock`): by the numbers of their rows, or in sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayps.core.job.records import Event
-from rayps.core.rows.step_rows import Block, Places, RowCut
+from rayps.core.rows.step_rows import Places, RowBlock, RowCut
 from rayps.data.base import Batch, Data, Place, Position
 from rayps.data.loader import Loader
 from rayps.data.single_rows import stacks_of
@@ -21,7 +21,7 @@ Reads: TypeAlias = Iterator[tuple[Batch, Position | None]]
 class BlockReader(Protocol):
     """Reads the rows of blocks."""
 
-    def read(self, block: Block) -> Batch:
+    def read(self, block: RowBlock) -> Batch:
         """Return the rows of a block, with several micro-batches as one step. Raises DataError if one is invalid."""
 
     def events(self) -> list[Event]:
@@ -38,7 +38,7 @@ class NumberReader:
         self._data, self._cut, self._seed, self._accumulate = data, cut, seed, accumulate
         self._order: tuple[int, NDArray[np.int64]] | None = None  # an epoch, and its row numbers in order
 
-    def read(self, block: Block) -> Batch:
+    def read(self, block: RowBlock) -> Batch:
         """Return the rows of a block: see `BlockReader`."""
         if self._order is None or self._order[0] != block.epoch:
             self._order = block.epoch, self._data.order(self._seed, block.epoch)
@@ -60,7 +60,7 @@ class StackReader:
     def __init__(self, data: Data, draws: RowCut, most: int) -> None:
         self._data, self._draws, self._most = data, draws, most
 
-    def read(self, block: Block) -> Batch:
+    def read(self, block: RowBlock) -> Batch:
         """Return the rows of a block, which may be none: see `BlockReader`."""
         drawn = np.concatenate([np.asarray(places, dtype=np.int64) for places in self._draws.places(block)])
         return step_of(stacks_of(self._data, drawn, self._most))
@@ -92,7 +92,7 @@ class SequenceReader:
         """The number of loader processes."""
         return 0 if self._loader is None else self._loader.processes
 
-    def read(self, block: Block) -> Batch:
+    def read(self, block: RowBlock) -> Batch:
         """Return the rows of a block: see `BlockReader`."""
         if block.epoch != self._epoch:
             self._epoch = block.epoch
@@ -105,7 +105,7 @@ class SequenceReader:
         self._open[block.part] = block.number + 1, reads
         return batch
 
-    def open(self, block: Block, position: Position | None = None) -> Reads:
+    def open(self, block: RowBlock, position: Position | None = None) -> Reads:
         """Return the blocks of a part from `block` on, each with the position in the data after it, or None.
 
         `position`: one that was returned for a block before this one.

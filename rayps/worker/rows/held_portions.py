@@ -14,8 +14,8 @@ STATE = "portions"  # the key of the state in the values that are equal on all w
 
 def portions_of(stream: BatchStream) -> ByPortion:
     """Return the portions of a worker in step with backup workers."""
-    assert isinstance(stream.rows, ByPortion), "a worker with backup workers takes portions"
-    return stream.rows
+    assert isinstance(stream.blocks, ByPortion), "a worker with backup workers takes portions"
+    return stream.blocks
 
 
 def must_be_over(portions: ByPortion, position: int, name: str) -> None:

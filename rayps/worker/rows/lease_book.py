@@ -1,6 +1,6 @@
 """The leases of one worker, because workers do not run in step and their number may change.
 
-Block k of an epoch has the rows k*G to (k+1)*G - 1 of the epoch's order, where G is `batch_size` times `accumulate`.
+RowBlock k of an epoch has the rows k*G to (k+1)*G - 1 of the epoch's order, where G is `batch_size` times `accumulate`.
 Each step of the worker takes the block that its lease (`rayps.core.rows.leases`) gives to this step. The worker waits
 for a lease that it does not have yet; other threads add leases.
 """
@@ -15,7 +15,7 @@ from typing import ClassVar
 from rayps_client.errors import PeerTimeout
 
 from rayps.core.rows.leases import RowLease
-from rayps.core.rows.step_rows import Block, ByLease
+from rayps.core.rows.step_rows import ByLease, RowBlock
 
 _KEPT = 4  # the newest leases of which the epoch of a step is known
 _CHECK_SECONDS = 0.1  # seconds between two checks whether the run has ended, while a worker waits for a lease
@@ -113,7 +113,7 @@ class LeaseBook:
         with self._changed:
             return self._rows.epoch_of(step)
 
-    def block(self, step: int) -> Block:
+    def block(self, step: int) -> RowBlock:
         """Return the block of a step."""
         with self._changed:
             return self._rows.block(step)

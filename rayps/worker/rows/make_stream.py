@@ -11,11 +11,11 @@ from rayps.core.strategy.strategy_families import ends_together
 from rayps.core.strategy.topology import backup_in
 from rayps.data.base import Data
 from rayps.data.dealt_rows import DealtRows, must_have_row_numbers
+from rayps.worker.loops.loop_of_family import ROW_DRAWS, load
 from rayps.worker.plan import WorkerPlan
 from rayps.worker.rows.batches import BatchStream, OpenPass
 from rayps.worker.rows.block_readers import BlockReader, NumberReader, SequenceReader, StackReader
 from rayps.worker.rows.lease_book import LeaseBook
-from rayps.worker.rows.private_rows import draws_of
 from rayps.workload.base import Workload
 
 
@@ -88,7 +88,7 @@ def _leased(data: Data, plan: WorkerPlan, accumulate: int) -> BatchStream:
 
 
 def _drawn(data: Data, plan: WorkerPlan) -> BatchStream:
-    draws, most = draws_of(data, plan)
+    draws, most = load(ROW_DRAWS)(data, plan)
     (rank, size), steps = _place(plan), plan.strategy.rows.rounds(data, plan.grid.data)
     rows, reader = ByRank(rank, size, steps, plan.origin), StackReader(data, draws, most)
     return BatchStream(data, rows, reader, (rank, size), plan.seed, steps)

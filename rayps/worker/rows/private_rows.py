@@ -15,7 +15,7 @@ from rayps_client.errors import StaleGeneration
 from torch import Tensor
 
 from rayps.core.failpoint import passing
-from rayps.core.rows.step_rows import Block
+from rayps.core.rows.step_rows import RowBlock
 from rayps.data.base import Data
 from rayps.privacy.account import PrivacyAccount
 from rayps.privacy.ledger import open_ledger
@@ -41,7 +41,7 @@ class RowDraws:
     def __init__(self, rows: int, probability: float, source: NoiseSource) -> None:
         self._rows, self._probability, self._source = rows, probability, source
 
-    def places(self, block: Block) -> tuple[list[int], ...]:
+    def places(self, block: RowBlock) -> tuple[list[int], ...]:
         """Return the row numbers that the worker draws for a block, which is that of its rank and of the step.
 
         With seeded noise, all workers together draw the same rows for any number of workers.
