@@ -6,29 +6,26 @@ import http
 import math
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Annotated, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, create_model
+from rayps_client.values import Keywords
 
 from rayps.cluster.notices import Notice
-from rayps.core.job.code_archive import HASH
+from rayps.core.job.job_fields import GROUP_NAME, JOB_FIELDS, JobField, Kind
 from rayps.core.job.job_status import Status
 from rayps.core.job.records import ProgressRecord
-from rayps.core.job.requirements import LONGEST_LINE, MOST_LINES
-from rayps.core.job.statement import MOST_STATEMENT_BYTES
+from rayps.core.job.requirements import LONGEST_LINE
 from rayps.core.metric_direction import lowest_is_best
 from rayps.core.strategy.elastic import LR_RULES
 from rayps.service.code.code_origin import MOST_DIFF
 from rayps.service.elastic_jobs import worker_counts
 from rayps.service.groups import LEAST_SILENCE, MOST_REPLICAS, MOST_SERVERS, MOST_SILENCE, SILENCE
-from rayps.service.groups import NAME as GROUP_NAME
 from rayps.service.store import JobRecord
 from rayps.service.sweeps.sweep import MOST_JOBS
 from rayps.service.sweeps.sweep import NAME as SWEEP_NAME
-from rayps.strategies.job import MOST_PARAMS, JobSpec
+from rayps.strategies.job import JobSpec
 from rayps_api.problems import A_RANGE, ONE_NUMBER
-
-NAME = r"^[A-Za-z0-9]([A-Za-z0-9 _.-]{0,62}[A-Za-z0-9])?$"
 
 
 def _printable(text: str) -> str:
@@ -96,7 +93,48 @@ class ElasticIn(BaseModel):
     replay: list[Annotated[list[int], Field(min_length=2, max_length=2)]] | None = Field(None, max_length=100_000)
 
 
-class JobIn(BaseModel):
+_KINDS: dict[Kind, Any] = {
+    Kind.LINE: Line,
+    Kind.TEXT: str,
+    Kind.WHOLE: int,
+    Kind.NUMBER: float,
+    Kind.FLAG: bool,
+    Kind.STRATEGY: Any,
+    Kind.WORKERS: Workers,
+    Kind.ELASTIC: ElasticIn,
+    Kind.AMOUNTS: dict[Line, Amount],
+    Kind.START: Line | StartIn,
+    Kind.VALUES: dict[ParameterName, ParameterValue],
+    Kind.LINES: list[Requirement],
+    Kind.VARIABLES: object,
+}
+
+
+def _of_request(declared: JobField) -> tuple[object, object]:
+    """Return the type and the pydantic field of a job's field."""
+    kind, default = _KINDS[declared.kind], declared.default
+    given: Keywords = dict(declared.limits)
+    if declared.kind is Kind.NUMBER:
+        given["allow_inf_nan"] = False
+    if declared.examples:
+        given["examples"] = list(declared.examples)
+    if declared.note:
+        given["description"] = declared.note
+    if isinstance(default, dict):
+        given["default_factory"] = lambda: dict(default)
+    else:
+        given["default"] = default
+    is_optional = default is None and declared.kind is not Kind.VARIABLES
+    return (kind | None if is_optional else kind), Field(**given)
+
+
+if TYPE_CHECKING:
+    _JobFields = BaseModel
+else:
+    _JobFields = create_model("_JobFields", **{each.name: _of_request(each) for each in JOB_FIELDS})
+
+
+class JobIn(_JobFields):
     """A job to run: a `workload`, or `run`, a function with a loop of its own.
 
     `strategy` is a name, a name with options, or a list of phases.
@@ -104,51 +142,6 @@ class JobIn(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    workload: Line | None = Field(None, examples=["examples/digits.py:Digits"])
-    run: Line | None = Field(
-        None, examples=["examples/port_plain.py:train_fn"], description="A function, in place of a workload."
-    )
-    strategy: Any = Field(default="all_reduce", examples=[{"name": "parameter_server", "staleness": 3}])
-    workers: Workers = Field(
-        1, examples=[4, [2, 8]], description="A number, or the least and the most of an elastic job."
-    )
-    elastic: ElasticIn | None = None
-    epochs: int | None = Field(None, ge=1, le=10**9)
-    steps: int | None = Field(None, ge=1, le=10**12)
-    seed: int = Field(0, ge=0, lt=2**63)
-    resources: dict[Line, Amount] = Field(default_factory=lambda: {"cpu": 1.0})
-    working_dir: Line | None = None
-    checkpoint_every: int | None = Field(None, ge=1, le=10**12)
-    evaluate_every: int | None = Field(None, ge=1, le=10**12)
-    keep_checkpoints: int = Field(2, ge=1, le=10**6)
-    max_failures: int = Field(3, ge=0, le=1000)
-    timeout: float = Field(
-        60.0, gt=0, le=86400.0, allow_inf_nan=False, description="Seconds; of a job with `run`, the default is 600."
-    )
-    resume: Line | None = None
-    name: str | None = Field(None, pattern=NAME)
-    server_group: str | None = Field(None, pattern=GROUP_NAME)
-    branch: Line | None = None
-    start_from: Line | StartIn | None = Field(None, examples=["base.safetensors"])
-    profile: bool = False
-    quota: dict[Line, Amount] | None = Field(None, examples=[{"bytes": 1e9, "operations": 500}])
-    params: dict[ParameterName, ParameterValue] = Field(
-        default_factory=dict,
-        max_length=MOST_PARAMS,
-        examples=[{"lr": 0.3, "layers": [64, 32], "compile": {"mode": "max-autotune"}}],
-        description="Values by name: of the fields of the workload's class, or of the function's arguments.",
-    )
-    code: str | None = Field(None, pattern=HASH)
-    requirements: list[Requirement] | None = Field(None, max_length=MOST_LINES, examples=[["einops==0.8.1"]])
-    env: object = Field(
-        None,
-        examples=[{"NCCL_DEBUG": "INFO", "HF_TOKEN": "@/run/secrets/hf", "WANDB_API_KEY": None}],
-        description="Environment variables of the job's processes: a text; @ and the path of a file of the service's "
-        "machine; or null, the service's own variable. Answers have the names only.",
-    )  # checked by `JobEnvironment`, whose errors show no value
-    statement: str | None = Field(
-        None, min_length=1, max_length=MOST_STATEMENT_BYTES, description="The data-use statement for real clients."
-    )
     origin: OriginIn | None = None
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from rayps_client.exchange.signed_orders import JOB_ID
 
-from rayps_api.schemas import NAME
+from rayps.core.job.job_fields import NAME
 
 JOB = f"^{JOB_ID.pattern}$"
 Key = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{16,200}$")]

@@ -6,7 +6,7 @@ from datetime import datetime
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rayps_api.schemas import NAME
+from rayps.core.job.job_fields import NAME
 from rayps_api.schemas_clients import MOST_DAYS
 
 

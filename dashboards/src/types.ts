@@ -1,4 +1,5 @@
 /* What the service sends. One declaration for each JSON form of the REST interface; nothing here runs. */
+import type { JobSpec } from "./job";
 
 export type Status =
   | "QUEUED" | "STARTING" | "RUNNING" | "RECOVERING" | "STOPPING" | "UNKNOWN"
@@ -17,19 +18,6 @@ export interface PhaseWire {
 }
 
 export type StrategySpec = string | StrategyWire | PhaseWire[];
-
-export interface JobSpec {
-  workload: string | null; // null if the job runs a function
-  run?: string | null;
-  strategy?: StrategySpec;
-  workers?: number;
-  epochs?: number | null;
-  steps?: number | null;
-  seed?: number;
-  resources?: Record<string, number>;
-  name?: string | null;
-  [field: string]: unknown;
-}
 
 export interface WorkerRow {
   rank: number;

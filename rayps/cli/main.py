@@ -32,6 +32,7 @@ from rayps.cli import show
 from rayps.cli import strategies as cli_strategies
 from rayps.cli import sweeps as cli_sweeps
 from rayps.cli.show import Output
+from rayps.core.job.job_fields import BY_NAME
 from rayps.core.strategy.elastic import workers_of_text
 from rayps.service.job_file import load
 
@@ -39,6 +40,8 @@ _EPILOG = (
     "Exit codes: 0 ok, 1 the job or run failed, 2 bad input, 3 no such job, 4 service or cluster "
     "unreachable, 5 conflict with the job's state, 130 interrupted or detached."
 )
+
+_HELP = {name: declared.text for name, declared in BY_NAME.items()}
 
 app = typer.Typer(
     name="rayps",
@@ -67,79 +70,30 @@ def top(
 
 @app.command()
 def train(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="file.py:Class or module:Class of a Workload.")],
-    strategy: Annotated[
-        str,
-        typer.Option(
-            help="How the workers learn together: all_reduce, or parameter_server:"
-            "staleness=3,shards=2 (none = asynchronous); a model larger than a worker: "
-            "all_reduce:replica=pipeline(stages=4,micro_batches=8)."
-        ),
-    ] = "all_reduce",
-    workers: Annotated[
-        str, typer.Option(metavar="N|N..M", help="The number of workers, or the least and the most: 2..8.")
-    ] = "1",
-    epochs: Annotated[
-        int | None, typer.Option(help="Passes through the data (default 1, if --steps is not given).")
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(help="Batches per worker (rounds under a federated strategy); give it instead of --epochs."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of parameters and shuffling.")] = 0,
-    checkpoint: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Save checkpoints in this folder, or at this URL (s3://...).")
-    ] = None,
-    checkpoint_every: Annotated[
-        int | None, typer.Option(metavar="ROUNDS", help="Rounds between two checkpoints.")
-    ] = None,
-    evaluate_every: Annotated[
-        int | None, typer.Option(metavar="ROUNDS", help="Rounds between two evaluations (default: an epoch).")
-    ] = None,
-    keep_checkpoints: Annotated[
-        int, typer.Option(metavar="NUMBER", help="How many of the newest checkpoints are kept.")
-    ] = 2,
-    ledger: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Share the ledger of private releases in this folder.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint in DIR.")] = False,
+    target: Annotated[str, typer.Argument(metavar="TARGET", help=_HELP["workload"])],
+    strategy: Annotated[str, typer.Option(help=_HELP["strategy"])] = "all_reduce",
+    workers: Annotated[str, typer.Option(metavar="N|N..M", help=_HELP["workers"])] = "1",
+    epochs: Annotated[int | None, typer.Option(help=_HELP["epochs"])] = None,
+    steps: Annotated[int | None, typer.Option(help=_HELP["steps"])] = None,
+    seed: Annotated[int, typer.Option(help=_HELP["seed"])] = 0,
+    checkpoint: Annotated[str | None, typer.Option(metavar="DIR", help=_HELP["checkpoint"])] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(metavar="ROUNDS", help=_HELP["checkpoint_every"])] = None,
+    evaluate_every: Annotated[int | None, typer.Option(metavar="ROUNDS", help=_HELP["evaluate_every"])] = None,
+    keep_checkpoints: Annotated[int, typer.Option(metavar="NUMBER", help=_HELP["keep_checkpoints"])] = 2,
+    ledger: Annotated[Path | None, typer.Option(metavar="DIR", help=_HELP["ledger"])] = None,
+    resume: Annotated[bool, typer.Option("--resume", help=_HELP["resume"])] = False,
     address: cli_run.Address = None,
-    max_failures: Annotated[int, typer.Option(help="How many deaths of actors the run survives.")] = 3,
-    timeout: cli_run.Timeout = 60.0,
+    max_failures: Annotated[int, typer.Option(help=_HELP["max_failures"])] = 3,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help=_HELP["timeout"])] = 60.0,
     cpus_per_worker: Annotated[float, typer.Option(metavar="N", help="CPUs that each worker reserves.")] = 1.0,
     gpus_per_worker: Annotated[float, typer.Option(metavar="N", help="GPUs that each worker reserves.")] = 0.0,
-    server_group: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Store the parameters on this server group of the cluster at --address."),
-    ] = None,
-    branch: Annotated[
-        str | None,
-        typer.Option(metavar="SPACE", help="Start with the parameters of another space of the server group."),
-    ] = None,
-    start_from: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH",
-            help="Start with the parameters of a safetensors file, a model's folder or a checkpoint; with options: "
-            "'{path: PATH, strict: false}'.",
-        ),
-    ] = None,
-    profile: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write a trace of a few rounds of each worker into this folder.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Try three rounds of everything, and show what the run would do.")
-    ] = False,
-    global_batch: Annotated[
-        int | None, typer.Option(metavar="ROWS", help="Rows of a round over all workers, whatever their number.")
-    ] = None,
-    elastic: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE",
-            help="An option of elastic workers: cooldown, gain, lr_scaling, replay; or balance=true.",
-        ),
-    ] = None,
+    server_group: Annotated[str | None, typer.Option(metavar="NAME", help=_HELP["server_group"])] = None,
+    branch: Annotated[str | None, typer.Option(metavar="SPACE", help=_HELP["branch"])] = None,
+    start_from: Annotated[str | None, typer.Option(metavar="PATH", help=_HELP["start_from"])] = None,
+    profile: Annotated[Path | None, typer.Option(metavar="DIR", help=_HELP["profile"])] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help=_HELP["dry_run"])] = False,
+    global_batch: Annotated[int | None, typer.Option(metavar="ROWS", help=_HELP["global_batch"])] = None,
+    elastic: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help=_HELP["elastic"])] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Set a parameter of the workload, e.g. --set lr=0.3."),

@@ -9,23 +9,11 @@ import typer
 import rayps
 from rayps.cli import show
 from rayps.cli.show import Output
+from rayps.core.job.job_fields import BY_NAME
 from rayps.service.job_file import assignments
 from rayps.strategies.job import LOOP_TIMEOUT
 
-Address = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HOST:PORT", help="Join this Ray cluster; auto: the cluster of RAY_ADDRESS or of this machine."
-    ),
-]
-Timeout = Annotated[
-    float,
-    typer.Option(
-        metavar="SECONDS",
-        help="A process that does not answer for this time counts as dead, and so does one in which a call of your "
-        "code takes longer; the first call of each method has at least 180 s.",
-    ),
-]
+Address = Annotated[str | None, typer.Option(metavar="HOST:PORT", help=BY_NAME["address"].text)]
 
 
 def run(

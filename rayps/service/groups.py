@@ -22,6 +22,7 @@ from rayps_client.errors import ActorDied, ClusterError, ConfigError, Conflict, 
 from rayps_client.values import Json
 
 from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, ActorHandle, Actors
+from rayps.core.job.job_fields import GROUP_NAME
 from rayps.core.job.records import GroupFacts, read_json
 from rayps.service.scheduler import Scheduler
 from rayps.service.settings import private_write
@@ -31,7 +32,6 @@ from rayps.strategies.job import JobSpec
 log = logging.getLogger(__name__)
 
 MANAGER = "rayps.ps.manager.manager:ManagerActor"
-NAME = r"^[A-Za-z0-9]([A-Za-z0-9_-]{0,38}[A-Za-z0-9])?$"
 MOST_SERVERS, MOST_REPLICAS = 1000, 8
 SILENCE, LEAST_SILENCE, MOST_SILENCE = 10.0, 0.5, 3600.0  # seconds: the default, least and largest `silence`
 _WATCHED_SECONDS, _QUIET_SECONDS = 0.5, 3.0  # seconds between two ticks, while clients read the facts and otherwise
@@ -255,7 +255,7 @@ class Groups:
             ConfigError: the sizes are not valid; with code too_large, the group is larger than this service's Ray.
             Conflict: a group of that name exists.
         """
-        if not re.fullmatch(NAME, name):
+        if not re.fullmatch(GROUP_NAME, name):
             raise ConfigError(f"name {name[:100]!r} should be letters, digits, - and _, at most 40", field="name")
         _check_size(servers, replicas)
         _check_most(servers, most)

@@ -20,10 +20,10 @@ from rayps_client.errors import ConfigError
 from rayps_client.values import JsonObject, Keywords
 from rayps_client.workload_name import misnamed
 
+from rayps.core.job.job_fields import FIELDS
 from rayps.core.job.requirements import read_requirements
 from rayps.core.job.statement import read_statement
 from rayps.core.strategy.elastic import misplaced, workers_of_text
-from rayps.strategies.job import FIELDS
 
 MOST_BYTES = 1_000_000
 _KINDS = (

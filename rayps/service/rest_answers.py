@@ -4,42 +4,10 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from rayps_client.values import Json, JsonObject
+from rayps_client.values import Json, JsonObject, Keywords
 
 from rayps.core.job.records import Event, ProgressRecord
 from rayps.service.code.code_origin import CodeOrigin
-
-
-class SpecAnswer(TypedDict, total=False):
-    """A job's specification; the fields of `rayps.strategies.job.JobSpec`. One of `workload` and `run` is null."""
-
-    workload: str | None
-    strategy: Json
-    workers: int
-    epochs: int | None
-    steps: int | None
-    seed: int
-    resources: dict[str, float]
-    working_dir: str | None
-    checkpoint_every: int | None
-    evaluate_every: int | None
-    keep_checkpoints: int
-    max_failures: int
-    timeout: float
-    resume: str | None
-    name: str | None
-    server_group: str | None
-    branch: str | None
-    quota: dict[str, float] | None
-    start_from: Json
-    profile: bool
-    params: JsonObject
-    code: str | None
-    requirements: list[str] | None
-    env: list[str] | None
-    run: str | None
-    elastic: JsonObject | None
-    statement: str | None
 
 
 class WorkersAnswer(TypedDict):
@@ -80,7 +48,7 @@ class JobAnswer(TypedDict):
     name: str
     status: str
     reason: str | None
-    spec: SpecAnswer
+    spec: Keywords  # the fields of `rayps.core.job.job_fields`; one of `workload` and `run` is null
     attempt: int
     created_at: str
     started_at: str | None

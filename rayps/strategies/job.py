@@ -14,6 +14,7 @@ from rayps_client.workload_name import misnamed_function
 
 from rayps.core.job.code_archive import is_hash
 from rayps.core.job.job_environment import NAMES, JobEnvironment
+from rayps.core.job.job_fields import FIELDS, MOST_PARAMS
 from rayps.core.job.statement import check_statement
 from rayps.core.job.warm_start import StartFrom
 from rayps.core.strategy.elastic import ElasticWorkers, misplaced, range_of, workers_of_text
@@ -21,7 +22,6 @@ from rayps.core.strategy.elastic_support import check_phases
 from rayps.core.strategy.topology import shard_bundles
 from rayps.strategies.catalogue import StrategySpec, check_for_loop, parse
 
-MOST_PARAMS = 1000  # values of `params`
 MOST_PARAMS_BYTES = 100_000  # of all values as JSON
 _DECIDES = "the loop decides about it: make it an argument of the function and give params.{} instead"
 # the fields that a job with a loop of its own does not have, and what to do instead
@@ -265,9 +265,6 @@ class JobSpec:
         plain = {key: value for key, value in data.items() if key not in NAMES}
         found = plain | elastic_fields(data["workers"], data.get("elastic"))
         return cls(**found, environment=JobEnvironment.of(data))
-
-
-FIELDS = frozenset((JobSpec.__dataclass_fields__.keys() - {"environment"}) | set(NAMES))  # of a job, as users give them
 
 
 def elastic_fields(workers: object, elastic: object) -> Keywords:

@@ -89,9 +89,10 @@ async def submit(
         passing("submit: stored, folder not written")
         await write_rows([record.id], running, body.origin)
         await note_unchecked([record.id], unchecked, running)
-        if taken := {name: value for name, value in spec.params.items() if name not in body.params}:
+        given = body.model_dump(include={"params", "resume"})
+        if taken := {name: value for name, value in spec.params.items() if name not in given["params"]}:
             text = ", ".join(f"{name}={json.dumps(value)}" for name, value in taken.items())
-            await running.store.add_event(record.id, "parameters_taken", f"{text}: as given to {body.resume}")
+            await running.store.add_event(record.id, "parameters_taken", f"{text}: as given to {given['resume']}")
     passing("submit: stored, not acknowledged")
     running.scheduler.wake()
     place = {"Location": f"/api/v1/jobs/{record.id}"}
@@ -435,10 +436,10 @@ async def _start(given: Any, working_dir: str | None, running: Service) -> Any:
 
 async def _spec(body: JobIn, codes: JobCodes) -> tuple[JobSpec, str, list[PhaseFacts]]:
     """Return the job in the request's body, its name, and the facts of its strategy's phases."""
-    data = body.model_dump(exclude={"origin", "elastic"})
-    if body.elastic is not None:
-        data["elastic"] = body.elastic.model_dump(exclude_none=True)
-    if body.run is not None and "timeout" not in body.model_fields_set:
+    data = body.model_dump(exclude={"origin"})
+    if data["elastic"] is not None:
+        data["elastic"] = {name: value for name, value in data["elastic"].items() if value is not None}
+    if data["run"] is not None and "timeout" not in body.model_fields_set:
         data["timeout"] = LOOP_TIMEOUT
     given = _finite_strategy(data["strategy"])
     own = own_names(given)

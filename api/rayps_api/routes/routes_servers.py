@@ -9,7 +9,7 @@ from fastapi import APIRouter, Path, Query
 from fastapi.responses import JSONResponse
 from rayps_client.errors import Conflict, NotFound
 
-from rayps.service.groups import NAME
+from rayps.core.job.job_fields import GROUP_NAME
 from rayps_api.schemas import (
     DrainIn,
     GroupIn,
@@ -30,7 +30,7 @@ router = APIRouter(
     responses=problems(400, 401, 403, 404, 409, 413, 422, 503, 507),
 )
 
-Name = Annotated[str, Path(pattern=NAME, description="The group's name.")]
+Name = Annotated[str, Path(pattern=GROUP_NAME, description="The group's name.")]
 
 Space = Annotated[
     str,

@@ -44,8 +44,8 @@ async def start_sweep(
         await refuse_params([spec for spec, _ in jobs], codes, bare_fields(body.over))
     unchecked = await refuse_budgets([spec for spec, _ in jobs])
     async with running.code.lock:
-        if body.job.code is not None:
-            running.code.path(body.job.code)
+        if (code := given.get("code")) is not None:
+            running.code.path(code)
         records, created = await running.store.add_all(jobs, sweep=name, key=idempotency_key)
     if created:
         ids = [record.id for record in records]

@@ -1,5 +1,5 @@
 /* A job's spec as commands that a person can paste into a shell. Pure. */
-import type { JobSpec } from "../types";
+import type { JobSpec } from "../job";
 
 /** The spec without fields that were left at nothing, ready to be sent again.
 

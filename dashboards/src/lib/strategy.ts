@@ -1,5 +1,6 @@
 /* Strategies in human words. Pure; knows the wire form, no network. */
-import type { JobSpec, PhaseWire, StrategySpec, StrategyWire } from "../types";
+import type { JobSpec } from "../job";
+import type { PhaseWire, StrategySpec, StrategyWire } from "../types";
 
 /** The phases of a strategy in any of its three forms (text, one strategy, list of phases). */
 export function phases(spec: StrategySpec | null | undefined): PhaseWire[] {

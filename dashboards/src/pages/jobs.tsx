@@ -11,7 +11,8 @@ import { counts, failure, jobs, loadingMore, more, nextCursor, selected, state, 
 import { Ago, Badge, Bar, Command, Empty } from "../parts/bits";
 import { SearchIcon } from "../parts/icons";
 import { go, href, put, route } from "../route";
-import type { Job, JobSpec, Status } from "../types";
+import type { JobSpec } from "../job";
+import type { Job, Status } from "../types";
 
 const SAMPLE: JobSpec = { workload: "digits.py:Digits", strategy: "all_reduce", workers: 4, epochs: 5 };
 

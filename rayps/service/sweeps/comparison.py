@@ -242,7 +242,7 @@ def _has_result(job: JobAnswer) -> bool:
 
 
 def _values(job: JobAnswer) -> JsonObject:
-    spec: JsonObject = {name: value for name, value in job["spec"].items() if name not in _NOT_COMPARED}  # type: ignore[misc]
+    spec: JsonObject = {name: value for name, value in job["spec"].items() if name not in _NOT_COMPARED}
     taken = {*FACTS, *job["spec"]}
     return {(f"params.{name}" if name in taken else name): value for name, value in job["params"].items()} | spec
 
