@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from rayps.federated.remote.secure_options import SecureOptions
+from rayps.federated.strategy_interface import Federation
 from rayps.strategies.catalogue import federations
 from rayps.strategies.job import JobSpec
 
@@ -38,7 +40,11 @@ def terms_of(spec: JobSpec) -> ClientTerms:
 
 @lru_cache(_STRATEGIES)
 def _terms_of(strategy: str) -> ClientTerms:
-    found = federations(json.loads(strategy))  # none of a user's own strategy, which cannot have real clients
+    return terms_in(federations(json.loads(strategy)))  # none of a user's own, which cannot have real clients
+
+
+def terms_in(found: Sequence[Federation]) -> ClientTerms:
+    """Return what a job with these federated strategies asks of its real clients."""
     joining = [each.joining for each in found if each.joining is not None]
     secure = tuple(each.secure for each in found if each.secure is not None)
     return ClientTerms(bool(joining), any(each.members for each in joining), secure)

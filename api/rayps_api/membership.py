@@ -16,7 +16,7 @@ from rayps.service.members import GRANT, Members
 from rayps.service.store import JobRecord
 from rayps.service.tokens.client_tokens import Grant
 from rayps.strategies.job import JobSpec
-from rayps_api.client_terms import terms_of
+from rayps_api.client_terms import ClientTerms, terms_of
 
 _RECEIVE = "rayps_receive"
 _MEMBER = "rayps_member"
@@ -99,13 +99,13 @@ def refuse_token_of_member(member: JoinedClient, grant: Grant) -> None:
         )
 
 
-def refuse_without_authority(spec: JobSpec, members: Members | None) -> None:
+def refuse_without_authority(spec: JobSpec, terms: ClientTerms, members: Members | None) -> None:
     """Refuse a job whose clients need certificates at a service that admits none: no client could join it.
 
     Raises:
         ConfigError: the job has a data-use statement, or members=true.
     """
-    if members is not None or not needs_certificate(spec):
+    if members is not None or not (terms.members or spec.statement is not None):
         return
     stated = spec.statement is not None
     why = "has a data-use statement, which clients sign with" if stated else "has members=true: its clients need"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from rayps.core.job.job_status import Status, may_move
 from rayps.core.job.records import OutcomeRecord, ProgressRecord
+from rayps.core.strategy.strategy import Phase
 from rayps.strategies.job import JobSpec, gpus_of_servers
 
 Bundle = dict[str, float]
@@ -122,14 +123,14 @@ def cores_for(spec: JobSpec, cores: float | None) -> float | None:
     return None if spec.branch is not None else cores
 
 
-def needs(spec: JobSpec) -> Bundle:
+def needs(spec: JobSpec, phases: Sequence[Phase] | None = None) -> Bundle:
     """Return the resources that a running job reserves for its (least) workers, and for servers on GPUs.
 
     Its driver, and servers on CPUs, reserve none. Servers of a user's own strategy are not counted, because its file is
-    not read here.
+    not read here. `phases`: those of its strategy, if it has been parsed.
     """
     found = {kind: spec.workers * spec.resources.get(kind, 0.0) for kind in ("cpu", "gpu")}
-    return found | {"gpu": found["gpu"] + gpus_of_servers(spec)}
+    return found | {"gpu": found["gpu"] + gpus_of_servers(spec, phases)}
 
 
 def plan(

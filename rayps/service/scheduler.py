@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from rayps.cluster.warm import WarmState
 from rayps.core.failpoint import passing
 from rayps.core.job.job_status import Status, may_move
 from rayps.core.job.records import AttemptRecord, ProgressRecord, read_json
+from rayps.core.strategy.strategy import Phase
 from rayps.federated.remote.mailbox import FOLDER, Mailbox
 from rayps.service.drivers import BEGUN, LAUNCHED, Drivers, DriverView, RayHome, end_process, version_conflict
 from rayps.service.elastic_jobs import elastic_job, job_needs, worker_counts
@@ -170,8 +171,10 @@ class Scheduler:
         elif not view.cancelled() and (error := view.exception()) is not None:
             log.info("the service stopped while it looked at Ray: %s", first_line(error))
 
-    def refuse_too_large(self, spec: JobSpec) -> None:
+    def refuse_too_large(self, spec: JobSpec, phases: Sequence[Phase] | None = None) -> None:
         """Refuse a job that is larger than the Ray that rayps owns. In a joined cluster such a job waits.
+
+        `phases`: those of its strategy, if it has been parsed.
 
         Raises:
             ConfigError: the job is too large (code too_large).
@@ -179,7 +182,7 @@ class Scheduler:
         if not self.place.owned:
             return
         total = {**(self.place.capacity() or {}), **(self.view.total or {})}
-        for kind, amount in needs(spec).items():
+        for kind, amount in needs(spec, phases).items():
             if kind in total and amount > total[kind]:
                 remedy = "start `rayps serve` with more --cpus" if kind == "cpu" else "join a larger cluster"
                 raise ConfigError(

@@ -104,6 +104,7 @@ class CheckedStrategy:
 
     strategy: Json
     phases: list[PhaseFacts]
+    parsed: tuple[Phase, ...] | None = None  # the phases themselves; None of a user's own strategy, read in a child
 
 
 def checked(phases: list[Phase]) -> CheckedStrategy:
@@ -112,7 +113,7 @@ def checked(phases: list[Phase]) -> CheckedStrategy:
         PhaseFacts(each.name, servers_of(each.strategy) is not None, each.strategy.tables is not None)
         for each in phases
     ]
-    return CheckedStrategy(wire(phases), facts)
+    return CheckedStrategy(wire(phases), facts, tuple(phases))
 
 
 async def check_in_child(strategy: StrategySpec, working_dir: str, workers: int) -> CheckedStrategy:

@@ -64,6 +64,7 @@ __all__ = [
     "check_for_loop",
     "described",
     "federations",
+    "federations_in",
     "has_real_clients",
     "has_secure_sums",
     "notes_of",
@@ -191,9 +192,12 @@ def federations(given: StrategySpec) -> list[Federation]:
     Raises:
         ConfigError: `given` cannot be parsed.
     """
-    if own_names(given):
-        return []
-    return [phase.strategy.federation for phase in parse(given) if isinstance(phase.strategy, FederatedView)]
+    return [] if own_names(given) else federations_in(parse(given))
+
+
+def federations_in(phases: Sequence[Phase]) -> list[Federation]:
+    """Return what the federated strategies of these phases declare."""
+    return [phase.strategy.federation for phase in phases if isinstance(phase.strategy, FederatedView)]
 
 
 def has_real_clients(given: StrategySpec) -> bool:

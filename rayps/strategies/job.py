@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Self, TypeGuard
 
@@ -19,6 +19,7 @@ from rayps.core.job.statement import check_statement
 from rayps.core.job.warm_start import StartFrom
 from rayps.core.strategy.elastic import ElasticWorkers, misplaced, range_of, workers_of_text
 from rayps.core.strategy.elastic_support import check_phases
+from rayps.core.strategy.strategy import Phase
 from rayps.core.strategy.topology import shard_bundles
 from rayps.strategies.catalogue import StrategySpec, check_for_loop, parse
 
@@ -83,8 +84,8 @@ class JobSpec:
         """The name of the job's code: of its workload, or of its function."""
         return self.workload if self.run is None else self.run
 
-    def check(self) -> Self:
-        """Refuse a job that can never run.
+    def check(self, phases: Sequence[Phase] | None = None) -> Self:
+        """Refuse a job that can never run. `phases`: those of `strategy`, if it has been parsed.
 
         Raises:
             ConfigError: a field is invalid. The error names the field, its value and what is expected.
@@ -121,7 +122,7 @@ class JobSpec:
         self._check_group()
         self._check_start()
         self._check_code()
-        self._check_layout()
+        self._check_layout(phases)
         return self
 
     def _check_loop(self, target: str) -> None:
@@ -142,9 +143,9 @@ class JobSpec:
                     f"{name} is {value!r}, and {target} has a loop of its own: leave {name} out; {way}", field=name
                 )
 
-    def _check_layout(self) -> None:
+    def _check_layout(self, given: Sequence[Phase] | None) -> None:
         try:
-            phases = parse(self.strategy)
+            phases = parse(self.strategy) if given is None else given
         except ConfigError:
             return  # a user's own strategy is not imported here, but checked before the run
         check_statement(self.statement, any(phase.strategy.rows.remote for phase in phases))
@@ -241,8 +242,8 @@ class JobSpec:
         return found | asdict(self.environment) | {"elastic": None if self.elastic is None else self.elastic.to_json()}
 
     @classmethod
-    def from_dict(cls, data: Keywords) -> Self:
-        """Build a spec from JSON-ready data.
+    def from_dict(cls, data: Keywords, phases: Sequence[Phase] | None = None) -> Self:
+        """Build a spec from JSON-ready data. `phases`: those of its strategy, if it has been parsed.
 
         Raises:
             ConfigError: `data` has an unknown field, or neither a workload nor a function to run.
@@ -257,7 +258,7 @@ class JobSpec:
                 "a job needs a workload: 'module:Class' or 'file.py:Class'; or run: 'file.py:train_fn'",
                 field="workload",
             )
-        return cls.of_stored({"workers": 1, **given}).check()
+        return cls.of_stored({"workers": 1, **given}).check(phases)
 
     @classmethod
     def of_stored(cls, data: Keywords) -> Self:
@@ -297,12 +298,17 @@ def elastic_fields(workers: object, elastic: object) -> Keywords:
     return {"workers": least, "elastic": ElasticWorkers.of(given)}
 
 
-def gpus_of_servers(spec: JobSpec) -> float:
-    """Return how many GPUs the servers of a job need together; 0 if its strategy is a user's own, in a file."""
-    try:
-        strategies = [phase.strategy for phase in parse(spec.strategy)]
-    except ConfigError:
-        return 0.0
+def gpus_of_servers(spec: JobSpec, phases: Sequence[Phase] | None = None) -> float:
+    """Return how many GPUs the servers of a job need together; 0 if its strategy is a user's own, in a file.
+
+    `phases`: those of its strategy, if it has been parsed. It is parsed here only if it names `shard_resources`.
+    """
+    if phases is None:
+        try:
+            phases = parse(spec.strategy) if "shard_resources" in json.dumps(spec.strategy) else []
+        except ConfigError:
+            return 0.0
+    strategies = [phase.strategy for phase in phases]
     return sum(bundle["gpu"] for bundle in shard_bundles(strategies, spec.workers))
 
 

@@ -20,7 +20,7 @@ UNKNOWN = ("limitt", "Limit", "_")
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     running = Site(tmp_path_factory.mktemp("strict") / "state")
-    running.service.scheduler.refuse_too_large = lambda spec: None
+    running.service.scheduler.refuse_too_large = lambda *given: None
     yield running
     running.close()
 

@@ -31,9 +31,10 @@ from rayps.service.job_folders import JobRow
 from rayps.service.settings import private_write
 from rayps.service.store import JobRecord
 from rayps.service.strategy_check import CheckedStrategy, PhaseFacts, checked
-from rayps.strategies.catalogue import own_names, parse
+from rayps.strategies.catalogue import federations_in, own_names, parse
 from rayps.strategies.job import LOOP_TIMEOUT, JobSpec
 from rayps_api import folder
+from rayps_api.client_terms import terms_in
 from rayps_api.job_code import JobCodes
 from rayps_api.membership import refuse_without_authority
 from rayps_api.schemas import (
@@ -106,12 +107,14 @@ async def accepted(body: JobIn, running: Service, codes: JobCodes) -> tuple[JobS
         ConfigError: the job can never run. The error names the field.
         NotFound: the service does not have the job's code.
     """
-    spec, name, phases = await _spec(body, codes)
-    refuse_without_authority(spec, running.members)
+    spec, name, found = await _spec(body, codes)
+    terms = terms_in(federations_in(found.parsed or ()))
+    if terms.remote or spec.statement is not None:
+        refuse_without_authority(spec, terms, running.members)
     spec.environment.must_have(await asyncio.to_thread(spec.environment.looked_up, os.environ))
     if spec.server_group is not None:
         running.groups.must_exist(spec.server_group)
-        _refuse_without_servers(spec, phases)
+        _refuse_without_servers(spec, found.phases)
     if spec.branch is not None:  # a space's name is its job's id; the beginning of the id is enough
         with contextlib.suppress(NotFound):
             spec = replace(spec, branch=(await running.store.find(spec.branch)).id)
@@ -123,7 +126,7 @@ async def accepted(body: JobIn, running: Service, codes: JobCodes) -> tuple[JobS
         spec = replace(spec, resume=resume, params={**params, **spec.params})
     if spec.start_from is not None:
         spec = replace(spec, start_from=await _start(spec.start_from, spec.working_dir, running))
-    running.scheduler.refuse_too_large(spec)
+    running.scheduler.refuse_too_large(spec, found.parsed)
     return spec, name
 
 
@@ -434,8 +437,8 @@ async def _start(given: Any, working_dir: str | None, running: Service) -> Any:
     return job.checkpoint if isinstance(given, str) else given | {"path": job.checkpoint}
 
 
-async def _spec(body: JobIn, codes: JobCodes) -> tuple[JobSpec, str, list[PhaseFacts]]:
-    """Return the job in the request's body, its name, and the facts of its strategy's phases."""
+async def _spec(body: JobIn, codes: JobCodes) -> tuple[JobSpec, str, CheckedStrategy]:
+    """Return the job in the request's body, its name, and its strategy, which is parsed here and nowhere else."""
     data = body.model_dump(exclude={"origin"})
     if data["elastic"] is not None:
         data["elastic"] = {name: value for name, value in data["elastic"].items() if value is not None}
@@ -447,7 +450,7 @@ async def _spec(body: JobIn, codes: JobCodes) -> tuple[JobSpec, str, list[PhaseF
     if found is not None:
         data["strategy"] = found.strategy
     data["resources"] = {"cpu": 1.0} | data["resources"]
-    spec = JobSpec.from_dict(data)
+    spec = JobSpec.from_dict(data, None if found is None else found.parsed)
     if spec.run is None and (reason := misnamed(spec.workload)) is not None:
         raise ConfigError(reason, field="workload")
     if spec.code is None:
@@ -463,7 +466,7 @@ async def _spec(body: JobIn, codes: JobCodes) -> tuple[JobSpec, str, list[PhaseF
             )
         found = await _own_strategy(given, spec, codes)
         spec = replace(spec, strategy=found.strategy)
-    return spec, spec.name or spec.target.rpartition(":")[2][:64], found.phases
+    return spec, spec.name or spec.target.rpartition(":")[2][:64], found
 
 
 def _finite_strategy(given: Any) -> Any:
