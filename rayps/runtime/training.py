@@ -545,7 +545,7 @@ def open_ray(address: str | None, spec: JobSpec, journal: Journal) -> Cluster:
 
     if address is not None:
         return RayCluster.join(address)
-    workers = spec.workers if spec.elastic is None else spec.elastic.most  # room for an elastic job to grow
+    workers = spec.most_workers  # room for an elastic job to grow
     cpus = math.ceil(workers * spec.resources["cpu"])
     cores = os.cpu_count() or 1
     if cpus > (most := max(LOCAL_CPUS, cores)):

@@ -84,6 +84,11 @@ class JobSpec:
         """The name of the job's code: of its workload, or of its function."""
         return self.workload if self.run is None else self.run
 
+    @property
+    def most_workers(self) -> int:
+        """The most workers that the job may have."""
+        return self.workers if self.elastic is None else self.elastic.most
+
     def check(self, phases: Sequence[Phase] | None = None) -> Self:
         """Refuse a job that can never run. `phases`: those of `strategy`, if it has been parsed.
 

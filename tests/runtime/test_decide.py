@@ -27,6 +27,7 @@ from rayps.runtime.driver.decide_recovery import (
     FailureCount,
     Finish,
     RebuildLost,
+    RecoveryFacts,
     Regroup,
     Replace,
     Restart,
@@ -151,19 +152,52 @@ def test_the_last_failure_quotes_what_the_dead_process_wrote():
 
 
 @pytest.mark.parametrize(
-    ("declared", "holds_tables", "rejoins", "now"),
+    ("facts", "now"),
     [
-        (RestartAll(), False, False, RestartAll()),
-        (RestartAll(), True, False, ReplaceOne()),
-        (ReplaceOne(), False, False, ReplaceOne()),
-        (ReplaceOne(), True, False, ReplaceOne()),
-        (Rebuild(), False, False, Rebuild()),
-        (Rebuild(from_servers=True), False, True, ReplaceOne()),
-        (Rebuild(from_servers=True), False, False, RestartAll()),
+        (RecoveryFacts(RestartAll()), RestartAll()),
+        (RecoveryFacts(RestartAll(), holds_tables=True), ReplaceOne()),
+        (RecoveryFacts(ReplaceOne()), ReplaceOne()),
+        (RecoveryFacts(ReplaceOne(), holds_tables=True), ReplaceOne()),
+        (RecoveryFacts(Rebuild()), Rebuild()),
+        (RecoveryFacts(Rebuild(from_servers=True), rejoins=True), ReplaceOne()),
+        (RecoveryFacts(Rebuild(from_servers=True)), RestartAll()),
+        (RecoveryFacts(RestartAll(), regroups=True), RegroupLiving()),
+        (RecoveryFacts(RestartAll(), regroups=True, server_died=True), RestartAll()),
+        (RecoveryFacts(Rebuild(), regroups=True), Rebuild()),
+        (RecoveryFacts(ReplaceOne(), servers_end=True), ReplaceOne()),
+        (RecoveryFacts(ReplaceOne(), servers_end=True, server_died=True), RestartAll()),
+        (RecoveryFacts(Rebuild(), open_data=True), RestartAll()),
+        (RecoveryFacts(ReplaceOne(), open_data=True), ReplaceOne()),
     ],
 )
-def test_what_is_declared_decides_what_a_death_brings_about(declared, holds_tables, rejoins, now):
-    assert recovery_now(declared, holds_tables=holds_tables, rejoins=rejoins) == now
+def test_what_is_declared_decides_what_a_death_brings_about(facts, now):
+    assert recovery_now(facts) == now
+
+
+def recovery_law(facts):
+    """The same rules, said once more: which recoveries are impossible, and the best of those that are left."""
+    from_copies, from_servers = facts.declared == Rebuild(), facts.declared == Rebuild(from_servers=True)
+    rebuilds = from_copies or from_servers
+    if facts.server_died and not rebuilds and (facts.regroups or facts.servers_end):
+        return RestartAll()  # no memory has what the server had
+    if facts.regroups and not rebuilds:
+        return RegroupLiving()
+    if rebuilds and (facts.open_data or (facts.server_died and facts.servers_end)):
+        return RestartAll()
+    if from_copies:
+        return Rebuild()
+    alone = facts.rejoins if from_servers else facts.holds_tables or facts.declared == ReplaceOne()
+    return ReplaceOne() if alone else RestartAll()
+
+
+def test_every_combination_of_what_bends_a_recovery():
+    declared = [RestartAll(), ReplaceOne(), Rebuild(), Rebuild(from_servers=True)]
+    found = set()
+    for each, *others in itertools.product(declared, *[[False, True]] * 6):
+        facts = RecoveryFacts(each, *others)
+        assert recovery_now(facts) == recovery_law(facts), facts
+        found.add(recovery_now(facts))
+    assert found == {RestartAll(), ReplaceOne(), Rebuild(), RegroupLiving()}
 
 
 @pytest.mark.parametrize("error", [USERS, NAN, RaypsError("x"), ClusterError("y")])

@@ -48,6 +48,21 @@ class FailureCount:
 
 
 @dataclass(frozen=True, slots=True)
+class RecoveryFacts:
+    """What decides how a run recovers from a death now."""
+
+    declared: Recovery  # what the strategy declares
+    # whether the parameters are in one space with sparse tables, which is too large for a snapshot: the dead worker or
+    # server is then replaced
+    holds_tables: bool = False
+    rejoins: bool = False  # whether a replica can start again from the servers' parameters; otherwise all restart
+    regroups: bool = False  # whether the living workers of an elastic job can form a new group
+    server_died: bool = False  # whether a server of the job's own is dead
+    servers_end: bool = False  # whether the servers were told to end the phase of an elastic job
+    open_data: bool = False  # whether the data has no length
+
+
+@dataclass(frozen=True, slots=True)
 class RunFacts:
     """What the driver knows after a poll, or after a start that failed.
 
@@ -192,18 +207,21 @@ def pause_before(restarts: int) -> float:
     return min(PAUSE_SECONDS * 2.0 ** min(restarts - 1, 30), LONGEST_PAUSE) if restarts else 0.0
 
 
-def recovery_now(declared: Recovery, *, holds_tables: bool, rejoins: bool) -> Recovery:
-    """Return how a run recovers from a death now, if its strategy declares `declared`.
-
-    `holds_tables`: the parameters are in one space with sparse tables. They are too large for a snapshot, and therefore
-    the dead worker or server is replaced. `rejoins`: a replica can start again from the servers' parameters. If False,
-    all workers restart.
-    """
+def recovery_now(facts: RecoveryFacts) -> Recovery:
+    """Return how a run recovers from a death now."""
+    declared = facts.declared
+    rebuilds = isinstance(declared, Rebuild)
+    if facts.regroups and not rebuilds:
+        return RestartAll() if facts.server_died else RegroupLiving()
+    if facts.servers_end and facts.server_died:  # a restored server would lack the end and the last pushes
+        return RestartAll()
     if isinstance(declared, Rebuild):
+        if facts.open_data:  # backups of workers do not have their positions in data without a length
+            return RestartAll()
         if not declared.from_servers:
             return declared
-        return ReplaceOne() if rejoins else RestartAll()
-    return ReplaceOne() if holds_tables else declared
+        return ReplaceOne() if facts.rejoins else RestartAll()
+    return ReplaceOne() if facts.holds_tables else declared
 
 
 def _reconnect(facts: RunFacts) -> Decision:

@@ -25,7 +25,6 @@ from rayps_client.errors import RaypsError
 
 from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import Cluster
-from rayps.cluster.room import RoomWatch
 from rayps.core.job.job_status import Status
 from rayps.core.job.records import Point, ProgressRecord
 from rayps.core.job.returned_rounds import counted
@@ -33,17 +32,9 @@ from rayps.core.job.user_code import awaited
 from rayps.core.job.user_module import pack
 from rayps.core.job.warm_start import StartFrom
 from rayps.core.metrics import evaluation_point
-from rayps.core.rows.phase_rounds import Calendar
 from rayps.core.strategy.strategy import Phase
-from rayps.core.strategy.strategy_families import (
-    Rebuild,
-    Recovery,
-    RegroupLiving,
-    RestartAll,
-    has_remote_clients,
-    learns_by_client,
-)
-from rayps.core.strategy.topology import is_private, runs_in_step, servers_of, shard_bundles
+from rayps.core.strategy.strategy_families import Recovery, RestartAll, has_remote_clients, learns_by_client
+from rayps.core.strategy.topology import is_private, runs_in_step, shard_bundles
 from rayps.core.time.goodput import JobTime
 from rayps.core.urls import Location
 from rayps.federated.remote_replies import create_mailbox, untrained
@@ -57,6 +48,7 @@ from rayps.runtime.driver.decide_recovery import (
     Findings,
     Finish,
     RebuildLost,
+    RecoveryFacts,
     Regroup,
     Replace,
     Restart,
@@ -79,12 +71,9 @@ from rayps.runtime.records.status import Outcome, RunRecord
 from rayps.runtime.records.trace_folder import TraceFolder
 from rayps.runtime.results.callbacks import CallbackRunner, RunHandle, runner_of
 from rayps.runtime.results.snapshots import Checkpointer
-from rayps.runtime.size.elastic_run import ElasticRun
 from rayps.runtime.size.gather_workers import GatheredWorkers
 from rayps.runtime.size.job_size import Allowance
-from rayps.runtime.size.leased_run import LeasedRun, LeaseTerms
-from rayps.runtime.size.membership import Membership
-from rayps.runtime.size.share_balancer import ShareBalancer
+from rayps.runtime.size.plan_changes import plan_changes
 from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec
 from rayps.tensors.learning_rate import ScheduleRecord, recipe_of
@@ -152,9 +141,8 @@ class Driver:
         self._record = RunRecord(journal, spec.workers, self._round_and_facts, self._callbacks.deliver)
         self._record.traces = None if profile is None else TraceFolder(profile, journal)
         self._bound = BoundMover(journal)
-        self._shares = ShareBalancer(journal, balances=spec.elastic is not None and spec.elastic.balance)
         self._known: RunPlan | None = None  # set by the preflight
-        self._allowance = Allowance(spec.workers if spec.elastic is None else spec.elastic.most)
+        self._allowance = Allowance(spec.most_workers)
         self._started: WorkerGroup | None = None
         self._generation = 0
         self._last: LastCheckpoint | None = None  # after a stop request
@@ -220,21 +208,19 @@ class Driver:
         if not self._again and (own := parameters.differing(self.workload, Workload)):
             text = ", ".join(f"{name} = {parameters.shown(value)}" for name, value in own.items())
             self.journal.event("parameters", text, params=self._params)
-        calendar, leased = self._calendar(found)
+        calendar, changes = plan_changes(self.spec, self._phases, found, self.journal, self._allowance)
         if (note := self._callbacks.check_folder(self.spec, calendar)) is not None:
             self.journal.event("warning", note)
         schedule = ScheduleRecord(recipe_of(self.workload))
-        elastic = self._elastic_run(found, calendar)
         self._known = RunPlan(
             self._phases,
             calendar,
             found.divisions,
             found.tables,
             schedule,
+            changes,
             mailbox,
             found.start,
-            elastic,
-            leased,
             ledger,
             private,
             private_clients,
@@ -282,28 +268,6 @@ class Driver:
             with ledger.released_on_error():
                 run.must_allow_a_round()
         return run
-
-    def _calendar(self, found: PreflightFindings) -> tuple[Calendar, LeasedRun | None]:
-        """Return the rounds of the phases, and what changes workers that are not in step, if they change."""
-        spec, elastic, blocks = self.spec, self.spec.elastic, found.blocks
-        if elastic is None or blocks is None:
-            return Calendar(self._phases, found.steps, spec.workers, epochs=spec.epochs, rounds=spec.steps), None
-        # the rounds of an epoch follow from the workers that there will be; `steps` are those of the least number
-        last = None if spec.steps is None else divmod(spec.steps * spec.workers, blocks)
-        epochs = spec.epochs if last is None else last[0] + bool(last[1])
-        calendar = Calendar(self._phases, found.steps, elastic.most, epochs=epochs, rounds=None)
-        servers = servers_of(self._phases[0].strategy)
-        compresses = servers is not None and servers.compression is not None
-        terms = LeaseTerms(blocks, last or (calendar.epochs, 0), spec.workers, compresses)
-        return calendar, LeasedRun(elastic, terms, calendar, self.journal, self._allowance)
-
-    def _elastic_run(self, found: PreflightFindings, calendar: Calendar) -> ElasticRun | None:
-        elastic = self.spec.elastic
-        if elastic is None or found.rows is None:
-            return None
-        least, timeout = self.spec.workers, self.spec.timeout
-        membership = Membership(elastic, *found.rows, least, drop_last=found.drop_last)
-        return ElasticRun(elastic, least, membership, calendar, self.journal, self._allowance, timeout=timeout)
 
     def close(self) -> None:
         """End the child process that the preflight may have started, and let other runs use a shared ledger."""
@@ -385,9 +349,7 @@ class Driver:
                 raise
             return self._start_again(died, str(error.data.get("output", "")))
         plan = self._plan
-        if plan.size is not None:
-            room = RoomWatch(cluster, {"cpu": 1.0} | self.spec.resources)
-            plan.size.begin(self._group.newcomers(), room, cluster.notices)
+        plan.changes.begin(self._group, {"cpu": 1.0} | self.spec.resources)
         if self._checkpoints.resume is not None:
             # an earlier driver may have died after it saved this checkpoint and before it evaluated the state
             known = self.journal.evaluated
@@ -404,7 +366,7 @@ class Driver:
         """Start the servers of the job's group, if it has one, and all workers; return the first state."""
         plan, spec = self._plan, self.spec
         strategies = [phase.strategy for phase in self._phases]
-        slots = None if plan.leased is None else plan.leased.slots
+        slots = plan.changes.slots
         space = space_of(
             cluster, spec, strategies, self._name, lambda: recipe_of(self.workload), plan.tables, ranks=slots
         )
@@ -418,7 +380,7 @@ class Driver:
             self._process.code,
             capture=self._process.capture,
             space=space,
-            elastic=spec.elastic is not None,
+            apart=plan.changes.apart,
             slots=slots,
         )
         placed = group.start(
@@ -494,8 +456,7 @@ class Driver:
         if snapshot.round >= phase.end and not only_evaluate:
             return Findings(phases=count, work=False)
         workers = self._group.slots or self._group.size
-        if plan.elastic is not None and snapshot.round == phase.span.begin:
-            plan.elastic.enter_phase(snapshot.round, phase.span.epoch)
+        plan.changes.enter_phase(snapshot, phase.span)
         phase.enter(snapshot, workers)
         phase.report_start(self.journal, snapshot.round)
         if plan.private is not None:
@@ -506,28 +467,21 @@ class Driver:
         return Findings(phases=count)
 
     def _begin_generation(self, state: states.BeginGeneration) -> Findings:
-        elastic, group = self._plan.elastic, self._group
-        if elastic is not None:
-            gathered = self._gather(elastic, state)
-            if gathered.waits or gathered.ends:
-                group.end_leavers()
-                rebuild, handover = gathered.rebuild, gathered.handover
-                return Findings(stopped=gathered.ends, waiting=True, rebuild=rebuild, handover=handover)
-            state = replace(state, rebuild=gathered.rebuild, handover=gathered.handover)
-            strategy = self._plan.phase(state.phase).phase.strategy
-            continues = state.rebuild or state.handover
-            elastic.begin_generation(strategy, self._checkpoints.snapshot, group.size, continues)
-            if self.journal.cost_report is not None:
-                self.journal.cost_report.change_workers(group.size)
-        leased = self._plan.leased
-        if leased is not None:
-            leased.begin_generation(self._checkpoints.snapshot, group)
+        changes, group = self._plan.changes, self._group
+        gathered = self._gather(state)
+        rebuild, handover = gathered.rebuild, gathered.handover
+        if gathered.waits or gathered.ends:
+            group.end_leavers()
+            return Findings(stopped=gathered.ends, waiting=True, rebuild=rebuild, handover=handover)
+        strategy = self._phases[state.phase].strategy
+        changes.begin_generation(strategy, self._checkpoints.snapshot, group, rebuild or handover)
         phase = self._plan.phase(state.phase)
         self._generation += 1
         self._recoveries.clear_error()
-        pushes = None if leased is None else leased.pushes
-        self._record.begin_generation(self._generation, phase.name, continues=state.rebuild is not None, pushes=pushes)
-        each = self.saves and self._callbacks.each_evaluation and leased is None
+        self._record.begin_generation(
+            self._generation, phase.name, continues=rebuild is not None, pushes=changes.pushes
+        )
+        each = self.saves and self._callbacks.each_evaluation and changes.evaluates_in_step
         known = self._record.evaluated
         orders = phase.orders(self.spec, self._generation, known, self._plan.mailbox, each=each)
         orders = replace(orders, evaluation=replace(orders.evaluation, batches=self._evaluation_batches))
@@ -537,36 +491,29 @@ class Driver:
             orders = self._plan.private.limited(orders, state.phase, self._checkpoints.round)
         if (traces := self._record.traces) is not None:
             orders = replace(orders, profile=traces.ranks_to_trace(group.size))
-        parts = self._checkpoints.parts_plan(phase.phase.strategy, group.hosts)
+        parts = self._checkpoints.parts_plan(strategy, group.hosts)
         recovers, reached = self._record.times.begin_generation(group.slots or group.size)
-        snapshots = replace(orders.snapshots, parts=parts)
-        if elastic is not None:
-            snapshots = replace(snapshots, boundary=replace(snapshots.boundary, also=elastic.stop_round))
-            orders = replace(orders, elastic=elastic.plan(state.handover))
-        if leased is not None:
-            snapshots = leased.save_after(snapshots)
-        orders = replace(orders, snapshots=snapshots, recovers=recovers, reached=reached, leased=leased is not None)
+        orders = replace(orders, snapshots=replace(orders.snapshots, parts=parts), recovers=recovers, reached=reached)
+        orders = changes.amend(orders, handover)
         if parts is None:
             self._checkpoints.load_newest()
-        lost = group.begin(orders, self._checkpoints.snapshot, state.rebuild)
+        lost = group.begin(orders, self._checkpoints.snapshot, rebuild)
         group.end_leavers()
         if lost:
             facts = self._facts_of_start(lost, group.last_outputs(), self._recovery(phase))
             return Findings(decision=self._decided(facts))
-        if leased is not None:
-            leased.begun(group)
+        changes.begun(group)
         self._bound.begin(orders.strategy)
-        self._shares.begin(group.size)
         self._record.set_status(Status.RUNNING, "")
         if self._again and self._generation == 1:
             self._move.report_arrival(self._checkpoints.round)
         return Findings()
 
-    def _gather(self, elastic: ElasticRun, state: states.BeginGeneration) -> GatheredWorkers:
-        """Let the workers of an elastic job be those of the next generation; wait a moment if it lacks some."""
+    def _gather(self, state: states.BeginGeneration) -> GatheredWorkers:
+        """Let the workers of the next generation be those that there are; wait a moment if the job lacks some."""
         group, at = self._group, self._checkpoints.round
         stops = self._stop.is_set() or self._callbacks.is_stopping
-        found = elastic.gather(group, state.rebuild, state.handover, at, stops=stops)
+        found = self._plan.changes.gather(group, state.rebuild, state.handover, at, stops=stops)
         if found.size[0] != found.size[1]:
             self._record.change_workers(group.size)
         if (state.rebuild or state.handover) and not (found.rebuild or found.handover):
@@ -592,13 +539,10 @@ class Driver:
         complete = False
         match decision:
             case Continue():
-                elastic = self._plan.elastic
-                stopping = elastic is not None and elastic.is_stopping
-                if elastic is not None and not stopping:
-                    self._shares.balance(self._group.workers, elastic.membership)
-                if stopping:
+                if self._plan.changes.is_stopping:
                     time.sleep(STOPPING_SECONDS)  # a stop is requested, too, if the driver moves meanwhile
                 else:
+                    self._plan.changes.balance(self._group)
                     self._stop.wait(POLL_SECONDS)
             case EndEarly():
                 self._end_early()
@@ -616,9 +560,8 @@ class Driver:
         return group.met is not None and all(worker.facts.position == at for worker in group.workers)
 
     def _rows_are_done(self) -> bool:
-        """Return whether the newest state is the last one of a job whose rows are leased."""
-        leased = self._plan.leased
-        return leased is not None and self._checkpoints.snapshot.clock == leased.end_clock
+        """Return whether no row is left to learn from after the newest state."""
+        return self._plan.changes.has_ended(self._checkpoints.snapshot)
 
     def _end_generation(self, phase: PhaseRun) -> None:
         """End the generation after the last state of the phase, and write the remaining points of its rounds."""
@@ -652,14 +595,13 @@ class Driver:
 
     def _change_workers(self, decision: Regroup) -> Findings:
         """Form the group anew. If no worker has a state in memory, all workers return to the newest snapshot."""
-        elastic, group = self._plan.elastic, self._group
-        assert elastic is not None, "only an elastic job changes its workers"
+        group = self._group
         self._record.end_generation()
         if decision.lost:
             self._record.set_status(Status.RECOVERING, decision.reason)
         self._record.add_poll(group, group.last_points())
         at = self._checkpoints.round
-        handover = elastic.regroup(group, decision, at)
+        handover = self._plan.changes.regroup(group, decision, at)
         self._record.change_workers(group.size)
         if handover is None and decision.lost:
             self._recoveries.report_restart(
@@ -673,17 +615,11 @@ class Driver:
     def _replace_members(self, decision: Replace) -> Findings:
         self._record.set_status(Status.RECOVERING, decision.reason)
         self._recoveries.clear_error()
-        leased, group = self._plan.leased, self._group
-        if leased is not None:  # lost workers are not replaced in their places
-            gone = [member.rank for member in group.workers if member.name in decision.lost]
-            decision = replace(decision, lost=tuple(name for name in decision.lost if name.startswith("shard-")))
-            leased.lose(group, gone, decision.reason)
-            if decision.lost:
-                leased.before_restore(group, self._checkpoints.snapshot)
-        if decision.lost or leased is None:
-            self._recoveries.replace(group, decision, self._checkpoints.snapshot)
-        if leased is not None and decision.lost:
-            leased.restored(self._checkpoints.snapshot)
+        changes, group, snapshot = self._plan.changes, self._group, self._checkpoints.snapshot
+        decision = changes.before_replace(group, decision, snapshot)
+        if decision.lost:
+            self._recoveries.replace(group, decision, snapshot)
+            changes.replaced(snapshot)
         self._record.set_status(Status.RUNNING, "")
         return Findings()
 
@@ -705,7 +641,7 @@ class Driver:
         moves = self._move.reason is not None  # the job then goes on: a job that is STOPPING never runs again
         self._record.set_status(Status.RECOVERING if moves else Status.STOPPING, "saving a checkpoint")
         seconds = self._move.seconds if moves else LEAVE_SECONDS
-        stop = None if self._plan.elastic is None else self._plan.elastic.stop_round
+        stop = self._plan.changes.stop_round
         end = phase.end if stop is None else min(phase.end, stop)
         self._last = LastCheckpoint(self._group, self._checkpoints.snapshot.clock, end, seconds)
         return Findings(saving=True)
@@ -714,9 +650,7 @@ class Driver:
         """Check once for the requested checkpoint. After the deadline the run ends with the previous checkpoint."""
         assert self._last is not None, "it was requested"
         self._poll()
-        if self._plan.leased is not None:  # the others go on
-            dead = [worker.rank for worker in self._group.workers if worker.dead]
-            self._plan.leased.lose(self._group, dead, "a worker died")
+        self._plan.changes.lose_dead(self._group)
         facts = self._facts(phase)
         if facts.dead or facts.errors:
             return Findings()
@@ -732,9 +666,7 @@ class Driver:
         """Take the results of a poll into the record, and return the points of single workers."""
         group = self._group
         points = group.poll()
-        leased = self._plan.leased
-        if leased is not None:
-            leased.look(group, self._generation, self._checkpoints.snapshot)
+        self._plan.changes.look(group, self._generation, self._checkpoints.snapshot, points)
         for point in points:
             # for later generations, and for runs that resume from this state
             self._checkpoints.snapshot.record_ring_choices(point)
@@ -742,8 +674,6 @@ class Driver:
         if any(point["kind"] == "round" for point in points):
             self._recoveries.count.progressed()
         self._bound.follow(group, points)
-        if leased is None:  # leases follow the workers' speed
-            self._shares.add(points)
         for name in group.move_shards(group.cluster.notices(), self.spec.timeout):
             self.journal.event("moved", f"{name} ends soon: its segment has moved to a new process", shard=name)
         self._recoveries.check_progress(group, self._generation)
@@ -770,11 +700,11 @@ class Driver:
         if errors or dead:  # the servers go on without their manager as long as nobody else is lost
             dead += group.dead_manager
         recoveries.record_failures(errors=bool(errors), dead=bool(dead))
-        change, elastic = None, self._plan.elastic
+        change, changes = None, self._plan.changes
         # workers that stop for a change of their number would not reach the round of a last checkpoint: it is completed
-        ends = self._stop.is_set() and not (elastic is not None and elastic.is_stopping)
-        if elastic is not None and not errors and not dead and not ends:
-            change = elastic.look(group, self._generation, self._checkpoints.round)
+        ends = self._stop.is_set() and not changes.is_stopping
+        if not errors and not dead and not ends:
+            change = changes.find_change(group, self._generation, self._checkpoints.round)
         return RunFacts(
             change=change,
             size=max(1, group.size),
@@ -795,15 +725,18 @@ class Driver:
 
     def _recovery(self, phase: PhaseRun) -> Recovery:
         """Return how the run recovers from a death now."""
-        declared, group = phase.phase.strategy.recovery, self._group
-        if self._plan.elastic is not None and not isinstance(declared, Rebuild):
-            return RestartAll() if any(shard.dead for shard in group.shards) else RegroupLiving()
-        leased = self._plan.leased
-        if leased is not None and leased.ends and any(shard.dead for shard in group.shards):
-            return RestartAll()
-        if self._plan.calendar.open and isinstance(declared, Rebuild):
-            return RestartAll()  # backups of workers do not have their positions in data without a length
-        return recovery_now(declared, holds_tables=group.holds_tables, rejoins=self._recoveries.may_replace(group))
+        changes, group = self._plan.changes, self._group
+        return recovery_now(
+            RecoveryFacts(
+                phase.phase.strategy.recovery,
+                holds_tables=group.holds_tables,
+                rejoins=self._recoveries.may_replace(group),
+                regroups=changes.regroups,
+                server_died=any(shard.dead for shard in group.shards),
+                servers_end=changes.servers_end,
+                open_data=self._plan.calendar.open,
+            )
+        )
 
     def _round_and_facts(self) -> tuple[int, ProgressRecord]:
         facts: ProgressRecord = {
@@ -811,11 +744,8 @@ class Driver:
             "failures": self._recoveries.count.failures,
             "params": self._params,
         }
-        if self.spec.elastic is not None:
-            facts["allowed"] = self._allowance.now[0]
-        size = None if self._known is None else self._known.size
-        if size is not None and size.wanted is not None:
-            facts["wanted"] = size.wanted
+        if self._known is not None:
+            facts |= self._known.changes.progress()
         if self._bound.moves:
             facts["bound"] = self._bound.bound
         if self._callbacks.run.best is not None:
@@ -847,10 +777,8 @@ class Driver:
     # ---- the end
 
     def _end_workers(self) -> None:
-        if self._known is not None and self._known.elastic is not None:
-            self._known.elastic.size.close()
-        if self._known is not None and self._known.leased is not None:
-            self._known.leased.close()
+        if self._known is not None:
+            self._known.changes.close()
         if self._started is not None:
             self.journal.lines(self._started.last_lines())
             self._record.add_server_events(self._started, over=True)

@@ -157,8 +157,7 @@ class DriverActor:
             tries = not isinstance(cluster, LocalCluster)  # workers that are threads start at once
             self._driver = self._made(journal, checkpoints, resume, code, tries=tries)
             watch = NoticeWatch(cluster, lambda notice: self._heard(notice, cluster, journal))
-            if spec.elastic is not None:
-                self.allow(*self._allowed)
+            self.allow(*self._allowed)
             if self._stopped.is_set():
                 self._driver.stop()
             try:

@@ -17,9 +17,7 @@ from rayps.runtime.private.private_run import PrivateRun
 from rayps.runtime.records.journal import Journal
 from rayps.runtime.records.ledger_folder import LedgerFolder
 from rayps.runtime.results.cost_report import CostReport, cost_report_of
-from rayps.runtime.size.elastic_run import ElasticRun
-from rayps.runtime.size.job_size import JobSize
-from rayps.runtime.size.leased_run import LeasedRun
+from rayps.runtime.size.worker_changes import WorkerChanges
 from rayps.strategies.job import JobSpec
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import ScheduleRecord, Ticks
@@ -41,19 +39,12 @@ class RunPlan:
     divisions: Sequence[Division | None]  # one for each phase; None if a replica is one worker
     tables: tuple[SparseTable, ...]  # the model's tables
     schedule: ScheduleRecord  # the schedule of the learning rate
+    changes: WorkerChanges  # what changes the workers
     mailbox: str | None = None  # the folder through which real clients send and receive; None if there are none
     start: StartPoint | None = None  # the first parameters, if a file has them
-    elastic: ElasticRun | None = None  # what changes workers that are in step; None if their number is fixed
-    leased: LeasedRun | None = None  # what changes workers that are not in step
     ledger: LedgerFolder | None = None  # the folder of the ledger of private releases; None without privacy
     private: PrivateRun | None = None  # what the run spends; None unless rows are private
     private_clients: PrivateClientRun | None = None  # what the run spends; None unless clients are private
-
-    @property
-    def size(self) -> JobSize | None:
-        """What decides on the number of workers; None if the number is fixed."""
-        run = self.elastic or self.leased
-        return None if run is None else run.size
 
     def phase(self, number: int) -> PhaseRun:
         """Return the phase with this number, and its current rounds, which change if earlier phases end early."""

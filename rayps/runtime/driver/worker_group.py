@@ -162,10 +162,10 @@ class WorkerGroup:
         *,
         capture: bool = True,
         space: JobSpace | None = None,
-        elastic: bool = False,
+        apart: bool = False,
         slots: int | None = None,
     ) -> None:
-        """Prepare the group without starting it. `elastic`: the number of workers may change.
+        """Prepare the group without starting it. `apart`: each worker has resources of its own, to release alone.
 
         `slots`: workers get their rows by leases, and join and leave at any time with ranks below this number; None if
         the ranks are 0 to `size` - 1.
@@ -190,7 +190,7 @@ class WorkerGroup:
         self._attempts = 0  # how often a replica has started again while other workers kept training
         self._received = _ReceivedPoints(slots or size)
         self._collected = 0  # the round of the newest state that was collected
-        self._elastic, self.slots = elastic, slots
+        self._apart, self.slots = apart, slots
 
     @property
     def shards(self) -> list[GroupMember]:
@@ -244,7 +244,7 @@ class WorkerGroup:
             ClusterError: the constructor of a worker raised an error.
         """
         alone: list[WorkerResources | None] = [None] * self.size
-        if self._elastic:  # each worker's resources can be released when it leaves
+        if self._apart:
             placed = self._launcher.reserve(Grid(0), timeout, servers) if servers else None
             alone = [*self._launcher.reserve_each(self.size, timeout)]
         else:

@@ -176,12 +176,7 @@ class Checkpointer:
                 "with its own schedule",
             )
         before = len(saved.positions)
-        if plan.elastic is not None:
-            plan.elastic.resume(saved)
-        elif plan.leased is not None:
-            plan.leased.resume(saved)
-        else:
-            saved.resume(plan.calendar)
+        plan.changes.resume(saved)
         phase = plan.phases[plan.calendar.spans.index(plan.calendar.at(saved.round))]
         if ends_together(phase.strategy.topology):
             saved.check_passes(phase.name)
@@ -216,8 +211,7 @@ class Checkpointer:
             return
         if newer is None:
             return
-        if plan.leased is not None:
-            plan.leased.collected(newer)
+        plan.changes.collected(newer)
         ticks = Ticks(newer.origin, newer.steps_per_epoch)
         schedule = plan.schedule.facts(newer.layout, newer.round, ticks, newer.skipped)
         maker = {"workload": self._spec.workload, "strategy": str(self._spec.strategy), "seed": self._spec.seed}
@@ -233,8 +227,7 @@ class Checkpointer:
             if self._place is not None:
                 self._save(self._place, newer, state, group, last=last)
         group.saved(newer)
-        if plan.leased is not None:
-            plan.leased.saved(newer, group)
+        plan.changes.saved(newer, group)
 
     def _save(self, place: CheckpointPlace, newer: Snapshot, state: SavedState, group: WorkerGroup, last: bool) -> None:
         """Write a checkpoint. If its place does not take it (a full disk, a remote place), the run continues.

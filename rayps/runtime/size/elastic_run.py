@@ -1,7 +1,7 @@
 """Change the workers of a running job in step: start newcomers, stop all workers after one round, and regroup.
 
-`ElasticRun.look` is called after each poll. It carries out the decisions of `rayps.runtime.size.decide_size`, and
-returns a `Regroup` when all workers have stopped. The driver then calls `regroup`, whose result is how the next
+`ElasticRun.find_change` is called after each poll. It carries out the decisions of `rayps.runtime.size.decide_size`,
+and returns a `Regroup` when all workers have stopped. The driver then calls `regroup`, whose result is how the next
 generation continues from the workers' memory.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar
 
 from rayps_client.errors import CheckpointError, ClusterError
 from rayps_client.values import JsonObject
@@ -18,7 +18,7 @@ from rayps_client.values import JsonObject
 from rayps.cluster.local import ActorReply
 from rayps.cluster.members import GroupMember
 from rayps.core.job.handover import Handover
-from rayps.core.rows.phase_rounds import Calendar
+from rayps.core.rows.phase_rounds import Calendar, PhaseSpan
 from rayps.core.rows.row_shares import RowShares
 from rayps.core.strategy.elastic import ElasticWorkers
 from rayps.core.strategy.elastic_support import hands_over
@@ -30,9 +30,10 @@ from rayps.runtime.driver.hold_workers import hold_workers
 from rayps.runtime.records.journal import Journal
 from rayps.runtime.size.decide_size import new_ranks
 from rayps.runtime.size.gather_workers import GatheredWorkers, GatherWorkers
-from rayps.runtime.size.job_size import Allowance, JobSize
+from rayps.runtime.size.job_size import Allowance
 from rayps.runtime.size.membership import Membership
-from rayps.worker.plan import ElasticPlan, WorkerFacts
+from rayps.runtime.size.worker_changes import ChangingWorkers
+from rayps.worker.plan import ElasticPlan, Orders, WorkerFacts
 
 if TYPE_CHECKING:
     from rayps.runtime.driver.worker_group import WorkerGroup
@@ -83,8 +84,10 @@ class _Pace:
         return self._rounds * self._block / self._seconds if self._seconds >= 1 and self._rounds else None
 
 
-class ElasticRun:
+class ElasticRun(ChangingWorkers):
     """The driver's part of an elastic job whose workers run in step."""
+
+    regroups: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -97,10 +100,10 @@ class ElasticRun:
         *,
         timeout: float,
     ) -> None:
-        """Prepare. `size.begin` is called when the workers have started. `timeout`: the job's option, in seconds."""
+        """Prepare. `begin` is called when the workers have started. `timeout`: the job's option, in seconds."""
+        super().__init__(elastic, least, calendar, journal, allowance)
         self.membership = membership
-        self.size = JobSize(elastic, least, journal, allowance)
-        self._elastic, self._calendar, self._journal = elastic, calendar, journal
+        self._elastic = elastic
         self._change: _Change | None = None  # the workers stop for this change
         self._formed: _Change | None = None  # its first new round is awaited
         self._pace = _Pace()
@@ -143,7 +146,7 @@ class ElasticRun:
         return found
 
     def begin_generation(
-        self, strategy: StrategyView, snapshot: Snapshot, workers: int, continues: Handover | RebuildPlan | None
+        self, strategy: StrategyView, snapshot: Snapshot, group: WorkerGroup, continues: Handover | RebuildPlan | None
     ) -> None:
         """Count rounds and deal rows for the next generation, and adapt the newest `snapshot` to it.
 
@@ -153,16 +156,22 @@ class ElasticRun:
         self._hands_over, self._compresses = hands_over(strategy), compression_in(strategy) is not None
         # the next round is the earliest of which servers can still retain the state
         self._margin = 0 if servers_of(strategy) is None else 1
+        if self._journal.cost_report is not None:
+            self._journal.cost_report.change_workers(group.size)
         if continues is None:
-            self.restart(snapshot, workers)
+            self.restart(snapshot, group.size)
             return
-        self.count_from(continues.round, workers)
+        self.count_from(continues.round, group.size)
         self.continue_from(snapshot)
 
-    def plan(self, handover: Handover | None) -> ElasticPlan:
-        """Return what the workers of the next generation get."""
-        return ElasticPlan(
-            self.membership.current, self.membership.lr_factor, self._hands_over, handover, self.stop_round
+    def amend(self, orders: Orders, handover: Handover | None) -> Orders:
+        """Return the orders with how rows are dealt, and with the round after which workers pause."""
+        rows, stop = self.membership, self.stop_round
+        boundary = replace(orders.snapshots.boundary, also=stop)
+        return replace(
+            orders,
+            snapshots=replace(orders.snapshots, boundary=boundary),
+            elastic=ElasticPlan(rows.current, rows.lr_factor, self._hands_over, handover, stop),
         )
 
     @property
@@ -177,9 +186,10 @@ class ElasticRun:
         if at < self._calendar.rounds:
             self._calendar.recount(at, rows.origin(total), rows.rounds(total), workers)
 
-    def enter_phase(self, at: int, epoch: int) -> None:
-        """Begin a phase after round `at` with the first round of `epoch`."""
-        self.membership.enter_phase(at, epoch)
+    def enter_phase(self, snapshot: Snapshot, span: PhaseSpan) -> None:
+        """Begin a phase, if `snapshot` is its first state, with the first round of its epoch."""
+        if snapshot.round == span.begin:
+            self.membership.enter_phase(snapshot.round, span.epoch)
 
     def restart(self, snapshot: Snapshot, workers: int) -> None:
         """Continue with so many workers from a snapshot: deal rows behind those that it has consumed."""
@@ -234,7 +244,11 @@ class ElasticRun:
 
     # ---- after each poll
 
-    def look(self, group: WorkerGroup, generation: int, collected: int) -> Regroup | None:
+    def balance(self, group: WorkerGroup) -> None:
+        """Deal the rows of later rounds by the workers' speeds, if the job has asked for that."""
+        self._shares.balance(group.workers, self.membership)
+
+    def find_change(self, group: WorkerGroup, generation: int, collected: int) -> Regroup | None:
         """Carry out what follows from the poll. Return a `Regroup` if all workers have stopped for a change.
 
         `collected` is the round of the newest state that the driver has. Call it only if no member is dead and no

@@ -14,6 +14,7 @@ from dataclasses import replace
 from rayps.cluster.members import GroupMember
 from rayps.cluster.notices import Notice
 from rayps.cluster.room import RoomWatch
+from rayps.core.job.records import ProgressRecord
 from rayps.core.strategy.elastic import ElasticWorkers
 from rayps.runtime.records.journal import Journal
 from rayps.runtime.size.decide_size import SizeDecision, SizeFacts, decide_size, gain_of
@@ -127,6 +128,13 @@ class JobSize:
     def wanted(self) -> int | None:
         """The most workers that the job wants, because more have not paid; None if this is not known."""
         return self._gain.ceiling
+
+    def progress(self) -> ProgressRecord:
+        """Return how many workers are allowed, and how many the job wants if that is known."""
+        facts: ProgressRecord = {"allowed": self._allowance.now[0]}
+        if self.wanted is not None:
+            facts["wanted"] = self.wanted
+        return facts
 
     def decide(
         self,

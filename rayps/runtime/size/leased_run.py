@@ -22,22 +22,28 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from rayps_client.errors import CheckpointError
 from rayps_client.values import JsonObject
 
 from rayps.cluster.members import GroupMember
+from rayps.core.job.handover import Handover
+from rayps.core.job.records import Point
 from rayps.core.metrics import PushRounds
 from rayps.core.rows.leases import Leases, Marks, RowLease, lease_size
 from rayps.core.rows.phase_rounds import OPEN, Boundary, Calendar
 from rayps.core.strategy.elastic import ElasticWorkers
 from rayps.core.strategy.staleness_bound import PushCount
+from rayps.core.strategy.strategy import StrategyView
 from rayps.ps.client.member_requests import MemberRequests
 from rayps.ps.protocol.members import MemberChange, MemberChangeKind
+from rayps.recovery.backup_assignment import RebuildPlan
+from rayps.runtime.driver.decide_recovery import Replace
 from rayps.runtime.records.journal import Journal
-from rayps.runtime.size.job_size import Allowance, JobSize
-from rayps.worker.plan import SnapshotPlan, WorkerFacts
+from rayps.runtime.size.job_size import Allowance
+from rayps.runtime.size.worker_changes import ChangingWorkers
+from rayps.worker.plan import Orders, WorkerFacts
 
 if TYPE_CHECKING:
     from rayps.runtime.driver.worker_group import WorkerGroup
@@ -197,16 +203,19 @@ class LeaseTerms:
         return epochs * self.blocks + blocks
 
 
-class LeasedRun:
+class LeasedRun(ChangingWorkers):
     """The driver's part of an elastic job whose workers are not in step."""
+
+    evaluates_in_step: ClassVar[bool] = False
+    slots: int
+    pushes: PushRounds
 
     def __init__(
         self, elastic: ElasticWorkers, terms: LeaseTerms, calendar: Calendar, journal: Journal, allowance: Allowance
     ) -> None:
         """Prepare. `begin` is called when the workers have started."""
-        self.slots = elastic.most
-        self.size = JobSize(elastic, terms.least, journal, allowance)
-        self._terms, self._calendar, self._journal = terms, calendar, journal
+        super().__init__(elastic, terms.least, calendar, journal, allowance)
+        self.slots, self._terms = elastic.most, terms
         self._requests: MemberRequests | None = None
         self._leases: Leases | None = None  # None if no rows are left to learn from
         self._workers: dict[int, LeasedWorker] = {}
@@ -226,7 +235,7 @@ class LeasedRun:
 
     def close(self) -> None:
         """End newcomers and requests, and stop looking for room."""
-        self.size.close()
+        super().close()
         if self._requests is not None:
             self._requests.close()
 
@@ -266,7 +275,9 @@ class LeasedRun:
             snapshot.ledgers = ledgers
         snapshot.enter_phase(span)
 
-    def begin_generation(self, snapshot: Snapshot, group: WorkerGroup) -> None:
+    def begin_generation(
+        self, strategy: StrategyView, snapshot: Snapshot, group: WorkerGroup, continues: Handover | RebuildPlan | None
+    ) -> None:
         """Prepare the next generation, which begins with `snapshot`. Call it before the group begins.
 
         The dead are dropped, unless all workers have died: these start again.
@@ -325,10 +336,12 @@ class LeasedRun:
         self._repeats = [each for each in self._repeats if each.step >= marks[each.rank].low]
         self._tell_servers(group, snapshot.clock)
 
-    def save_after(self, plan: SnapshotPlan) -> SnapshotPlan:
-        """Take over after which rounds a checkpoint is due. Return the plan of the members, who cannot count rounds."""
-        self._due = DueCheckpoints(plan.boundary)
-        return replace(plan, boundary=Boundary(0, plan.boundary.end))
+    def amend(self, orders: Orders, handover: Handover | None) -> Orders:
+        """Take over after which rounds a checkpoint is due, because the members cannot count rounds."""
+        boundary = orders.snapshots.boundary
+        self._due = DueCheckpoints(boundary)
+        snapshots = replace(orders.snapshots, boundary=Boundary(0, boundary.end))
+        return replace(orders, snapshots=snapshots, leased=True)
 
     @property
     def end_clock(self) -> int | None:
@@ -340,17 +353,18 @@ class LeasedRun:
         """From each rank that takes part to its first step."""
         return {rank: each.first for rank, each in self._workers.items() if each.stage is WorkerStage.TRAINS}
 
-    @property
-    def ends(self) -> bool:
-        """Whether the servers were told to end. A server that is restored now would lack the end and the last pushes.
+    def has_ended(self, snapshot: Snapshot) -> bool:
+        """Return whether all blocks are done, and `snapshot` is the last state."""
+        return snapshot.clock == self.end_clock
 
-        All members must then start again from the newest snapshot.
-        """
+    @property
+    def servers_end(self) -> bool:
+        """Whether the servers were told to end the phase."""
         return self._end is not None
 
     # ---- after each poll
 
-    def look(self, group: WorkerGroup, generation: int, snapshot: Snapshot) -> None:
+    def look(self, group: WorkerGroup, generation: int, snapshot: Snapshot, points: Iterable[Point]) -> None:
         """Carry out what follows from the poll: joins, leases, leaves, and the end of the phase.
 
         Newcomers begin with the buffers of `snapshot`, the newest one.
@@ -380,11 +394,23 @@ class LeasedRun:
                 self._depart(rank, worker, Departure(reason, lost=True, counted=worker.counted))
                 group.drop(worker.member)
 
-    def before_restore(self, group: WorkerGroup, snapshot: Snapshot) -> None:
-        """Prepare for servers that will be restored from `snapshot`, the newest one."""
-        self._tell_servers(group, snapshot.clock)
+    def lose_dead(self, group: WorkerGroup) -> None:
+        """Remove the workers that have died: the others go on."""
+        self.lose(group, [worker.rank for worker in group.workers if worker.dead], "a worker died")
 
-    def restored(self, snapshot: Snapshot) -> None:
+    def before_replace(self, group: WorkerGroup, decision: Replace, snapshot: Snapshot) -> Replace:
+        """Remove the lost workers, which are not replaced in their places. Return which servers are replaced.
+
+        They will be restored from `snapshot`, the newest one.
+        """
+        lost = [member.rank for member in group.workers if member.name in decision.lost]
+        self.lose(group, lost, decision.reason)
+        servers = tuple(name for name in decision.lost if name.startswith("shard-"))
+        if servers:
+            self._tell_servers(group, snapshot.clock)
+        return replace(decision, lost=servers)
+
+    def replaced(self, snapshot: Snapshot) -> None:
         """Lease again what no worker will push again to servers that were restored from `snapshot`, the newest one.
 
         Repeat the requests whose answers were not processed, because the servers have forgotten them.
