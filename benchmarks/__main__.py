@@ -61,7 +61,7 @@ SERVERS = {
         "Rounds of unequal workers: with equal shares of the rows, and with shares by speed.",
     ),
     "tables": Benchmark(
-        "benchmarks.servers.table_batches:bench_table_batches",
+        "benchmarks.tables.table_batches:bench_table_batches",
         "Pulls and pushes of a sparse table's rows, beside torch's index_select and index_add_ on the same ids.",
         lambda values: int(values["workers"]) if values["calls"] or values["hot"] else 0,
     ),
@@ -73,7 +73,7 @@ CHANGES = {
         "Each contender has a cluster of two nodes on this machine. Ray Train needs `pip install 'rayps[bench]'`.",
     ),
     "faults": Benchmark(
-        "benchmarks.changes.killed_servers:bench_killed_servers",
+        "benchmarks.chaos.killed_servers:bench_killed_servers",
         "What faults cost: kill servers under load. With --hosts, what each kind of fault costs a job.\n\n"
         "The table shows whether each push was applied exactly once, and how long pushes waited. With --hosts it shows "
         "for each kind of fault the pause, the time that was lost until the next fault, and the useful share of "

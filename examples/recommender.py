@@ -10,6 +10,7 @@ of the table is a bias and a vector. What to expect after one epoch, on 20,000 o
 0.779, as in a single process; with biases alone AUC 0.770. Guessing gives 0.5. The last line above shows the size: it
 makes a table of ten million rows of 16 numbers; expect about 170 bytes for each, 1.7 GB in all.
 """
+# room: tables
 
 import argparse
 import time

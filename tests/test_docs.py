@@ -18,6 +18,7 @@ import sys
 import textwrap
 from contextlib import redirect_stdout
 from functools import cache, wraps
+from importlib.metadata import entry_points
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -27,11 +28,12 @@ import pytest
 import torch
 import typer.main
 import yaml
-from rayps_chaos.command import app as chaos_app
+from folders import TESTS
 from rayps_client.__main__ import options_of
 from typer.testing import CliRunner
 
 import rayps
+from rayps.cli import extras
 from rayps.cli.main import app
 from rayps.cluster.local import LocalCluster
 from rayps.strategies.catalogue import CATALOGUE, parse
@@ -41,7 +43,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 ROWS = 400  # of each example's data set, so that an epoch takes a moment
 NOT_RUN = {
-    ("docs/embeddings.md", "needs a server group on which a job trains; tests/ps/test_ps_follow.py runs such a reader"),
+    (
+        "docs/embeddings.md",
+        "needs a server group on which a job trains; tests/tables/test_ps_follow.py has such a reader",
+    ),
     ("docs/callbacks.md", "needs an MLflow server and an account"),
 }  # (page, reason) of the blocks that are not checked
 
@@ -213,20 +218,9 @@ class Clients(Line):
     owners = rayps.data.iid(4)
 
 
-class Ratings(rayps.Workload):
-    """The `ratings` of the examples: rows of a sparse table, and a dense layer."""
-
-    def model(self):
-        return torch.nn.Sequential(rayps.Embedding(4, table="users"), torch.nn.Linear(4, 1))
-
-    def data(self):
-        x = torch.arange(40) % 7
-        return rayps.data.tensors(x, torch.cos(x.float())[:, None], batch_size=8)
-
-    def loss(self, model, batch):
-        return torch.nn.functional.mse_loss(model(batch.x), batch.y)
-
-
+WORKLOADS = {"work": Line(), "clients": Clients()}
+for found in sorted(TESTS.glob("*/example_*.py")):  # of rooms that a tree may lack
+    WORKLOADS |= importlib.import_module(found.stem).WORKLOADS
 PUBLIC = [name for name in rayps.__all__ if name != "__version__"]
 
 
@@ -239,12 +233,17 @@ def example(name):
 
 def run_example(name):
     space = {"__name__": "__main__", "rayps": rayps, "torch": torch}
-    space |= {"work": Line(), "clients": Clients(), "ratings": Ratings()}
+    space |= WORKLOADS
     with redirect_stdout(io.StringIO()):
         exec(compile(example(name), f"the example of rayps.{name}", "exec"), space)
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLIC if name != "Client"])
+def has_workload(name):
+    """Whether the example of a name has its workload in this tree, which may lack the room of sparse tables."""
+    return "ratings" in WORKLOADS or not re.search(r"\bratings\b", inspect.getdoc(getattr(rayps, name)) or "")
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name != "Client" and has_workload(name)])
 def test_an_example_of_a_docstring_runs(name, threads):
     run_example(name)
 
@@ -305,8 +304,10 @@ command_line = cache(typer.main.get_command)  # building the commands takes long
 
 
 def command_of(group, name):
-    """A command of a group; `rayps chaos` is that of its package."""
-    return command_line(chaos_app) if name == "chaos" else group.get_command(None, name)
+    """A command of a group; one that another package brings is that of its package."""
+    for entry in entry_points(group=extras.GROUP, name=name):
+        return command_line(importlib.import_module(entry.module).app)
+    return group.get_command(None, name)
 
 
 def parsed(words, app=app):

@@ -27,7 +27,7 @@ def run(*command: str, cwd: Path = ROOT) -> str:
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     pytest.importorskip("hatchling", reason="hatchling is not installed: it builds the wheels")
     out = tmp_path_factory.mktemp("wheels")
-    for source in (ROOT, ROOT / "client", ROOT / "chaos"):
+    for source in (ROOT, ROOT / "client"):
         run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out), cwd=source)
     return {path.name.partition("-")[0]: path for path in out.glob("*.whl")}
 
@@ -43,7 +43,7 @@ def metadata(wheel: Path) -> str:
 
 
 def test_each_wheel_has_its_own_package(wheels: dict[str, Path]) -> None:
-    assert set(wheels) == {"rayps", "rayps_client", "rayps_chaos"}
+    assert set(wheels) == {"rayps", "rayps_client"}
     light, whole = names(wheels["rayps_client"]), names(wheels["rayps"])
     assert not light & whole
     assert {name.partition("/")[0] for name in light} == {"rayps_client", "rayps_client-0.1.0.dist-info"}
@@ -54,9 +54,6 @@ def test_each_wheel_has_its_own_package(wheels: dict[str, Path]) -> None:
     plain = {re.split(r"[<>=]", line.split()[1])[0] for line in required if "extra ==" not in line}
     assert plain == {"httpx2", "cryptography", "numpy", "safetensors"}
     assert "Requires-Dist: rayps-client==0.1.0" in metadata(wheels["rayps"])
-    chaos = names(wheels["rayps_chaos"])
-    assert {name.partition("/")[0] for name in chaos} == {"rayps_chaos", "rayps_chaos-0.1.0.dist-info"}
-    assert "Requires-Dist: rayps==0.1.0" in metadata(wheels["rayps_chaos"])
     assert not any(name.startswith(("benchmarks", "rayps/chaos")) for name in whole)
 
 

@@ -24,8 +24,10 @@ import rayps
 from rayps.bench.table import BenchRow, Opt, Workers
 from rayps.cluster.local import Cluster
 from rayps.data import Batch, Data
+from rayps.ps.client.table_face import find_tables
 from rayps.workload.base import Workload, load
 from rayps.workload.loss_result import loss_result
+from rayps.workload.model import has_tables
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -168,9 +170,8 @@ def plain(work: Workload, steps: int, size: int, seed: int) -> tuple[float, floa
         if work.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), work.clip_norm)
         optimizer.step()
-        for module in model.modules():
-            if isinstance(module, rayps.Embedding):
-                module.step()
+        if has_tables(model):
+            find_tables().step(model)
         if schedule is not None:
             schedule.step()
     return first, _evaluated(work, model)

@@ -17,9 +17,12 @@ from rayps_client.errors import ConfigError
 from torch import Tensor, nn
 
 from benchmarks.gpu.device_ring import bench_device_sums
-from benchmarks.gpu.device_server import bench_device_rows, bench_device_server
+from benchmarks.gpu.device_server import bench_device_server
 from benchmarks.gpu.device_step import bench_device_step
 from rayps.bench.table import BenchRow, Opt
+from rayps.core.rooms import load
+
+ROWS = "benchmarks.tables.device_rows:bench_device_rows"  # of sparse tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,6 @@ def bench_parts(
         ],
         "step": lambda: [row for each in places for row in bench_device_step(each, seconds=seconds)],
         "server": lambda: [row for each in places for row in bench_device_server(each, megabytes=megabytes)],
-        "rows": lambda: [row for each in places for row in bench_device_rows(each)],
+        "rows": lambda: [row for each in places for row in load(ROWS)(each)],
     }
     return {name: measure[name]() for name in what}

@@ -1,4 +1,4 @@
-"""Measure the parameter server with one worker on a device, beside plain copies of the same bytes, and an embedding.
+"""Measure the parameter server with one worker on a device, beside plain copies of the same bytes.
 
 The servers are plain processes of this host, so no Ray is needed. On "cpu" the worker pushes and pulls as a worker
 without a device does, and the plain copy is a copy in the host's memory. The functions return rows and print nothing.
@@ -29,9 +29,7 @@ from rayps.ps.protocol.rows import cuts
 from rayps.ps.protocol.segment_map import StaticMap
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.shard_actor import ShardActor, ShardPlan
-from rayps.ps.tables.embedding import EmbeddingBag
 from rayps.strategies.parameter_server import ParameterServer
-from rayps.tensors.checkpoints.uploads import Uploads
 from rayps.tensors.device import Device
 from rayps.tensors.flat import FlatModel, Gradient
 from rayps.tensors.snapshot import Snapshot
@@ -59,20 +57,6 @@ class ServerTransferRow(BenchRow):
     gb_s: float | None  # 10^9 bytes per second, in one direction
     of_copy: float | None  # gb_s / gb_s of the plain copy in the same direction
     hidden: float | None  # of a step: the part of its push and pull that computation hides
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceRowsRow(BenchRow):
-    """One way to look up `ids` rows of `dim` elements in a forward pass. Times are medians in milliseconds."""
-
-    columns: ClassVar[str] = "device | lookup | ids | dim | ms | of_torch: of torch"
-
-    device: str
-    lookup: str
-    ids: int
-    dim: int
-    ms: float
-    of_torch: float  # ms / ms of torch
 
 
 class _Transfers(Protocol):
@@ -137,42 +121,6 @@ def bench_device_server(
             server.close()
 
 
-def bench_device_rows(
-    device: str = "cuda", *, ids: int = 65_536, dim: int = 64, vocabulary: int = 1_000_000, repeats: int = 9
-) -> list[DeviceRowsRow]:
-    """Measure the forward pass of an EmbeddingBag over `ids` distinct ids, whose rows are stored in this process.
-
-    The rows are torch's EmbeddingBag, whose weight is on the device; rayps' EmbeddingBag, which finds the rows on the
-    CPU and copies them to the device; and this copy alone.
-
-    Raises:
-        ConfigError: there is no such device, or the vocabulary has fewer than `ids` ids.
-    """
-    if vocabulary < ids:
-        raise ConfigError(f"vocabulary is {vocabulary}: give at least ids={ids}")
-    place = Device.of(device)
-    given = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0))[:ids].view(-1, 1).to(place.place)
-    known = nn.EmbeddingBag(vocabulary, dim, mode="sum", device=place.place)
-    ours = EmbeddingBag(dim, table="bench", mode="sum")
-    ours(given).sum().backward()
-    ours.step()  # stores the rows: the initial value of a row that is not stored is computed at each lookup
-    rows, uploads = torch.randn(ids, dim), Uploads(place, torch.float32)
-
-    def waited(work: Callable[[], object]) -> Callable[[], None]:
-        def run() -> None:
-            work()
-            place.current().record().wait()
-
-        return run
-
-    found = {
-        "torch": _median(waited(lambda: known(given)), repeats),
-        "rayps": _median(waited(lambda: ours(given)), repeats),
-        "copy of the rows": _median(waited(lambda: uploads.copy(rows)), repeats),
-    }
-    return [DeviceRowsRow(device, name, ids, dim, ms, ms / found["torch"]) for name, ms in found.items()]
-
-
 def _measured(
     work: _Transfers, device: str, servers: str, shards: int, size: int, repeats: int
 ) -> list[ServerTransferRow]:
@@ -183,14 +131,14 @@ def _measured(
         of_copy = None if copy is None else copy / ms
         return ServerTransferRow(device, servers, shards, operation, size, ms, rate, of_copy, hidden)
 
-    down, up = _median(work.copy_down, repeats), _median(work.copy_up, repeats)
+    down, up = measure_median(work.copy_down, repeats), measure_median(work.copy_up, repeats)
     left: list[float] = []
-    pushed = _median(lambda: left.append(1000 * work.push()), repeats)
-    pulled = _median(work.pull, repeats)
-    turn = _median(work.turn, repeats)
+    pushed = measure_median(lambda: left.append(1000 * work.push()), repeats)
+    pulled = measure_median(work.pull, repeats)
+    turn = measure_median(work.turn, repeats)
     x = _sized(work, HIDES * turn)
-    compute = _median(lambda: work.compute(x), repeats)
-    step = _median(lambda: work.step(x), repeats)
+    compute = measure_median(lambda: work.compute(x), repeats)
+    step = measure_median(lambda: work.step(x), repeats)
     return [
         row("copy to the host", down),
         row("copy from the host", up),
@@ -208,13 +156,13 @@ def _sized(work: _Transfers, ms: float) -> Tensor:
     rows = 16
     while True:
         x = torch.randn(rows, WIDTH, device=work.place)
-        found = _median(functools.partial(work.compute, x), 3)
+        found = measure_median(functools.partial(work.compute, x), 3)
         if found >= ms or rows >= 1 << 20:
             return x
         rows = max(2 * rows, min(8 * rows, int(rows * ms / found)))
 
 
-def _median(work: Callable[[], object], repeats: int) -> float:
+def measure_median(work: Callable[[], object], repeats: int) -> float:
     """Return the median of milliseconds over `repeats` calls, after two calls that are not counted."""
     times = []
     for _ in range(repeats + 2):

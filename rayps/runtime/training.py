@@ -37,7 +37,7 @@ from rayps.federated.rules.client_scores import report_clients, report_rounds
 from rayps.federated.strategy_interface import FederatedView
 from rayps.privacy.claim import claim_of_run
 from rayps.privacy.options import privacy_in
-from rayps.ps.tables.embedding import load, load_states
+from rayps.ps.client.table_face import find_tables
 from rayps.runtime.checks.dry_run import rehearse
 from rayps.runtime.driver.driver import Driver
 from rayps.runtime.records.display import Display
@@ -143,10 +143,10 @@ class Result:
                 )
         model = snapshot.fill(self.workload.model())
         if self.tables:
-            model = load_states(model, self.tables)
+            model = find_tables().load_states(model, self.tables)
         elif self.checkpoint and has_tables(model):
             with checkpoints.tables_of(self.checkpoint) as tables:
-                model = load(model, tables)
+                model = find_tables().load(model, tables)
         return model.eval()
 
     @property

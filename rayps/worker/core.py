@@ -25,6 +25,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 from rayps.core.job.records import Event, Point
 from rayps.core.job.user_code import user_code
 from rayps.core.metrics import Total, Totals, add_totals
+from rayps.core.rooms import load
 from rayps.core.strategy.strategy import RoundMemory
 from rayps.data.base import Batch, Data, Nested
 from rayps.tensors import optim
@@ -35,7 +36,7 @@ from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of
 from rayps.tensors.user_loss import checked_loss
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.exchange.step_scaling import StepScaling
-from rayps.worker.loops.loop_of_family import MODEL_SLICE, load
+from rayps.worker.loops.loop_of_family import MODEL_SLICE
 from rayps.worker.plan import WorkerPlan
 from rayps.worker.privacy import Privacy, make_privacy
 from rayps.worker.rows.evaluation_batches import EvaluationFacts, bounded
@@ -49,7 +50,7 @@ from rayps.workload.model_blocks import named_briefly
 from rayps.workload.model_part import ModelPart, Whole
 
 if TYPE_CHECKING:
-    from rayps.ps.tables.client import Tables
+    from rayps.ps.client.table_face import ModelTables
 
 Memory = Callable[[int, torch.dtype], Tensor]  # (elements, dtype) -> a new vector, e.g. in shared memory
 Traffic = tuple[float, float, int]  # seconds waited, seconds spent on transfer, bytes
@@ -114,7 +115,7 @@ class Worker:
         self.memory: RoundMemory = {}
         self.shared: dict[str, Tensor] = {}
         self.done, self.reason = False, ""  # whether the strategy has met its stop rule, and why
-        self.tables: Tables | None = None  # the model's sparse tables on servers; None if it has none
+        self.tables: ModelTables | None = None  # the model's sparse tables on servers; None if it has none
         self.log = RoundLog()
         self.scaling = StepScaling(workload.precision)
         self.batches = make_stream(workload, plan)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from rayps.core.rooms import load
 from rayps.data.base import Batch
-from rayps.worker.loops.loop_of_family import ROW_PRIVACY, load
+from rayps.worker.loops.loop_of_family import ROW_PRIVACY
 
 if TYPE_CHECKING:
     from rayps.worker.core import Worker

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rayps.core.strategy.topology import SharedVector
 from rayps.ps.client.session import Session
+from rayps.ps.client.table_face import find_tables
 from rayps.worker.core import Worker
-from rayps.worker.loops.loop_of_family import TABLES, load
 
 
 def bind_tables(w: Worker, session: Session) -> None:
@@ -20,5 +20,5 @@ def bind_tables(w: Worker, session: Session) -> None:
         return
     topology = w.plan.strategy.topology
     lookups = None if isinstance(topology, SharedVector) or not topology.prefetch else w.workload.lookups
-    w.tables = load(TABLES)(w.flat.model, session, session.space, lookups)
+    w.tables = find_tables().bind(w.flat.model, session, session.space, lookups)
     w.batches.ahead = w.tables.ahead

@@ -1,13 +1,11 @@
 """The measurements of servers and rows on a device give complete rows, also with a device's code on the CPU."""
 
-import math
-
 import pytest
 import torch
 from rayps_client.errors import ConfigError
 
 from benchmarks.gpu import device_server
-from benchmarks.gpu.device_server import bench_device_rows, bench_device_server
+from benchmarks.gpu.device_server import bench_device_server
 from rayps.tensors.device import CpuDevice, Device
 
 pytestmark = pytest.mark.bench
@@ -41,20 +39,9 @@ def test_the_rows_of_servers(device, monkeypatch):
     assert by["step"].hidden == pytest.approx(1 - exposed / by["push and pull"].ms)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_rows_of_an_embedding(device):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device on this machine")
-    rows = bench_device_rows(device, ids=100, dim=8, vocabulary=1000, repeats=1)
-    assert [row.lookup for row in rows] == ["torch", "rayps", "copy of the rows"]
-    assert rows[0].of_torch == 1 and all(math.isfinite(row.of_torch) for row in rows)
-
-
 def test_what_is_not_valid_is_refused():
     with pytest.raises(ConfigError, match="give numbers of at least 1"):
         bench_device_server("cpu", shards=0)
-    with pytest.raises(ConfigError, match="give at least ids=65536"):
-        bench_device_rows("cpu", vocabulary=10)
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="there is no CUDA device"):
             bench_device_server("cuda")

@@ -13,8 +13,6 @@ import torch
 from process_cluster import ProcessCluster
 from rayps_client.errors import ConfigError
 from small_work import Small, distance, plain
-from test_hybrid import Films, both
-from test_hybrid import plain as plain_films
 from test_own_loop import Fixed
 from test_precision import LOUD, Half, scaled_loop
 from torch import nn
@@ -227,14 +225,6 @@ def test_an_optimizer_of_the_device_continues_from_a_checkpoint(threads, options
 def test_hogwild_is_refused_before_it_trains(threads):
     with pytest.raises(ConfigError, match="the model is on cuda: this strategy needs it on the CPU"):
         train(OnDevice(), "hogwild", threads)
-
-
-@pytest.mark.ray
-@pytest.mark.parametrize("told", [False, True], ids=["plain", "prefetch"])
-def test_tables(gpu_ray, told):
-    work = Films(told)
-    found = train(work, "hybrid:servers=2,staleness=0", gpu_ray, timeout=120.0)
-    assert distance(both(found.model()), both(plain_films(work, 2)[0])) < CLOSE
 
 
 @pytest.mark.ray

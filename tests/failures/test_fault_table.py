@@ -9,7 +9,7 @@ from functools import cache
 from typing import NamedTuple
 
 import pytest
-from folders import TESTS
+from folders import TESTS, WITHOUT
 
 PAGE = (TESTS.parent / "docs" / "failures.md").read_text(encoding="utf-8")
 
@@ -152,7 +152,7 @@ TABLE = {
         (
             "finite::a_gradient_that_is_not_finite_in_the_last_round_is_no_success",
             "finite::a_step_that_overflows_is_no_success",
-            "finite::a_row_that_overflows_is_no_success",
+            "tables_finite::a_row_that_overflows_is_no_success",
             "finite::a_client_whose_gradient_is_not_finite_is_rejected_by_name",
             "finite::resume_falls_back_to_the_newest_good_checkpoint",
         ),
@@ -268,7 +268,8 @@ TABLE = {
         ),
     ),
 }
-NAMED = sorted({test for proven in TABLE.values() for test in proven.tests})
+LACKS = {re.sub(r".*/test_(\w+)\.py", r"\1", name) for name in WITHOUT}  # files of a room that this copy lacks
+NAMED = sorted({test for proven in TABLE.values() for test in proven.tests if test.partition("::")[0] not in LACKS})
 
 
 @cache

@@ -75,15 +75,6 @@ def test_on_an_elastic_group_too():
         assert distance(found, law(work, 3)) < EXACT
 
 
-def test_a_model_with_sparse_tables_is_refused():
-    def train_fn():
-        model = torch.nn.Sequential(rayps.Embedding(2, "users"), torch.nn.Linear(2, 1))
-        rayps.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), "parameter_server")
-
-    with pytest.raises(ConfigError, match=r"rayps\.train"):
-        run(train_fn, workers=2)
-
-
 @pytest.mark.parametrize("compression", ["fp16", "int8", "top_k:0.5"])
 def test_compressed_it_stays_near_one_process(compression):
     work = Fixed(n=31, batch=4)

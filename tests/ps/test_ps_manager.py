@@ -6,6 +6,7 @@ import time
 
 import ps_fakes
 import pytest
+import torch
 from ps_fakes import HOSTS, FakeHost
 from rayps_client.errors import ConfigError, Conflict, NotFound
 
@@ -16,8 +17,9 @@ from rayps.ps.manager.assign_segments import Balance
 from rayps.ps.manager.manager import Manager
 from rayps.ps.protocol.messages import Event, GroupMessage, Role
 from rayps.ps.protocol.segment_map import SpaceMap
-from rayps.ps.protocol.space import Quota, Space, SparseTable
+from rayps.ps.protocol.space import Quota, Space
 from rayps.strategies.parameter_server import ParameterServer
+from rayps.tensors.flat import Layout
 
 
 @pytest.fixture
@@ -49,7 +51,9 @@ def list_alive(manager):
 
 
 def a_space(name="job", segments=16, workers=2, **more):
-    return Space(name, 0, workers, ParameterServer(), tables=(SparseTable("users", 4, segments),), **more)
+    layout = Layout.of([("w", torch.empty(4 * segments))])
+    cuts = tuple((4 * i, 4 * i + 4) for i in range(segments))
+    return Space(name, 0, workers, ParameterServer(), layout, cuts, **more)
 
 
 def settle(manager, timeout=60):
@@ -280,7 +284,7 @@ def test_spaces_by_name(make):
     manager.open(a_space())
     with pytest.raises(Conflict, match="open on server group 'g' already: drop it"):
         manager.open(a_space())
-    with pytest.raises(Conflict, match="another number of workers, another set of tables"):
+    with pytest.raises(Conflict, match="another number of workers, another shape, another cut"):
         manager.open(a_space(workers=5, segments=3))
     with pytest.raises(NotFound, match=r"no space 'jib'.*the open spaces are: 'job'"):
         manager.space("jib")

@@ -15,12 +15,11 @@ from ps_site import Manager, Site, error, space, values
 from rayps.cluster.local import until
 from rayps.comm.link import Message
 from rayps.ps.protocol.messages import Event, GroupMessage, SegmentPayload, read_numbers, unpack
-from rayps.ps.protocol.space import Quota, SparseTable
+from rayps.ps.protocol.space import Quota
 from rayps.ps.server.assignments import Assignments, SegmentReport
 from rayps.ps.server.dense_segment import part_of, state_of
 from rayps.ps.server.outbound import ManagerSession
 from rayps.ps.server.replication import Replication
-from rayps.ps.tables.wire_format import bucket, encode_push
 
 START = torch.arange(12.0)
 
@@ -296,24 +295,6 @@ def test_a_quota_of_operations_waits_and_one_of_bytes_refuses(site):
     assert refused["data"]["field"] == "quota.bytes"
     assert opener.ask(GroupMessage.LOAD, states[:2]).kind == GroupMessage.ACK  # and nothing was lost
     assert until(lambda: site.manager.loads["s0"]["spaces"].get("2", {}).get("rejected") == 1, 60)
-
-
-def test_a_quota_of_bytes_for_tables(site):
-    table = SparseTable("users", dim=4, segments=2)
-    one = dataclasses.replace(space(), layout=None, cuts=(), tables=(table,), quota=Quota(bytes=20_000))
-    site.open(one, ["s0", "s0"])
-    worker = site.guest("s0")
-    ids = np.arange(400, dtype=np.int64)
-    where = bucket(ids, 2)
-    for step in range(2):
-        pieces = [
-            SegmentPayload(i, 1, encode_push(mine := ids[where == i], np.ones((len(mine), 4), np.float32)))
-            for i in range(2)
-        ]
-        answer = worker.ask(GroupMessage.PUSH, pieces, a=step, weight=1.0)
-        assert answer.kind == (GroupMessage.ACK if step == 0 else GroupMessage.ERROR)
-    assert error(answer)["data"]["field"] == "quota.bytes"
-    assert site.segment("s0", 0).marks() == {0: 1, 1: 0}
 
 
 def test_a_flood_of_one_space_leaves_half_to_the_other(site):

@@ -9,13 +9,10 @@ import torch
 from ps_session_fakes import FakeGroup, space_of
 from rayps_client.errors import ConfigError, LinkError, PeerLost, PeerTimeout
 
-from rayps.cluster.local import until
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.replay_buffer import LEAST_BLOCK, CopyMemory, ReplayBuffer
 from rayps.ps.client.session import Session
 from rayps.ps.protocol.messages import GroupMessage
-from rayps.ps.protocol.space import SparseTable
-from rayps.ps.tables.prefetch import Prefetcher
 
 
 @pytest.fixture
@@ -232,38 +229,6 @@ def test_a_hang_up_ends_what_waits(make):
     later(0.1, server.hang_up)
     with pytest.raises(LinkError):
         server.pull()
-
-
-def test_a_hang_up_reaches_who_pulls_ahead(make):
-    """An aborted worker must not wait for a prefetch that nobody answers."""
-    group, session = make()
-    GroupServer(session)
-    group.parks = True
-    tables = Prefetcher({"users": Client()}, session, lambda batch: {"users": batch}, pulls=True)
-    tables.begin(0)
-    tables.announce(torch.arange(3).numpy())
-    assert until(lambda: tables._reader is not None, 60)
-    later(0.1, session.hang_up)
-    with pytest.raises(PeerLost, match="ended its own connections"):
-        tables.rows("users")
-    tables.close()
-    with pytest.raises(PeerLost):  # one that is made too late
-        session.reader().exchange(GroupMessage.PULL, dict.fromkeys(range(4), b""))
-
-
-class Client:
-    """As much of a TableClient as pulling ahead needs: it asks for the dense vector."""
-
-    table = SparseTable("users", 1, 1)
-
-    def room(self, lookup):
-        return torch.zeros(1)
-
-    def pull_pieces(self, lookup):
-        return dict.fromkeys(range(4), b"")
-
-    def landing(self, lookup, rows):
-        return None
 
 
 def test_joining_waits_for_those_who_are_to_hold_something(make):

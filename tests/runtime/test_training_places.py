@@ -12,11 +12,10 @@ import pytest
 import torch
 from federated_work import Fed
 from folders import FOLDERS
-from rayps_client.errors import CheckpointError, ConfigError, PlaceError
+from rayps_client.errors import CheckpointError, PlaceError
 from s3_site import empty_bucket, s3_site, wait_for
 from safetensors.torch import load_file
 from small_work import Small, distance, kinds, plain, train
-from test_ps_job_tables import Tally
 from typer.testing import CliRunner
 
 import rayps
@@ -103,11 +102,6 @@ def test_the_states_of_federated_clients_are_in_the_place():
     train(work, strategy, workers=1, epochs=2, checkpoint=RUN)
     resumed = train(work, strategy, workers=2, epochs=4, checkpoint=RUN, resume=True)
     assert torch.equal(resumed.snapshot.params, whole.snapshot.params)
-
-
-def test_sparse_tables_need_a_local_folder():
-    with pytest.raises(ConfigError, match="sparse tables, whose rows are saved in local folders only"):
-        train(Tally(), ParameterServer(), workers=2, epochs=1, checkpoint=RUN)
 
 
 def test_a_loop_of_your_own_saves_to_a_place():

@@ -238,22 +238,6 @@ def test_a_federated_batch_is_a_clients():
     assert cluster.workers == 0
 
 
-def test_sparse_tables_are_tried_too():
-    class Tables(rayps.Workload):
-        def model(self):
-            return nn.Sequential(rayps.Embedding(4, "users"), nn.Flatten(), nn.Linear(9, 1))
-
-        def data(self):
-            return rayps.data.tensors(torch.arange(24).view(12, 2), torch.zeros(12), batch_size=4)
-
-        def loss(self, model, batch):
-            return model(batch.x).squeeze(-1).square().mean() if torch.is_grad_enabled() else torch.zeros(())
-
-    outcome, _, cluster = drive(Tables(), "hybrid")
-    assert "mat1 and mat2" in outcome.message, outcome.message
-    assert cluster.workers == 0
-
-
 class Watched(Small):
     """Evaluations with a few metrics; of `late`, only those of whole batches have a quality."""
 

@@ -12,7 +12,6 @@ from rayps_client.errors import ConfigError, NoResources
 from small_work import Small, distance, train
 from static_servers import Served, vector_layout
 from test_device_server import CLOSE, KINDS, equal, house, made
-from torch import nn
 
 import rayps
 from rayps.cluster.local import LocalCluster
@@ -222,21 +221,6 @@ def test_servers_of_a_group_are_refused():
         rayps.ParameterServer(shards=2, replicas=1, shard_resources={"gpu": 0.5})
     with pytest.raises(ConfigError, match="leave out shard_resources, or server_group"):
         train(Small(), f"parameter_server:{SHARED}", LocalCluster(gpus=1.0), server_group="prod")
-
-
-def test_tables_are_refused():
-    class Films(Small):
-        def model(self):
-            return nn.ModuleDict({"films": rayps.Embedding(5, table="films", dtype="float64"), "out": nn.Linear(5, 1)})
-
-        def loss(self, model, batch):
-            return model["out"].double()(model["films"](batch.x[:, 0].abs().long())).square().mean()
-
-        def evaluate(self, model, batch):
-            return {}
-
-    with pytest.raises(ConfigError, match="on a server group, with its tables"):
-        train(Films(), f"parameter_server:{SHARED}", LocalCluster(gpus=1.0))
 
 
 def test_a_loop_of_ones_own_is_refused():

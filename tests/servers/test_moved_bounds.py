@@ -20,9 +20,8 @@ from rayps.core.strategy.staleness_bound import MovedBound
 from rayps.core.strategy.topology import is_adaptive
 from rayps.ps.group import start
 from rayps.ps.protocol.messages import GroupMessage, SegmentPayload
-from rayps.ps.protocol.space import Space, SparseTable
+from rayps.ps.protocol.space import Space
 from rayps.ps.server.shard_actor import ShardActor
-from rayps.ps.tables.table_segment import TableSegment
 from rayps.runtime.driver import bound_mover
 from rayps.strategies.catalogue import parse, parse_for_loop, wire
 
@@ -127,13 +126,6 @@ def test_a_bound_of_another_generation_moves_nothing():
         assert house.loops[0].do(lambda shard: shard.clock.staleness) == 3
     finally:
         house.close()
-
-
-def test_a_segment_of_a_table_keeps_the_bound_when_a_state_is_loaded():
-    segment = TableSegment(SparseTable("t", 2, segments=1), 0, ParameterServer(staleness="auto"), 2)
-    segment.move_bound(MovedBound(0, (5, 5)))
-    segment.load(TableSegment(SparseTable("t", 2, segments=1), 0, ParameterServer(staleness=None), 2, [6, 5]).dump())
-    assert [segment.may_pull(rank) for rank in range(2)] == [False, True]
 
 
 # ---- jobs

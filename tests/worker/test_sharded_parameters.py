@@ -238,7 +238,6 @@ def test_refused_models_name_the_way_out():
         (scalar, r"parameter 'scale' is a scalar.*\[1\]"),
         (nn.Sequential(nn.Embedding(3, 2, sparse=True)), "layer '0' has sparse gradients"),
         (nn.Sequential(nn.SyncBatchNorm(3)), "use BatchNorm layers"),
-        (nn.Sequential(rayps.Embedding(4, "users")), "leave out shard='parameters'"),
     ):
         with pytest.raises((ConfigError, WorkloadError), match=text):
             check_model(model)

@@ -8,10 +8,11 @@ import torch
 from rayps_client.errors import ConfigError
 from small_work import Small, distance, train, vector
 
+from rayps.core.rooms import load
 from rayps.strategies.base import Strategy
 from rayps.strategies.catalogue import CATALOGUE
 from rayps.worker.loops.loop import Loop
-from rayps.worker.loops.loop_of_family import FAMILIES, load, loop_class
+from rayps.worker.loops.loop_of_family import FAMILIES, loop_class
 from rayps.worker.loops.sync_gradients import SyncGradients, SyncWorker
 
 OF = {

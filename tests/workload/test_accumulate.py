@@ -9,7 +9,6 @@ import pytest
 import torch
 from rayps_client.errors import ConfigError, TrainingError, WorkloadError
 from small_work import Small, distance, plain, train, vector
-from test_hybrid import Films, both
 from token_work import Tokens, apart, joined, law, mean_loss, steps_of, weight_of
 from torch import nn
 
@@ -18,7 +17,6 @@ from rayps import ADMM, AllReduce, DiLoCo, Downpour, FedAvg, Hogwild, LocalSGD, 
 from rayps.comm.ring import Ring
 from rayps.comm.ring.compressed_mean import CompressedRing
 from rayps.ps.client.client import GroupServer
-from rayps.ps.tables import embedding
 from rayps.worker.exchange.buckets import Buckets
 
 EXACT = 1e-11
@@ -451,26 +449,6 @@ def test_nothing_is_sent_between_micro_batches(monkeypatch, strategy):
         sent = "Buckets._send_bucket"
     per_step = 2 if strategy == AllReduce(bucket_mb=1e-4) else 1
     assert [each.count(sent) for each in found[4][0]] == [6 * per_step] * 2 and all(found[4][1])
-
-
-class Reels(Films):
-    accumulate = 2
-
-
-@pytest.mark.parametrize("told", [False, True], ids=["plain", "prefetch"])
-def test_rows_of_tables_accumulate(told):
-    work = Reels(told)
-    result = train(work, "hybrid:servers=2,staleness=0", workers=2, timeout=60)
-    torch.manual_seed(0)
-    model = work.model()
-    embedding.local(model)
-    optimizer = work.optimizer(list(model.parameters()))
-    for step in steps_of(work, 2, 0):
-        optimizer.zero_grad()
-        work.loss(model, joined([part for own in step for part in own])).backward()
-        optimizer.step()
-        embedding.step(model)
-    assert distance(both(result.model()), both(model)) < 1e-9
 
 
 @pytest.mark.ray

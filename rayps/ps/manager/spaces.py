@@ -9,10 +9,10 @@ from rayps_client.errors import ConfigError, Conflict, NotFound
 from rayps_client.values import is_number
 
 from rayps.core.strategy.staleness_bound import MovedBound
+from rayps.ps.client.table_face import find_tables
 from rayps.ps.manager.assign_segments import SegmentAssignment
 from rayps.ps.manager.group_state import GroupState
 from rayps.ps.protocol.space import Quota, Space
-from rayps.ps.tables.table_segment import check_table
 
 
 def find(state: GroupState, name: str) -> Space:
@@ -146,7 +146,7 @@ def _check(space: Space) -> None:
             field="tables",
         )
     for table in space.tables:
-        check_table(table)
+        find_tables().check(table)
 
 
 _SHOWN = {

@@ -335,8 +335,16 @@ class ServedSegment(Protocol):
     def keep(self, rounds: Sequence[int]) -> None:
         """Retain the state after each of these rounds, when the round closes."""
 
-    def branch(self) -> ServedSegment:
+    def branch(self, space: Space | None = None, *, factory: Factory | None = None) -> ServedSegment:
         """Return another segment with the same values. The two share memory until one of them changes.
 
-        The clock of the branch starts at step 0 for all ranks.
+        The clock of the branch starts at step 0 for all ranks. It may belong to another space, with an optimizer
+        schedule (`factory`) of its own.
         """
+
+    @property
+    def evicted(self) -> int:
+        """The number of rows of a table that were evicted so far; 0 for the dense vector."""
+
+    def changed_since(self, version: int) -> bytes:
+        """Return the rows of a table that changed after `version`, encoded. Raises ConfigError for the dense vector."""

@@ -13,12 +13,10 @@ from typing import Any, NamedTuple, Protocol
 
 from rayps_client.errors import WorkloadError
 
+from rayps.ps.client.table_face import find_tables
 from rayps.ps.protocol.messages import Event, Role, SegmentOrder
 from rayps.ps.protocol.space import ServedSegment, Space
 from rayps.ps.server.dense_segment import DenseSegment
-from rayps.ps.tables.row_optimizers import Scheduled
-from rayps.ps.tables.table_segment import TableSegment
-from rayps.tensors.learning_rate import Recipe
 from rayps.tensors.optim import Factory
 
 
@@ -128,22 +126,17 @@ class AssignedSpace:
 
     def make(self, index: int) -> ServedSegment:
         """Create segment `index` of the space, of the dense vector or of a table, without values."""
-        found = self.space.table_of(index)
-        if found is None:
+        if self.space.table_of(index) is None:
             return DenseSegment(self.space, index, self.factory)
-        made = TableSegment(found[0], found[1], self.space.strategy, self.space.workers, scheduled=self.scheduled)
+        made = find_tables().make_segment(self.space, index, self.given_factory)
         if self.space.bound is not None:
             made.move_bound(self.space.bound)
         return made
 
     @property
-    def scheduled(self) -> Scheduled | None:
-        """The learning-rate schedule of the tables' optimizers, or None if the job has none.
-
-        Raises WorkloadError if the optimizer factory cannot be unpacked.
-        """
-        found = self.factory if self.space.factory else None
-        return Scheduled(found, self.space.ticks) if isinstance(found, Recipe) else None
+    def given_factory(self) -> Factory | None:
+        """The job's optimizer factory, or None if the space has none. Raises WorkloadError if it cannot be unpacked."""
+        return self.factory if self.space.factory else None
 
     @property
     def nbytes(self) -> int:
@@ -243,15 +236,7 @@ class Assignments:
         known = assigned_space.by_index.get(index)
         if known is not None and known.generation >= generation and known.usable:
             return True
-        segment: ServedSegment
-        if isinstance(base.segment, DenseSegment):
-            segment = base.segment.branch(assigned_space.space, factory=assigned_space.factory)
-        elif isinstance(base.segment, TableSegment):
-            segment = base.segment.branch(
-                assigned_space.space.workers, assigned_space.space.strategy, assigned_space.scheduled
-            )
-        else:
-            segment = base.segment.branch()
+        segment = base.segment.branch(assigned_space.space, factory=assigned_space.given_factory)
         assigned_space.by_index[index] = AssignedSegment(
             assigned_space, index, Role.PRIMARY, generation, segment, state_generation=generation, since=_now()
         )

@@ -1045,7 +1045,7 @@ class DenseSegment:
     # ---- branches
 
     def branch(
-        self, space: Space | None = None, index: int | None = None, factory: Factory | None = None
+        self, space: Space | None = None, index: int | None = None, *, factory: Factory | None = None
     ) -> DenseSegment:
         """Return a segment that begins with the same values.
 
@@ -1062,6 +1062,17 @@ class DenseSegment:
         )
         base._branches = [ref for ref in base._branches if ref() is not None] + [weakref.ref(made)]
         return made
+
+    # ---- what only tables have
+
+    @property
+    def evicted(self) -> int:
+        """0: no element is evicted."""
+        return 0
+
+    def changed_since(self, version: int) -> bytes:
+        """Raise ConfigError: all elements change with every step."""
+        raise ConfigError("CHANGES is for tables only: send READ or PART for the dense vector", field="table")
 
     def _writable_shard(self) -> Shard:
         """Return the shard for writing. If other segments share its memory, copy the values first."""

@@ -34,7 +34,6 @@ from rayps.ps.protocol.messages import Event, GroupMessage, SegmentOrder
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.assignments import AssignedSpace, Assignments, SegmentReport
 from rayps.ps.server.replication import BackupServer, Replication
-from rayps.ps.tables.table_segment import TableSegment
 
 log = logging.getLogger(__name__)
 
@@ -239,15 +238,16 @@ class Load:
 
 def _of_space(assigned_space: AssignedSpace, throttled: int, queued: int) -> dict[str, Any]:
     segments: dict[str, list[int]] = {}
+    evicted = 0
     for assigned in assigned_space.primaries():
         segment = assigned.segment
         if segment is not None:
             segments[str(assigned.index)] = [segment.nbytes, segment.rows, segment.operations, segment.seq]
-    tables = [assigned.segment for assigned in assigned_space.primaries() if isinstance(assigned.segment, TableSegment)]
+            evicted += segment.evicted
     return {
         "bytes": sum(row[0] for row in segments.values()),
         "rows": sum(row[1] for row in segments.values()),
-        "evicted": sum(table.life.evicted for table in tables),
+        "evicted": evicted,
         "operations": assigned_space.operations,
         "rejected": assigned_space.rejected,
         "throttled": throttled,

@@ -40,8 +40,6 @@ from rayps.ps.server.consistent_readers import ConsistentReaders
 from rayps.ps.server.dense_segment import DenseSegment
 from rayps.ps.server.mailboxes import MailboxHead, WholePush, request_of
 from rayps.ps.server.replication import BackupServer, Replication, unacknowledged
-from rayps.ps.tables.delta import delta
-from rayps.ps.tables.table_segment import TableSegment
 
 READER = -1
 OPERATIONS = frozenset({GroupMessage.PUSH, GroupMessage.PULL, GroupMessage.PUSH_PULL, GroupMessage.READ})
@@ -822,11 +820,7 @@ def _put(out: memoryview, value: Any) -> None:
 
 
 def _changed(segment: ServedSegment, data: memoryview) -> bytes:
-    if not isinstance(segment, TableSegment):
-        raise ConfigError("CHANGES is for tables only: send READ or PART for the dense vector", field="table")
-    since = read_numbers(data)[0]
-    # if the worker knows a later version than the segment's, an earlier state has been loaded: all rows are sent
-    return delta(segment, since if since <= segment.version else 0)
+    return segment.changed_since(read_numbers(data)[0])
 
 
 def _no_rank(assigned_space: AssignedSpace, rank: int) -> ValueError:

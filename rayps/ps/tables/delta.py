@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -21,8 +21,10 @@ from rayps_client.values import Buffer
 
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.row_store import USED
-from rayps.ps.tables.table_segment import TableSegment
 from rayps.ps.tables.wire_format import Ids, Rows
+
+if TYPE_CHECKING:
+    from rayps.ps.tables.table_segment import TableSegment
 
 _KEY = b"rayps.delta"
 

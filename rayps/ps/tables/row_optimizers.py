@@ -22,9 +22,10 @@ from rayps_client.values import Json, is_number
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rayps.ps.protocol.space import SparseTable
+from rayps.ps.protocol.space import Space, SparseTable
 from rayps.ps.tables.pages import Field
 from rayps.tensors.learning_rate import Rates, Recipe, Ticks
+from rayps.tensors.optim import Factory
 
 State = Mapping[str, Tensor]  # optimizer state of n rows: from field to [n, width]
 Betas: TypeAlias = tuple[float, float]
@@ -176,6 +177,16 @@ class Scheduled:
     def pace(self, table: SparseTable, rule: RowRule) -> TableSchedule:
         """Return the schedule of one table. Raises WorkloadError if the schedule cannot be evaluated."""
         return TableSchedule(self, table, rule)
+
+
+def schedule_of(space: Space, factory: Factory | None) -> Scheduled | None:
+    """Return the learning-rate schedule of a space's tables, or None if the job has none."""
+    return Scheduled(factory, space.ticks) if isinstance(factory, Recipe) else None
+
+
+def try_schedule(table: SparseTable, recipe: Recipe) -> None:
+    """Evaluate a table's schedule at its first steps. Raises WorkloadError if that fails."""
+    Scheduled(recipe, Ticks()).pace(table, rule_of(table)).at(1)
 
 
 class TableSchedule:

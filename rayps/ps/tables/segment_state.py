@@ -7,14 +7,15 @@ are padded to a multiple of 8 bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 import numpy as np
 from rayps_client.errors import CheckpointError
 from rayps_client.values import Buffer
 
-from rayps.core.job.repeated_pushes import LedgerJson
+from rayps.core.job.repeated_pushes import Ledger, LedgerJson
+from rayps.ps.protocol.members import MemberChange, with_members
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.pages import Field
 from rayps.ps.tables.row_store import Columns
@@ -106,3 +107,17 @@ def as_columns(table: SparseTable, fields: tuple[Field, ...], arrays: Mapping[st
     state = {f.name: arrays[f"state.{f.name}"] for f in fields}
     ids, life = (arrays[name].astype(np.int64, copy=False) for name in ("ids", "life"))
     return Columns(ids, arrays["rows"], state, life)
+
+
+def skip_steps(segment: Buffer, skips: Mapping[int, int], members: Sequence[MemberChange] = ()) -> tuple[Buffer, int]:
+    """Change the state of a table's segment: missing pushes of each rank below the step `skips[rank]` count as applied.
+
+    `members` are applied to the ledger too. Return the new state, and the number of the missing pushes, which are lost.
+    """
+    if not skips and not members:
+        return segment, 0
+    head, arrays = unpack(segment)
+    ledger = Ledger.from_json(head["ledger"])
+    missing = sum(ledger.skip(rank, step) for rank, step in skips.items())
+    ledger = with_members(ledger, members)
+    return pack({**head, "ledger": ledger.to_json()}, arrays), missing

@@ -24,12 +24,13 @@ from rayps.core.strategy.staleness_bound import Clock, MovedBound
 from rayps.core.strategy.strategy import ServerHalf
 from rayps.core.strategy.topology import Servers, servers_of
 from rayps.ps.protocol.members import MemberChange, MemberChangeKind, left
-from rayps.ps.protocol.space import SparseTable
+from rayps.ps.protocol.space import Space, SparseTable
 from rayps.ps.tables import initial_rows, segment_state
+from rayps.ps.tables.delta import delta
 from rayps.ps.tables.hash_index import ABSENT
 from rayps.ps.tables.merge_pushes import union
 from rayps.ps.tables.row_lifecycle import RowLifecycle, RowPolicy
-from rayps.ps.tables.row_optimizers import OptimizerOptions, Scheduled, TableSchedule, rule_of
+from rayps.ps.tables.row_optimizers import OptimizerOptions, Scheduled, TableSchedule, rule_of, schedule_of
 from rayps.ps.tables.row_store import RowStore
 from rayps.ps.tables.segment_state import SegmentHead
 from rayps.ps.tables.wire_format import (
@@ -45,6 +46,7 @@ from rayps.ps.tables.wire_format import (
     encode_push,
     encode_rows,
 )
+from rayps.tensors.optim import Factory
 from rayps.tensors.snapshot import RetainedParts
 
 _PUSH, _ROUND, _USE, _MEMBERS = 1, 2, 3, 4  # kinds of changes for backups
@@ -591,21 +593,52 @@ class TableSegment:
             head["life"], {name[5:]: value.view(np.int64) for name, value in arrays.items() if name.startswith("life.")}
         )
 
-    def branch(
-        self, workers: int | None = None, strategy: ServerHalf | None = None, scheduled: Scheduled | None = None
-    ) -> TableSegment:
-        """Return a branch of this segment for `workers` workers, with a clock that begins at step 0.
+    @property
+    def evicted(self) -> int:
+        """The number of rows that were evicted so far."""
+        return self.life.evicted
+
+    def changed_since(self, version: int) -> bytes:
+        """Return the rows that changed or were evicted after `version`: see `rayps.ps.tables.delta`.
+
+        If `version` is later than the segment's, an earlier state has been loaded, and all rows are returned.
+        """
+        return delta(self, version if version <= self.version else 0)
+
+    def branch(self, space: Space | None = None, *, factory: Factory | None = None) -> TableSegment:
+        """Return a branch of this segment, with a clock that begins at step 0; it may belong to another space.
 
         The branch and this segment share memory until rows change.
         """
+        strategy, workers = (self.strategy, self._ranks) if space is None else (space.strategy, space.workers)
         other = TableSegment(
-            self.table, self.index, strategy or self.strategy, workers or self._ranks, scheduled=scheduled
+            self.table, self.index, strategy, workers, scheduled=None if space is None else schedule_of(space, factory)
         )
         with self.store.lock:
             other.store = self.store.branch()
             other.version = self.version
             other.life.load(*self.life.dump())
         return other
+
+
+def make_segment(space: Space, index: int, factory: Factory | None) -> TableSegment:
+    """Return a segment of a space's table without rows; `factory` may have the job's learning-rate schedule.
+
+    Raises ConfigError if an option of the table is not valid, and WorkloadError if the schedule cannot be evaluated.
+    """
+    scheduled = schedule_of(space, factory)
+    return TableSegment(*_table_of(space, index), space.strategy, space.workers, scheduled=scheduled)
+
+
+def first_state(space: Space, index: int, positions: Sequence[int]) -> bytes:
+    """Return the state of a segment without rows, at the steps `positions`."""
+    return TableSegment(*_table_of(space, index), space.strategy, space.workers, positions).dump()
+
+
+def _table_of(space: Space, index: int) -> tuple[SparseTable, int]:
+    found = space.table_of(index)
+    assert found is not None, "the segment is of a table"
+    return found
 
 
 def _head(kind: int, rank: int, step: int, weight: float) -> bytes:

@@ -51,11 +51,9 @@ from rayps.parallel.division.division import Division
 from rayps.parallel.pipeline.loss_proxy import parts
 from rayps.privacy.options import privacy_in
 from rayps.privacy.row_level import RowPrivacy
+from rayps.ps.client.table_face import find_tables
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.server.dense_segment import optimizer_factory
-from rayps.ps.tables.embedding import tables_of, try_out
-from rayps.ps.tables.row_optimizers import Scheduled
-from rayps.ps.tables.row_optimizers import rule_of as table_rule
 from rayps.runtime.checks.check_average import check_average_under
 from rayps.runtime.checks.check_backup_workers import check_backup_workers
 from rayps.runtime.checks.check_last_batches import check_last_batches
@@ -67,7 +65,7 @@ from rayps.runtime.size.membership import Membership
 from rayps.strategies.job import JobSpec
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
-from rayps.tensors.learning_rate import Recipe, Ticks, rates_of, recipe_of
+from rayps.tensors.learning_rate import Recipe, rates_of, recipe_of
 from rayps.tensors.named_parameters import NamedParameters
 from rayps.tensors.named_tensors import ModelNames, StartPoint, start_point, usable_start
 from rayps.tensors.optim import made
@@ -134,9 +132,9 @@ def preflight(
         for phase, grid in zip(phases, grids, strict=True):
             check_max_norm(model, phase.strategy, grid.data)
     with apart():
-        tables = tables_of(model) if has_tables(model) else ()
+        tables = find_tables().tables_of(model) if has_tables(model) else ()
         if tables:
-            try_out(workload, model)
+            find_tables().try_out(workload, model)
     _check_topologies(phases, spec, tables, workload.clip_norm)
     _check_batchnorm(workload, phases, model, replicas=max(grid.data for grid in grids))
     _check_fp16(workload, phases, tables)
@@ -491,7 +489,7 @@ def _try_schedule(workload: Workload, phases: list[Phase], layout: Layout, table
         if rates is not None:
             rates.at(1)
     for table in tables:
-        Scheduled(recipe, Ticks()).pace(table, table_rule(table)).at(1)
+        find_tables().try_schedule(table, recipe)
 
 
 FEW_ROWS = 8  # the number of rows with which a batch is tried first

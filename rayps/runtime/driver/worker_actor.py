@@ -26,6 +26,7 @@ from rayps.core.job.user_code import Call, ended_threads, lacks_memory, record_t
 from rayps.core.job.user_module import unpack
 from rayps.core.logs import LogBuffer
 from rayps.core.metrics import Totals
+from rayps.core.rooms import load
 from rayps.core.rows.leases import RowLease
 from rayps.core.rows.row_shares import RowShares
 from rayps.core.time.member_times import MemberTimes
@@ -37,7 +38,6 @@ from rayps.tensors.flat import Layout
 from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.loops.loop import Companions
-from rayps.worker.loops.loop_of_family import load
 from rayps.worker.plan import WorkerFacts, WorkerPart, WorkerPlan
 from rayps.worker.run import GenerationRun
 from rayps.worker.times import WorkerTimes

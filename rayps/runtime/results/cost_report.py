@@ -35,13 +35,12 @@ from rayps.parallel.division.division import Division
 from rayps.parallel.division.probe import plain, probe, whole
 from rayps.parallel.pipeline import loss_proxy
 from rayps.parallel.pipeline.cut import layers, measure, spans
-from rayps.ps.tables.embedding import tables_of
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import recipe_of
 from rayps.tensors.named_parameters import NamedParameters
 from rayps.workload.base import Workload
-from rayps.workload.model import apart, model_of
+from rayps.workload.model import apart, has_tables, model_of
 
 _KEPT = 1_000  # the number of newest rounds of each worker that are used
 _WARM = 1  # the number of first rounds of each worker that are not used: they allocate memory and form rings
@@ -286,7 +285,7 @@ def expected(
     values that depend on this code are left out, and no error is raised.
     """
     found = sizes(workload, strategy, workers, division, batch)
-    if activations and division is None and not tables_of(blank(workload)):
+    if activations and division is None and not has_tables(blank(workload)):
         with suppress(Exception):  # as in sizes()
             found = whole(workload, found, sample_of(first(workload, replicas_in(strategy, workers))))
     return costs(strategy, workers, found)

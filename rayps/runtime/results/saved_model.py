@@ -20,7 +20,7 @@ from torch import nn
 
 from rayps.core.job.warm_start import StartFrom
 from rayps.core.urls import Location, location_of
-from rayps.ps.tables import embedding
+from rayps.ps.client.table_face import find_tables
 from rayps.tensors import weight_average
 from rayps.tensors.checkpoints import checkpoint
 from rayps.tensors.flat import Layout
@@ -49,7 +49,7 @@ def save_model(model: nn.Module, folder: str | Path) -> Path:
         else:
             safetensors.torch.save_model(model, str(draft / MODEL_FILE))
         if has_tables(model):
-            embedding.save(model, draft / checkpoint.TABLES)
+            find_tables().save(model, draft / checkpoint.TABLES)
 
     return new_folder(folder, write)
 
@@ -80,7 +80,7 @@ def export_checkpoint(path: Location, folder: str | Path, workload: Workload | N
         snapshot.fill(model)
         if has_tables(model):
             with checkpoint.tables_of(path) as tables:
-                embedding.load(model, tables)
+                find_tables().load(model, tables)
         return save_model(model.eval(), folder)
 
     def write(draft: Path) -> None:
@@ -163,7 +163,7 @@ def load_state(
     found = start_point(StartFrom(str(path), strict, remove_prefix, add_prefix), ModelNames.of(model))
     found.load_into(model)
     if found.tables is not None and has_tables(model):
-        embedding.load(model, found.tables)
+        find_tables().load(model, found.tables)
     return model
 
 

@@ -5,11 +5,11 @@ Loops are named by strings "module:Name". Therefore a job imports only the code 
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from rayps_client.errors import ConfigError
 
+from rayps.core.rooms import load
 from rayps.core.strategy import strategy_families
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ FAMILIES = {
 MODEL_SLICE = "rayps.parallel.division.model_slice:ModelSlice"  # the model part of a replica of several workers
 ROW_PRIVACY = "rayps.worker.noised_sums:NoisedSums"  # makes the sums of a worker private
 ROW_DRAWS = "rayps.worker.rows.private_rows:draws_of"  # draws the rows of private sums
-TABLES = "rayps.ps.tables.embedding:bind"  # connects a model's sparse tables
 
 
 def loop_class(strategy: StrategyView) -> type[Loop]:
@@ -50,12 +49,3 @@ def loop_class(strategy: StrategyView) -> type[Loop]:
             field="strategy",
         )
     return found
-
-
-def load(target: str) -> Any:
-    """Import and return the object that "module:Name" names. Raises ConfigError if there is no such object."""
-    module, _, name = target.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{target!r} cannot be loaded: {error}", field="strategy") from error

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from rayps.core.job.user_code import START_SECONDS, user_code
+from rayps.core.rooms import load
 from rayps.core.rows.phase_rounds import OPEN
 from rayps.core.rows.portions import PortionsPlan
 from rayps.core.rows.row_shares import RowShares
 from rayps.core.rows.step_rows import ByPortion, ByRank, EvenCut
-from rayps.core.strategy.strategy_families import ends_together
+from rayps.core.strategy.strategy_families import Rows, ends_together
 from rayps.core.strategy.topology import backup_in
 from rayps.data.base import Data
 from rayps.data.dealt_rows import DealtRows, must_have_row_numbers
-from rayps.worker.loops.loop_of_family import ROW_DRAWS, load
+from rayps.worker.loops.loop_of_family import ROW_DRAWS
 from rayps.worker.plan import WorkerPlan
 from rayps.worker.rows.batches import BatchStream, OpenPass
 from rayps.worker.rows.block_readers import BlockReader, NumberReader, SequenceReader, StackReader
@@ -27,14 +28,15 @@ def make_stream(workload: Workload, plan: WorkerPlan) -> BatchStream:
         ConfigError: the rows must be taken by number, and cannot be.
     """
     with user_code("data"):
-        data = plan.strategy.rows.source(workload)
+        rows = plan.strategy.rows
+        data = rows.source(workload)
         if plan.private is not None and plan.private.rows is not None:
-            return _drawn(data, plan)
+            return _drawn(data, plan, rows)
         if backup_in(plan.strategy):
-            return _by_portion(data, plan, workload.accumulate)
+            return _by_portion(data, plan, rows, workload.accumulate)
         if plan.leased:
-            return _leased(data, plan, workload.accumulate)
-        return _by_rank(data, plan, workload.accumulate)
+            return _leased(data, plan, rows, workload.accumulate)
+        return _by_rank(data, plan, rows, workload.accumulate)
 
 
 def deal_shares(stream: BatchStream, shares: RowShares) -> None:
@@ -47,8 +49,8 @@ def deal_shares(stream: BatchStream, shares: RowShares) -> None:
     stream.change_shares(dealt, reader, dealt.micro_batches)
 
 
-def _by_rank(data: Data, plan: WorkerPlan, accumulate: int) -> BatchStream:
-    rows, (rank, size) = plan.strategy.rows, _place(plan)
+def _by_rank(data: Data, plan: WorkerPlan, rows: Rows, accumulate: int) -> BatchStream:
+    rank, size = _place(plan)
     if plan.elastic is not None and not rows.by_client:
         data = DealtRows(data, plan.elastic.rows)
         accumulate = data.micro_batches
@@ -67,18 +69,18 @@ def _by_rank(data: Data, plan: WorkerPlan, accumulate: int) -> BatchStream:
     )
 
 
-def _by_portion(data: Data, plan: WorkerPlan, accumulate: int) -> BatchStream:
+def _by_portion(data: Data, plan: WorkerPlan, rows: Rows, accumulate: int) -> BatchStream:
     rank, size = _place(plan)
     shares = size - backup_in(plan.strategy)
-    steps = plan.strategy.rows.rounds(data, shares, accumulate)
-    rows = ByPortion(rank, PortionsPlan(shares, size, steps, plan.origin), max(plan.start, 0))
+    steps = rows.rounds(data, shares, accumulate)
+    blocks = ByPortion(rank, PortionsPlan(shares, size, steps, plan.origin), max(plan.start, 0))
     reader = jumping_reader(data, plan.seed, accumulate)
-    return BatchStream(data, rows, reader, (rank, size), plan.seed, steps, accumulate=accumulate)
+    return BatchStream(data, blocks, reader, (rank, size), plan.seed, steps, accumulate=accumulate)
 
 
-def _leased(data: Data, plan: WorkerPlan, accumulate: int) -> BatchStream:
+def _leased(data: Data, plan: WorkerPlan, rows: Rows, accumulate: int) -> BatchStream:
     must_have_row_numbers(data)
-    place, steps = _place(plan), plan.strategy.rows.rounds(data, 1, accumulate)
+    place, steps = _place(plan), rows.rounds(data, 1, accumulate)
     # the driver may wait between two polls: for a server that does not answer, then for its successor
     leases = LeaseBook(place[0], plan.timeout + START_SECONDS)
     reader = jumping_reader(data, plan.seed, accumulate)
@@ -87,11 +89,11 @@ def _leased(data: Data, plan: WorkerPlan, accumulate: int) -> BatchStream:
     return stream
 
 
-def _drawn(data: Data, plan: WorkerPlan) -> BatchStream:
+def _drawn(data: Data, plan: WorkerPlan, rows: Rows) -> BatchStream:
     draws, most = load(ROW_DRAWS)(data, plan)
-    (rank, size), steps = _place(plan), plan.strategy.rows.rounds(data, plan.grid.data)
-    rows, reader = ByRank(rank, size, steps, plan.origin), StackReader(data, draws, most)
-    return BatchStream(data, rows, reader, (rank, size), plan.seed, steps)
+    (rank, size), steps = _place(plan), rows.rounds(data, plan.grid.data)
+    blocks, reader = ByRank(rank, size, steps, plan.origin), StackReader(data, draws, most)
+    return BatchStream(data, blocks, reader, (rank, size), plan.seed, steps)
 
 
 def jumping_reader(data: Data, seed: int, accumulate: int) -> BlockReader:

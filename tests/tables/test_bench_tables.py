@@ -9,10 +9,10 @@ from rayps_client.errors import ConfigError
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.servers import hot_table
-from benchmarks.servers.calls import RayRows, _cut, bench_calls
-from benchmarks.servers.hot_table import bench_hot
-from benchmarks.servers.tables import Dense, bench_files, bench_tables, filled, skew
+from benchmarks.tables import hot_table
+from benchmarks.tables.calls import RayRows, _cut, bench_calls
+from benchmarks.tables.hot_table import bench_hot
+from benchmarks.tables.tables import Dense, bench_files, bench_tables, filled, skew
 from rayps.cluster.local import LocalCluster
 from rayps.ps.manager.assign_segments import Balance
 from rayps.ps.protocol.space import SparseTable

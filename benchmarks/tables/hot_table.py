@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from rayps_client.errors import ConfigError
 
-from benchmarks.servers.calls import WAIT_SECONDS, a_space
+from benchmarks.tables.calls import WAIT_SECONDS, a_space
 from rayps.bench.table import BenchRow
 from rayps.cluster.local import Cluster
 from rayps.ps import group as elastic
@@ -98,7 +98,7 @@ def bench_hot(
     patience = int(WARM_SECONDS + seconds) + 4
     policy = balance or Balance(hot=1.2, cool=1.05, patience=patience, floor=10.0)
     running = elastic.start(cluster, f"bench-{secrets.token_hex(4)}", servers, 0, detached=False, balance=policy)
-    actors = [cluster.spawn("benchmarks.servers.calls:TableBench", rank) for rank in range(workers)]
+    actors = [cluster.spawn("benchmarks.tables.calls:TableBench", rank) for rank in range(workers)]
     try:
         space = running.open(a_space(workers, 16, segments, "sgd"))
         for reply in [actor.call("join", running, space) for actor in actors]:

@@ -13,6 +13,7 @@ import pytest
 from conftest import missing
 from rayps_client.errors import ConfigError
 from small_work import Small, train
+from test_dry_run import check_refused_as_by_the_run
 
 import rayps
 from rayps.cluster.local import until
@@ -65,6 +66,13 @@ class Broken(Logger):
 
     def close(self, outcome):
         """Nothing."""
+
+
+def test_a_callback_beside_a_logger_is_refused_as_by_the_run(tmp_path):
+    def make(folder):
+        return {"callbacks": [rayps.loggers.TensorBoard(folder / "runs"), rayps.EarlyStopping("acuracy", mode="max")]}
+
+    check_refused_as_by_the_run(tmp_path, make)
 
 
 def test_a_lost_connection_is_one_warning_for_each_outage():

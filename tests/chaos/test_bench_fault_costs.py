@@ -9,7 +9,7 @@ import pytest
 from conftest import missing
 from rayps_client.errors import ClusterError, ConfigError
 
-from benchmarks.changes.fault_costs import FAULTS, bench_fault_costs
+from benchmarks.chaos.fault_costs import FAULTS, bench_fault_costs
 
 pytestmark = pytest.mark.chaos
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from benchmarks.servers.calls import bench_calls
-from benchmarks.servers.hot_table import bench_hot
-from benchmarks.servers.tables import bench_files, bench_tables
+from benchmarks.tables.calls import bench_calls
+from benchmarks.tables.hot_table import bench_hot
+from benchmarks.tables.tables import bench_files, bench_tables
 from rayps.bench.table import BenchRow, Opt
 from rayps.cluster.local import Cluster
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from rayps.core.strategy.staleness_bound import MovedBound
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.initial_rows import initial
 from rayps.ps.tables.table_segment import TableSegment
@@ -146,3 +147,10 @@ def test_a_segment_is_its_twin_and_so_is_its_copy(optimizer, staleness, seed):
         branch.push(rank, 0, 1.0, empty_push(table))
     assert segment.dump() == before
     assert not torch.equal(decode_rows(branch.read(encode_pull(np.array([3]))), 1, table)[0], twin.value(3))
+
+
+def test_a_segment_of_a_table_keeps_the_bound_when_a_state_is_loaded():
+    segment = TableSegment(SparseTable("t", 2, segments=1), 0, ParameterServer(staleness="auto"), 2)
+    segment.move_bound(MovedBound(0, (5, 5)))
+    segment.load(TableSegment(SparseTable("t", 2, segments=1), 0, ParameterServer(staleness=None), 2, [6, 5]).dump())
+    assert [segment.may_pull(rank) for rank in range(2)] == [False, True]

@@ -209,8 +209,8 @@ def bench_calls(
             field="ids",
         )
     running = elastic.start(cluster, f"bench-{secrets.token_hex(4)}", servers, 0, detached=False, balance=None)
-    actors = [cluster.spawn("benchmarks.servers.calls:TableBench", rank) for rank in range(workers)]
-    parts = [cluster.spawn("benchmarks.servers.calls:RayRows", -(-rows // servers), dim) for _ in range(servers)]
+    actors = [cluster.spawn("benchmarks.tables.calls:TableBench", rank) for rank in range(workers)]
+    parts = [cluster.spawn("benchmarks.tables.calls:RayRows", -(-rows // servers), dim) for _ in range(servers)]
     own: list[tuple[float, float | None]] = []
     calls: list[tuple[float, float | None]] = []
     few = max(2, turns // 4)

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from rayps_client.errors import ConfigError
 
-from benchmarks.changes.fault_costs import FAULTS, bench_fault_costs
 from benchmarks.changes.faults import bench_faults
+from benchmarks.chaos.fault_costs import FAULTS, bench_fault_costs
 from rayps.bench.table import BenchRow, Opt, Servers, Workers, read_megabytes
 from rayps.cluster.local import Cluster
 

@@ -1,0 +1,1 @@
+"""Measurements of what injected faults cost, which need the package rayps-chaos."""
