@@ -20,7 +20,7 @@ from lanes import uses_ray, uses_service
 from traces import Traces
 
 from rayps.cluster.local import WORKER_NICENESS
-from rayps.runtime.driver import driver
+from rayps.runtime.driver import workload_job
 
 folders.add_to_path()
 pytest_plugins = ["clinic_fixtures"]
@@ -143,7 +143,7 @@ def pytest_runtest_teardown(item, nextitem):
 def seeded(monkeypatch):
     random.seed(SEED)
     torch.manual_seed(SEED)
-    monkeypatch.setattr(driver, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(workload_job, "POLL_SECONDS", 0.02)
 
 
 def missing(what):

@@ -19,7 +19,7 @@ from rayps.cluster.local import resolve
 from rayps.core import failpoint
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["rayps.runtime.driver.driver", "small_work"])
+CONTEXT.set_forkserver_preload(["rayps.runtime.driver.workload_job", "small_work"])
 
 
 class ProcessCluster:

@@ -71,7 +71,7 @@ NAMED = {  # (module, what it names as "module:Name"): why
     ("ps.manager.launcher", "ps.server.server_actor:ServerActor"): ACTOR,
     ("ps.server_group", "ps.server.shard_actor:ShardActor"): ACTOR,
     ("runtime.driver.job_servers", "ps.server.shard_actor:ShardActor"): ACTOR,
-    ("runtime.own_loop.driver", "runtime.own_loop.actor:LoopActor"): ACTOR,
+    ("runtime.own_loop.loop_job", "runtime.own_loop.actor:LoopActor"): ACTOR,
     ("runtime.driver.worker_group", "runtime.driver.worker_actor:WorkerActor"): ACTOR,
     ("service.drivers", "runtime.driver.driver_actor:DriverActor"): ACTOR,
     ("service.groups", "ps.manager.manager:ManagerActor"): ACTOR,

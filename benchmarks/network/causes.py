@@ -39,6 +39,7 @@ from rayps.core.time.time_report import report_of
 from rayps.core.time.time_verdict import TimeVerdict, verdict
 from rayps.data.base import Batch, Data
 from rayps.runtime.driver.driver import Driver
+from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records.journal import Journal
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.job import JobSpec
@@ -234,7 +235,7 @@ def _measure(scene: str, strategy: str, work: SlowedWork, workers: int, rounds: 
         first = {rank: _FIRST for rank in range(workers) if rank != SLOW}
         cluster = HostCluster(hosts, workers, cores if crowded else None, first if crowded else None)
         stack.callback(cluster.close)
-        driver = Driver(work, spec, Journal(), phases=phases, capture=False)
+        driver = Driver(WorkloadJob(work, spec, Journal(), phases=phases, capture=False))
         if scene == "cpu":
             stack.enter_context(_burners(cores[SLOW][0], lambda: driver.status is Status.RUNNING))
         elif scene == "disk":

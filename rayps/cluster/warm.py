@@ -28,7 +28,7 @@ START_SECONDS = 60.0  # seconds after which a process ends that an actor took an
 IDLE_SECONDS = 900.0  # seconds after which a process that no job took ends; the next one replaces it
 MODULES = (
     "rayps.runtime.driver.driver_actor",
-    "rayps.runtime.driver.driver",
+    "rayps.runtime.driver.workload_job",
     "rayps.runtime.driver.worker_actor",
     "rayps.worker.loops.sync_gradients",
     "rayps.worker.loops.server_steps",

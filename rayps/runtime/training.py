@@ -40,6 +40,7 @@ from rayps.privacy.options import privacy_in
 from rayps.ps.client.table_face import find_tables
 from rayps.runtime.checks.dry_run import rehearse
 from rayps.runtime.driver.driver import Driver
+from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records.display import Display
 from rayps.runtime.records.journal import Journal
 from rayps.runtime.records.state_folder import StateFolder
@@ -357,16 +358,18 @@ def train(
             if display:
                 display.close()
     driver = Driver(
-        workload,
-        spec,
-        journal,
-        checkpoints=folder,
-        resume=resumed,
-        phases=phases,
-        capture=own,
-        tries=own,
-        profile=_traces(profile, journal),
-        callbacks=callbacks,
+        WorkloadJob(
+            workload,
+            spec,
+            journal,
+            checkpoints=folder,
+            resume=resumed,
+            phases=phases,
+            capture=own,
+            tries=own,
+            profile=_traces(profile, journal),
+            callbacks=callbacks,
+        )
     )
     try:
         outcome = _run(driver, cluster, address)

@@ -20,7 +20,8 @@ from rayps.cluster.local import LocalCluster
 from rayps.cluster.local import until as wait
 from rayps.core.job.job_status import Status
 from rayps.core.job.records import read_json
-from rayps.runtime.own_loop.driver import LoopDriver
+from rayps.runtime.driver.driver import Driver
+from rayps.runtime.own_loop.loop_job import LoopJob
 from rayps.runtime.own_loop.named import load
 from rayps.runtime.records.journal import Journal
 from rayps.service.client import Client
@@ -79,7 +80,7 @@ def running(site: Site, folder: Path, until: Path) -> Iterator[str]:
     site.store("change_status", job, Status.RUNNING, message="")
     spec = JobSpec(run="loop.py:train_fn", workers=2, params=params)
     cluster, checkpoints = LocalCluster(), home / "checkpoints"
-    driver = LoopDriver(load("loop.py:train_fn", str(folder)), spec, Journal(home), checkpoints=checkpoints)
+    driver = Driver(LoopJob(load("loop.py:train_fn", str(folder)), spec, Journal(home), checkpoints=checkpoints))
     thread = threading.Thread(target=driver.run, args=(cluster,))
     thread.start()
     try:

@@ -18,6 +18,7 @@ from small_work import Watched
 from rayps.cluster.local import until
 from rayps.core.strategy.elastic import ElasticWorkers
 from rayps.runtime.driver.driver import Driver
+from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records.journal import Journal
 from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec
@@ -49,7 +50,7 @@ class Soaked:
         self.cluster, self.journal = Watched(), Journal(folder)
         phases = parse(kind.strategy)
         options = {"phases": phases, "checkpoints": folder / "checkpoints", "capture": False}
-        self.driver = Driver(work, self.spec, self.journal, **options)
+        self.driver = Driver(WorkloadJob(work, self.spec, self.journal, **options))
         self.rounds = params["steps"]
 
     def run(self):
@@ -76,7 +77,7 @@ class Soaked:
         return max((point["round"] for point in list(self.journal.points)), default=0)
 
     def disturb(self, fault):
-        group = self.driver._started
+        group = self.driver.job._started
         victims = {"worker": group.workers, "all workers": group.workers, "server": group.shards}.get(fault, [])
         if fault in ("grow", "shrink"):
             self.driver.allow(self.kind.most if fault == "grow" else self.kind.least, "the test")

@@ -20,8 +20,9 @@ from rayps.cluster.warm import (
     to_end,
     to_start,
 )
+from rayps.runtime.driver.driver import Driver
 from rayps.runtime.driver.worker_group import WorkerGroup
-from rayps.runtime.own_loop.driver import LoopDriver
+from rayps.runtime.own_loop.loop_job import LoopJob
 from rayps.runtime.records.journal import Journal
 from rayps.strategies.job import JobSpec
 
@@ -262,7 +263,7 @@ def test_workers_with_requirements_start_in_new_processes(tmp_path, requirements
         group = WorkerGroup(cluster, b"", 1, {"cpu": 1.0}, code=code)
         with pytest.raises(ClusterError, match="recorded"):
             group.start(5.0)
-        loop = LoopDriver(alive, JobSpec("", params={"pid": 1}), Journal(tmp_path), code=code)
+        loop = Driver(LoopJob(alive, JobSpec("", params={"pid": 1}), Journal(tmp_path), code=code))
         assert loop.run(cluster).message == "recorded"
     finally:
         cluster.close()

@@ -32,6 +32,7 @@ from rayps.data.single_rows import stacks_of
 from rayps.federated.combine_replies import Aggregate
 from rayps.runtime.checks.preflight import TrialRequest, try_batch
 from rayps.runtime.driver.driver import Driver
+from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records.journal import Journal
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.job import JobSpec
@@ -727,7 +728,9 @@ def test_workers_wait_for_the_verdict(kind):
     strategy = "all_reduce:privacy=dp(noise_multiplier=1,delta=0.01)"
     spec = JobSpec("x:Work", wire(parse(strategy)), 1, steps=2)
     try:
-        outcome = Driver(kind(tensors(numbers(40)), outputs=3), spec, journal, capture=False, tries=True).run(cluster)
+        outcome = Driver(
+            WorkloadJob(kind(tensors(numbers(40)), outputs=3), spec, journal, capture=False, tries=True)
+        ).run(cluster)
     finally:
         cluster.close()
     if kind is Contrasts:

@@ -22,8 +22,9 @@ from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import LocalCluster
 from rayps.comm.ring.bucketed_mean import SentBuckets, SharedMemoryMean
 from rayps.core.job.job_status import Status
-from rayps.runtime.own_loop.driver import LoopDriver
+from rayps.runtime.driver.driver import Driver
 from rayps.runtime.own_loop.log_points import LATE_SECONDS, OPEN, QUIET_SECONDS, LogPoints, numbers_of
+from rayps.runtime.own_loop.loop_job import LoopJob
 from rayps.runtime.own_loop.named import all_params, arguments
 from rayps.runtime.own_loop.rounds import RoundThread
 from rayps.runtime.own_loop.same_rows import SAME_ROWS
@@ -187,7 +188,9 @@ def test_workers_get_one_shared_code_and_the_time_to_install_requirements(tmp_pa
                 raise ClusterError("recorded")
 
     code = JobCode("job", archive=b"1", requirements=requirements)
-    driver = LoopDriver(lambda: None, JobSpec(run="test:loop", workers=2, timeout=7.0), Journal(tmp_path), code=code)
+    driver = Driver(
+        LoopJob(lambda: None, JobSpec(run="test:loop", workers=2, timeout=7.0), Journal(tmp_path), code=code)
+    )
     assert driver.run(Recording()).message == "recorded"
     assert shared == [code] and all(found is code for _, found in given)
     assert [(place.timeout, place.start) for place, _ in given] == [(7.0, 7.0 + more)] * 2
@@ -199,7 +202,7 @@ def test_a_number_that_is_not_finite_is_one_warning():
             rayps.log(loss=float("nan") if step > 2 else 1.0, step=step)
 
     journal = Journal()
-    driver = LoopDriver(train_fn, JobSpec(run="test:loop", workers=2, timeout=20.0), journal)
+    driver = Driver(LoopJob(train_fn, JobSpec(run="test:loop", workers=2, timeout=20.0), journal))
     assert driver.run(LocalCluster()).status is Status.SUCCEEDED
     [event] = [event for event in journal.events if event["kind"] == "warning"]
     assert "loss is nan in rayps.log of step 3" in event["message"]
@@ -238,7 +241,7 @@ def test_numbers_of_numpy_and_torch_are_logged():
                 rayps.log(e=value)
 
     journal = Journal()
-    driver = LoopDriver(train_fn, JobSpec(run="test:loop", workers=1, timeout=20.0), journal)
+    driver = Driver(LoopJob(train_fn, JobSpec(run="test:loop", workers=1, timeout=20.0), journal))
     assert driver.run(LocalCluster()).status is Status.SUCCEEDED
     [point] = journal.points
     assert [point[name] for name in "abcd"] == [0.5, 2.0, 3.0, 4.0]
@@ -334,12 +337,12 @@ def test_without_a_save_it_starts_anew_and_says_so(tmp_path):
     spec = JobSpec(run="test:loop", workers=2, timeout=20.0)
     journal = Journal()
     died = loop(work, "all_reduce", save=False, die=(0, 1, str(tmp_path / "died")))
-    driver = LoopDriver(died, spec, journal)
+    driver = Driver(LoopJob(died, spec, journal))
     outcome = driver.run(LocalCluster())
     assert outcome.status is Status.SUCCEEDED
     [event] = [event for event in journal.events if event["kind"] == "restarted"]
     assert "start anew, because rayps.save has kept no state yet" in event["message"]
-    assert distance(driver.results[0], plain(work, 2, epochs=1)[0]) < EXACT
+    assert distance(driver.job.results[0], plain(work, 2, epochs=1)[0]) < EXACT
     assert [p["round"] for p in journal.points][-1] == 2
 
 
@@ -357,7 +360,7 @@ def test_a_loop_without_wrap_goes_on_in_its_history(tmp_path):
 
     journal = Journal()
     spec = JobSpec(run="test:loop", workers=2, timeout=20.0, max_failures=1)
-    driver = LoopDriver(functools.partial(train_fn, tmp_path), spec, journal, checkpoints=tmp_path / "states")
+    driver = Driver(LoopJob(functools.partial(train_fn, tmp_path), spec, journal, checkpoints=tmp_path / "states"))
     assert driver.run(LocalCluster()).status is Status.SUCCEEDED
     assert [event["kind"] for event in journal.events].count("restarted") == 1
     newest = {point["round"]: point["loss"] for point in journal.points}
@@ -381,7 +384,7 @@ def test_the_numbers_of_a_saved_state_are_in_the_history_before_it(tmp_path, mon
     journal, found, write = Journal(), [], checkpoint.save
     monkeypatch.setattr(checkpoint, "save", save)
     spec = JobSpec(run="test:loop", workers=2, timeout=20.0)
-    assert LoopDriver(train_fn, spec, journal, checkpoints=tmp_path).run(LocalCluster()).status is Status.SUCCEEDED
+    assert Driver(LoopJob(train_fn, spec, journal, checkpoints=tmp_path)).run(LocalCluster()).status is Status.SUCCEEDED
     assert found and all(rounds >= number for number, rounds in found), found
     assert [point["round"] for point in journal.points] == list(range(4)), "each once"
 
@@ -406,10 +409,10 @@ def test_a_job_keeps_as_many_states_as_it_says_and_has_its_seed_and_threads(tmp_
     try:
         for seed in (0, 0, 7):
             spec = JobSpec(run="test:loop", timeout=20.0, seed=seed, keep_checkpoints=3, resources={"cpu": 2.0}).check()
-            driver = LoopDriver(train_fn, spec, Journal(), checkpoints=tmp_path / f"{len(found)}")
+            driver = Driver(LoopJob(train_fn, spec, Journal(), checkpoints=tmp_path / f"{len(found)}"))
             assert driver.run(LocalCluster()).status is Status.SUCCEEDED
             assert len(list((tmp_path / f"{len(found)}").glob("step-????????"))) == 3
-            found += driver.results
+            found += driver.job.results
     finally:
         torch.set_num_threads(before)
     (first, threads), (second, _), (other, _) = found
@@ -771,9 +774,9 @@ def test_a_loop_that_ends_within_a_period_is_averaged_at_the_end_and_warned(stra
         return model, vector(model)  # the model itself is read when the run has ended
 
     journal = Journal()
-    driver = LoopDriver(train_fn, JobSpec(run="test:loop", workers=2, timeout=20.0), journal)
+    driver = Driver(LoopJob(train_fn, JobSpec(run="test:loop", workers=2, timeout=20.0), journal))
     assert driver.run(LocalCluster()).status is Status.SUCCEEDED, driver.status
-    (first, before), (second, other) = driver.results
+    (first, before), (second, other) = driver.job.results
     warnings = [event["message"] for event in journal.events if event["kind"] == "warning"]
     if steps == 10:  # the last step ended the period
         assert warnings == []
@@ -800,7 +803,7 @@ def test_unequal_numbers_of_steps_within_a_period_are_warned():
             optimizer.step()
 
     journal = Journal()
-    driver = LoopDriver(train_fn, JobSpec(run="test:loop", workers=2, timeout=20.0), journal)
+    driver = Driver(LoopJob(train_fn, JobSpec(run="test:loop", workers=2, timeout=20.0), journal))
     assert driver.run(LocalCluster()).status is Status.SUCCEEDED
     warnings = [event["message"] for event in journal.events if event["kind"] == "warning"]
     [warning] = [each for each in warnings if each != SAME_ROWS]
@@ -820,7 +823,7 @@ def test_a_change_after_the_last_step_is_warned_of_under_servers():
         rayps.save({})
 
     journal = Journal()
-    driver = LoopDriver(train_fn, JobSpec(run="test:loop", workers=1, timeout=20.0), journal)
+    driver = Driver(LoopJob(train_fn, JobSpec(run="test:loop", workers=1, timeout=20.0), journal))
     assert driver.run(LocalCluster()).status is Status.SUCCEEDED
     warnings = [event["message"] for event in journal.events if event["kind"] == "warning"]
     found = [message for message in warnings if "'bias'" in message and "copy.deepcopy" in message]

@@ -32,6 +32,7 @@ from rayps.privacy.ledger import KEY
 from rayps.privacy.noise import KeyedNoise, SecretNoise
 from rayps.privacy.options import PrivacySpec, privacy_in
 from rayps.runtime.driver.driver import Driver
+from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records.journal import Journal
 from rayps.strategies.catalogue import CATALOGUE, parse, wire
 from rayps.strategies.job import JobSpec
@@ -303,7 +304,7 @@ def run(folder, strategy, workers, work=None):
     spec = JobSpec("x:Y", strategy, workers, **length, keep_checkpoints=9).check()
     journal, cluster = Journal(folder), LocalCluster()
     each = [EachState()]
-    driver = Driver(work, spec, journal, checkpoints=folder / "checkpoints", capture=False, callbacks=each)
+    driver = Driver(WorkloadJob(work, spec, journal, checkpoints=folder / "checkpoints", capture=False, callbacks=each))
     try:
         outcome = driver.run(cluster)
     finally:

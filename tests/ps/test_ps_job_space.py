@@ -24,6 +24,7 @@ from rayps.ps.protocol.space import Space
 from rayps.ps.server.dense_segment import part_of
 from rayps.ps.server.requests import RequestHandler
 from rayps.runtime.driver.driver import Driver
+from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records.journal import Journal
 from rayps.strategies.job import JobSpec
 from rayps.tensors.flat import Layout
@@ -512,12 +513,14 @@ def test_checkpoints_come_although_rounds_are_fast(cluster, tmp_path):
 def running(cluster, work, name, tmp_path=None, **more):
     spec = JobSpec("x:Small", {"name": "parameter_server"}, 2, epochs=2, server_group="main", **more)
     driver = Driver(
-        work,
-        spec,
-        Journal(tmp_path),
-        capture=False,
-        name=name,
-        checkpoints=tmp_path / "checkpoints" if tmp_path else None,
+        WorkloadJob(
+            work,
+            spec,
+            Journal(tmp_path),
+            capture=False,
+            name=name,
+            checkpoints=tmp_path / "checkpoints" if tmp_path else None,
+        )
     )
     thread = threading.Thread(target=lambda: outcomes.append(driver.run(cluster)))
     driver.outcomes = outcomes = []

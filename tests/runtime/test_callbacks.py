@@ -17,6 +17,7 @@ from rayps.core.job import user_code
 from rayps.core.job.job_status import Status
 from rayps.core.job.returned_rounds import SeenRounds
 from rayps.runtime.driver.driver import Driver
+from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records.journal import Journal
 from rayps.runtime.results.early_stopping import MetricWatch
 from rayps.strategies.job import JobSpec
@@ -370,14 +371,16 @@ def run_driver(folder, callbacks, *, again=False, **options):
     journal = Journal(folder)
     try:
         driver = Driver(
-            Small(pause=0.01),
-            spec,
-            journal,
-            checkpoints=folder / "checkpoints",
-            resume=resume,
-            callbacks=callbacks,
-            again=again,
-            capture=False,
+            WorkloadJob(
+                Small(pause=0.01),
+                spec,
+                journal,
+                checkpoints=folder / "checkpoints",
+                resume=resume,
+                callbacks=callbacks,
+                again=again,
+                capture=False,
+            )
         )
         cluster = LocalCluster()
         try:

@@ -25,6 +25,7 @@ from rayps.comm.ring import form_mesh
 from rayps.core.job.job_status import Status
 from rayps.runtime.driver.driver import Driver
 from rayps.runtime.driver.driver_actor import DriverActor
+from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records.journal import Journal
 from rayps.service import processes
 from rayps.strategies.catalogue import parse, wire
@@ -183,7 +184,9 @@ def test_failures_are_counted_for_the_job_whatever_drivers_it_had(tag, before, e
     spec = JobSpec("x:Small", {"name": "all_reduce"}, 2, epochs=3, max_failures=2)
     seen = []
     journal = Journal(on_progress=lambda progress: seen.append(progress["failures"]))
-    outcome = Driver(Small(n=60, pause=0.004, tag=tag), spec, journal, capture=False, failures=before).run(cluster)
+    outcome = Driver(WorkloadJob(Small(n=60, pause=0.004, tag=tag), spec, journal, capture=False, failures=before)).run(
+        cluster
+    )
     assert outcome.status is ends
     assert seen[0] == before
     if ends is Status.FAILED:
@@ -379,7 +382,7 @@ def test_the_users_exception_ends_the_run_with_its_place(where, strategy):
 def test_the_users_exception_is_not_tried_again(strategy):
     journal = Journal()
     spec = JobSpec("x:Broken", wire(parse(strategy)), 2, epochs=2)
-    outcome = Driver(Broken("loss"), spec, journal, capture=False).run(LocalCluster())
+    outcome = Driver(WorkloadJob(Broken("loss"), spec, journal, capture=False)).run(LocalCluster())
     assert outcome.status is Status.FAILED
     assert [e["kind"] for e in journal.events][-1] == "failed"
     assert not {"restarted", "replaced"} & {e["kind"] for e in journal.events}
@@ -559,7 +562,7 @@ def test_stop_ends_the_run_and_keeps_its_checkpoint(tmp_path, tag):
     work = Small(n=6000, pause=0.004, tag=tag)  # the first epoch is never at its end here
     journal = Journal(tmp_path)
     spec = JobSpec("x:Small", {"name": "all_reduce"}, 2, epochs=2)
-    driver = Driver(work, spec, journal, checkpoints=tmp_path / "checkpoints", capture=False)
+    driver = Driver(WorkloadJob(work, spec, journal, checkpoints=tmp_path / "checkpoints", capture=False))
     thread = threading.Thread(target=lambda: outcomes.append(driver.run(LocalCluster())))
     outcomes = []
     thread.start()

@@ -27,6 +27,7 @@ from rayps.runtime.driver.driver_move import (
     save_delay,
 )
 from rayps.runtime.driver.last_checkpoint import MOST_LEAD, last_rounds, repeated_rounds
+from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records.journal import Journal
 from rayps.runtime.results.snapshots import SnapshotSchedule
 from rayps.strategies.catalogue import parse, wire
@@ -66,7 +67,9 @@ def begin(work, strategy, folder, *, again=False, start=True):
     statuses = []
     journal = Journal(folder, on_progress=lambda progress: statuses.append(progress["status"]))
     newest, _ = checkpoint.usable(folder / "checkpoints") if again else (None, [])
-    driver = Driver(work, spec, journal, checkpoints=folder / "checkpoints", resume=newest, capture=False, again=again)
+    driver = Driver(
+        WorkloadJob(work, spec, journal, checkpoints=folder / "checkpoints", resume=newest, capture=False, again=again)
+    )
     outcomes = []
     thread = threading.Thread(target=lambda: outcomes.append(driver.run(LocalCluster())))
     if start:

@@ -18,6 +18,7 @@ from rayps.cluster.local import LocalCluster, until
 from rayps.core.full_disk import reports_full_disk
 from rayps.core.job.job_status import Status
 from rayps.runtime.driver.driver import Driver
+from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records import journal, line_file
 from rayps.runtime.records.journal import Journal
 from rayps.runtime.records.line_file import LineFile
@@ -174,7 +175,7 @@ def run(folder, work, on_event=None):
     spec = JobSpec("small_work:Small", {"name": "all_reduce"}, workers=2, epochs=2, checkpoint_every=2)
     cluster = LocalCluster()
     try:
-        driver = Driver(work, spec, found, checkpoints=folder / "checkpoints", capture=False)
+        driver = Driver(WorkloadJob(work, spec, found, checkpoints=folder / "checkpoints", capture=False))
         return driver.run(cluster), found.events
     finally:
         cluster.close()

@@ -17,6 +17,7 @@ from rayps.cluster.local import LocalCluster, until
 from rayps.core.job.job_status import Status
 from rayps.runtime.driver import decide_recovery, driver_actor
 from rayps.runtime.driver.driver import Driver
+from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records.journal import Journal
 from rayps.runtime.size import newcomers
 from rayps.strategies.catalogue import parse, wire
@@ -137,7 +138,9 @@ def restarts(journal):
 def test_a_stop_ends_the_wait_before_another_attempt(tag, monkeypatch):
     monkeypatch.setattr(decide_recovery, "PAUSE_SECONDS", 600.0)
     cluster, journal = Newborn("worker", [SPAWNED] * 10), Journal()
-    driver = Driver(Plain(n=36, tag=tag), JobSpec("x:Plain", wire(parse("all_reduce")), 2), journal, capture=False)
+    driver = Driver(
+        WorkloadJob(Plain(n=36, tag=tag), JobSpec("x:Plain", wire(parse("all_reduce")), 2), journal, capture=False)
+    )
     thread = threading.Thread(target=driver.run, args=(cluster,))
     thread.start()
     assert until(lambda: len(restarts(journal)) == 2, 60)  # the first one follows at once, the second one waits

@@ -20,6 +20,7 @@ from rayps.core.time.member_times import MemberTimes
 from rayps.core.time.time_account import PARTS
 from rayps.core.time.time_verdict import verdict
 from rayps.runtime.driver.driver import Driver
+from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records.journal import Journal
 from rayps.runtime.records.time_record import TimeRecord
 from rayps.strategies.catalogue import parse, wire
@@ -31,7 +32,7 @@ def drive(folder, workload, strategy="all_reduce", cluster=None, *, again=False,
     phases = parse(strategy, Path.cwd())
     spec = JobSpec("small_work:Small", wire(phases), options.pop("workers", 2), options.pop("epochs", 1), **options)
     journal = Journal(folder)
-    driver = Driver(workload, spec, journal, phases=phases, capture=False, again=again, resume=resume)
+    driver = Driver(WorkloadJob(workload, spec, journal, phases=phases, capture=False, again=again, resume=resume))
     own = cluster or LocalCluster()
     try:
         outcome = driver.run(own)

@@ -20,6 +20,7 @@ from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import LocalCluster
 from rayps.cluster.ray_cluster import RayCluster
 from rayps.runtime.driver.driver import Driver
+from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records.display import Display
 from rayps.runtime.records.journal import Journal
 from rayps.strategies.job import JobSpec
@@ -205,7 +206,7 @@ def test_the_users_random_numbers_stay_as_they_were():
     torch.manual_seed(5)
     expected = torch.randn(3)
     torch.manual_seed(5)
-    Driver(Small(), JobSpec("x:Small", {"name": "parameter_server"}), Journal()).preflight()
+    Driver(WorkloadJob(Small(), JobSpec("x:Small", {"name": "parameter_server"}), Journal())).preflight()
     assert torch.equal(torch.randn(3), expected)
 
 

@@ -21,6 +21,7 @@ from rayps.cluster.local import LocalCluster, until
 from rayps.core.job.job_status import Status
 from rayps.runtime.checks.preflight import MOST_BYTES, TrialFacts, bytes_of, reason_not_to_try
 from rayps.runtime.driver.driver import Driver
+from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records.journal import Journal
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.job import JobSpec
@@ -35,7 +36,7 @@ class Waits:
     driver, patience = None, PATIENCE
 
     def reserve(self, bundles, timeout, avoid=()):
-        self.driver.trial.wait(self.patience)
+        self.driver.job.trial.wait(self.patience)
         return super().reserve(bundles, timeout, avoid)
 
     def spawn(self, target, *args, **options):
@@ -59,9 +60,9 @@ def drive(work, strategy="all_reduce", *, tries=True, cluster=None, workers=2, e
     """Outcome, events, cluster."""
     journal, cluster = Journal(), cluster or OnThreads()
     spec = JobSpec("x:Work", wire(parse(strategy)), workers, epochs=epochs, **options)
-    cluster.driver = Driver(work, spec, journal, checkpoints=checkpoints, capture=False, tries=tries)
+    cluster.driver = Driver(WorkloadJob(work, spec, journal, checkpoints=checkpoints, capture=False, tries=tries))
     outcome = cluster.driver.run(cluster)
-    assert cluster.driver.trial._process is None
+    assert cluster.driver.job.trial._process is None
     return outcome, journal, cluster
 
 

@@ -19,6 +19,7 @@ from rayps.cluster.local import LocalCluster
 from rayps.core.job import user_code
 from rayps.core.job.job_status import Status
 from rayps.runtime.driver.driver import Driver
+from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records.journal import Journal
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.job import JobSpec
@@ -216,7 +217,7 @@ def test_in_the_driver_it_is_an_error(monkeypatch, where):
 
 def test_a_job_whose_driver_waits_for_user_code_can_be_stopped():
     spec = JobSpec("x:Ends", wire(parse("all_reduce")), 2)
-    driver = Driver(Ends("model", hang), spec, Journal(), capture=False)
+    driver = Driver(WorkloadJob(Ends("model", hang), spec, Journal(), capture=False))
     threading.Timer(0.5, driver.stop).start()
     assert within(lambda: driver.run(LocalCluster())).status is Status.STOPPED
 

@@ -17,6 +17,7 @@ import rayps
 from rayps.cluster.local import LocalCluster, until
 from rayps.core.strategy.elastic import ElasticWorkers
 from rayps.runtime.driver.driver import Driver
+from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records.journal import Journal
 from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec
@@ -92,7 +93,9 @@ class Job:
         )
         self.cluster, self.journal = cluster or Watched(), Journal(folder)
         checkpoints = None if folder is None else folder / "checkpoints"
-        self.driver = Driver(work, self.spec, self.journal, checkpoints=checkpoints, capture=False, **options)
+        self.driver = Driver(
+            WorkloadJob(work, self.spec, self.journal, checkpoints=checkpoints, capture=False, **options)
+        )
         self.driver.allow(start or workers[0], "the test begins")
         self.outcome, self._close = None, close
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -103,7 +106,7 @@ class Job:
 
     @property
     def group(self):
-        return self.driver._started
+        return self.driver.job._started
 
     def resized(self):
         return [(event["from"], event["to"]) for event in list(self.journal.events) if event["kind"] == "resized"]

@@ -16,6 +16,7 @@ from rayps.core.job.handover import Handover
 from rayps.core.job.job_status import Status
 from rayps.core.strategy.elastic import ElasticWorkers
 from rayps.runtime.driver.driver import Driver
+from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records.journal import Journal
 from rayps.runtime.size import gather_workers
 from rayps.runtime.size.gather_workers import BeginFacts, BeginStep, decide_begin
@@ -251,7 +252,7 @@ def test_a_stop_in_the_pause_of_a_replay_ends_the_run(tmp_path, monkeypatch, ask
     elastic = ElasticWorkers(3, replay=((3, 3),))
     spec = JobSpec("x:Work", wire(parse(strategy)), 2, epochs=2, seed=5, elastic=elastic)
     callbacks = [StopsTheRun()] if asks == "callback" else []
-    driver = Driver(Small(), spec, journal, checkpoints=tmp_path, capture=False, callbacks=callbacks)
+    driver = Driver(WorkloadJob(Small(), spec, journal, checkpoints=tmp_path, capture=False, callbacks=callbacks))
     if asks == "driver":
         monkeypatch.setattr(JobSize, "report_wait", lambda self, text: driver.stop())
     outcome = driver.run(cluster)

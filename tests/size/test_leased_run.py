@@ -171,7 +171,7 @@ def test_rows_of_a_worker_that_waits_are_applied_once_when_a_server_dies(tag):
     HOOKS[tag] = hook
     try:
         job.wait(hung.is_set)
-        leased = job.driver._plan.changes
+        leased = job.driver.job._plan.changes
         job.wait(lambda: leased._workers[0].stage is WorkerStage.WAITS and rounds_of(tag, 0) > 3)
         job.cluster.kill(job.group.shards[1].handle)
         job.wait(lambda: "replaced" in [event["kind"] for event in job.journal.events])

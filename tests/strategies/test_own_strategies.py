@@ -21,6 +21,7 @@ from rayps.core.strategy.costs import costs
 from rayps.core.strategy.text import written
 from rayps.core.strategy.traffic import Sizes
 from rayps.runtime.driver.driver import Driver
+from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records.journal import Journal
 from rayps.service import strategy_check
 from rayps.strategies.catalogue import FINDER, own_names, parse, wire
@@ -113,7 +114,9 @@ def test_a_job_is_resumed_by_what_was_stored(folder, tmp_path):
         spec = JobSpec.from_dict(json.loads(json.dumps(job | {"strategy": stored})))
         cluster = LocalCluster()
         try:
-            driver = Driver(work, spec, Journal(), checkpoints=tmp_path / home, resume=resume, capture=False)
+            driver = Driver(
+                WorkloadJob(work, spec, Journal(), checkpoints=tmp_path / home, resume=resume, capture=False)
+            )
             return driver.run(cluster)
         finally:
             cluster.close()

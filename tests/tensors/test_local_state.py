@@ -21,6 +21,7 @@ from rayps.core.rows.phase_rounds import Calendar
 from rayps.core.strategy.strategy import Phase
 from rayps.core.strategy.strategy_families import LOCAL_UPDATES
 from rayps.runtime.driver.driver import Driver
+from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records.journal import Journal
 from rayps.runtime.results.snapshots import assemble
 from rayps.strategies.all_reduce import AllReduce
@@ -307,11 +308,13 @@ def test_a_job_that_is_stopped_goes_on_where_each_worker_was(tmp_path):
     whole = train(work, strategy, workers=2, epochs=1)
 
     driver = Driver(
-        work,
-        JobSpec("x:Small", workers=2, epochs=1),
-        Journal(on_progress=lambda at: driver.stop() if at.get("round", 0) >= 5 else None),
-        checkpoints=tmp_path,
-        phases=parse(strategy),
+        WorkloadJob(
+            work,
+            JobSpec("x:Small", workers=2, epochs=1),
+            Journal(on_progress=lambda at: driver.stop() if at.get("round", 0) >= 5 else None),
+            checkpoints=tmp_path,
+            phases=parse(strategy),
+        )
     )
     cluster = LocalCluster()
     outcome = driver.run(cluster)

@@ -29,6 +29,7 @@ from rayps.core.urls import Location
 from rayps.parallel.division.division import Division
 from rayps.runtime.checks.preflight import preflight
 from rayps.runtime.driver.driver import Driver
+from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records.journal import Journal
 from rayps.runtime.records.status import Outcome
 from rayps.runtime.results.callbacks import CallbackRunner
@@ -122,14 +123,16 @@ def _rounds(
     for rounds in (BATCHES, BATCHES + 1):
         inner = Journal(on_event=partial(_pass_on, journal))
         driver = Driver(
-            workload,
-            replace(spec, steps=rounds),
-            inner,
-            checkpoints=saved,
-            resume=resume,
-            tries=tries and not resume,
-            callbacks=None,
-            evaluation_batches=BATCHES,
+            WorkloadJob(
+                workload,
+                replace(spec, steps=rounds),
+                inner,
+                checkpoints=saved,
+                resume=resume,
+                tries=tries and not resume,
+                callbacks=None,
+                evaluation_batches=BATCHES,
+            )
         )
         outcome = driver.run(cluster)
         if outcome.status is not Status.SUCCEEDED or outcome.checkpoint is None:

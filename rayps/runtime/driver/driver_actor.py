@@ -26,7 +26,8 @@ from rayps.core.job.records import read_json
 from rayps.core.urls import Location, location_of
 from rayps.runtime.driver.driver import Driver
 from rayps.runtime.driver.driver_move import NoticeWatch, can_leave, move_seconds, save_delay
-from rayps.runtime.own_loop.driver import LoopDriver
+from rayps.runtime.driver.workload_job import WorkloadJob
+from rayps.runtime.own_loop.loop_job import LoopJob
 from rayps.runtime.own_loop.named import load as load_function
 from rayps.runtime.records.journal import Journal
 from rayps.runtime.records.status import Outcome
@@ -64,7 +65,7 @@ class DriverActor:
         self._spec, self._folder, self._attempt = JobSpec.from_dict(spec), Path(folder), attempt
         self._failures = failures  # number of failures in earlier attempts
         self._anywhere = anywhere
-        self._driver: Driver | LoopDriver | None = None
+        self._driver: Driver | None = None
         self._stopped = threading.Event()
         self._allowed = self._spec.workers, "the job starts with its least number of workers"
         self._status = Status.FAILED
@@ -85,7 +86,7 @@ class DriverActor:
     def allow(self, workers: int, reason: str) -> None:
         """Set the number of workers that an elastic job may have now. Before the first call it is the least number."""
         self._allowed = workers, reason
-        if isinstance(self._driver, Driver):
+        if self._driver is not None:
             self._driver.allow(workers, reason)
 
     def run(self) -> str:
@@ -179,12 +180,13 @@ class DriverActor:
         left = "" if notice.seconds is None else f" in {notice.seconds:.0f} s"
         reason = f"{what} ends{left} ({notice.reason})"
         self._write_driver_file(moved=reason)  # so that the end of the process is not a failure of the job
-        if not isinstance(driver, Driver):
-            journal.event("notice", f"{reason}: the loop continues from its newest saved state in another process")
+        if driver is None:
             return
         hosts = frozenset(cluster.hosts(free=False))
         if can_leave(notice, hosts, cluster.notices(), anywhere=self._anywhere):
             driver.move(reason, move_seconds(notice))
+        elif not driver.job.saves_on_request:
+            journal.event("notice", f"{reason}: the loop continues from its newest saved state in another process")
         else:
             later = threading.Timer(save_delay(notice), driver.save_soon)
             later.daemon = True
@@ -219,32 +221,36 @@ class DriverActor:
 
     def _made(
         self, journal: Journal, checkpoints: Path, resume: Location | None, code: JobCode, *, tries: bool
-    ) -> Driver | LoopDriver:
+    ) -> Driver:
         """Return the driver of the job's workload, or of its function. `tries`: workers are processes."""
         spec = self._spec
         if spec.run is not None:
-            return LoopDriver(
-                load_function(spec.run, spec.working_dir),
+            return Driver(
+                LoopJob(
+                    load_function(spec.run, spec.working_dir),
+                    spec,
+                    journal,
+                    checkpoints=checkpoints,
+                    resume=resume,
+                    failures=self._failures,
+                    sends=False,
+                    code=code,
+                )
+            )
+        return Driver(
+            WorkloadJob(
+                load(spec.workload, spec.working_dir, spec.params),
                 spec,
                 journal,
                 checkpoints=checkpoints,
                 resume=resume,
                 failures=self._failures,
-                sends=False,
+                name=self._folder.name,
+                again=self._attempt > 1,
+                tries=tries,
+                profile=_traces(self._folder) if spec.profile else None,
                 code=code,
             )
-        return Driver(
-            load(spec.workload, spec.working_dir, spec.params),
-            spec,
-            journal,
-            checkpoints=checkpoints,
-            resume=resume,
-            failures=self._failures,
-            name=self._folder.name,
-            again=self._attempt > 1,
-            tries=tries,
-            profile=_traces(self._folder) if spec.profile else None,
-            code=code,
         )
 
     def _end_actor(self) -> None:

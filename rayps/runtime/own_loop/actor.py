@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import cloudpickle
@@ -21,11 +21,13 @@ from rayps.core.job.user_code import placed, user_code
 from rayps.core.job.user_module import unpack
 from rayps.core.logs import LogBuffer
 from rayps.core.rows.rank_seed import rank_seed
+from rayps.core.time.member_times import MemberTimes
 from rayps.runtime.own_loop.activity import Activity, activity_of
 from rayps.runtime.own_loop.named import arguments
 from rayps.runtime.own_loop.state import SavedPart
 from rayps.runtime.own_loop.world import LoopPlace, World, current
 
+TIMES_SECONDS = 1.0  # seconds between two reports of the account of time
 REPORT_SECONDS = 0.1  # the shortest time, in seconds, between two reports of a step
 
 
@@ -41,6 +43,7 @@ class LoopOutput:
     events: list[Event] = field(default_factory=list)
     parts: list[SavedPart] = field(default_factory=list)
     activity: Activity | None = None  # what its function is doing; None if it does not run
+    times: MemberTimes | None = None  # of its process since the start, if a report is due
     inputs: str | None = None  # a digest of the first inputs of its model: see `rayps.runtime.own_loop.same_rows`
 
 
@@ -73,11 +76,13 @@ class LoopActor:
         code: JobCode | None = None,
         capture: bool = False,
         sends: bool = True,
+        recovers: bool = False,
         threads: int = 1,
     ) -> None:
         """Prepare the worker, whose operators use `threads` threads.
 
-        `capture`: whether lines are sent to the driver. `sends`: whether the result is.
+        `capture`: whether lines are sent to the driver. `sends`: whether the result is. `recovers`: whether the worker
+        starts because of a failure.
         """
         self._packed, self._world, self._job_code = packed, World(place), code or JobCode("")
         self._code: OpenCode | None = None
@@ -87,6 +92,9 @@ class LoopActor:
         self._thread: int | None = None  # the thread in which the function runs
         self._stepped = 0, time.monotonic()  # the number of steps, and when it has last been another
         self._closing = threading.Lock()
+        self._times_due = 0.0  # the time of the next report of the account
+        if recovers:
+            self._world.account.enter("recovery")
         self._world.produced = self._produced
         if capture:
             self._logs.capture()
@@ -109,6 +117,7 @@ class LoopActor:
         try:
             self._code = enter_code(self._job_code)
             function = unpack(self._packed, shared=True)
+            here.account.enter("compute")
             with user_code(getattr(function, "__name__", "train_fn")):
                 result = function(**arguments(function, here.place.params))
             if not self._sends:
@@ -126,6 +135,7 @@ class LoopActor:
                 if self._code is not None:
                     self._code.close()
                 self._logs.release()
+                here.account.enter("idle")
                 self._over = True  # nothing more follows
                 self._logs.release()
         return result
@@ -138,9 +148,16 @@ class LoopActor:
         if steps != self._stepped[0]:
             self._stepped = steps, time.monotonic()
         activity = None if over else activity_of(self._thread, time.monotonic() - self._stepped[1])
+        times = None
+        if over or time.monotonic() >= self._times_due:
+            self._times_due, times = time.monotonic() + TIMES_SECONDS, self.times()
         return LoopOutput(
-            self._logs.drain(), steps, self._returned, over, *self._world.take(), activity, self._world.inputs
+            self._logs.drain(), steps, self._returned, over, *self._world.take(), activity, times, self._world.inputs
         )
+
+    def times(self) -> MemberTimes:
+        """Return where the time of this process went since its start."""
+        return replace(MemberTimes.of(self._world.account.seconds()), rounds=self._world.steps)
 
     def close(self) -> None:
         """End the connections of wrapped optimizers, so that no peer waits for this worker. A kill calls this."""

@@ -9,6 +9,7 @@ is this worker's own until the next backward outside, or until the step if there
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 
 import torch
@@ -37,6 +38,7 @@ class MeanGradient:
         self._flat, self._ring, self._sent, self._flags = flat, ring, sent, StepFlags()
         self._buckets = Buckets(flat, ring, bucket_mb, self._flags, hooked=False) if sent is ring else None
         self.choice = "" if self._buckets is None else str(self._buckets.choice["message"])
+        self.held = 0.0  # seconds for which means have held up the loop: see `RoundThread.take_held`
         self.suspended = 0  # the number of open `no_sync` blocks
         # the number of samples with which the mean that is in `.grad` was computed; None: `.grad` is this rank's own
         self.samples: float | None = None
@@ -63,6 +65,7 @@ class MeanGradient:
                 parameters in place, and not alike on all workers.
             LinkError: a connection fails.
         """
+        began = time.perf_counter()
         self._begin(samples)
         self._flags.state(ODD_STEP if self._step % 2 else EVEN_STEP)
         self._flags.state(CHANGED, self.is_touched())
@@ -71,6 +74,7 @@ class MeanGradient:
         for i in unused:
             self._flat.parameters[i].grad = None
         self.samples, self._begun, self.in_backward = self._begun, None, False
+        self.held += time.perf_counter() - began
         if self._flags.stated(ODD_STEP) and self._flags.stated(EVEN_STEP):
             raise WorkloadError(
                 "the workers have called backward unequally often before optimizer.step(): each backward outside of "

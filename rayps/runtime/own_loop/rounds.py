@@ -6,6 +6,7 @@ This thread and the user's thread take turns, and exactly one of them runs at an
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -140,6 +141,8 @@ class RoundThread:
         self._round_may_run = threading.Semaphore(0)  # the round's turn
         self._error: BaseException | None = None
         self._ending = False
+        self._held = 0.0  # seconds for which steps have held up the loop
+        self._totals = links.ring.seconds_waiting, links.ring.seconds_moving  # when `take_held` was called last
         self._touched = False  # whether the loop has written parameters in place, which the workers have not compared
         self._thread = threading.Thread(target=self._run, name="rayps-round", daemon=True)
         if links.mean is not None:
@@ -226,13 +229,30 @@ class RoundThread:
             self._own_step.check()
             self._check_parameters()
         self._samples, self._gradient, in_step = samples, None, self.is_in_step
+        began = time.perf_counter()
         self._round_may_run.release()
         self._wait()
+        self._held += time.perf_counter() - began
         if self.links.mean is not None:
             self.links.mean.end_step()
         if self.links.buffers is not None and in_step:
             self.links.buffers.send()
         return loss
+
+    def take_held(self) -> dict[str, float]:
+        """Return for how many seconds the loop was held up since the last call, by waits and by communication.
+
+        What the rings have waited and moved in the background while the loop went on is left out.
+        """
+        mean, ring = self.links.mean, self.links.ring
+        held, self._held = self._held, 0.0
+        if mean is not None:
+            held, mean.held = held + mean.held, 0.0
+        totals = ring.seconds_waiting, ring.seconds_moving
+        waiting, moving = (now - before for now, before in zip(totals, self._totals, strict=True))
+        self._totals = totals
+        waiting = min(waiting, held)
+        return {"waiting": waiting, "communication": min(moving, held - waiting)}
 
     def clip(self, max_norm: float, samples: float, params: list[nn.Parameter]) -> Tensor:
         """Clip the gradient that the optimizer will use, and return its norm.

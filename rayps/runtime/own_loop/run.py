@@ -14,8 +14,9 @@ from rayps.core.job.job_status import Status
 from rayps.core.job.records import ProgressRecord
 from rayps.core.spelling import suggests_names
 from rayps.core.strategy.strategy import Phase
-from rayps.core.urls import location_of
-from rayps.runtime.own_loop.driver import LoopDriver
+from rayps.core.urls import is_url, location_of
+from rayps.runtime.driver.driver import Driver
+from rayps.runtime.own_loop.loop_job import LoopJob
 from rayps.runtime.own_loop.named import load
 from rayps.runtime.records.display import Display
 from rayps.runtime.records.journal import Journal
@@ -100,9 +101,12 @@ def run(
         on_event=display.event if display else None,
         on_lines=display.lines if display else None,
     )
+    if folder is not None and not is_url(folder):
+        journal.time_folder, journal.time_anew = Path(folder), True
     for warning in passed:
         journal.event("warning", warning)
-    driver = LoopDriver(function, spec, journal, checkpoints=folder, resume=resumed)
+    job = LoopJob(function, spec, journal, checkpoints=folder, resume=resumed)
+    driver = Driver(job)
     driver.preflight()
     opened = cluster if cluster is not None else open_ray(address, spec, journal)
     try:
@@ -115,7 +119,7 @@ def run(
         raise KeyboardInterrupt(f"{outcome.message}\n{way_to_resume(outcome)}")
     if outcome.status is not Status.SUCCEEDED:
         raise outcome.error if isinstance(outcome.error, RaypsError) else TrainingError(outcome.message)
-    return driver.results
+    return job.results
 
 
 def _wire(strategy: StrategySpec) -> Json:

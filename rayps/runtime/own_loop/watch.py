@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
+from queue import Full, Queue
 
 from rayps_client.errors import ActorDied, ClusterError, PeerTimeout, WorkloadError
 
-from rayps.cluster.local import ActorHandle
+from rayps.cluster.local import ActorHandle, until
 from rayps.runtime.own_loop.actor import LoopOutput
 
 WAIT_SECONDS = 1.0  # the longest time, in seconds, that a call waits in a worker for a line
@@ -19,12 +19,13 @@ class LoopWatch:
     """Collects the output of the workers of a `run`.
 
     For each worker, one thread calls the worker's `output`, which waits until there is a line. A line therefore arrives
-    before the process ends, unless it is printed immediately before a kill. `receive` is called with the rank and its
-    output, in the thread of the rank.
+    before the process ends, unless it is printed immediately before a kill. The driver takes the outputs as it polls.
     """
 
-    def __init__(self, handles: Sequence[ActorHandle], receive: Callable[[int, LoopOutput], None]) -> None:
-        self._receive, self._ended, self._compared = receive, False, False
+    def __init__(self, handles: Sequence[ActorHandle]) -> None:
+        # a worker is not asked for more before the driver has taken what it has produced
+        self._arrived: Queue[tuple[int, LoopOutput]] = Queue(len(handles))
+        self._ended, self._compared = False, False
         # the newest output of each rank; replaced as a whole, so that a reader in another thread sees one state
         self.latest: Mapping[int, LoopOutput] = {}
         self._lock = threading.Lock()
@@ -35,6 +36,10 @@ class LoopWatch:
         for thread in self._threads:
             thread.start()
 
+    def take(self) -> list[tuple[int, LoopOutput]]:
+        """Return the outputs that have arrived since the last call, each with the rank of its worker."""
+        return [self._arrived.get() for _ in range(self._arrived.qsize())]
+
     def same_rows(self) -> bool:
         """Return once whether all workers train on the same rows, as soon as that is known."""
         found = {output.inputs for output in self.latest.values()}
@@ -43,11 +48,18 @@ class LoopWatch:
         self._compared = True
         return len(found) == 1 and len(self._threads) > 1
 
-    def finish(self, ranks: Sequence[int]) -> None:
-        """Wait for the last output of the workers `ranks`, whose function has returned or which have died."""
-        deadline = time.monotonic() + END_SECONDS
-        for rank in ranks:
-            self._threads[rank].join(max(0.0, deadline - time.monotonic()))
+    def finish(self, ranks: Sequence[int], take: Callable[[], None]) -> None:
+        """Wait for the last output of the workers `ranks`, whose function has returned or which have died.
+
+        `take` takes over what arrives meanwhile.
+        """
+
+        def is_over() -> bool:
+            take()
+            return not any(self._threads[rank].is_alive() for rank in ranks)
+
+        until(is_over, END_SECONDS)
+        take()
 
     def close(self) -> None:
         """Receive nothing more, because the workers are killed."""
@@ -65,7 +77,12 @@ class LoopWatch:
                 return
             with self._lock:
                 self.latest = {**self.latest, rank: output}
-            self._receive(rank, output)
+            while not self._ended:
+                try:
+                    self._arrived.put((rank, output), timeout=WAIT_SECONDS)
+                    break
+                except Full:  # the driver writes a state
+                    continue
             if output.over:
                 return
 

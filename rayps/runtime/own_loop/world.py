@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from rayps.comm.ring import Ring
 from rayps.core.job.records import Event, Point
+from rayps.core.time.time_account import TimeAccount
 from rayps.data.loader import Loader
 from rayps.runtime.own_loop.state import SavedPart, encoded
 from rayps.strategies.catalogue import StrategySpec
@@ -86,6 +87,7 @@ class World:
     logged_before: int = -1  # the same, of the state from which the function continues
     logged_at: float = field(default_factory=time.monotonic)
     inputs: str | None = None  # a digest of the first inputs of the first wrapped model; None if not known
+    account: TimeAccount = field(default_factory=TimeAccount)  # of this process's time
 
     @property
     def rank(self) -> int:
@@ -215,6 +217,12 @@ def save(state: Any = None, *, every_rank: bool = False) -> None:
         rayps.run(train_fn, workers=2, max_failures=3)
     """
     here = world()
+    with here.account.span("checkpoint"):
+        _save(here, state, every_rank=every_rank)
+    here.produced()
+
+
+def _save(here: World, state: object, *, every_rank: bool) -> None:
     tensors: dict[str, Tensor] = {}
     kept = state if every_rank or here.rank == 0 else None
     body = {"state": kept, "own": every_rank or here.rank == 0, "wraps": [each.state() for each in here.wrapped]}
@@ -230,7 +238,6 @@ def save(state: Any = None, *, every_rank: bool = False) -> None:
             )
         here.saved += 1
         here.parts.append(SavedPart(here.saved, here.steps, tensors, tree, here.last_logged))
-    here.produced()
 
 
 def restore() -> Any:

@@ -160,6 +160,8 @@ def _extend(optimizer: Optimizer, rounds: RoundThread, here: World) -> None:
         loss = rounds.step(closure, _weight(self.samples), take_scaled(optimizer))
         self._opt_called = True
         here.steps += 1
+        here.account.divide(rounds.take_held())
+        here.account.enter("compute")  # what the next step takes from begins here
         here.produced()
         return loss
 
