@@ -73,10 +73,11 @@ def test_outputs_that_arrive_while_the_driver_reads_them():
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(20):
-            watch = LoopWatch([Told()] * 50, lambda rank, output: None)
+            watch, taken = LoopWatch([Told()] * 50), []
             while len(watch.latest) < 50:
                 assert all(output.steps for output in watch.latest.values())
-            watch.finish(range(50))
+            watch.finish(range(50), lambda taken=taken, watch=watch: taken.extend(watch.take()))
+            assert sorted(rank for rank, _ in taken) == list(range(50))
     finally:
         sys.setswitchinterval(interval)
 
