@@ -27,6 +27,7 @@ from rayps.core import metrics
 from rayps.core.job.job_status import Status
 from rayps.core.job.records import Event, ProgressRecord
 from rayps.core.spelling import suggests_names
+from rayps.core.strategy.refusals import refuse
 from rayps.core.strategy.strategy import Phase
 from rayps.core.time.goodput import JobTime
 from rayps.core.time.time_report import report_of
@@ -36,7 +37,6 @@ from rayps.federated.client_states_file import StoredStates
 from rayps.federated.rules.client_scores import report_clients, report_rounds
 from rayps.federated.strategy_interface import FederatedView
 from rayps.privacy.claim import claim_of_run
-from rayps.privacy.options import privacy_in
 from rayps.ps.client.table_face import find_tables
 from rayps.runtime.checks.dry_run import rehearse
 from rayps.runtime.driver.driver import Driver
@@ -51,6 +51,7 @@ from rayps.runtime.results.job_clients import ClientResult, JobClients
 from rayps.runtime.results.saved_model import save_model
 from rayps.strategies.catalogue import StrategySpec, parse, wire
 from rayps.strategies.job import JobSpec, elastic_fields, gpus_of_servers
+from rayps.strategies.job_features import features_of_phase
 from rayps.tensors.checkpoints import checkpoint as checkpoints
 from rayps.tensors.checkpoints.checkpoint_place import CheckpointPlace, ObjectStore
 from rayps.tensors.snapshot import Snapshot
@@ -331,7 +332,8 @@ def train(
             f"server_group is {server_group!r}: give also address, the cluster on which the group runs", field="address"
         )
     if dry_run:
-        _refuse_private(phases)
+        for phase in phases:
+            refuse(features_of_phase(phase) | {"dry_run": True})
     workload = _workload(workload, spec.params)
     folder = location_of(checkpoint) if checkpoint is not None else None
     resumed, passed = folder_to_resume(resume, folder)
@@ -419,16 +421,6 @@ def _refuse_both(start_from: str | Path | JsonObject | None, dry_run: bool) -> N
         )
     if dry_run:
         raise ConfigError("dry_run and resume were both given: a dry run starts at round 0", field="dry_run")
-
-
-def _refuse_private(phases: Sequence[Phase]) -> None:
-    """Refuse the dry run of a private job. Raises ConfigError."""
-    if any(privacy_in(phase.strategy) is not None for phase in phases):
-        raise ConfigError(
-            "dry_run was given for a private job: the rounds of a dry run would be releases that are in no ledger; "
-            "leave privacy out of the strategy for the dry run, on data that may be seen, or leave out dry_run",
-            field="dry_run",
-        )
 
 
 def _wants_traces(profile: object) -> bool:

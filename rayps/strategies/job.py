@@ -19,9 +19,11 @@ from rayps.core.job.statement import check_statement
 from rayps.core.job.warm_start import StartFrom
 from rayps.core.strategy.elastic import ElasticWorkers, misplaced, range_of, workers_of_text
 from rayps.core.strategy.elastic_support import check_phases
+from rayps.core.strategy.refusals import refuse
 from rayps.core.strategy.strategy import Phase
 from rayps.core.strategy.topology import shard_bundles
 from rayps.strategies.catalogue import StrategySpec, check_for_loop, parse
+from rayps.strategies.job_features import features_of_phase
 
 MOST_PARAMS_BYTES = 100_000  # of all values as JSON
 _DECIDES = "the loop decides about it: make it an argument of the function and give params.{} instead"
@@ -158,7 +160,10 @@ class JobSpec:
             check_for_loop(phases)
         elif self.elastic is not None:
             check_phases(phases, self.elastic)
+        own: dict[str, Json] = {"profile": True} if self.profile else {}
+        own |= {} if self.server_group is None else {"server_group": self.server_group}
         for number, phase in enumerate(phases, 1):
+            refuse(features_of_phase(phase) | own)
             try:
                 phase.strategy.grid(self.workers)
             except ConfigError as error:

@@ -16,11 +16,13 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from rayps_client.errors import ConfigError
+from rayps_client.values import Json
 
 from rayps.core.grid import Grid
 from rayps.core.rows.dropped_steps import LateWorkers
 from rayps.core.strategy import traffic
 from rayps.core.strategy.adaptive_staleness import FIRST
+from rayps.core.strategy.refusals import refuse
 from rayps.core.strategy.replica import Replica
 from rayps.core.strategy.traffic import Sizes, TrafficCost
 
@@ -145,6 +147,17 @@ class JobFacts:
     clip_norm: float | None = None  # the workload's `clip_norm`
     group: str | None = None  # the server group that the job names
 
+    def features(self) -> dict[str, Json]:
+        """Return those that are given, as `rayps.core.strategy.refusals` names them."""
+        tables = ", ".join(map(repr, self.tables)) or None
+        found = {
+            "branch": self.branch,
+            "sparse tables": tables,
+            "clip_norm": self.clip_norm,
+            "server_group": self.group,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
 
 @dataclass(frozen=True, slots=True)
 class Peers:
@@ -163,8 +176,7 @@ class Peers:
 
     def __post_init__(self) -> None:
         _check_shard(self)
-        _check_peers_with_backup(self)
-        _check_private_peers(self)
+        refuse(features_of(self))
 
     @property
     def in_step(self) -> bool:
@@ -186,12 +198,8 @@ class Peers:
 
     def check(self, name: str, job: JobFacts) -> None:
         """Raise ConfigError if the job cannot be combined with this topology. `name` is the strategy's name."""
-        if job.tables and self.tables is None:
-            raise _no_tables(name, job)
-        _refuse_replica(self.replica, job)
-        _refuse_branch(name, job)
-        _refuse_private(self.private, job)
-        _refuse_clipping(name, job)
+        both: dict[str, Json] = {"tables beside a ring": True} if job.tables else {}
+        refuse(features_of(self) | job.features() | both | {"strategy": name})
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
         """Return the traffic of a step between replicas, by formula."""
@@ -226,8 +234,7 @@ class Servers:
     consistent: bool = False  # out of step: a pull from several servers has the values of one moment
 
     def __post_init__(self) -> None:
-        _check_servers_with_backup(self)
-        _check_private_servers(self)
+        refuse(features_of(self))
 
     @property
     def staleness(self) -> int | None:
@@ -295,18 +302,7 @@ class Servers:
 
     def check(self, name: str, job: JobFacts) -> None:
         """Raise ConfigError if the job cannot be combined with this topology. `name` is the strategy's name."""
-        if job.tables and not self.tables:
-            raise _no_tables(name, job)
-        _refuse_private(self.private, job)
-        _refuse_replica(self.replica, job)
-        _refuse_group_with_backup(self.backup, job)
-        if self.gpus and (job.tables or job.group is not None):
-            why = f"on server group {job.group!r}" if job.group is not None else "on a server group, with its tables"
-            raise ConfigError(
-                f"shard_resources gives each shard {self.gpus:g} GPU, and the parameters are {why}: only a job's own "
-                "fixed servers can be on GPUs; leave out shard_resources" + (", or server_group" if job.group else ""),
-                field="shard_resources",
-            )
+        refuse(features_of(self) | job.features() | {"strategy": name})
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
         """Return the traffic of a step with the servers, by formula."""
@@ -365,9 +361,7 @@ class SharedVector:
 
     def check(self, name: str, job: JobFacts) -> None:
         """Raise ConfigError if the job cannot be combined with this topology. `name` is the strategy's name."""
-        if job.tables:
-            raise _no_tables(name, job)
-        _refuse_branch(name, job)
+        refuse(features_of(self) | job.features() | {"strategy": name})
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
         """Return the traffic of a step, which is zero."""
@@ -375,6 +369,42 @@ class SharedVector:
 
 
 Topology = Peers | Servers | SharedVector
+
+
+def features_of(topology: Topology) -> dict[str, Json]:
+    """Return the features of a job that its topology declares, as `rayps.core.strategy.refusals` names them."""
+    if isinstance(topology, SharedVector):
+        return {"one shared vector": True, "no servers for tables": True, "no servers": True}
+    found: dict[str, Json] = {
+        "replica": None if topology.replica is None else topology.replica.name,
+        "compression": topology.compression,
+        "backup": topology.backup or None,
+        "privacy": topology.private or None,
+    }
+    if isinstance(topology, Peers):
+        found |= {
+            "shard": topology.shard,
+            "no shard": topology.shard is None or None,
+            "slices of gradients": topology.shard in ("gradients", "parameters") or None,
+            "slices of parameters": topology.shard == "parameters" or None,
+            "slice_backup": topology.slice_backup or None,
+            "bucket_mb": topology.bucket_mb,
+            "buckets": topology.bucket_mb or None,
+            "servers for tables": topology.tables is not None or None,
+            "no servers for tables": topology.tables is None or None,
+            "no servers": True,
+        }
+    else:
+        moves = "auto" if topology.adaptive else topology.staleness
+        found |= {
+            "staleness": None if topology.in_step else "none" if moves is None else moves,
+            "replicas": topology.replicas,
+            "backup at servers": topology.backup or None,
+            "copies of servers' parameters": topology.own_copies or None,
+            "shard_resources": topology.gpus or None,
+            "no servers for tables": not topology.tables or None,
+        }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def shard_of(strategy: ServerHalf) -> str | None:
@@ -457,36 +487,6 @@ def _check_shard(peers: Peers) -> None:
         )
     if not isinstance(peers.slice_backup, bool):
         raise ConfigError(f"slice_backup is {peers.slice_backup!r}: give True or False", field="slice_backup")
-    if shard is None:
-        if peers.slice_backup:
-            raise ConfigError(
-                "slice_backup is True without shard: every worker holds the whole state; give also shard='optimizer' "
-                "or shard='gradients', or leave out slice_backup",
-                field="slice_backup",
-            )
-        return
-    if peers.replica is not None:
-        raise ConfigError(
-            f"shard is {shard!r} and replica is {peers.replica.name}: the workers of a replica hold parts of the model "
-            "already; leave out one of them",
-            field="shard",
-        )
-    if peers.tables is not None:
-        raise ConfigError(
-            f"shard is {shard!r} with sparse tables, whose rows are on servers already: leave out shard", field="shard"
-        )
-    if peers.compression is not None and shard != "optimizer":
-        raise ConfigError(
-            f"shard is {shard!r} and compression is {peers.compression!r}, which needs the whole gradient on each "
-            "worker: use shard='optimizer', or leave out compression",
-            field="shard",
-        )
-    if peers.slice_backup and shard == "parameters":
-        raise ConfigError(
-            "slice_backup is True and shard is 'parameters', for which no worker holds copies: leave out slice_backup "
-            "(a failure then restarts all workers from the newest checkpoint), or use shard='gradients'",
-            field="slice_backup",
-        )
 
 
 def _check_backup(backup: int, workers: int) -> None:
@@ -496,148 +496,6 @@ def _check_backup(backup: int, workers: int) -> None:
             f"backup is {backup} and there are {workers} workers: give fewer than half of the workers as backup "
             f"workers, or at least {2 * backup + 1} workers",
             field="backup",
-        )
-
-
-def _check_peers_with_backup(peers: Peers) -> None:
-    """Raise ConfigError if backup workers cannot be combined with another option of `peers`."""
-    others = (
-        ("replica", peers.replica and peers.replica.name, "the workers of a replica wait for each other"),
-        ("compression", peers.compression, "a late worker has no error to feed back"),
-        ("shard", peers.shard, "each worker is needed for its slice of the state"),
-        ("bucket_mb", peers.bucket_mb or None, "nothing is sent before the members of a step are known"),
-    )
-    _refuse_with_backup(peers.backup, others)
-    if peers.backup and peers.tables is not None:
-        raise _backup_with("sparse tables", "a late worker's rows are on servers", "use all_reduce without tables")
-
-
-def _check_servers_with_backup(servers: Servers) -> None:
-    """Raise ConfigError if backup workers cannot be combined with another option of `servers`."""
-    if servers.backup and not servers.in_step:
-        staleness = "none" if servers.staleness is None else servers.staleness
-        raise _backup_with(
-            f"staleness {staleness}", "no worker waits for all others", "give staleness=0, or leave out backup"
-        )
-    others = (
-        ("replica", servers.replica and servers.replica.name, "the workers of a replica wait for each other"),
-        ("replicas", servers.replicas, "the members of a round are known to fixed servers only"),
-    )
-    _refuse_with_backup(servers.backup, others)
-
-
-def _refuse_with_backup(backup: int, others: Iterable[tuple[str, object, str]]) -> None:
-    for name, given, why in others if backup else ():
-        if given is not None:
-            raise _backup_with(f"{name} {given}", why, f"leave out {name}, or backup")
-
-
-def _refuse_group_with_backup(backup: int, job: JobFacts) -> None:
-    """Refuse backup workers with servers that outlive a failure, or with tables, which need such servers."""
-    if backup and job.tables:
-        raise _backup_with("sparse tables", "a late worker's rows are on servers", "leave out backup")
-    if backup and (job.group is not None or job.branch is not None):
-        where = f"server group {job.group!r}" if job.group is not None else f"branch {job.branch!r}"
-        raise _backup_with(
-            where, "the members of a round are known to fixed servers only", "leave out the group, or backup"
-        )
-
-
-def _backup_with(what: str, why: str, way_out: str) -> ConfigError:
-    return ConfigError(f"backup workers cannot be combined with {what}: {why}; {way_out}", field="backup")
-
-
-def _check_private_peers(peers: Peers) -> None:
-    """Raise ConfigError if privacy cannot be combined with another option of `peers`."""
-    others = (
-        ("replica", peers.replica and peers.replica.name, "no worker has a row's whole gradient, and its norm"),
-        ("compression", peers.compression, "what compression leaves out of a sum would be added to later sums"),
-        ("shard", peers.shard, "a row's norm needs its gradient by all parameters"),
-        ("bucket_mb", peers.bucket_mb, "nothing may be sent before the noise is added"),
-        ("backup", peers.backup or None, "a late worker's rows would be missing from the sum"),
-    )
-    _refuse_with_privacy(peers.private, others)
-
-
-def _check_private_servers(servers: Servers) -> None:
-    """Raise ConfigError if privacy cannot be combined with another option of `servers`."""
-    staleness = "none" if servers.staleness is None else "auto" if servers.adaptive else servers.staleness
-    others = (
-        ("staleness", None if servers.in_step else staleness, "each push would need noise of its own"),
-        ("replica", servers.replica and servers.replica.name, "no worker has a row's whole gradient, and its norm"),
-        ("compression", servers.compression, "what compression leaves out of a sum would be added to later sums"),
-        ("replicas", servers.replicas, "the accounting is only for servers that return to a snapshot together"),
-        ("backup", servers.backup or None, "a late worker's rows would be missing from the sum"),
-    )
-    _refuse_with_privacy(servers.private, others)
-
-
-def _refuse_with_privacy(private: bool, others: Iterable[tuple[str, object, str]]) -> None:
-    for name, given, why in others if private else ():
-        if given is not None:
-            raise ConfigError(
-                f"privacy cannot be combined with {name} {given}: {why}; leave out {name}, or privacy", field="privacy"
-            )
-
-
-def _refuse_private(private: bool, job: JobFacts) -> None:
-    """Refuse a private job whose sums would leave without noise, or whose gradient would be clipped twice."""
-    if not private:
-        return
-    others = (
-        ("sparse tables", job.tables, "which rows of a table a batch looks up is visible", "use dense embeddings"),
-        ("clip_norm", job.clip_norm, "privacy clips the gradient of each row", "set clip_norm to None"),
-        (
-            "server_group",
-            job.group,
-            "its servers serve other jobs, and would get sums without noise",
-            "leave server_group out",
-        ),
-    )
-    for name, given, why, way_out in others:
-        if given:
-            raise ConfigError(
-                f"privacy cannot be combined with {name}: {why}; {way_out}, or leave out privacy", field="privacy"
-            )
-
-
-def _no_tables(name: str, job: JobFacts) -> ConfigError:
-    known = ", ".join(map(repr, job.tables))
-    return ConfigError(
-        f"the model has sparse tables ({known}), and {name} has no servers for them: use the strategy hybrid, or "
-        "parameter_server",
-        field="strategy",
-    )
-
-
-def _refuse_replica(replica: Replica | None, job: JobFacts) -> None:
-    """Refuse a model that is divided among workers and has sparse tables: each part would need the tables' rows."""
-    if replica is not None and job.tables:
-        known = ", ".join(map(repr, job.tables))
-        raise ConfigError(
-            f"replica is a {replica.name} of several workers, and the model has sparse tables ({known}): the workers "
-            "of a replica cannot share the rows of a table; leave out replica, or use a dense embedding",
-            field="replica",
-        )
-
-
-def _refuse_branch(name: str, job: JobFacts) -> None:
-    if job.branch is not None:
-        raise ConfigError(
-            f"branch is {job.branch!r}, and {name} has no parameters on servers: start with parameter_server, or "
-            "leave out branch",
-            field="branch",
-        )
-
-
-def _refuse_clipping(name: str, job: JobFacts) -> None:
-    """Refuse `clip_norm` for tables: workers cannot compute the norm, as only servers know the rows' mean gradient."""
-    if job.clip_norm is not None and job.tables:
-        raise ConfigError(
-            f"clip_norm is {job.clip_norm!r} and {name} trains sparse tables: no worker has the mean gradient of "
-            "their rows, so the norm of the whole gradient is not known; use parameter_server, which clips each "
-            "worker's push (dense part and rows together), or set clip_norm to None",
-            field="clip_norm",
         )
 
 

@@ -19,7 +19,6 @@ from rayps.privacy.mechanism import Mechanism
 from rayps.privacy.options import POISSON, privacy_in
 from rayps.privacy.row_level import RowPrivacy
 from rayps.workload.base import Workload, evaluates_training_data
-from rayps.workload.compile_model import options_of
 from rayps.workload.norm_by_row import mixing_layer, norm_by_row
 
 
@@ -50,7 +49,6 @@ def private_rows(
             field="privacy",
         )
     _check_data(workload, data)
-    _check_fields(workload)
     _check_layers(model)
     if strategy.loop == SERVER_STEPS and grid.data > 1:
         _check_pushes(model)
@@ -80,25 +78,6 @@ def _check_data(workload: Workload, data: Data) -> None:
         )
     if why is not None:
         raise ConfigError(f"privacy cannot be combined with {why}, or leave out privacy", field="privacy")
-
-
-def _check_fields(workload: Workload) -> None:
-    others = (
-        (
-            "accumulate",
-            workload.accumulate if workload.accumulate > 1 else None,
-            "multiply batch_size by it, and give physical_batch, the rows that are in memory at once",
-        ),
-        ("compile", options_of(workload.compile), "set compile to False"),
-        ("checkpoint_activations", workload.checkpoint_activations or None, "give a smaller physical_batch for memory"),
-    )
-    for name, given, way_out in others:
-        if given is not None:
-            raise ConfigError(
-                f"privacy cannot be combined with {name}={getattr(workload, name)!r} of the workload, because the "
-                f"gradients of single rows are computed together: {way_out}",
-                field=name,
-            )
 
 
 def _check_layers(model: nn.Module) -> None:

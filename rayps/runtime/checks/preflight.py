@@ -17,7 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -25,6 +25,7 @@ import torch
 from rayps_client.errors import ConfigError, RaypsError, WorkloadError
 from rayps_client.trainers.local_work import counted, no_whole_batch
 from rayps_client.trainers.module_modes import evaluating
+from rayps_client.values import Json
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -35,7 +36,8 @@ from rayps.core.job.warm_start import StartFrom
 from rayps.core.rows.phase_rounds import OPEN, Calendar
 from rayps.core.strategy.elastic import ElasticWorkers
 from rayps.core.strategy.elastic_support import check_phases, takes_leases
-from rayps.core.strategy.replica import Pipeline, Replica
+from rayps.core.strategy.refusals import refuse
+from rayps.core.strategy.replica import Pipeline
 from rayps.core.strategy.strategy import Phase, StrategyView
 from rayps.core.strategy.strategy_families import SHARED_VECTOR, ends_together, has_remote_clients, learns_by_client
 from rayps.core.strategy.topology import JobFacts, backup_in, replica_of, servers_of, shard_of
@@ -54,8 +56,6 @@ from rayps.privacy.row_level import RowPrivacy
 from rayps.ps.client.table_face import find_tables
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.server.dense_segment import optimizer_factory
-from rayps.runtime.checks.check_average import check_average_under
-from rayps.runtime.checks.check_backup_workers import check_backup_workers
 from rayps.runtime.checks.check_last_batches import check_last_batches
 from rayps.runtime.checks.check_private_rows import private_phases
 from rayps.runtime.driver.model_memory import limited
@@ -63,6 +63,7 @@ from rayps.runtime.records.journal import Journal
 from rayps.runtime.results.early_stopping import MetricWatch
 from rayps.runtime.size.membership import Membership
 from rayps.strategies.job import JobSpec
+from rayps.strategies.job_features import features_of_phase
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Recipe, rates_of, recipe_of
@@ -118,12 +119,8 @@ def preflight(
         CheckpointError: the files with the first parameters are not of this model.
     """
     check_fields(workload)
-    for phase in phases:
-        check_average_under(phase.strategy, workload.average)
     data = _data(workload, all(has_remote_clients(phase.strategy) for phase in phases))
     grids = [phase.grid(spec.workers) for phase in phases]
-    for phase in phases:
-        check_backup_workers(phase.strategy, data, sync_batchnorm=workload.sync_batchnorm)
     sharded = all(shard_of(phase.strategy) is not None for phase in phases)
     with apart(), limited(workload):  # restores the user's random state
         # a model whose state workers divide may be larger than the memory of this process
@@ -135,19 +132,15 @@ def preflight(
         tables = find_tables().tables_of(model) if has_tables(model) else ()
         if tables:
             find_tables().try_out(workload, model)
-    _check_topologies(phases, spec, tables, workload.clip_norm)
+    given = _features(workload, model, data) | ({"profile": True} if spec.profile else {})
+    for at, phase in enumerate(phases):
+        refuse(features_of_phase(phase) | given)
+        _check_topology(phase, spec, tables, workload.clip_norm, first=not at)
+    _refuse_idle_group(phases, spec, tables)
     _check_batchnorm(workload, phases, model, replicas=max(grid.data for grid in grids))
-    _check_fp16(workload, phases, tables)
-    _check_activations(workload, phases, model)
     if any(shard_of(phase.strategy) == "parameters" for phase in phases):
         check_sharded_fields(workload)
         check_sharded_model(model)
-    if tables and options_of(workload.compile) is not None:
-        raise ConfigError(
-            f"compile is {workload.compile!r} and the model has sparse tables, whose rows are on servers: compile the "
-            "dense layers in model(), by layer.compile(), and set compile to False",
-            field="compile",
-        )
     layout = Layout.of((name, p) for name, p in model.named_parameters() if p.requires_grad)
     begin, warnings = (None, []) if begin is None else usable_start(begin, spec.working_dir)
     start = None if begin is None else start_point(begin, ModelNames.of(model), spec.working_dir)
@@ -294,7 +287,6 @@ def _division(workload: Workload, strategy: StrategyView, grid: Grid, model: nn.
     replica = replica_of(strategy)
     if replica is None or grid.columns == 1:
         return None
-    _refuse_fields(workload, replica)
     if isinstance(replica, Pipeline) and replica.micro_batches > data.batch_size:
         raise ConfigError(
             f"micro_batches is {replica.micro_batches} and batch_size is {data.batch_size}: a batch cannot be cut into "
@@ -311,43 +303,35 @@ def _division(workload: Workload, strategy: StrategyView, grid: Grid, model: nn.
         return found
 
 
-def _refuse_fields(workload: Workload, replica: Replica) -> None:
-    """Refuse fields of the workload that a replica of several workers does not have. Raises ConfigError."""
-    if workload.precision == "fp16" or (workload.precision is not None and replica.tensor > 1):
-        way = "set precision to 'bf16'" if replica.tensor == 1 else "return model.bfloat16() from model()"
-        raise ConfigError(
-            f"precision is {workload.precision!r}, which a replica of several workers does not have here: {way}, or "
-            "set precision to None",
-            field="precision",
-        )
-    if options_of(workload.compile) is not None:
-        raise ConfigError(
-            f"compile is {workload.compile!r} and a replica is several workers, of which none runs the whole model: "
-            "compile layers in model(), by layer.compile(), and set compile to False",
-            field="compile",
-        )
-    if isinstance(replica, Pipeline) and replica.stages > 1 and workload.accumulate > 1:
-        raise ConfigError(
-            f"accumulate is {workload.accumulate}, but a pipeline accumulates micro-batches by itself: multiply "
-            f"batch_size and the pipeline's micro_batches by {workload.accumulate}, and leave accumulate out",
-            field="accumulate",
-        )
+def _features(workload: Workload, model: nn.Module, data: Data) -> dict[str, Json]:
+    """Return the features of a workload, its model and its data, as `rayps.core.strategy.refusals` names them."""
+    found: dict[str, Json] = {
+        "average": None if workload.average is None else str(workload.average),
+        "compile": None if options_of(workload.compile) is None else workload.compile,
+        "sync_batchnorm": workload.sync_batchnorm,
+        "accumulate": workload.accumulate if workload.accumulate > 1 else None,
+        "precision": workload.precision,
+        "fp16": workload.precision == "fp16",
+        FIELD: workload.checkpoint_activations if checkpointed_blocks(model, workload.checkpoint_activations) else None,
+        "data without a length": not data.has_length,
+        "loaded_by": data.ahead is not None,
+    }
+    return {name: value for name, value in found.items() if value}
 
 
-def _check_topologies(
-    phases: list[Phase], spec: JobSpec, tables: tuple[SparseTable, ...], clip_norm: float | None
+def _check_topology(
+    phase: Phase, spec: JobSpec, tables: tuple[SparseTable, ...], clip_norm: float | None, *, first: bool
 ) -> None:
-    """Raise ConfigError if a strategy cannot be combined with the job's tables, branch, clip_norm, group or traces."""
-    _check_profile(phases, spec)
-    names = [phase.name for phase in phases]
-    topologies = [phase.strategy.topology for phase in phases]
-    facts = JobFacts(tables=tuple(table.name for table in tables), clip_norm=clip_norm, group=spec.server_group)
-    for at, (name, topology) in enumerate(zip(names, topologies, strict=True)):
-        # the branch concerns the first phase only, because the job starts from it
-        topology.check(name, facts if at else replace(facts, branch=spec.branch))
+    """Refuse what a strategy cannot be combined with. The branch concerns the first phase: the job starts from it."""
+    names, branch = tuple(table.name for table in tables), spec.branch if first else None
+    phase.strategy.topology.check(phase.name, JobFacts(branch, names, clip_norm, spec.server_group))
+
+
+def _refuse_idle_group(phases: list[Phase], spec: JobSpec, tables: tuple[SparseTable, ...]) -> None:
+    """Raise ConfigError if the job names a server group, and nothing of it is on servers."""
     if spec.server_group is not None and not tables and not any(servers_of(phase.strategy) for phase in phases):
         raise ConfigError(
-            f"server_group is {spec.server_group!r}, and {names[0]} without sparse tables needs no "
+            f"server_group is {spec.server_group!r}, and {phases[0].name} without sparse tables needs no "
             "servers: leave out server_group, or use parameter_server",
             field="server_group",
         )
@@ -359,13 +343,6 @@ def _check_batchnorm(workload: Workload, phases: list[Phase], model: nn.Module, 
     if not isinstance(given, bool):
         raise ConfigError(f"sync_batchnorm is {given!r}: give True or False", field="sync_batchnorm")
     private = next((phase.name for phase in phases if privacy_in(phase.strategy) is not None), None)
-    if given and private is not None:
-        raise ConfigError(
-            f"sync_batchnorm is True, and {private} has privacy, which takes no BatchNorm layer, because its "
-            "statistics mix rows: set sync_batchnorm to False, and use layers that normalize each row alone "
-            "(torch.nn.LayerNorm for features, GroupNorm for images); or leave out privacy",
-            field="sync_batchnorm",
-        )
     if not given and replicas > 1 and private is None:  # privacy names the layer, and what takes its place
         name = next((name for name, each in model.named_modules() if isinstance(each, nn.SyncBatchNorm)), None)
         if name is not None:
@@ -381,19 +358,7 @@ def _check_batchnorm(workload: Workload, phases: list[Phase], model: nn.Module, 
             "it cannot be replaced: return torch.nn.Sequential(layer)",
             field="sync_batchnorm",
         )
-    if given and workload.accumulate > 1:
-        raise ConfigError(
-            f"sync_batchnorm is True and accumulate is {workload.accumulate}: a worker may have fewer micro-batches "
-            "with rows than the others, which wait for its sums; set accumulate to 1, with a larger batch_size",
-            field="sync_batchnorm",
-        )
     for phase in phases if given else ():
-        if shard_of(phase.strategy) in ("gradients", "parameters"):
-            raise ConfigError(
-                f"sync_batchnorm is True and shard is {shard_of(phase.strategy)!r}: the sums of BatchNorm layers and "
-                "those of gradients would mix during backward; use shard='optimizer', or sync_batchnorm=False",
-                field="sync_batchnorm",
-            )
         able = loop_class(phase.strategy).view.synchronizes_batchnorm
         if not able or replica_of(phase.strategy) is not None:
             raise ConfigError(
@@ -404,28 +369,6 @@ def _check_batchnorm(workload: Workload, phases: list[Phase], model: nn.Module, 
             )
 
 
-def _check_activations(workload: Workload, phases: list[Phase], model: nn.Module) -> None:
-    """Raise ConfigError if activations cannot be computed again, as `checkpoint_activations` of the workload says."""
-    if not checkpointed_blocks(model, workload.checkpoint_activations):
-        return
-    what = f"{FIELD} is {workload.checkpoint_activations!r}"
-    if workload.sync_batchnorm:
-        raise ConfigError(
-            f"{what} and sync_batchnorm is True, whose layers would exchange their sums again in backward: set one of "
-            "them to False",
-            field=FIELD,
-        )
-    for phase in phases:
-        replica = replica_of(phase.strategy)
-        if replica is not None and replica.stages * replica.tensor > 1:
-            way = "raise micro_batches with schedule 1f1b" if replica.stages > 1 else "use a smaller batch_size"
-            raise ConfigError(
-                f"{what}, and a replica of {phase.name} is several workers, which cannot compute activations again: "
-                f"set {FIELD} to False, and {way} for less memory",
-                field=FIELD,
-            )
-
-
 def _warn_of_one_worker(phases: list[Phase], workers: int) -> list[str]:
     return [
         f"shard={shard_of(phase.strategy)!r} has no effect with one worker, which holds the whole state: give more "
@@ -433,31 +376,6 @@ def _warn_of_one_worker(phases: list[Phase], workers: int) -> list[str]:
         for phase in phases
         if workers == 1 and shard_of(phase.strategy) is not None
     ]
-
-
-def _check_profile(phases: list[Phase], spec: JobSpec) -> None:
-    """Refuse the traces of a private job. Raises ConfigError."""
-    if spec.profile and any(privacy_in(phase.strategy) is not None for phase in phases):
-        raise ConfigError(
-            "profile was given for a private job: a trace has each operation of a round with its shapes, and so shows "
-            "which rows or clients were drawn; leave privacy out of the strategy for the trace, on data that may be "
-            "seen, or leave out profile",
-            field="profile",
-        )
-
-
-def _check_fp16(workload: Workload, phases: list[Phase], tables: tuple[SparseTable, ...]) -> None:
-    """Refuse precision "fp16" for jobs whose skipped steps are not defined. Raises ConfigError."""
-    if workload.precision != "fp16":
-        return
-    federated_names = [phase.name for phase in phases if isinstance(phase.strategy, FederatedView)]
-    if tables or federated_names:
-        who = f"{federated_names[0]} trains each client for a few steps" if federated_names else "the model has tables"
-        raise ConfigError(
-            f"precision is 'fp16' and {who}, for which steps that fp16 skips are not implemented: set precision to "
-            "'bf16', which skips no step",
-            field="precision",
-        )
 
 
 def _data(workload: Workload, remote: bool) -> Data:
