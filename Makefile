@@ -7,7 +7,7 @@ JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 2 : 8)))
 SOAK ?= 8h
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo stop test quick simulate soak kills durations docs lint fmt clean
+.PHONY: demo stop test quick rooms simulate soak kills durations docs lint fmt clean
 
 demo: $(VENV)/ready  ## train the digits through the job service, and leave the dashboard running
 	$(BIN)/python examples/demo.py
@@ -22,6 +22,9 @@ test: $(VENV)/ready lint  ## all tests; those whose program is missing say so
 
 quick: $(VENV)/ready lint  ## the tests without Ray, kills, the browser and benchmarks
 	$(PYTEST) -m "not ray and not chaos and not browser and not bench" $(ARGS)
+
+rooms: $(VENV)/ready  ## the tree without each room that it can do without: imports, ruff, mypy, and the quick tests of the rest
+	for room in loggers tables chaos; do JOBS=$(JOBS) $(BIN)/python scripts/without.py $$room --quick $(ARGS) || exit 1; done
 
 simulate: $(VENV)/ready  ## 5,000 seeds of the deterministic simulation; ARGS="--seeds 100000" for more, "--seed 17 --trace" for one
 	$(BIN)/python scripts/simulate.py $(ARGS)

@@ -30,7 +30,8 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = {"loggers": "rayps/loggers", "tables": "rayps/ps/tables", "parallel": "rayps/parallel", "chaos": "chaos"}
+ROOMS = {"loggers": "rayps/loggers", "tables": "rayps/ps/tables", "chaos": "chaos"}
+OWN_TEST = "tests/test_rooms.py"  # of this program, which copies a whole tree
 BESIDE = ("tests", "benchmarks", "examples")  # each may have a folder with the name of a room
 FACE = "rayps/__init__.py"
 PACKAGES = ("rayps", "api/rayps_api", "client/rayps_client", "chaos/rayps_chaos", "benchmarks")
@@ -92,7 +93,7 @@ def copy_file(name: str, copy: Path) -> None:
 def belongs(name: str, room: str) -> bool:
     """Return whether a file belongs to a room, by its folder or by a line that says so."""
     folders = (ROOMS[room], *(f"{beside}/{room}" for beside in BESIDE))
-    if name.startswith(tuple(f"{folder}/" for folder in folders)):
+    if name == OWN_TEST or name.startswith(tuple(f"{folder}/" for folder in folders)):
         return True
     return name.endswith(".py") and f"# room: {room}\n" in (ROOT / name).read_text(encoding="utf-8")
 
