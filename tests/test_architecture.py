@@ -245,7 +245,7 @@ def test_what_is_imported_by_name():
             continue
         tree = TREES[f"rayps.{module}"]
         defined = {getattr(node, "name", "") for node in tree.body}
-        defined |= {target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets}
+        defined |= {getattr(each, "id", "") for node in tree.body for each in getattr(node, "targets", ())}
         assert thing in defined, target
 
 
