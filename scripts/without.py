@@ -31,7 +31,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {"loggers": "rayps/loggers", "tables": "rayps/ps/tables", "chaos": "chaos"}
-OWN_TEST = "tests/test_rooms.py"  # of this program, which copies a whole tree
+OWN_TEST = "tests/failures/test_rooms.py"  # of this program, which copies a whole tree
 BESIDE = ("tests", "benchmarks", "examples")  # each may have a folder with the name of a room
 FACE = "rayps/__init__.py"
 PACKAGES = ("rayps", "api/rayps_api", "client/rayps_client", "chaos/rayps_chaos", "benchmarks")
