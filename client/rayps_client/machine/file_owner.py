@@ -24,9 +24,11 @@ def is_ours(filename: str) -> bool:
     return filename.startswith(tuple(f"{folder}/" for folder in package_folders()))
 
 
-def users_file(file: Path) -> bool:
-    """Return whether a resolved path is that of a Python file of the user: not installed, not Python's, not rayps's."""
-    return file.suffix == ".py" and not _is_installed(file)
+@functools.cache  # called for every loaded module, each time that code is sent
+def users_file(file: str) -> bool:
+    """Return whether a path is that of a Python file of the user: not installed, not Python's, not rayps's."""
+    path = resolved(file)
+    return path.suffix == ".py" and not _is_installed(path)
 
 
 def is_users_code(filename: str) -> bool:
@@ -47,7 +49,7 @@ def resolved(file: str) -> Path:
     return Path(file).resolve()
 
 
-@functools.cache  # called for every loaded module, each time that code is sent
+@functools.cache
 def _is_installed(file: Path) -> bool:
     if {"site-packages", "dist-packages"} & set(file.parts):
         return True

@@ -68,6 +68,8 @@ class Finder:
         root = Path(working_dir or ".").absolute()
         if not root.is_dir():
             raise WorkloadError(f"the working directory {root} does not exist: give another working_dir", target=target)
+        linecache.checkcache()
+        importlib.invalidate_caches()  # a file may be newer than what Python knows of its folder
         before = set(sys.modules)
         try:
             return self._from_file(root, place) if place.endswith(".py") else self._from_name(root, place)
@@ -92,8 +94,6 @@ class Finder:
                 sys.path.remove(entry)
         self._modules.clear()
         self._paths.clear()
-        linecache.checkcache()
-        importlib.invalidate_caches()
 
     def _add_path(self, folder: Path) -> None:
         if str(folder) not in sys.path:
@@ -197,9 +197,9 @@ def is_users(module: ModuleType | None) -> bool:
     """Return whether a module is the user's own: not installed, not Python's, not rayps's."""
     if not isinstance(module, ModuleType):
         return False
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or not users_file(file):  # first: almost all loaded modules end here
+        return False
     if module.__name__.partition(".")[0] in ("__main__", "rayps", "rayps_api", "rayps_client"):
         return False
-    if sys.modules.get(module.__name__) is not module:
-        return False  # an alias: cloudpickle knows modules by their own name only
-    file = _file(module)
-    return file is not None and users_file(file)
+    return sys.modules.get(module.__name__) is module  # not an alias: cloudpickle knows modules by their own name only

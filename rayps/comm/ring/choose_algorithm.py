@@ -25,7 +25,8 @@ NAMES = ("auto", *ALGORITHMS, "hierarchical")
 _HALF = (torch.float16, torch.bfloat16)
 _PROBES = (1 << 10, 16 << 10, 128 << 10, 1 << 20)  # bytes of the vectors that are measured
 _LARGE_PROBE = 4 << 20  # a further size that is measured between hosts, as only a large transfer shows the bandwidth
-_TRIES, _LARGE_TRIES = 5, 3
+TRIES = 5  # timed runs of a candidate at one size, after one that is not timed
+_LARGE_TRIES = 3
 _SLOW_SECONDS = 0.05  # a candidate that takes longer than this at one size is not measured at larger sizes
 _STREAMS = (1, 2, 4)
 _SLOW_NETWORK_SECONDS = 0.5  # if the large probe takes longer, more streams are not tried: the network is the limit
@@ -166,7 +167,7 @@ class Autotuner:
         x = torch.zeros(size // 4)
         times: list[float] = []
         large = size >= _LARGE_PROBE
-        while len(times) < (_LARGE_TRIES if large else _TRIES) + 1:
+        while len(times) < (_LARGE_TRIES if large else TRIES) + 1:
             self._mesh.begin()
             start = time.perf_counter()
             self._run(name, x, "add")
