@@ -18,7 +18,7 @@ Features = Mapping[str, Json]
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class ExcludedPair:
     """Two features of a job that exclude each other. `says`, `why` and `way` in a row are the text of the error.
 
     The names of features in braces stand for their values.
@@ -36,17 +36,17 @@ class Refusal:
         return ConfigError((self.says + self.why + self.way).format_map(given), field=self.field)
 
 
-def _exclude(one: str, rows: dict[str, tuple[str, str, str]], field: str = "") -> Iterator[Refusal]:
+def _exclude(one: str, rows: dict[str, tuple[str, str, str]], field: str = "") -> Iterator[ExcludedPair]:
     """Yield the pairs of one feature with others; of each others' name: what the error says, why, and the way out."""
     for other, (says, why, way) in rows.items():
-        yield Refusal(one, other, says, why, way, field or one)
+        yield ExcludedPair(one, other, says, why, way, field or one)
 
 
-def _leave_out(one: str, what: str, rows: dict[str, str]) -> Iterator[Refusal]:
+def _leave_out(one: str, what: str, rows: dict[str, str]) -> Iterator[ExcludedPair]:
     """Yield pairs of which one may be left out: `one` is called `what`. From the other's name to the reason."""
     for other, why in rows.items():
         says = f"{what} cannot be combined with {other} {{{other}}}: "
-        yield Refusal(one, other, says, why, f"; leave out {other}, or {one}", one)
+        yield ExcludedPair(one, other, says, why, f"; leave out {other}, or {one}", one)
 
 
 _NO_COPY = "; leave average out, or use all_reduce, local_sgd, parameter_server or a federated strategy"
@@ -55,7 +55,7 @@ _PRIVACY = "privacy cannot be combined with "
 _NO_AVERAGE = "average is {average}, and {strategy} cannot average: "
 _ROWS_ALONE = "the gradients of single rows are computed together"
 
-TABLE: tuple[Refusal, ...] = (
+TABLE: tuple[ExcludedPair, ...] = (
     *_exclude(
         "slice_backup",
         {
@@ -81,7 +81,7 @@ TABLE: tuple[Refusal, ...] = (
             ),
         },
     ),
-    Refusal(
+    ExcludedPair(
         "slices of gradients",
         "compression",
         "shard is {shard!r} and compression is {compression!r}, which ",
@@ -89,7 +89,7 @@ TABLE: tuple[Refusal, ...] = (
         ": use shard='optimizer', or leave out compression",
         "shard",
     ),
-    Refusal(
+    ExcludedPair(
         "slice_backup",
         "slices of parameters",
         "slice_backup is True and shard is 'parameters', for which ",
@@ -98,7 +98,7 @@ TABLE: tuple[Refusal, ...] = (
         "shard='gradients'",
         "slice_backup",
     ),
-    Refusal(
+    ExcludedPair(
         "backup",
         "staleness",
         _BACKUP + "staleness {staleness}: ",
@@ -145,7 +145,7 @@ TABLE: tuple[Refusal, ...] = (
         },
     ),
     # a job and its model
-    Refusal(
+    ExcludedPair(
         "sparse tables",
         "no servers for tables",
         "the model has sparse tables ({sparse tables}), and {strategy} ",
@@ -173,7 +173,7 @@ TABLE: tuple[Refusal, ...] = (
             ),
         },
     ),
-    Refusal(
+    ExcludedPair(
         "replica",
         "sparse tables",
         "replica is a {replica} of several workers, and the model has sparse tables ({sparse tables}): ",
@@ -181,7 +181,7 @@ TABLE: tuple[Refusal, ...] = (
         "; leave out replica, or use a dense embedding",
         "replica",
     ),
-    Refusal(
+    ExcludedPair(
         "branch",
         "no servers",
         "branch is {branch!r}, and {strategy} ",
@@ -189,7 +189,7 @@ TABLE: tuple[Refusal, ...] = (
         ": start with parameter_server, or leave out branch",
         "branch",
     ),
-    Refusal(
+    ExcludedPair(
         "clip_norm",
         "tables beside a ring",
         "clip_norm is {clip_norm!r} and {strategy} trains sparse tables: ",
@@ -232,7 +232,7 @@ TABLE: tuple[Refusal, ...] = (
             ),
         },
     ),
-    Refusal(
+    ExcludedPair(
         "profile",
         "privacy of any kind",
         "profile was given for a private job: ",
@@ -240,7 +240,7 @@ TABLE: tuple[Refusal, ...] = (
         "; leave privacy out of the strategy for the trace, on data that may be seen, or leave out profile",
         "profile",
     ),
-    Refusal(
+    ExcludedPair(
         "dry_run",
         "privacy of any kind",
         "dry_run was given for a private job: ",
@@ -250,7 +250,7 @@ TABLE: tuple[Refusal, ...] = (
     ),
     # a workload
     *(
-        Refusal("average", other, _NO_AVERAGE, why, _NO_COPY, "average")
+        ExcludedPair("average", other, _NO_AVERAGE, why, _NO_COPY, "average")
         for other, why in {
             "replica": "its workers hold parts of the model",
             "shard": "each worker holds a slice of its state",
@@ -260,7 +260,7 @@ TABLE: tuple[Refusal, ...] = (
             "copies of servers' parameters": "its workers step copies of the servers' parameters",
         }.items()
     ),
-    Refusal(
+    ExcludedPair(
         "compile",
         "sparse tables",
         "compile is {compile!r} and the model has sparse tables, ",
@@ -335,7 +335,7 @@ TABLE: tuple[Refusal, ...] = (
         },
         "precision",
     ),
-    Refusal(
+    ExcludedPair(
         "precision",
         "tensor ranks",
         "precision is {precision!r}, which ",
@@ -343,7 +343,7 @@ TABLE: tuple[Refusal, ...] = (
         ": return model.bfloat16() from model(), or set precision to None",
         "precision",
     ),
-    Refusal(
+    ExcludedPair(
         "fp16",
         "parts of a model",
         "precision is {precision!r}, which ",
@@ -351,7 +351,7 @@ TABLE: tuple[Refusal, ...] = (
         ": set precision to 'bf16', or set precision to None",
         "precision",
     ),
-    Refusal(
+    ExcludedPair(
         "compile",
         "parts of a model",
         "compile is {compile!r} and a replica is several workers, of which ",
@@ -359,7 +359,7 @@ TABLE: tuple[Refusal, ...] = (
         ": compile layers in model(), by layer.compile(), and set compile to False",
         "compile",
     ),
-    Refusal(
+    ExcludedPair(
         "accumulate",
         "stages of a pipeline",
         "accumulate is {accumulate}, but ",
@@ -390,7 +390,7 @@ TABLE: tuple[Refusal, ...] = (
         },
     ),
     *(
-        Refusal(
+        ExcludedPair(
             "privacy", name, _PRIVACY + f"{name}={{{name}!r}} of the workload, because ", _ROWS_ALONE, f": {way}", name
         )
         for name, way in {
