@@ -327,13 +327,10 @@ def train(
         keep_checkpoints=keep_checkpoints,
         elastic=size["elastic"],
     ).check()
-    if server_group is not None and cluster is None and address is None:
-        raise ConfigError(
-            f"server_group is {server_group!r}: give also address, the cluster on which the group runs", field="address"
-        )
+    if server_group is not None and cluster is None:
+        _must_have_address(server_group, address)
     if dry_run:
-        for phase in phases:
-            refuse(features_of_phase(phase) | {"dry_run": True})
+        _refuse_undry(phases)
     workload = _workload(workload, spec.params)
     folder = location_of(checkpoint) if checkpoint is not None else None
     resumed, passed = folder_to_resume(resume, folder)
@@ -410,6 +407,19 @@ def _result(outcome: Outcome, journal: Journal, workload: Workload, time: JobTim
         _clients(outcome, workload, spec),
         claim_of_run(journal.events, journal.points),
     )
+
+
+def _refuse_undry(phases: Sequence[Phase]) -> None:
+    """Raise ConfigError if a phase cannot be tried without a run."""
+    for phase in phases:
+        refuse(features_of_phase(phase) | {"dry_run": True})
+
+
+def _must_have_address(server_group: str, address: str | None) -> None:
+    if address is None:
+        raise ConfigError(
+            f"server_group is {server_group!r}: give also address, the cluster on which the group runs", field="address"
+        )
 
 
 def _refuse_both(start_from: str | Path | JsonObject | None, dry_run: bool) -> None:

@@ -47,7 +47,7 @@ class Orders:
     recovers: bool = False  # whether the generation follows a failure
     reached: tuple[int, ...] = ()  # by rank: the rounds that were trained before, which are repeated; () if none
     elastic: ElasticPlan | None = None  # None if the number of workers is fixed
-    leased: bool = False  # whether workers get their rows by leases: see `rayps.worker.rows.leased_batches`
+    leased: bool = False  # whether workers get their rows by leases: see `rayps.worker.rows.lease_book`
     private: PrivatePlan | None = None  # None without privacy
 
 
