@@ -48,6 +48,7 @@ ROOMS = [  # bottom up: a folder imports only those above it in this list
 DEEP = {"ps", "federated", "parallel"}  # their subfolders are rooms of their own
 LAZY = {  # (module, what it imports within a function): why
     ("data.ray_blocks", "rayps.cluster.ray_cluster"): "only data of Ray needs Ray",
+    ("data.clients", "pyarrow.compute"): "0.1 s of the start of each process: only data divided by a column needs it",
     ("runtime.training", "rayps.cluster.ray_cluster"): "a run on a given cluster needs no Ray",
     ("runtime.own_loop.run", "rayps.cluster.ray_cluster"): "a run on a given cluster needs no Ray",
     (

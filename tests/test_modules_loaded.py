@@ -38,3 +38,9 @@ def test_a_driver_and_a_worker_load_no_pandas():
     code = f"import {modules}; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "rayps.data.tabular.arrow_tables" in found and "pandas" not in found and "pyarrow.dataset" not in found
+
+
+def test_a_worker_loads_no_functions_of_arrow():
+    code = "import sys, rayps.runtime.driver.worker_actor; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "rayps.data.clients" in found and "pyarrow.compute" not in found

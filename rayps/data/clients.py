@@ -9,7 +9,6 @@ from typing import TypeAlias, TypedDict
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.types as pt
 import torch
 from numpy.typing import ArrayLike, NDArray
@@ -298,6 +297,8 @@ def owners_by_id(ids: RowIds | None, rows: int, name: str = "client") -> tuple[t
 
 def _coded(column: pa.Array, name: str) -> tuple[tuple[str, ...], Ints]:
     """Return the distinct values of an Arrow column as text, ascending, and the index of each row's value."""
+    import pyarrow.compute as pc  # not at the top: it takes 0.1 s of each process's start
+
     kind = column.type.value_type if pt.is_dictionary(column.type) else column.type
     if column.null_count:
         row = int(pc.index(pc.is_null(column), True).as_py())
