@@ -12,6 +12,8 @@ The copy has an environment of its own, with the packages of this one, and the f
 
     python scripts/without.py loggers            # imports, ruff, mypy, collects all tests
     python scripts/without.py loggers --quick    # also runs the tests without Ray, kills, the browser and benchmarks
+
+Not done yet: parallel. Only its face is named outside of it, but tests of other folders use it.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ Step = tuple[str, list[str]]  # what a command checks, and its words after the n
 
 def main(arguments: list[str] | None = None) -> int:
     """Check the tree without a room; return 1 if a check fails."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("room", choices=sorted(ROOMS))
     parser.add_argument("--quick", action="store_true", help="also run the quick tests")
     parser.add_argument("--no-lint", action="store_true", help="leave out ruff and mypy")

@@ -10,6 +10,7 @@ import pytest
 from folders import lacks
 
 import rayps
+from rayps.core.rooms import FACES
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "ray", "pyarrow", "numpy")
@@ -31,6 +32,7 @@ ROOMS = [  # bottom up: a folder imports only those above it in this list
     "parallel/tensor",
     "parallel/pipeline",
     "parallel/division",
+    "parallel",
     "federated/population",
     "federated/rules",
     "federated/remote",
@@ -77,7 +79,7 @@ NAMED = {  # (module, what it names as "module:Name"): why
     ("service.drivers", "runtime.driver.driver_actor:DriverActor"): ACTOR,
     ("service.groups", "ps.manager.manager:ManagerActor"): ACTOR,
     ("service.local_ray.ray_process", "cluster.ray_cluster:RayCluster"): "the service needs no Ray",
-    ("worker.loops.loop_of_family", "parallel.division.model_slice:ModelSlice"): "only models that are divided need it",
+    ("core.rooms", "parallel.face:FACE"): "the room of divided models: only they need it",
     ("core.rooms", "ps.tables.face:FACE"): "the room of sparse tables: only models with tables need it",
     ("worker.loops.loop_of_family", "worker.loops.federated_rounds:FederatedRounds"): FAMILY,
     ("worker.loops.loop_of_family", "worker.loops.local_updates:LocalUpdates"): FAMILY,
@@ -170,6 +172,13 @@ def test_the_light_client_imports_nothing_of_rayps():
 def test_nothing_imports_the_chaos_wheel():
     used = {(name, used) for name in FILES if not name.startswith("rayps_chaos") for used, _ in imports(TREES[name])}
     assert not {(name, other) for name, other in used if other.startswith("rayps_chaos")}
+
+
+def test_nothing_imports_a_room_that_has_a_face():
+    for face in FACES.values():
+        room = face.partition(":")[0].removesuffix("face")  # with a period at its end
+        others = [name for name in OURS if not f"{name}.".startswith(room)]
+        assert not {(name, used) for name in others for used, _ in imports(TREES[name]) if f"{used}.".startswith(room)}
 
 
 def test_imports_go_downwards():

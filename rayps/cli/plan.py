@@ -33,7 +33,7 @@ from rayps.strategies.catalogue import parse, wire
 
 if TYPE_CHECKING:
     from rayps.data.base import Data
-    from rayps.parallel.division.division import ColumnFacts, Division
+    from rayps.tensors.division import ColumnFacts, Division
     from rayps.workload.base import Workload
 
 _WIDTH = 100
@@ -411,7 +411,7 @@ def _divisions(
 
 def _recomputed(workload: Workload) -> list[str]:
     """Return the names of the modules whose activations are computed again for backward."""
-    from rayps.parallel.division.build import blank
+    from rayps.workload.blank_model import blank
     from rayps.workload.checkpoint_activations import checkpointed_blocks
 
     if not workload.checkpoint_activations:

@@ -14,7 +14,8 @@ from typing import Any
 from rayps_client.errors import ConfigError
 
 FACES = {  # from what a job needs to the face of the room that has it
-    "sparse tables": "rayps.ps.tables.face:FACE"
+    "divided models": "rayps.parallel.face:FACE",
+    "sparse tables": "rayps.ps.tables.face:FACE",
 }
 
 

@@ -57,7 +57,7 @@ DROP_SECONDS = 10.0  # seconds to wait for a manager that restarts
 
 
 class ModelColumns(Protocol):
-    """The division of a model over the workers of a replica; see `rayps.parallel.division.division.Division`."""
+    """The division of a model over the workers of a replica; see `rayps.tensors.division.Division`."""
 
     @property
     def layout(self) -> Layout:

@@ -25,7 +25,6 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 from rayps.core.job.records import Event, Point
 from rayps.core.job.user_code import user_code
 from rayps.core.metrics import Total, Totals, add_totals
-from rayps.core.rooms import load
 from rayps.core.strategy.strategy import RoundMemory
 from rayps.data.base import Batch, Data, Nested
 from rayps.tensors import optim
@@ -36,7 +35,6 @@ from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of
 from rayps.tensors.user_loss import checked_loss
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.exchange.step_scaling import StepScaling
-from rayps.worker.loops.loop_of_family import MODEL_SLICE
 from rayps.worker.plan import WorkerPlan
 from rayps.worker.privacy import Privacy, make_privacy
 from rayps.worker.rows.evaluation_batches import EvaluationFacts, bounded
@@ -45,6 +43,7 @@ from rayps.workload.accumulate import Ready, StepLoss
 from rayps.workload.base import Workload, evaluates_training_data
 from rayps.workload.checkpoint_activations import checkpoint_activations
 from rayps.workload.compile_model import compile_model
+from rayps.workload.division_face import find_division
 from rayps.workload.model import model_of
 from rayps.workload.model_blocks import named_briefly
 from rayps.workload.model_part import ModelPart, Whole
@@ -376,10 +375,9 @@ class Worker:
             compile_model(model, workload.compile, self.device)
             return Whole(workload, model)
         column = plan.grid.column(plan.rank)
-        part: ModelPart = load(MODEL_SLICE)(
+        return find_division().model_slice(
             workload, plan.division, column, peers.rings, seed=plan.seed, data=self.rank, device=self.device
         )
-        return part
 
 
 class EarlyGradient(Protocol):

@@ -17,12 +17,12 @@ from rayps.core.rows.row_shares import RowShares
 from rayps.core.strategy.strategy import StrategyView
 from rayps.core.time.member_times import MemberTimes
 from rayps.core.urls import Location
-from rayps.parallel.division.division import Division
 from rayps.privacy.row_level import RowPrivacy
 from rayps.ps.protocol.space import SpaceRank
 from rayps.recovery.backup_assignment import BackupAssignment
 from rayps.recovery.worker_backup import CommitCost
 from rayps.tensors import optim
+from rayps.tensors.division import Division
 from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import WrittenFacts

@@ -10,8 +10,10 @@ from rayps_client.errors import ConfigError, WorkloadError
 from torch import nn
 
 from rayps.data.base import Batch
+from rayps.data.batch_parts import cut_batch
 from rayps.parallel.pipeline import cut, loss_proxy
-from rayps.parallel.pipeline.skip import Route, Stash, Unstash, routes
+from rayps.parallel.pipeline.skip import Stash, Unstash, routes
+from rayps.tensors.division import Route
 
 
 def names(model):
@@ -264,7 +266,7 @@ def batch(n=5):
 def test_a_batch_in_parts_is_the_batch():
     whole = batch(7)
     for m in (1, 2, 7, 9):
-        found = loss_proxy.parts(whole, m)
+        found = cut_batch(whole, m)
         assert len(found) == m and sum(part.size for part in found) == 7
         assert max(part.size for part in found) - min(part.size for part in found) <= 1
         assert torch.equal(torch.cat([part.x[0] for part in found]), whole.x[0])
@@ -272,7 +274,7 @@ def test_a_batch_in_parts_is_the_batch():
         assert torch.equal(torch.cat([part.y for part in found]), whole.y)
         assert sum(loss_proxy.weights(found)) == pytest.approx(1)
     with pytest.raises(WorkloadError, match=r"shape \(3,\).*must be 4"):
-        loss_proxy.parts(Batch(torch.zeros(3), None, 4), 2)
+        cut_batch(Batch(torch.zeros(3), None, 4), 2)
 
 
 def test_what_the_loss_calls_the_model_with_and_what_it_makes_of_the_output():

@@ -16,14 +16,15 @@ from rayps.cluster.local import LocalCluster
 from rayps.core.grid import Grid
 from rayps.core.job.repeated_pushes import Ledger
 from rayps.core.strategy.replica import Pipeline, TensorParallel
-from rayps.parallel.division.build import blank, keep_only
-from rayps.parallel.division.divide import divide, words
-from rayps.parallel.division.division import TensorSlice, shares
+from rayps.parallel.division.build import keep_only
+from rayps.parallel.division.divide import divide
 from rayps.runtime.records.status import in_replicas
 from rayps.tensors import optim
+from rayps.tensors.division import TensorSlice, shares
 from rayps.tensors.flat import FlatModel, outside_vector
 from rayps.tensors.snapshot import Snapshot
 from rayps.tensors.subset_optimizer import of_some
+from rayps.workload.blank_model import blank
 from rayps.workload.model import drawn, drawn_apart
 
 
@@ -256,7 +257,7 @@ def test_what_everyone_holds_is_told():
     assert sum(column["owned"] for column in event["columns"]) == result.snapshot.layout.size
     for word in ("stage 0: layers 0 to", "stage 1: layers", "parameters", "MB", "2 workers"):
         assert word in event["message"]
-    assert words(division_of(Deep(), REPLICAS[5])).count("tensor rank 1") == 2
+    assert division_of(Deep(), REPLICAS[5]).describe().count("tensor rank 1") == 2
 
 
 # ---- what is refused

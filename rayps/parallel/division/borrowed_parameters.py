@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rayps.comm.ring import Ring
-from rayps.parallel.division.division import Division
+from rayps.tensors.division import Division
 
 TAG = 1 << 40  # tag of messages with parameters between stages; activations have other tags
 Pair = tuple[int, int]  # (stage of the owner, stage of the borrower)

@@ -7,17 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from rayps_client.errors import ConfigError, WorkloadError
 from torch import nn
 
-from rayps.core.grid import Grid
 from rayps.core.strategy.replica import Pipeline, Replica, TensorParallel
 from rayps.data.base import Batch
-from rayps.parallel.division.division import Borrowed, Column, Division, TensorSlice
 from rayps.parallel.pipeline import cut, loss_proxy
-from rayps.parallel.pipeline.skip import Route, routes
+from rayps.parallel.pipeline.skip import routes
 from rayps.parallel.tensor import Plan, pieces, plan
+from rayps.tensors.division import Borrowed, Column, Division, Route, TensorSlice
 from rayps.tensors.flat import Layout, outside_vector
 from rayps.workload.base import Workload
-
-SAMPLE_ROWS = 8  # rows of the batch on which a cut is checked and layers are timed
 
 Ranges = tuple[int, tuple[tuple[int, int], ...]]  # (dim, the ranges (lo, hi) along it)
 
@@ -182,23 +179,3 @@ def _piece(name: str, shape: tuple[int, ...], slices: Mapping[str, Ranges]) -> T
         return TensorSlice(name, shape)
     dim, ranges = slices[name]
     return TensorSlice(name, shape, dim, tuple((int(lo), int(hi)) for lo, hi in ranges))
-
-
-def sample_of(batch: Batch) -> Batch:
-    """Return the first rows of a batch, at most `SAMPLE_ROWS`."""
-    if batch.size <= SAMPLE_ROWS:
-        return batch
-    return loss_proxy.parts(batch, -(-batch.size // SAMPLE_ROWS))[0]
-
-
-def words(division: Division) -> str:
-    """Describe in one line which layers and how many parameters each worker of a replica has."""
-    facts, grid = division.facts(), Grid(1, division.stages, division.tensor)
-    width = division.layout.dtype.itemsize
-    lines = []
-    for column, fact in enumerate(facts):
-        has = [f"layer {lo}" if hi - lo == 1 else f"layers {lo} to {hi - 1}" for lo, hi in fact["layers"]]
-        has.append(f"{fact['held']:,} parameters ({fact['bytes'] / 1e6:.3g} MB)")
-        lines.append(f"{grid.words(column)}: {', '.join(has)}")
-    whole = f"{division.layout.size:,} parameters ({division.layout.size * width / 1e6:.3g} MB)"
-    return f"each replica of the model ({whole}) is divided among {len(facts)} workers: " + "; ".join(lines)

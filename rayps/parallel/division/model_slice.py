@@ -14,18 +14,20 @@ from rayps.core.metrics import Totals, add_totals
 from rayps.core.pipeline.schedule import table
 from rayps.core.strategy.replica import Pipeline
 from rayps.data.base import Batch, Nested, map_tensors
+from rayps.data.batch_parts import cut_batch
 from rayps.parallel.division.borrowed_parameters import BorrowedParameters
-from rayps.parallel.division.build import blank, keep_only
-from rayps.parallel.division.division import Division
+from rayps.parallel.division.build import keep_only
 from rayps.parallel.pipeline import loss_proxy
 from rayps.parallel.pipeline.cut import layers
 from rayps.parallel.pipeline.engine import PipelineEngine
 from rayps.parallel.pipeline.step_weight import StepWeight
 from rayps.parallel.tensor import agree, split
+from rayps.tensors.division import Division
 from rayps.tensors.optim import Factory
 from rayps.tensors.subset_optimizer import of_some
 from rayps.workload.accumulate import Check, Ready, StepLoss
 from rayps.workload.base import Workload
+from rayps.workload.blank_model import blank
 from rayps.workload.model_part import WeightCheck, Whole, evaluation_totals
 from rayps.workload.precision import autocast
 
@@ -138,7 +140,7 @@ class ModelSlice(Whole):
     def _pipeline_backward(self, batch: Batch, step: int, check: Check) -> StepLoss:
         engine, step_weight = self._engine, self._step_weight
         assert engine is not None and step_weight is not None
-        parts, metrics = loss_proxy.parts(batch, self._micro), Totals()
+        parts, metrics = cut_batch(batch, self._micro), Totals()
         fractions = loss_proxy.weights(parts)
         step_weight.begin()
 
@@ -161,7 +163,7 @@ class ModelSlice(Whole):
         if self._engine is None:
             totals = super().evaluate(batch)
             return totals if self.reports else {}
-        parts, totals = loss_proxy.parts(batch, self._micro), Totals()
+        parts, totals = cut_batch(batch, self._micro), Totals()
         weights = loss_proxy.weights(parts)
 
         def done(micro: int, output: Nested) -> None:

@@ -5,7 +5,7 @@ The memory is that of the activations which a forward pass stores for backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from rayps.core.job.user_code import user_code
 from rayps.core.strategy.traffic import Crossing, Sizes
 from rayps.data.base import Batch, Nested, map_tensors
-from rayps.parallel.division.division import Division
 from rayps.parallel.pipeline import loss_proxy
-from rayps.parallel.pipeline.cut import layers, spans
+from rayps.parallel.pipeline.cut import layers, measure, spans
 from rayps.parallel.pipeline.skip import stash_in
 from rayps.parallel.tensor import TensorCommunicator, split
+from rayps.tensors.division import Division
 from rayps.workload.base import Workload
-from rayps.workload.checkpoint_activations import checkpoint_activations, checkpointed_blocks
 from rayps.workload.loss_result import loss_result
 from rayps.workload.model import apart, model_of
+from rayps.workload.stored_activations import record_stored
 
 
 class _SingleProcessGroup(TensorCommunicator):
@@ -48,55 +48,22 @@ class _SingleProcessGroup(TensorCommunicator):
         return t.mean(dim, keepdim=True).expand(shape).contiguous()
 
 
-def plain(division: Division, sizes: Sizes) -> Sizes:
-    """Return `sizes` with the numbers of elements that columns own and borrow, which need no measurement."""
-    borrowed = [each for column in division.columns for each in column.borrowed]
-    return replace(
-        sizes,
-        owned=tuple(column.layout.size for column in division.columns),
-        held=tuple(column.held for column in division.columns),
-        tied=sum(each.piece.size for each in borrowed if each.tied),
-        shared=sum(each.piece.size for each in borrowed if not each.tied),
-    )
-
-
-def whole(workload: Workload, sizes: Sizes, sample: Batch) -> Sizes:
-    """Return `sizes` with the bytes per row that the undivided model stores for backward, measured on `sample`.
-
-    If some modules compute their activations again, these are the bytes outside of them, and those of the largest one.
-
-    Raises:
-        WorkloadError: the user's code fails on the sample.
-        ConfigError: `checkpoint_activations` of the workload chooses no module.
-    """
-    with apart():
-        model = model_of(workload)
-        blocks = checkpointed_blocks(model, workload.checkpoint_activations)
-        inside = dict.fromkeys(blocks, 0)
-        with _record_stored(model) as found, _counting(blocks, found, inside), user_code("loss"):
-            workload.loss(model, sample)
-        if blocks:
-            checkpoint_activations(model, workload.checkpoint_activations)
-            with _record_stored(model) as found, user_code("loss"):
-                workload.loss(model, sample)
-    bytes = sum(found.values()) + max(inside.values(), default=0)
-    return replace(sizes, kept=(bytes / max(sample.size, 1),))
-
-
 def probe(workload: Workload, division: Division, sizes: Sizes, sample: Batch) -> Sizes:
-    """Return `plain(...)` with measurements, per row, of one forward and backward pass of tensor rank 0 over `sample`.
+    """Return `division.count_elements(sizes)` with measurements, per row, of one forward and backward pass on `sample`.
+
+    The pass is that of tensor rank 0.
 
     Raises:
         WorkloadError: the user's code fails on the sample.
     """
-    sizes, rows = plain(division, sizes), max(sample.size, 1)
+    sizes, rows = division.count_elements(sizes), max(sample.size, 1)
     with apart():
         model, communicator = model_of(workload), _SingleProcessGroup(division.tensor)
         if division.tensor > 1:
             model = split(model, division.plan, 0, division.tensor, communicator)
         if division.boundaries:
             return _stages(workload, division, model, communicator, sizes, sample)
-        with _record_stored(model) as found, user_code("loss"):
+        with record_stored(model) as found, user_code("loss"):
             loss = loss_result(workload.loss(model, sample), sample.size).total
         with user_code("loss"):
             loss.backward()  # type: ignore[no-untyped-call]
@@ -107,6 +74,17 @@ def probe(workload: Workload, division: Division, sizes: Sizes, sample: Batch) -
         gathered=(communicator.gathered / rows,),
         exchanges=(communicator.collectives,),
     )
+
+
+def time_chunks(workload: Workload, division: Division, micro: Batch) -> list[float]:
+    """Return, for each chunk, the seconds that its forward and backward pass over `micro` take in this process.
+
+    Raises WorkloadError if the user's code fails.
+    """
+    found = layers(model_of(workload))
+    args, kwargs = loss_proxy.inputs(workload, micro)
+    took = measure(found, args, kwargs)
+    return [sum(took[lo:hi]) for lo, hi in spans(division.boundaries, len(found))]
 
 
 def _stages(
@@ -127,7 +105,7 @@ def _stages(
     for chunk, (lo, hi) in enumerate(chunks):
         given = None if chunk == 0 else map_tensors(done[-1][2], _leaf)
         values = {name: map_tensors(value, _leaf) for name, value in values.items()}
-        with _record_stored(model) as saved, stash_in(values), _count_exchanges(communicator, exchanged[chunk % p]):
+        with record_stored(model) as saved, stash_in(values), _count_exchanges(communicator, exchanged[chunk % p]):
             value: Nested = given
             for number in range(lo, hi):
                 layer = found[number].module
@@ -183,49 +161,6 @@ def _count_exchanges(communicator: _SingleProcessGroup, into: list[int]) -> Iter
         zip((communicator.summed, communicator.gathered, communicator.collectives), before, strict=True)
     ):
         into[i] += now - then
-
-
-@contextmanager
-def _counting(blocks: Mapping[str, nn.Module], found: Mapping[int, int], inside: dict[str, int]) -> Iterator[None]:
-    """In the block, write into `inside` for each module the bytes that are added to `found` while it runs forward."""
-    before: dict[str, int] = {}
-    handles = []
-
-    def begin(name: str) -> None:
-        before[name] = sum(found.values())
-
-    def end(name: str) -> None:
-        inside[name] = max(inside[name], sum(found.values()) - before[name])
-
-    for name, module in blocks.items():
-        handles.append(module.register_forward_pre_hook(lambda *_, name=name: begin(name)))
-        handles.append(module.register_forward_hook(lambda *_, name=name: end(name)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _record_stored(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Inside the block, record what autograd stores for backward: a dict from memory address to number of bytes.
-
-    The memory of parameters and buffers is not counted.
-    """
-    mine = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
-    found: dict[int, int] = {}
-    alive: list[Tensor] = []  # references that prevent the reuse of an address
-
-    def pack(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in mine:
-            found[storage.data_ptr()] = storage.nbytes()
-            alive.append(t.detach())
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        yield found
 
 
 def _bytes(value: Nested, rows: int) -> tuple[float, float]:

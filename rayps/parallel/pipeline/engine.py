@@ -37,8 +37,8 @@ from rayps.parallel.pipeline.layer_range import (
 )
 from rayps.parallel.pipeline.loss_proxy import Call
 from rayps.parallel.pipeline.random_numbers import LayerRandomState
-from rayps.parallel.pipeline.skip import Route
 from rayps.parallel.pipeline.stage_messages import StageMessage, StageMessages
+from rayps.tensors.division import Route
 
 
 class ActionTime(NamedTuple):

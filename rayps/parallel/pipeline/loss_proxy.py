@@ -15,8 +15,7 @@ from rayps_client.errors import WorkloadError
 from torch import Tensor, nn
 
 from rayps.core.job.user_code import user_code
-from rayps.core.partition import slices
-from rayps.data.base import Batch, Nested, map_tensors
+from rayps.data.base import Batch, Nested
 from rayps.workload.base import Loss
 from rayps.workload.loss_result import LossResult, loss_result
 from rayps.workload.metric_values import Metric
@@ -34,39 +33,10 @@ class Losses(Protocol):
         """Return metrics of the batch by name."""
 
 
-def parts(batch: Batch, micro_batches: int) -> list[Batch]:
-    """Cut the batch into `micro_batches` parts, whose sizes differ by at most one row. Some are empty if rows are few.
-
-    Raises:
-        WorkloadError: a tensor of the batch does not have one entry per row.
-    """
-    cuts = list(slices(batch.size, micro_batches))
-    return [
-        Batch(_rows(batch.x, batch.size, cut), _rows(batch.y, batch.size, cut), cut.stop - cut.start) for cut in cuts
-    ]
-
-
 def weights(batches: list[Batch]) -> list[float]:
     """Return each micro-batch's fraction of all samples. All fractions are 0 if there are no samples."""
     total = sum(batch.size for batch in batches)
     return [batch.size / total if total else 0.0 for batch in batches]
-
-
-def _rows(value: Nested, size: int, cut: slice) -> Nested:
-    if isinstance(value, (list, tuple)) and len(value) == size and not any(isinstance(v, Tensor) for v in value):
-        return value[cut]
-    return map_tensors(value, lambda t: _tensor_rows(t, size, cut))
-
-
-def _tensor_rows(t: Tensor, size: int, cut: slice) -> Tensor:
-    if t.dim() == 0:
-        return t
-    if t.shape[0] != size:
-        raise WorkloadError(
-            f"a batch of {size} rows contains a tensor of shape {tuple(t.shape)}: to cut it into micro-batches, the "
-            f"first dimension of every tensor must be {size} (pad ragged tensors)"
-        )
-    return t[cut]
 
 
 class _Called(BaseException):

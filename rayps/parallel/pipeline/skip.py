@@ -9,13 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from rayps_client.errors import WorkloadError
 from torch import nn
 
 from rayps.data.base import Nested
+from rayps.tensors.division import Route
 
 
 class _StashedValues(threading.local):
@@ -78,14 +78,6 @@ def stash_in(values: dict[str, Nested]) -> Iterator[None]:
         yield
     finally:
         _stash.values = before
-
-
-class Route(NamedTuple):
-    """A skip connection between two chunks of the model."""
-
-    name: str
-    source: int  # the chunk of the Stash
-    target: int  # the chunk of the Unstash
 
 
 def skip_layers(modules: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:

@@ -10,7 +10,6 @@ from torch import nn
 from rayps.comm.ring import Ring
 from rayps.parallel.tensor.attention import SplitAttention
 from rayps.parallel.tensor.communicator import TensorCommunicator
-from rayps.parallel.tensor.layer_split import LayerSplit, Plan
 from rayps.parallel.tensor.layers import (
     Cut,
     InLinear,
@@ -23,6 +22,7 @@ from rayps.parallel.tensor.layers import (
     TensorRank,
     cuts,
 )
+from rayps.tensors.layer_split import LayerSplit, Plan
 
 
 def pieces(model: nn.Module, plan: Plan, size: int, index: int) -> dict[str, Cut]:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rayps.parallel.tensor import functions
-from rayps.parallel.tensor.layer_split import LayerSplit
 from rayps.parallel.tensor.layers import InLinear, SplitParameters, TensorRank, cuts, local
+from rayps.tensors.layer_split import LayerSplit
 
 _PARAMETERS = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight", "bias_k", "bias_v")
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from rayps.parallel.tensor import functions
 from rayps.parallel.tensor.communicator import TensorCommunicator
 from rayps.parallel.tensor.functions import take
-from rayps.parallel.tensor.layer_split import LayerSplit, Range
+from rayps.tensors.layer_split import LayerSplit, Range
 
 Cut = tuple[int, tuple[Range, ...]]  # how a parameter is split: the dimension, and this worker's ranges along it
 

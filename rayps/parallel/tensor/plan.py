@@ -20,9 +20,9 @@ from rayps_client.errors import ConfigError, WorkloadError
 from torch import nn
 from torch.nn import functional as F
 
-from rayps.parallel.tensor.layer_split import LayerSplit, Plan
 from rayps.parallel.tensor.layers import cuts
 from rayps.parallel.tensor.user_plan import UserSplit, resolve, splits
+from rayps.tensors.layer_split import LayerSplit, Plan
 
 BIG = 1 << 20  # elements; smaller embeddings are not split automatically: the exchange costs more than it saves
 _DROPOUTS = (nn.Dropout,)

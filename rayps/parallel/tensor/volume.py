@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from rayps.parallel.tensor.layer_split import Plan
+from rayps.tensors.layer_split import Plan
 
 
 @dataclass(frozen=True, slots=True)

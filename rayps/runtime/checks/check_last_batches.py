@@ -18,8 +18,8 @@ from rayps.core.strategy.strategy import Phase
 from rayps.core.strategy.strategy_families import has_remote_clients, learns_by_client
 from rayps.core.strategy.topology import backup_in, replica_of
 from rayps.data.base import Data
+from rayps.data.batch_parts import cut_batch
 from rayps.federated.strategy_interface import FederatedView
-from rayps.parallel.pipeline.loss_proxy import parts
 from rayps.privacy.options import privacy_in
 from rayps.workload.base import Workload
 from rayps.workload.model import apart, model_of
@@ -55,7 +55,7 @@ def check_last_batches(
     try:
         with apart(), user_code("loss"), torch.no_grad(), autocast(workload, "cpu"):
             batch = next(each for each in data.batches(rank=0, size=1, seed=0, epoch=0) if each.size)
-            workload.loss(model_of(workload), parts(batch, batch.size)[0])
+            workload.loss(model_of(workload), cut_batch(batch, batch.size)[0])
     except RaypsError as error:
         if NO_STATISTICS in error.message:
             raise WorkloadError(

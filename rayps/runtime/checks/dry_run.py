@@ -26,7 +26,6 @@ from rayps.core.strategy.costs import amount
 from rayps.core.strategy.strategy import Phase
 from rayps.core.strategy.strategy_families import has_remote_clients
 from rayps.core.urls import Location
-from rayps.parallel.division.division import Division
 from rayps.runtime.checks.preflight import preflight
 from rayps.runtime.driver.driver import Driver
 from rayps.runtime.driver.workload_job import WorkloadJob
@@ -36,6 +35,7 @@ from rayps.runtime.results.callbacks import CallbackRunner
 from rayps.runtime.results.cost_report import expected
 from rayps.strategies.catalogue import wire
 from rayps.strategies.job import JobSpec
+from rayps.tensors.division import Division
 from rayps.workload.base import Workload
 
 BATCHES = 3  # rounds of each phase, and batches of each worker's evaluation

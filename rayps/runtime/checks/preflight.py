@@ -42,15 +42,12 @@ from rayps.core.strategy.strategy import Phase, StrategyView
 from rayps.core.strategy.strategy_families import SHARED_VECTOR, ends_together, has_remote_clients, learns_by_client
 from rayps.core.strategy.topology import JobFacts, backup_in, replica_of, servers_of, shard_of
 from rayps.data.base import Batch, Data, Nested, map_tensors
+from rayps.data.batch_parts import cut_batch, sample_of
 from rayps.data.dealt_rows import must_have_row_numbers
 from rayps.data.single_rows import stacks_of
 from rayps.data.unsupported import is_ray_data, ray_data_way
 from rayps.federated.check import ClientPrivacy, federated
 from rayps.federated.strategy_interface import FederatedView
-from rayps.parallel.division.build import blank
-from rayps.parallel.division.divide import divide, sample_of
-from rayps.parallel.division.division import Division
-from rayps.parallel.pipeline.loss_proxy import parts
 from rayps.privacy.options import privacy_in
 from rayps.privacy.row_level import RowPrivacy
 from rayps.ps.client.table_face import find_tables
@@ -65,6 +62,7 @@ from rayps.runtime.size.membership import Membership
 from rayps.strategies.job import JobSpec
 from rayps.strategies.job_features import features_of_phase
 from rayps.tensors import optim
+from rayps.tensors.division import Division
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Recipe, rates_of, recipe_of
 from rayps.tensors.named_parameters import NamedParameters
@@ -77,8 +75,10 @@ from rayps.worker.loops.loop_of_family import loop_class
 from rayps.worker.rows.evaluation_batches import FEWEST
 from rayps.workload.adapters import check_adapters
 from rayps.workload.base import Workload, check_fields, evaluates_training_data, misspelt, plan_steps
+from rayps.workload.blank_model import blank
 from rayps.workload.checkpoint_activations import FIELD, checkpoint_activations, checkpointed_blocks
 from rayps.workload.compile_model import options_of
+from rayps.workload.division_face import find_division
 from rayps.workload.max_norm import check_max_norm
 from rayps.workload.model import apart, has_tables, model_of
 from rayps.workload.model_part import WeightCheck, Whole
@@ -297,7 +297,7 @@ def _division(workload: Workload, strategy: StrategyView, grid: Grid, model: nn.
         sample = next(data.batches(rank=0, size=grid.data, seed=0, epoch=0), None)
     few = None if sample is None else sample_of(sample)
     with apart():
-        found = divide(workload, replica, model, few)
+        found = find_division().divide(workload, replica, model, few)
         if few is not None and few.size:
             WeightCheck(workload, model).of(few)
         return found
@@ -556,7 +556,7 @@ def _with_few(batch: Batch, run: Callable[[Batch], None]) -> None:
     few = batch
     if batch.size > FEW_ROWS:
         with contextlib.suppress(WorkloadError):  # the batch cannot be cut
-            few = parts(batch, batch.size // FEW_ROWS)[0]
+            few = cut_batch(batch, batch.size // FEW_ROWS)[0]
     try:
         run(few)
     except RaypsError:

@@ -22,7 +22,6 @@ from rayps.core.job.user_module import pack
 from rayps.core.strategy.staleness_bound import MovedBound
 from rayps.core.strategy.strategy import StrategyView
 from rayps.core.strategy.topology import group_of, runs_in_step, servers_of
-from rayps.parallel.division.division import shares
 from rayps.ps.client.session import Session
 from rayps.ps.group import ManagerClient, find, start
 from rayps.ps.job_space import JobSpace
@@ -33,6 +32,7 @@ from rayps.ps.protocol.space import Quota, Space, SpaceRank, SparseTable
 from rayps.ps.server.dense_segment import ShardFacts, ShardPart
 from rayps.ps.server.shard_actor import ShardPlan
 from rayps.strategies.job import JobSpec
+from rayps.tensors.division import shares
 from rayps.tensors.learning_rate import Recipe
 from rayps.tensors.optim import Factory
 from rayps.tensors.snapshot import Snapshot

@@ -12,8 +12,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rayps.core.memory import available_bytes
 from rayps.core.strategy.costs import amount
-from rayps.parallel.division.build import blank
 from rayps.workload.base import Workload
+from rayps.workload.blank_model import blank
 
 LARGE = 2 << 30  # bytes of parameters from which a model is measured
 

@@ -9,8 +9,6 @@ from rayps.core.grid import Grid
 from rayps.core.rows.phase_rounds import OPEN, Boundary, Calendar, PhaseSpan
 from rayps.core.strategy.strategy import Phase, StrategyView
 from rayps.core.strategy.strategy_families import has_remote_clients, learns_by_client
-from rayps.parallel.division.divide import words
-from rayps.parallel.division.division import Division
 from rayps.ps.protocol.space import SparseTable
 from rayps.runtime.private.private_client_run import PrivateClientRun
 from rayps.runtime.private.private_run import PrivateRun
@@ -19,6 +17,7 @@ from rayps.runtime.records.ledger_folder import LedgerFolder
 from rayps.runtime.results.cost_report import CostReport, cost_report_of
 from rayps.runtime.size.worker_changes import WorkerChanges
 from rayps.strategies.job import JobSpec
+from rayps.tensors.division import Division
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import ScheduleRecord, Ticks
 from rayps.tensors.named_tensors import StartPoint
@@ -104,7 +103,7 @@ class PhaseRun:
         message = f"training with {self.name} until {until}"
         journal.event("phase", message, round=now, end=self._known_end, strategy=self.name)
         if self.division is not None:
-            journal.event("divided", words(self.division), columns=self.division.facts())
+            journal.event("divided", self.division.describe(), columns=self.division.facts())
 
     def cost_report(self, workload: Workload, workers: int, layout: Layout) -> CostReport | None:
         """Return the CostReport of the phase's rounds, or None if its clients are real processes."""

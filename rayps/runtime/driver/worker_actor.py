@@ -30,7 +30,6 @@ from rayps.core.rooms import load
 from rayps.core.rows.leases import RowLease
 from rayps.core.rows.row_shares import RowShares
 from rayps.core.time.member_times import MemberTimes
-from rayps.parallel.division.build import blank
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.recovery.backup_assignment import HeldRounds
 from rayps.recovery.worker_backup import WorkerBackup
@@ -42,6 +41,7 @@ from rayps.worker.plan import WorkerFacts, WorkerPart, WorkerPlan
 from rayps.worker.run import GenerationRun
 from rayps.worker.times import WorkerTimes
 from rayps.workload.base import Workload
+from rayps.workload.blank_model import blank
 from rayps.workload.model import drawn
 
 MOST_ENDS = 10  # the largest number of ended threads that one poll reports

@@ -29,18 +29,17 @@ from rayps.core.strategy.strategy_families import learns_by_client
 from rayps.core.strategy.topology import replica_of, replicas_in
 from rayps.core.strategy.traffic import Sizes
 from rayps.data.base import Batch
-from rayps.parallel.division.build import blank
-from rayps.parallel.division.divide import sample_of
-from rayps.parallel.division.division import Division
-from rayps.parallel.division.probe import plain, probe, whole
-from rayps.parallel.pipeline import loss_proxy
-from rayps.parallel.pipeline.cut import layers, measure, spans
+from rayps.data.batch_parts import cut_batch, sample_of
 from rayps.tensors import optim
+from rayps.tensors.division import Division
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import recipe_of
 from rayps.tensors.named_parameters import NamedParameters
 from rayps.workload.base import Workload
-from rayps.workload.model import apart, has_tables, model_of
+from rayps.workload.blank_model import blank
+from rayps.workload.division_face import find_division
+from rayps.workload.model import apart, has_tables
+from rayps.workload.stored_activations import measure_stored
 
 _KEPT = 1_000  # the number of newest rounds of each worker that are used
 _WARM = 1  # the number of first rounds of each worker that are not used: they allocate memory and form rings
@@ -287,7 +286,7 @@ def expected(
     found = sizes(workload, strategy, workers, division, batch)
     if activations and division is None and not has_tables(blank(workload)):
         with suppress(Exception):  # as in sizes()
-            found = whole(workload, found, sample_of(first(workload, replicas_in(strategy, workers))))
+            found = measure_stored(workload, found, sample_of(first(workload, replicas_in(strategy, workers))))
     return costs(strategy, workers, found)
 
 
@@ -312,11 +311,8 @@ def seconds(workload: Workload, division: Division, replicas: int, micro_batches
 
     Raises DataError or WorkloadError if the user's code fails.
     """
-    found = layers(model_of(workload))
-    micro = loss_proxy.parts(first(workload, replicas), micro_batches)[0]
-    args, kwargs = loss_proxy.inputs(workload, micro)
-    took = measure(found, args, kwargs)
-    return [sum(took[lo:hi]) for lo, hi in spans(division.boundaries, len(found))]
+    micro = cut_batch(first(workload, replicas), micro_batches)[0]
+    return find_division().time_chunks(workload, division, micro)
 
 
 def sizes(
@@ -336,10 +332,10 @@ def sizes(
             rows = sample.size if batch is None else batch
             found = Sizes(found.parameters, found.width, states=found.states, batch=rows)
             if division is not None:
-                return probe(workload, division, found, sample_of(sample))
+                return find_division().probe(workload, division, found, sample_of(sample))
         except Exception as error:  # the user's code failed on a few rows, or there was too little memory
             log.info("the tensors between the parts of the model are not known: %s", error)
-    return found if division is None else plain(division, found)
+    return found if division is None else division.count_elements(found)
 
 
 def first(workload: Workload, replicas: int) -> Batch:

@@ -27,7 +27,6 @@ from rayps.core.strategy.strategy_families import ends_together
 from rayps.core.strategy.topology import shard_of
 from rayps.core.urls import Location, is_url
 from rayps.federated.client_states_backup import ClientStatesBackup
-from rayps.parallel.division.division import Division
 from rayps.ps.server.dense_segment import ShardPart
 from rayps.runtime.driver.phases import RunPlan
 from rayps.runtime.records.journal import Journal
@@ -41,6 +40,7 @@ from rayps.tensors.checkpoints.checkpoint import Meta, SavedState
 from rayps.tensors.checkpoints.checkpoint_parts import new_token, seal, write_part
 from rayps.tensors.checkpoints.checkpoint_place import SECONDS, CheckpointPlace
 from rayps.tensors.checkpoints.checkpoint_place import name_of as checkpoint_name
+from rayps.tensors.division import Division
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.snapshot import Snapshot, StateSource

@@ -27,7 +27,6 @@ FAMILIES = {
     strategy_families.MEMBER_GRADIENTS: "rayps.worker.loops.member_gradients:MemberGradients",
     strategy_families.MEMBER_PUSHES: "rayps.worker.loops.member_pushes:MemberPushes",
 }
-MODEL_SLICE = "rayps.parallel.division.model_slice:ModelSlice"  # the model part of a replica of several workers
 ROW_PRIVACY = "rayps.worker.noised_sums:NoisedSums"  # makes the sums of a worker private
 ROW_DRAWS = "rayps.worker.rows.private_rows:draws_of"  # draws the rows of private sums
 

@@ -15,7 +15,6 @@ from rayps.core.job.records import Point
 from rayps.core.metrics import Totals
 from rayps.core.strategy.topology import runs_in_step, servers_of
 from rayps.data.base import Batch
-from rayps.parallel.division.agree import agreed_step
 from rayps.ps.client.client import GroupServer, compress
 from rayps.ps.client.device_server import DeviceServer
 from rayps.tensors import optim
@@ -27,6 +26,7 @@ from rayps.tensors.snapshot import Snapshot
 from rayps.tensors.weight_watch import change_lost
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import VectorMemory, Worker
+from rayps.worker.exchange.agreed_step import agree_on_step
 from rayps.worker.exchange.early_push import EarlyPush
 from rayps.worker.exchange.push_agreement import PushAgreement
 from rayps.worker.loops.loop import Loop
@@ -76,7 +76,7 @@ class ServerWorker(Worker):
             self.log.choices.append(compress(server, servers.compression))
         if peers.rings:
             exact = plan.start < 0 and servers.in_step
-            server.step = agreed_step(*peers.steps(), peers.rings.values(), exact=exact)
+            server.step = agree_on_step(*peers.steps(), peers.rings.values(), exact=exact)
 
     def grad(self, batch: Batch) -> Gradient:
         """Return the gradient as `Worker.grad` does, clipped to `clip_norm` together with the rows of tables.

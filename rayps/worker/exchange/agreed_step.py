@@ -13,7 +13,7 @@ from rayps_client.errors import LinkError
 from rayps.comm.ring import Ring
 
 
-def agreed_step(least: int, most: int, rings: Iterable[Ring], *, exact: bool) -> int:
+def agree_on_step(least: int, most: int, rings: Iterable[Ring], *, exact: bool) -> int:
     """Return the earliest next step of any worker of the replica; all its workers repeat their pushes from this step.
 
     `least` and `most` are the smallest and the largest next step that this worker's servers report. They differ if a

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
+from rayps.core.grid import Grid
 from rayps.core.job.repeated_pushes import union
 from rayps.core.strategy.replica import Replica
-from rayps.parallel.pipeline.skip import Route
-from rayps.parallel.tensor import Plan
+from rayps.core.strategy.traffic import Sizes
 from rayps.tensors.flat import Entry, Layout
+from rayps.tensors.layer_split import Plan
 from rayps.tensors.optim import Moments, ParamState, StateValue
 from rayps.tensors.snapshot import Snapshot
 
@@ -102,6 +103,14 @@ class Column:
     def held(self) -> int:
         """The number of elements of trained parameters, owned and borrowed, in the memory of a worker."""
         return sum(piece.size for piece in self.owned) + sum(borrowed.piece.size for borrowed in self.borrowed)
+
+
+class Route(NamedTuple):
+    """A skip connection between two chunks of the model."""
+
+    name: str
+    source: int  # the chunk of the Stash
+    target: int  # the chunk of the Unstash
 
 
 @dataclass(frozen=True)
@@ -230,6 +239,29 @@ class Division:
             }
             for i, column in enumerate(self.columns)
         ]
+
+    def describe(self) -> str:
+        """Describe in one line which layers and how many parameters each worker of a replica has."""
+        facts, grid = self.facts(), Grid(1, self.stages, self.tensor)
+        width = self.layout.dtype.itemsize
+        lines = []
+        for column, fact in enumerate(facts):
+            has = [f"layer {lo}" if hi - lo == 1 else f"layers {lo} to {hi - 1}" for lo, hi in fact["layers"]]
+            has.append(f"{fact['held']:,} parameters ({fact['bytes'] / 1e6:.3g} MB)")
+            lines.append(f"{grid.words(column)}: {', '.join(has)}")
+        whole = f"{self.layout.size:,} parameters ({self.layout.size * width / 1e6:.3g} MB)"
+        return f"each replica of the model ({whole}) is divided among {len(facts)} workers: " + "; ".join(lines)
+
+    def count_elements(self, sizes: Sizes) -> Sizes:
+        """Return `sizes` with the numbers of elements that columns own and borrow, which need no measurement."""
+        borrowed = [each for column in self.columns for each in column.borrowed]
+        return replace(
+            sizes,
+            owned=tuple(column.layout.size for column in self.columns),
+            held=tuple(column.held for column in self.columns),
+            tied=sum(each.piece.size for each in borrowed if each.tied),
+            shared=sum(each.piece.size for each in borrowed if not each.tied),
+        )
 
 
 class ColumnFacts(TypedDict):
