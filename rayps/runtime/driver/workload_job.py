@@ -626,6 +626,8 @@ class WorkloadJob(DrivenJob):
             "failures": self.run.failures.failures,
             "params": self._params,
         }
+        if self.run.spec.elastic is not None:
+            facts["allowed"] = self._allowance.now[0]
         if self._known is not None:
             facts |= self._known.changes.progress()
         if self._bound.moves:

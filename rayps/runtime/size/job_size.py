@@ -130,11 +130,8 @@ class JobSize:
         return self._gain.ceiling
 
     def progress(self) -> ProgressRecord:
-        """Return how many workers are allowed, and how many the job wants if that is known."""
-        facts: ProgressRecord = {"allowed": self._allowance.now[0]}
-        if self.wanted is not None:
-            facts["wanted"] = self.wanted
-        return facts
+        """Return how many workers the job wants, if that is known."""
+        return {} if self.wanted is None else {"wanted": self.wanted}
 
     def decide(
         self,

@@ -187,5 +187,5 @@ class ChangingWorkers(WorkerChanges):
         self.size.close()
 
     def progress(self) -> ProgressRecord:
-        """Return how many workers the job may have, and how many it wants if that is known."""
+        """Return how many workers the job wants, if that is known."""
         return self.size.progress()
