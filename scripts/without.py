@@ -182,7 +182,9 @@ def modules_of(copy: Path) -> list[str]:
 def run_step(copy: Path, python: Path, name: str, words: list[str]) -> bool:
     """Run one check in the copy; print its name, its seconds, and its output if it fails. Return whether it passes."""
     began = time.monotonic()
-    outside = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    # of a test that calls this script, pytest's variables would make the copy's pytest one of its workers
+    own = ("PYTHONPATH", "VIRTUAL_ENV", "PYTEST_", "RAYPS_TEST_", "TMPDIR")
+    outside = {key: value for key, value in os.environ.items() if not key.startswith(own)}
     done = subprocess.run(
         [str(python), *words], cwd=copy, env=outside, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -217,14 +217,14 @@ def test_a_stop_succeeds_with_a_result_and_a_checkpoint(strategy, tmp_path):
 
 
 def test_a_stop_that_comes_too_late_is_a_warning(monkeypatch):
-    poll = Driver._poll
+    poll = WorkloadJob.poll
 
     def late(self):
         while SEEN["late"] < 12:  # the driver hears nothing until the last round
             time.sleep(0.002)
         return poll(self)
 
-    monkeypatch.setattr(Driver, "_poll", late)
+    monkeypatch.setattr(WorkloadJob, "poll", late)
     SEEN["late"] = 0
     result = train(Small(tag="late"), steps=12, callbacks=[StopsAt(3)])
     assert result.snapshot.round == 12

@@ -7,7 +7,7 @@ from test_gpu import CLOSE, train
 from test_hybrid import Films, both
 from test_hybrid import plain as plain_films
 
-gpu_ray = test_gpu.gpu_ray
+cuda, gpu_ray = test_gpu.cuda, test_gpu.gpu_ray
 
 pytestmark = pytest.mark.gpu
 
