@@ -228,7 +228,7 @@ class Recorder:
 
 def test_workers_that_leave_remove_their_files_before_they_end() -> None:
     cluster = LocalCluster()
-    group = WorkerGroup(cluster, b"", 4, {"cpu": 1.0}, JobCode("", requirements=("six",)), elastic=True)
+    group = WorkerGroup(cluster, b"", 4, {"cpu": 1.0}, JobCode("", requirements=("six",)), apart=True)
     handles = [cluster.spawn("test_newcomers:Recorder", rank) for rank in range(4)]
     recorders = importlib.import_module("test_newcomers").CALLS
     recorders.clear()
