@@ -12,10 +12,16 @@ import rayps
 from rayps.core.rows.leases import BlockRange, RowLease
 from rayps.core.rows.portions import PortionsPlan
 from rayps.core.rows.row_shares import RowShares, even_shares
-from rayps.core.rows.step_rows import ByLease, ByPortion, ByRank, EvenCut, RowBlock, RowCut, ShareCut, StepRows, rows_of
+from rayps.core.rows.step_rows import ByLease, ByPortion, ByRank, EvenCut, Places, RowBlock, RowCut, ShareCut, StepRows
 
 CASES = list(itertools.product((1, 2, 7, 12, 13), (1, 2, 3), (1, 2, 4), (1, 2, 3), (False, True)))
 EPOCHS = 2
+
+
+def rows_of(rows: StepRows, cut: RowCut, step: int) -> tuple[int, tuple[Places, ...]]:
+    """Return the epoch of a step, and for each of its micro-batches the places of its rows in the epoch's order."""
+    block = rows.block(step)
+    return (rows.epoch_of(step)[0], ()) if block is None else (block.epoch, cut.places(block))
 
 
 def _taken(workers: list[StepRows], cuts: list[RowCut], steps: int) -> dict[int, Counter[int]]:

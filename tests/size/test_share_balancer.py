@@ -237,10 +237,7 @@ def test_a_stream_takes_its_new_share_from_the_next_batch_on(processes):
     if processes is not None:
         data = data.loaded_by(processes, prefetch=3)  # batches of the old share have been read ahead
     even = DealtRows(data, RowShares(0, 0, 0, (5, 5)))
-    streams = [
-        BatchStream(even, ByRank(rank, 2, 6), SequenceReader(even, 0, 1, loads=True), (rank, 2), 0, 6)
-        for rank in range(2)
-    ]
+    streams = [BatchStream(even, ByRank(rank, 2, 6), SequenceReader(even, 0, 1), (rank, 2), 0, 6) for rank in range(2)]
     seen = [stream.take(6).x for _ in range(2) for stream in streams]
     for stream in streams:
         deal_shares(stream, RowShares(2, 0, 20, (2, 8)))

@@ -65,12 +65,6 @@ class RowCut(Protocol):
         """Return the places of the rows of each micro-batch."""
 
 
-def rows_of(rows: StepRows, cut: RowCut, step: int) -> tuple[int, tuple[Places, ...]]:
-    """Return the epoch of a step, and for each of its micro-batches the places of its rows in the epoch's order."""
-    block = rows.block(step)
-    return (rows.epoch_of(step)[0], ()) if block is None else (block.epoch, cut.places(block))
-
-
 # ---- which block a step takes
 
 

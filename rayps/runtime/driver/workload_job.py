@@ -75,7 +75,6 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 STOPPING_SECONDS = 0.005  # seconds between two polls while workers stop to change their number
-LEAVE_SECONDS = 20.0  # seconds for a last checkpoint after a stop request; the service waits longer than this
 EVALUATE_SECONDS = 600.0  # the smallest time limit, in seconds, of an evaluation at the end of a phase
 
 

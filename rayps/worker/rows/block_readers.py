@@ -74,15 +74,15 @@ class StackReader:
 
 
 class SequenceReader:
-    """Reads the blocks of each part of an epoch in sequence, in loader processes or a thread if `loads`.
+    """Reads the blocks of each part of an epoch in sequence, in loader processes or a thread if it is read ahead.
 
     A block before the last one of its part, and any block but the next one if `jumps`, is found by reading the part
     anew from this block on.
     """
 
-    def __init__(self, data: Data, seed: int, accumulate: int, *, loads: bool, jumps: bool = False) -> None:
+    def __init__(self, data: Data, seed: int, accumulate: int, *, jumps: bool = False) -> None:
         self._data, self._seed, self._accumulate, self._jumps = data, seed, accumulate, jumps
-        self._loader = Loader(data) if loads and data.ahead is not None else None
+        self._loader = Loader(data) if data.ahead is not None else None
         self._epoch = -1
         # from a part of the epoch to the number of its next block, and an open iterator over the blocks
         self._open: dict[int, tuple[int, Reads]] = {}

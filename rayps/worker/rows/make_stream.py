@@ -45,7 +45,7 @@ def deal_shares(stream: BatchStream, shares: RowShares) -> None:
     assert isinstance(data, DealtRows), "the rows of this job are dealt by shares"
     with user_code("data"):
         dealt = data.dealt_by(shares)
-        reader = SequenceReader(dealt, stream.seed, dealt.micro_batches, loads=True)
+        reader = SequenceReader(dealt, stream.seed, dealt.micro_batches)
     stream.change_shares(dealt, reader, dealt.micro_batches)
 
 
@@ -55,7 +55,7 @@ def _by_rank(data: Data, plan: WorkerPlan, rows: Rows, accumulate: int) -> Batch
         data = DealtRows(data, plan.elastic.rows)
         accumulate = data.micro_batches
     steps = rows.rounds(data, size, accumulate)
-    reader = SequenceReader(data, plan.seed, accumulate, loads=True)
+    reader = SequenceReader(data, plan.seed, accumulate)
     alone = not ends_together(plan.strategy.topology)
     return BatchStream(
         data,
@@ -101,7 +101,7 @@ def jumping_reader(data: Data, seed: int, accumulate: int) -> BlockReader:
     if data.has_row_numbers and data.ahead is None:
         cut = EvenCut(data.rows(), data.batch_size, accumulate, data.drop_last)
         return NumberReader(data, cut, seed, accumulate)
-    return SequenceReader(data, seed, accumulate, loads=True, jumps=data.has_row_numbers)
+    return SequenceReader(data, seed, accumulate, jumps=data.has_row_numbers)
 
 
 def _place(plan: WorkerPlan) -> tuple[int, int]:
