@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from rayps_api.routes import routes_jobs
+from rayps_api.service import Service
 from service_site import Site
 
 from rayps.strategies import catalogue
@@ -11,10 +12,12 @@ from rayps.strategies import catalogue
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    running = Site(tmp_path_factory.mktemp("once") / "state")
-    (running.settings.state_dir / "work.py").write_text("class Work: ...\n")
-    yield running
-    running.close()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Service, "loops", lambda _: [])  # the scheduler reads jobs anew
+        running = Site(tmp_path_factory.mktemp("once") / "state")
+        (running.settings.state_dir / "work.py").write_text("class Work: ...\n")
+        yield running
+        running.close()
 
 
 def job(site: Site, strategy: object, **more: object) -> dict[str, object]:
@@ -35,7 +38,6 @@ def job(site: Site, strategy: object, **more: object) -> dict[str, object]:
 def test_a_strategy_is_parsed_once(site: Site, monkeypatch: pytest.MonkeyPatch, strategy: object, phases: int) -> None:
     parsed, parse = [], catalogue._strategy
     monkeypatch.setattr(catalogue, "_strategy", lambda *given: parsed.append(given[0]) or parse(*given))
-    monkeypatch.setattr(site.service.scheduler, "wake", lambda: None)  # it reads jobs anew
     answer = site.http.post("/api/v1/jobs", json=job(site, strategy, epochs=4 if phases > 1 else None))
     assert answer.status_code == 201, answer.text
     assert len(parsed) == phases, parsed
