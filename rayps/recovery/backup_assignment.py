@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rayps.core.grid import Grid
+from rayps.core.job.continuation import Continuation, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,43 +22,6 @@ class HeldRounds:
 
     rounds: tuple[int, ...]
     whole: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a replaced worker gets its state from: worker `holder` holds the state of worker `owner`.
-
-    `rest`: the worker that holds the part of the replaced worker's state that a counterpart lacks; None if no worker
-    has this part.
-    """
-
-    holder: int
-    owner: int
-    rest: int | None = None
-
-    @property
-    def counterpart(self) -> bool:
-        """Whether the holder is a counterpart that sends its own state. If False, it sends a backup."""
-        return self.holder == self.owner
-
-
-@dataclass(frozen=True, slots=True)
-class RebuildPlan:
-    """How all workers continue from `round`: survivors from their own states, replaced workers from their sources.
-
-    `sources` is a dict from the rank of each replaced worker to its source.
-    """
-
-    round: int
-    sources: dict[int, Source]
-
-    @property
-    def complete(self) -> bool:
-        """Whether no part of a state is missing.
-
-        False if a worker continues from a counterpart's state and no worker has the part that this state lacks.
-        """
-        return all(not source.counterpart or source.rest is not None for source in self.sources.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +54,7 @@ def _backup_holder(grid: Grid, hosts: Sequence[str], rank: int) -> int | None:
     return next(iter(elsewhere or others), None)
 
 
-def plan_rebuild(grid: Grid, held_rounds: Mapping[int, Mapping[int, HeldRounds]]) -> RebuildPlan | None:
+def plan_rebuild(grid: Grid, held_rounds: Mapping[int, Mapping[int, HeldRounds]]) -> Continuation | None:
     """Return the newest round from which every worker can continue, and the source of each lost worker's state.
 
     `held_rounds[survivor][owner]` are the rounds after which the worker `survivor` holds the state of worker `owner`.
@@ -103,11 +67,12 @@ def plan_rebuild(grid: Grid, held_rounds: Mapping[int, Mapping[int, HeldRounds]]
     if not held_rounds:
         return None
     own = [set(held[rank].rounds) if rank in held else set[int]() for rank, held in held_rounds.items()]
-    plans: list[RebuildPlan] = []
+    plans: list[Continuation] = []
     for found in sorted(set.intersection(*own), reverse=True):
         sources = {rank: _source(grid, held_rounds, rank, found) for rank in lost}
         if None not in sources.values():
-            plans.append(RebuildPlan(found, {rank: source for rank, source in sources.items() if source is not None}))
+            known = {rank: source for rank, source in sources.items() if source is not None}
+            plans.append(Continuation(found, tuple(sorted(held_rounds)), True, known))
     return next((plan for plan in plans if plan.complete), plans[0] if plans else None)
 
 

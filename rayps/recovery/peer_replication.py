@@ -24,7 +24,8 @@ from rayps_client.errors import LinkError, PeerLost, PeerTimeout
 
 from rayps.comm.link import Link, Listener, Message, Prefer, connect
 from rayps.comm.link.shared_memory_link import SharedLink
-from rayps.recovery.backup_assignment import HeldRounds, Source
+from rayps.core.job.continuation import Source
+from rayps.recovery.backup_assignment import HeldRounds
 from rayps.recovery.state_slots import OWN, SLOTS, CommittedState, StateSlots, pack, parse, read_position, read_state
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from rayps_client.errors import PeerLost
 from torch import Tensor
 
 from rayps.comm.ring import Ring
-from rayps.core.job.handover import Handover
+from rayps.core.job.continuation import Continuation
 from rayps.tensors.checkpoints.checkpoint import Meta, SavedState
 from rayps.tensors.optim import Moments
 from rayps.tensors.snapshot import Snapshot
@@ -59,7 +59,7 @@ class HeldState:
         return found
 
 
-def hand_over(plan: Handover, rank: int, base: Snapshot, held: HeldState | None, ring: Ring) -> Snapshot:
+def hand_over(plan: Continuation, rank: int, base: Snapshot, held: HeldState | None, ring: Ring) -> Snapshot:
     """Return the state from which this worker continues; send it to the workers that lack it, or receive it.
 
     All ranks call this function together. `held` is this worker's own state, or None.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rayps.core.grid import Grid, Point
 from rayps.core.job import records
-from rayps.core.job.handover import Handover
+from rayps.core.job.continuation import Continuation
 from rayps.core.job.user_code import Call
 from rayps.core.rows.phase_rounds import OPEN, Boundary
 from rayps.core.rows.row_shares import RowShares
@@ -91,7 +91,7 @@ class ElasticPlan:
     rows: RowShares
     lr_factor: float = 1.0
     hands_over: bool = True
-    handover: Handover | None = None
+    handover: Continuation | None = None
     stop: int | None = None
 
 

@@ -12,10 +12,11 @@ from torch import nn
 
 from rayps import AllReduce, Pipeline, TensorParallel
 from rayps.cluster.local import until
+from rayps.core.job.continuation import Source
 from rayps.core.job.user_module import pack
 from rayps.core.rows.phase_rounds import Boundary
 from rayps.recovery import worker_backup
-from rayps.recovery.backup_assignment import BackupAssignment, Source
+from rayps.recovery.backup_assignment import BackupAssignment
 from rayps.recovery.peer_replication import BackupConnection
 from rayps.runtime.driver import worker_actor
 from rayps.worker import run as worker_run

@@ -5,9 +5,8 @@ import itertools
 import pytest
 from rayps_client.errors import TrainingError, WorkloadError
 
-from rayps.core.job.handover import Handover
+from rayps.core.job.continuation import Continuation
 from rayps.core.job.job_status import Status
-from rayps.recovery.backup_assignment import RebuildPlan
 from rayps.runtime.driver.decide_recovery import (
     AwaitCheckpoint,
     BeginGeneration,
@@ -31,8 +30,8 @@ from rayps.runtime.driver.decide_recovery import (
 )
 
 PHASES = 2
-REBUILD = RebuildPlan(7, {})
-HANDOVER = Handover(7, (0,))
+REBUILD = Continuation(7, (0, 1), keeps_places=True)
+HANDOVER = Continuation(7, (0,))
 RESTART, REBUILD_LOST, REPLACE = (kind(("worker-1",), "worker-1 died") for kind in (Restart, RebuildLost, Replace))
 USERS = WorkloadError("loss() raised ValueError")
 DECISIONS = [
@@ -63,9 +62,9 @@ STATES = [
 ]
 FLAGS = [False, True]
 EVERY = [
-    Findings(stopped, PHASES, work, decision, complete, waiting, rebuild, handover, saving)
-    for stopped, work, decision, complete, waiting, rebuild, handover, saving in itertools.product(
-        FLAGS, FLAGS, [None, *DECISIONS], FLAGS, FLAGS, [None, REBUILD], [None, HANDOVER], FLAGS
+    Findings(stopped, PHASES, work, decision, complete, waiting, continues, saving)
+    for stopped, work, decision, complete, waiting, continues, saving in itertools.product(
+        FLAGS, FLAGS, [None, *DECISIONS], FLAGS, FLAGS, [None, REBUILD, HANDOVER], FLAGS
     )
 ]
 
@@ -128,8 +127,7 @@ def test_what_is_handed_on():
             assert not after.evaluating or isinstance(after.decision, Restart)  # no state of a peer is newer
         if isinstance(after, BeginGeneration):
             waits = isinstance(state, BeginGeneration)
-            assert after.rebuild is (found.rebuild if isinstance(state, Recover) or waits else None)
-            assert after.handover is (found.handover if waits else None)
+            assert after.continues is (found.continues if isinstance(state, Recover) or waits else None)
         if isinstance(after, RunEnded) and not state.terminal:
             asked = found.stopped or isinstance(found.decision, Stop) or "Checkpoint" in type(state).__name__
             assert (after.status is Status.SUCCEEDED) == (state == EnterPhase(PHASES))
@@ -155,10 +153,10 @@ def matters(state):
         case Evaluate():
             return [Findings(decision=decision) for decision in [None, Stop(), DECISIONS[4], RESTART]]
         case BeginGeneration(_, rebuild):
-            waits = [Findings(waiting=True, rebuild=each) for each in ([None, rebuild] if rebuild else [None])]
+            waits = [Findings(waiting=True, continues=each) for each in ([None, rebuild] if rebuild else [None])]
             return [Findings(), Findings(stopped=True), *waits, *DIED]
         case Recover(_, RebuildLost()):
-            return [Findings(), Findings(rebuild=REBUILD)]
+            return [Findings(), Findings(continues=REBUILD)]
         case RequestCheckpoint() | AwaitCheckpoint():
             return [Findings(saving=saving) for saving in FLAGS]
     return [Findings()]
@@ -210,14 +208,14 @@ class Nested:
             if found.stopped:
                 return Status.STOPPED
             if found.waiting:
-                rebuild = found.rebuild
+                rebuild = found.continues
                 continue
             if isinstance(found.decision, Fail):
                 return Status.FAILED
             broken = found.decision or self.watch(phase)
             if not isinstance(broken, (Restart, RebuildLost)):
                 return broken
-            rebuild = self.find(Recover(phase, broken)).rebuild
+            rebuild = self.find(Recover(phase, broken)).continues
 
     def watch(self, phase):
         """None: the phase is trained; a decision: everyone must begin again; else how the run ends."""

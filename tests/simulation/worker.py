@@ -12,7 +12,7 @@ import torch
 from rayps_client.errors import LinkError, PeerLost, PeerTimeout
 
 from rayps.cluster.members import ActorHost
-from rayps.core.job.handover import Handover
+from rayps.core.job.continuation import Continuation
 from rayps.core.metrics import Total
 from rayps.core.time.member_times import MemberTimes
 from rayps.recovery.backup_assignment import HeldRounds
@@ -221,7 +221,7 @@ class SimWorker:
             raise PeerLost(f"worker-{source.holder} has dropped the state", peer=f"worker-{source.holder}")
         return states[base][plan.start]
 
-    def _handed_over(self, handover: Handover, plan: Any) -> float:
+    def _handed_over(self, handover: Continuation, plan: Any) -> float:
         """Return the state that this worker or another one has kept, as `rayps.worker.handover` does."""
         sim, holder = self._sim, self
         if plan.rank not in handover.holders:

@@ -12,7 +12,7 @@ from rayps_client.errors import NoResources
 from small_work import Small, Watched
 
 import rayps
-from rayps.core.job.handover import Handover
+from rayps.core.job.continuation import Continuation, Source
 from rayps.core.job.job_status import Status
 from rayps.core.strategy.elastic import ElasticWorkers
 from rayps.runtime.driver.driver import Driver
@@ -80,9 +80,13 @@ def test_what_holds_for_all_facts() -> None:
 
 
 def test_the_holders_of_a_state_among_other_workers() -> None:
-    handover = Handover(7, (0, 2))
-    assert handover.among([2, 1, None]) == Handover(7, (0,))
+    handover = Continuation(7, (0, 2))
+    assert handover.among([2, 1, None]) == Continuation(7, (0,))
     assert handover.among([1, None]) is None
+    rebuild = Continuation(7, (0, 2), keeps_places=True, sources={1: Source(2, 1)})  # each place has a state of its own
+    assert rebuild.among([0, 1, 2]) is rebuild
+    for order in ([0, 1], [2, 1, 0], [0, None, 2], [0, 1, 2, None]):
+        assert rebuild.among(order) is None
 
 
 @pytest.mark.parametrize(("done", "workers"), [(0, 2), (2, 2), (3, 4), (8, 4), (9, 3), (50, 3)])

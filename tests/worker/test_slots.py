@@ -15,7 +15,8 @@ from rayps_client.errors import StaleGeneration
 
 from rayps.cluster.local import until
 from rayps.core.grid import Grid
-from rayps.recovery.backup_assignment import BackupAssignment, HeldRounds, Source, backup_holders, plan_rebuild
+from rayps.core.job.continuation import Source
+from rayps.recovery.backup_assignment import BackupAssignment, HeldRounds, backup_holders, plan_rebuild
 from rayps.recovery.peer_replication import BackupConnection, PeerReplication, fetch_missing_part, fetch_state
 from rayps.recovery.state_slots import StateSlots, pack, parse, read_state, tensors_of
 from rayps.recovery.worker_backup import WorkerBackup

@@ -20,10 +20,9 @@ from typing import ClassVar
 
 from rayps_client.errors import ActorDied, LinkError, PeerTimeout, RaypsError, TrainingError
 
-from rayps.core.job.handover import Handover
+from rayps.core.job.continuation import Continuation
 from rayps.core.job.job_status import Status
 from rayps.core.strategy.strategy_families import Rebuild, Recovery, RegroupLiving, ReplaceOne, RestartAll
-from rayps.recovery.backup_assignment import RebuildPlan
 
 MOST_LETTERS = 400  # longest reason in an event, in characters
 GRACE_SECONDS = 3.0  # seconds after the first lost connection in which the death that caused it is detected
@@ -312,13 +311,11 @@ class EnterPhase(_Step):
 class BeginGeneration(_Step):
     """Start a generation on every member, when an elastic job has the workers that it needs.
 
-    `rebuild`: workers start from their own states and from backups. `handover`: they start from the state that some of
-    them have in memory. If both are None, they start from the snapshot.
+    `continues`: how workers continue from the states in their memory; None if they start from the snapshot.
     """
 
     phase: int
-    rebuild: RebuildPlan | None = None
-    handover: Handover | None = None
+    continues: Continuation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,9 +409,9 @@ class Findings:
     # what to do next; None in Evaluate if the metrics are known, and in StartWorkers and BeginGeneration if nobody died
     decision: Decision | None = None
     complete: bool = False  # Train: whether the newest snapshot is the last one of the phase
-    waiting: bool = False  # BeginGeneration: whether workers are awaited; `rebuild` and `handover` then still hold
-    rebuild: RebuildPlan | None = None  # Recover: how workers continue without the snapshot; None if they cannot
-    handover: Handover | None = None  # ChangeWorkers: how workers continue from their memory; None if they cannot
+    waiting: bool = False  # BeginGeneration: whether workers are awaited; `continues` then still holds
+    # Recover, ChangeWorkers: how workers continue from their memory; None if they continue from the snapshot
+    continues: Continuation | None = None
     saving: bool = False  # RequestCheckpoint, AwaitCheckpoint: whether the last snapshot is still to be saved
 
 
@@ -430,17 +427,15 @@ def next_state(state: State, found: Findings) -> State:
         case BeginGeneration() if found.stopped:
             return RunEnded(Status.STOPPED)
         case BeginGeneration(phase) if found.waiting:
-            return BeginGeneration(phase, found.rebuild, found.handover)
+            return BeginGeneration(phase, found.continues)
         case BeginGeneration(phase) if found.decision is not None:
             return RunEnded(Status.STOPPED) if isinstance(found.decision, Stop) else _after_poll(phase, found)
         case BeginGeneration(phase) | ReplaceMembers(phase):
             return Train(phase)
         case Train(phase):
             return _after_poll(phase, found)
-        case Recover(phase):
-            return BeginGeneration(phase, found.rebuild)
-        case ChangeWorkers(phase):
-            return BeginGeneration(phase, handover=found.handover)
+        case Recover(phase) | ChangeWorkers(phase):
+            return BeginGeneration(phase, found.continues)
         case Evaluate(phase):
             return _after_evaluation(phase, found.decision)
         case RequestCheckpoint(phase) | AwaitCheckpoint(phase):

@@ -10,7 +10,7 @@ the last snapshot, and repeat the rounds since then.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rayps_client.errors import ClusterError
@@ -19,8 +19,9 @@ from rayps_client.values import JsonObject
 from rayps.cluster.local import ActorReply
 from rayps.cluster.members import GroupMember
 from rayps.core.grid import Grid
+from rayps.core.job.continuation import Continuation
 from rayps.core.job.user_code import START_SECONDS
-from rayps.recovery.backup_assignment import BackupAssignment, HeldRounds, RebuildPlan, backup_holders, plan_rebuild
+from rayps.recovery.backup_assignment import BackupAssignment, HeldRounds, backup_holders, plan_rebuild
 from rayps.recovery.worker_backup import CommitCost
 from rayps.runtime.driver.decide_recovery import FailureCount, RebuildLost, Replace, Restart
 from rayps.runtime.records.journal import Journal
@@ -45,10 +46,10 @@ class PeerStates:
     # one for each rank: how that worker's state is backed up in this generation
     assignments: list[BackupAssignment | None] = field(default_factory=list)
 
-    def assign_backups(self, grid: Grid, workers: list[GroupMember], rebuild: RebuildPlan | None) -> None:
+    def assign_backups(self, grid: Grid, workers: list[GroupMember], continues: Continuation | None) -> None:
         """Choose which worker holds whose state in a new generation. A worker that does not answer counts as dead.
 
-        `rebuild`: how the generation continues from workers' states; None if it starts from a snapshot.
+        `continues`: how the generation continues from workers' states; None if it starts from a snapshot.
         """
         found = _answers(workers, [worker.handle.call("backup_address") for worker in workers], START_SECONDS)
         if any(worker.dead for worker in workers) or not all(found.values()):
@@ -56,17 +57,17 @@ class PeerStates:
             return
         hosts = [worker.place.host if worker.place else "" for worker in workers]
         addresses = tuple(str(found[rank]) for rank in range(len(workers)))
-        sources = {} if rebuild is None else rebuild.sources
+        sources = {} if continues is None else continues.sources
         self.assignments = [
             None
             if holder is None
             else BackupAssignment(
-                self.base_generation, addresses, holder, grid.data > 1, rebuild is not None, sources.get(rank)
+                self.base_generation, addresses, holder, grid.data > 1, continues is not None, sources.get(rank)
             )
             for rank, holder in enumerate(backup_holders(grid, hosts))
         ]
 
-    def end_generation(self, grid: Grid, workers: list[GroupMember]) -> RebuildPlan | None:
+    def end_generation(self, grid: Grid, workers: list[GroupMember]) -> Continuation | None:
         """End the generation now. Return how all workers can continue without a snapshot, or None if they cannot."""
         living = [(rank, worker) for rank, worker in enumerate(workers) if not worker.dead]
         replies = [worker.handle.call("halt", self.base_generation) for _, worker in living]
@@ -93,7 +94,7 @@ class _Failure:
 
     reason: str
     lost: list[str]  # names of members
-    plan: RebuildPlan
+    plan: Continuation
     seen: float  # when the failure was detected, as time.monotonic
 
 
@@ -141,7 +142,7 @@ class RecoveryExecutor:
 
     def end_generation(
         self, group: WorkerGroup, decision: Restart | RebuildLost, generation: int
-    ) -> RebuildPlan | None:
+    ) -> Continuation | None:
         """End the generation. Return how the next one continues without a snapshot, or None if it cannot.
 
         `generation` is the number of the next generation.
@@ -169,10 +170,10 @@ class RecoveryExecutor:
                 lost=list(decision.lost),
             )
             return None
-        reason, sources = decision.reason, dict(found.sources)
+        reason, sources = decision.reason, found.sources
         if self._failure is not None:
             reason, sources = f"{self._failure.reason}; {reason}", self._failure.plan.sources | sources
-        self._failure = _Failure(reason, lost, RebuildPlan(found.round, sources), seen)
+        self._failure = _Failure(reason, lost, replace(found, sources=sources), seen)
         self.journal.event(
             "mending",
             f"{decision.reason}: {_sources(found) or 'every worker has its own state'}; "
@@ -297,7 +298,7 @@ def replicas_of(grid: Grid, ranks: list[int]) -> list[list[int]]:
     return [grid.replica(data) for data in sorted({grid.at(rank).data for rank in ranks})]
 
 
-def _sources(plan: RebuildPlan) -> str:
+def _sources(plan: Continuation) -> str:
     words = []
     for rank, source in sorted(plan.sources.items()):
         kind = "its counterpart" if source.counterpart else "its backup on"

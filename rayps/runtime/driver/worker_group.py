@@ -24,6 +24,7 @@ from rayps.cluster.reservation import WorkerResources, reserve, torch_threads
 from rayps.cluster.room import avoided_hosts
 from rayps.cluster.user_packages import install_seconds
 from rayps.core.grid import Grid
+from rayps.core.job.continuation import Continuation
 from rayps.core.job.records import Point
 from rayps.core.job.user_code import START_SECONDS, overdue
 from rayps.core.metrics import Totals, total_over
@@ -37,7 +38,6 @@ from rayps.ps.protocol.members import MemberChange
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.protocol.space import SpaceRank
 from rayps.ps.server.dense_segment import ShardPart
-from rayps.recovery.backup_assignment import RebuildPlan
 from rayps.runtime.driver.decide_recovery import death_of
 from rayps.runtime.driver.job_servers import FixedServers, JobServers
 from rayps.runtime.driver.recover import PeerStates
@@ -374,22 +374,21 @@ class WorkerGroup:
         sharded = shard_of(self._current_orders().strategy) is not None
         return Grid.of(self.size, tensor=self.size) if sharded else self.grid
 
-    def end_generation(self) -> RebuildPlan | None:
+    def end_generation(self) -> Continuation | None:
         """End the generation now. Return how all workers can continue without a snapshot, or None if they cannot."""
         return self._peers.end_generation(self._grid_of_states, self.workers)
 
     def begin(
-        self, orders: Orders, snapshot: Snapshot, rebuild: RebuildPlan | None = None
+        self, orders: Orders, snapshot: Snapshot, continues: Continuation | None = None
     ) -> tuple[tuple[str, str], ...]:
         """Start a generation from the snapshot. Dead members are replaced, and living ones start again.
 
-        With `rebuild`, workers start from their own states and from backups. The snapshot then provides only the values
-        that these states lack. Return a pair (name, reason) for each process that died before every member had its
-        plan; () if all have it.
+        With `continues`, workers start from states in their memory, and the snapshot provides only what these lack.
+        Return a pair (name, reason) for each process that died before every member had its plan; () if all have it.
         """
         lost: tuple[tuple[str, str], ...] = ()
         try:
-            self._begin(orders, snapshot, rebuild)
+            self._begin(orders, snapshot, continues)
         except RaypsError as error:
             found = death_of(error)
             if found is None:
@@ -397,7 +396,7 @@ class WorkerGroup:
             lost = (found,)
         return self.dead or lost
 
-    def _begin(self, orders: Orders, snapshot: Snapshot, rebuild: RebuildPlan | None) -> None:
+    def _begin(self, orders: Orders, snapshot: Snapshot, continues: Continuation | None) -> None:
         self._orders, when = orders, orders.snapshots
         self._schedule = SnapshotSchedule(when.boundary, each=when.each_boundary, in_order=when.each_epoch)
         self.grid = orders.strategy.grid(self.slots or self.size)
@@ -409,16 +408,16 @@ class WorkerGroup:
         self._received.begin(orders.evaluation.done)
         if any(member.dead for member in self.members):
             return
-        if rebuild is None:
+        repeats = continues if continues is not None and continues.keeps_places else None
+        if repeats is None:
             self._peers.base_generation = orders.generation
-        self._received.accept_from(None if rebuild is None else rebuild.round)
+        self._received.accept_from(None if repeats is None else repeats.round)
         self._peers.assignments = []
         if self.holds_backups:
-            self._peers.assign_backups(self._grid_of_states, self.workers, rebuild)
+            self._peers.assign_backups(self._grid_of_states, self.workers, repeats)
         if any(member.dead for member in self.workers):
             return
-        handover = None if orders.elastic is None else orders.elastic.handover
-        if handover is not None:  # workers have the state, and need only the frozen parameters of the snapshot
+        if continues is not repeats:  # workers have the state, and need only the frozen parameters of the snapshot
             snapshot = snapshot.only_frozen()
         parts = columns_of(replace(snapshot, own={}), orders.division)
         if snapshot.source is not None:
@@ -434,12 +433,12 @@ class WorkerGroup:
         replies, begun = [], []
         for worker in self.workers:
             rank = worker.rank
-            if rebuild is not None:
-                start = rebuild.round
+            if continues is not None:
+                start = continues.round
             elif orders.leased:
                 start = -1
             else:
-                start = snapshot.positions[self.grid.at(rank).data] if handover is None else handover.round
+                start = snapshot.positions[self.grid.at(rank).data]
             plan = self._worker_plan(rank, start)
             own = (snapshot.own[rank],) if rank in snapshot.own else ()
             column = self._column(rank)

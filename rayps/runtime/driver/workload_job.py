@@ -359,18 +359,17 @@ class WorkloadJob(DrivenJob):
         """Start a generation on every member, when the job has the workers that it needs."""
         changes, group = self._plan.changes, self._group
         gathered = self._gather(state)
-        rebuild, handover = gathered.rebuild, gathered.handover
+        continues = gathered.continues
         if gathered.waits or gathered.ends:
             group.end_leavers()
-            return Findings(stopped=gathered.ends, waiting=True, rebuild=rebuild, handover=handover)
+            return Findings(stopped=gathered.ends, waiting=True, continues=continues)
         strategy = self._phases[state.phase].strategy
-        changes.begin_generation(strategy, self._checkpoints.snapshot, group, rebuild or handover)
+        changes.begin_generation(strategy, self._checkpoints.snapshot, group, continues)
         phase = self._plan.phase(state.phase)
         self.run.generation += 1
         self._recoveries.clear_error()
-        self.run.record.begin_generation(
-            self.run.generation, phase.name, continues=rebuild is not None, pushes=changes.pushes
-        )
+        repeats = continues is not None and continues.keeps_places
+        self.run.record.begin_generation(self.run.generation, phase.name, continues=repeats, pushes=changes.pushes)
         each = self.saves and self._callbacks.each_evaluation and changes.evaluates_in_step
         known = self.run.record.evaluated
         orders = phase.orders(self.run.spec, self.run.generation, known, self._plan.mailbox, each=each)
@@ -384,10 +383,10 @@ class WorkloadJob(DrivenJob):
         parts = self._checkpoints.parts_plan(strategy, group.hosts)
         recovers, reached = self.run.record.times.begin_generation(group.slots or group.size)
         orders = replace(orders, snapshots=replace(orders.snapshots, parts=parts), recovers=recovers, reached=reached)
-        orders = changes.amend(orders, handover)
+        orders = changes.amend(orders, continues)
         if parts is None:
             self._checkpoints.load_newest()
-        lost = group.begin(orders, self._checkpoints.snapshot, rebuild)
+        lost = group.begin(orders, self._checkpoints.snapshot, continues)
         group.end_leavers()
         if lost:
             return replace(self._facts_of_start(lost, group.last_outputs()), recovery=self._recovery(phase))
@@ -402,10 +401,10 @@ class WorkloadJob(DrivenJob):
         """Let the workers of the next generation be those that there are; wait a moment if the job lacks some."""
         group, at = self._group, self._checkpoints.round
         stops = self.run.stopping.is_set() or self._callbacks.is_stopping
-        found = self._plan.changes.gather(group, state.rebuild, state.handover, at, stops=stops)
+        found = self._plan.changes.gather(group, state.continues, at, stops=stops)
         if found.size[0] != found.size[1]:
             self.run.record.change_workers(group.size)
-        if (state.rebuild or state.handover) and not (found.rebuild or found.handover):
+        if state.continues is not None and found.continues is None:
             self._recoveries.give_up_memory(group.size, at, self.run.generation + 1)
         if found.waits:
             self.run.record.set_status(Status.RECOVERING if self.run.generation else Status.STARTING, found.waits)
@@ -474,10 +473,10 @@ class WorkloadJob(DrivenJob):
         decision, generation = state.decision, self.run.generation + 1
         self.run.record.end_generation()
         self.run.stopping.wait(decision.pause)
-        rebuild = self._recoveries.end_generation(self._group, decision, generation)
-        if rebuild is not None:
-            self.run.record.repeat_from(generation, rebuild.round)
-            return Findings(rebuild=rebuild)
+        continues = self._recoveries.end_generation(self._group, decision, generation)
+        if continues is not None:
+            self.run.record.repeat_from(generation, continues.round)
+            return Findings(continues=continues)
         self.run.record.flush()
         at = self._checkpoints.round
         what = "evaluate again" if state.evaluating else f"continue from round {at}"
@@ -492,16 +491,16 @@ class WorkloadJob(DrivenJob):
             self.run.record.set_status(Status.RECOVERING, decision.reason)
         self.run.record.add_poll(group, group.last_points())
         at = self._checkpoints.round
-        handover = self._plan.changes.regroup(group, decision, at)
+        continues = self._plan.changes.regroup(group, decision, at)
         self.run.record.change_workers(group.size)
-        if handover is None and decision.lost:
+        if continues is None and decision.lost:
             self._recoveries.report_restart(
                 states.Restart(decision.lost, decision.reason),
                 f"continue from round {at}, because no living worker has the state of a later round in memory",
                 at,
                 self.run.generation + 1,
             )
-        return Findings(handover=handover)
+        return Findings(continues=continues)
 
     def replace_members(self, decision: Replace) -> None:
         """Start new processes for the lost members that are replaced in their places."""

@@ -17,14 +17,13 @@ from rayps_client.values import JsonObject
 
 from rayps.cluster.local import ActorReply
 from rayps.cluster.members import GroupMember
-from rayps.core.job.handover import Handover
+from rayps.core.job.continuation import Continuation
 from rayps.core.rows.phase_rounds import Calendar, PhaseSpan
 from rayps.core.rows.row_shares import RowShares
 from rayps.core.strategy.elastic import ElasticWorkers
 from rayps.core.strategy.elastic_support import hands_over
 from rayps.core.strategy.strategy import StrategyView
 from rayps.core.strategy.topology import compression_in, servers_of
-from rayps.recovery.backup_assignment import RebuildPlan
 from rayps.runtime.driver.decide_recovery import Regroup
 from rayps.runtime.driver.hold_workers import hold_workers
 from rayps.runtime.records.journal import Journal
@@ -115,12 +114,12 @@ class ElasticRun(ChangingWorkers):
     # ---- a generation
 
     def gather(
-        self, group: WorkerGroup, rebuild: RebuildPlan | None, handover: Handover | None, collected: int, *, stops: bool
+        self, group: WorkerGroup, continues: Continuation | None, collected: int, *, stops: bool
     ) -> GatheredWorkers:
         """Drop the dead, and let newcomers join until the next generation can begin. Call it again while it waits.
 
-        `rebuild` or `handover` is how the generation continues; if both are None, it starts from the newest snapshot,
-        which is of round `collected`. `stops`: whether the run is to end.
+        `continues`: how the generation continues; None if it starts from the newest snapshot, which is of round
+        `collected`. `stops`: whether the run is to end.
 
         Raises:
             NoResources: see `GatherWorkers.look`.
@@ -128,7 +127,7 @@ class ElasticRun(ChangingWorkers):
         replay = None
         if not self._begun and self._elastic.replay is not None:
             replay = collected, self.membership.replayed_at(collected)
-        found = self._gatherer.look(group, rebuild, handover, replay=replay, stops=stops)
+        found = self._gatherer.look(group, continues, replay=replay, stops=stops)
         before, after = found.size
         if found.lost:
             formed = self._formed or _Change(found.reason, silent=True, size=found.size)
@@ -139,14 +138,13 @@ class ElasticRun(ChangingWorkers):
         if not found.waits and not found.ends:
             self._gatherer.ready()
             self._begun = True
-            continues = found.rebuild or found.handover
             if self._formed is not None:
-                self._formed.round = collected if continues is None else continues.round
-                self._formed.in_memory = continues is not None
+                self._formed.round = collected if found.continues is None else found.continues.round
+                self._formed.in_memory = found.continues is not None
         return found
 
     def begin_generation(
-        self, strategy: StrategyView, snapshot: Snapshot, group: WorkerGroup, continues: Handover | RebuildPlan | None
+        self, strategy: StrategyView, snapshot: Snapshot, group: WorkerGroup, continues: Continuation | None
     ) -> None:
         """Count rounds and deal rows for the next generation, and adapt the newest `snapshot` to it.
 
@@ -164,9 +162,10 @@ class ElasticRun(ChangingWorkers):
         self.count_from(continues.round, group.size)
         self.continue_from(snapshot)
 
-    def amend(self, orders: Orders, handover: Handover | None) -> Orders:
+    def amend(self, orders: Orders, continues: Continuation | None) -> Orders:
         """Return the orders with how rows are dealt, and with the round after which workers pause."""
         rows, stop = self.membership, self.stop_round
+        handover = None if continues is None or continues.keeps_places else continues
         boundary = replace(orders.snapshots.boundary, also=stop)
         return replace(
             orders,
@@ -334,7 +333,7 @@ class ElasticRun(ChangingWorkers):
 
     # ---- the change
 
-    def regroup(self, group: WorkerGroup, decision: Regroup, collected: int) -> Handover | None:
+    def regroup(self, group: WorkerGroup, decision: Regroup, collected: int) -> Continuation | None:
         """Form the new group from the living workers and newcomers, and return how it continues.
 
         The result is None if the group continues from the newest snapshot, which is of round `collected`: because no
@@ -365,7 +364,7 @@ class ElasticRun(ChangingWorkers):
         self._formed = change
         if newest is None:
             return None
-        return Handover(change.round, tuple(rank for rank, old in enumerate(order) if old in holders))
+        return Continuation(change.round, tuple(rank for rank, old in enumerate(order) if old in holders))
 
     def _kept_rounds(self, group: WorkerGroup, ranks: Sequence[int]) -> dict[int, int]:
         """End the generation on these workers, and return the rounds of the states that they have in memory."""

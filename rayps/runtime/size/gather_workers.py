@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from rayps_client.errors import NoResources
 
-from rayps.core.job.handover import Handover
-from rayps.recovery.backup_assignment import RebuildPlan
+from rayps.core.job.continuation import Continuation
 from rayps.runtime.size.job_size import JobSize
 
 if TYPE_CHECKING:
@@ -121,8 +120,7 @@ class GatheredWorkers:
     before and after.
     """
 
-    rebuild: RebuildPlan | None = None
-    handover: Handover | None = None
+    continues: Continuation | None = None
     waits: str = ""
     ends: bool = False
     lost: tuple[str, ...] = ()
@@ -141,17 +139,11 @@ class GatherWorkers:
         self._ended: set[int] = set()  # ranks of dead workers whose places are kept, and whose processes are ended
 
     def look(
-        self,
-        group: WorkerGroup,
-        rebuild: RebuildPlan | None,
-        handover: Handover | None,
-        *,
-        replay: tuple[int, int] | None,
-        stops: bool,
+        self, group: WorkerGroup, continues: Continuation | None, *, replay: tuple[int, int] | None, stops: bool
     ) -> GatheredWorkers:
         """Drop the dead and take newcomers. Call it again while the result waits.
 
-        `rebuild` or `handover` is how the generation continues; if both are None, it starts from the newest snapshot.
+        `continues`: how the generation continues; None if it starts from the newest snapshot.
         `replay`: a pair (round, workers) of a replay, with which a run begins; None if the least number is enough.
         `stops`: whether the run is to end.
 
@@ -164,9 +156,8 @@ class GatherWorkers:
         wanted = self._size.least if replay is None else replay[1]
         living = before - len(gone)
         coming = newcomers.ready, newcomers.starting, newcomers.may_start
-        step = decide_begin(
-            BeginFacts(living, len(gone), wanted, *coming, rebuild is not None, replay is not None, stops)
-        )
+        rebuilds = continues is not None and continues.keeps_places
+        step = decide_begin(BeginFacts(living, len(gone), wanted, *coming, rebuilds, replay is not None, stops))
         new = gone - self._ended
         lost = [group.workers[rank] for rank in sorted(new)]
         group.end_workers(new)  # newcomers may need their resources
@@ -174,8 +165,7 @@ class GatherWorkers:
         if step.drop:
             stay = [rank for rank in range(before) if rank not in gone][: step.keep]
             order: list[int | None] = [*stay, *[None] * step.join]
-            rebuild = None if gone else rebuild
-            handover = None if handover is None else handover.among(order)
+            continues = None if continues is None else continues.among(order)
         else:
             order = [None if rank in gone and step.begin else rank for rank in range(before)]
         if order != [*range(before)]:
@@ -189,7 +179,7 @@ class GatherWorkers:
             waits = self._wait(living, wanted, replay) if step.drop else places
         reason = "; ".join(f"{worker.name} died ({worker.dead})" for worker in lost)
         names = tuple(worker.name for worker in lost)
-        return GatheredWorkers(rebuild, handover, waits, step.stop, names, reason, (before, group.size))
+        return GatheredWorkers(continues, waits, step.stop, names, reason, (before, group.size))
 
     def lacks(self, group: WorkerGroup, replay: tuple[int, int]) -> str:
         """Return what the workers wait for that have stopped at a pair (round, workers) of a replay.

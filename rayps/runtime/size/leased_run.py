@@ -28,7 +28,7 @@ from rayps_client.errors import CheckpointError
 from rayps_client.values import JsonObject
 
 from rayps.cluster.members import GroupMember
-from rayps.core.job.handover import Handover
+from rayps.core.job.continuation import Continuation
 from rayps.core.job.records import Point
 from rayps.core.metrics import PushRounds
 from rayps.core.rows.leases import Leases, Marks, RowLease, lease_size
@@ -38,7 +38,6 @@ from rayps.core.strategy.staleness_bound import PushCount
 from rayps.core.strategy.strategy import StrategyView
 from rayps.ps.client.member_requests import MemberRequests
 from rayps.ps.protocol.members import MemberChange, MemberChangeKind
-from rayps.recovery.backup_assignment import RebuildPlan
 from rayps.runtime.driver.decide_recovery import Replace
 from rayps.runtime.records.journal import Journal
 from rayps.runtime.size.job_size import Allowance
@@ -276,7 +275,7 @@ class LeasedRun(ChangingWorkers):
         snapshot.enter_phase(span)
 
     def begin_generation(
-        self, strategy: StrategyView, snapshot: Snapshot, group: WorkerGroup, continues: Handover | RebuildPlan | None
+        self, strategy: StrategyView, snapshot: Snapshot, group: WorkerGroup, continues: Continuation | None
     ) -> None:
         """Prepare the next generation, which begins with `snapshot`. Call it before the group begins.
 
@@ -336,7 +335,7 @@ class LeasedRun(ChangingWorkers):
         self._repeats = [each for each in self._repeats if each.step >= marks[each.rank].low]
         self._tell_servers(group, snapshot.clock)
 
-    def amend(self, orders: Orders, handover: Handover | None) -> Orders:
+    def amend(self, orders: Orders, continues: Continuation | None) -> Orders:
         """Take over after which rounds a checkpoint is due, because the members cannot count rounds."""
         boundary = orders.snapshots.boundary
         self._due = DueCheckpoints(boundary)

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from rayps.cluster.local import Bundle
 from rayps.cluster.room import RoomWatch
-from rayps.core.job.handover import Handover
+from rayps.core.job.continuation import Continuation
 from rayps.core.job.records import Point, ProgressRecord
 from rayps.core.metrics import PushRounds
 from rayps.core.rows.phase_rounds import Calendar, PhaseSpan
 from rayps.core.strategy.elastic import ElasticWorkers
 from rayps.core.strategy.strategy import StrategyView
-from rayps.recovery.backup_assignment import RebuildPlan
 from rayps.runtime.driver.decide_recovery import Regroup, Replace
 from rayps.runtime.records.journal import Journal
 from rayps.runtime.size.gather_workers import GatheredWorkers
@@ -74,27 +73,27 @@ class WorkerChanges:
         """Enter the phase with the rounds `span`, of which `snapshot` may be the first state."""
 
     def gather(
-        self, group: WorkerGroup, rebuild: RebuildPlan | None, handover: Handover | None, collected: int, *, stops: bool
+        self, group: WorkerGroup, continues: Continuation | None, collected: int, *, stops: bool
     ) -> GatheredWorkers:
         """Return whether the next generation can begin with the workers that there are. Call it again while it waits.
 
-        `rebuild` or `handover` is how the generation continues; if both are None, it starts from the newest snapshot,
-        which is of round `collected`. `stops`: whether the run is to end.
+        `continues`: how the generation continues; None if it starts from the newest snapshot, which is of round
+        `collected`. `stops`: whether the run is to end.
 
         Raises:
             NoResources: too few workers live, and the cluster had no room for others before the deadline.
         """
-        return GatheredWorkers(rebuild, handover, size=(group.size, group.size))
+        return GatheredWorkers(continues, size=(group.size, group.size))
 
     def begin_generation(
-        self, strategy: StrategyView, snapshot: Snapshot, group: WorkerGroup, continues: Handover | RebuildPlan | None
+        self, strategy: StrategyView, snapshot: Snapshot, group: WorkerGroup, continues: Continuation | None
     ) -> None:
         """Prepare the next generation, and adapt the newest `snapshot` to it. Call it before the group begins.
 
         `continues`: how it continues from the workers' states; None if it starts from the snapshot.
         """
 
-    def amend(self, orders: Orders, handover: Handover | None) -> Orders:
+    def amend(self, orders: Orders, continues: Continuation | None) -> Orders:
         """Return the orders of the next generation with what changes of the workers add to them."""
         return orders
 
@@ -140,7 +139,7 @@ class WorkerChanges:
 
     # ---- failures and changes
 
-    def regroup(self, group: WorkerGroup, decision: Regroup, collected: int) -> Handover | None:
+    def regroup(self, group: WorkerGroup, decision: Regroup, collected: int) -> Continuation | None:
         """Form the new group from the living workers and newcomers, and return how it continues.
 
         The result is None if the group continues from the newest snapshot, which is of round `collected`.
