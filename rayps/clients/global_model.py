@@ -18,7 +18,7 @@ from rayps.federated.strategy_interface import FederatedView
 from rayps.strategies.catalogue import parse
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks
-from rayps.tensors.local_state import below
+from rayps.tensors.training_state import below
 from rayps.workload.base import Workload
 from rayps.workload.model import apart, model_of
 

@@ -27,6 +27,7 @@ from rayps.comm.link.shared_memory_link import SharedLink
 from rayps.core.job.continuation import Source
 from rayps.recovery.backup_assignment import HeldRounds
 from rayps.recovery.state_slots import OWN, SLOTS, CommittedState, StateSlots, pack, parse, read_position, read_state
+from rayps.tensors.training_state import RANDOM
 
 log = logging.getLogger(__name__)
 
@@ -223,7 +224,7 @@ def fetch_state(
             peer=f"worker-{source.holder}",
         )
     if source.counterpart:
-        state.tensors.pop("rng", None)  # the random state is the counterpart's, not the dead worker's
+        state.tensors.pop(RANDOM, None)  # the random state is the counterpart's, not the dead worker's
     return state
 
 

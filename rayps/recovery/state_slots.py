@@ -18,7 +18,6 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypedDict
 
@@ -30,7 +29,8 @@ from torch import Tensor
 from rayps.comm.link.memory import Memory
 from rayps.core import failpoint
 from rayps.core.job.records import Point
-from rayps.tensors.optim import Moments, ParamState, by_name, moments_of
+from rayps.tensors.optim import ParamState
+from rayps.tensors.training_state import BUFFER, PARAMS, RANDOM, TrainingState, below
 
 SLOTS = 2
 _MAGIC = b"raypsvlt"
@@ -38,7 +38,7 @@ _MAGIC = b"raypsvlt"
 _HEAD = struct.Struct("<8sqqqqq")
 _ROUND = 16  # offset of the round's number in the header
 _ALIGN = 64
-OWN = ("buffer/", "rng")  # prefixes of the names of tensors that differ between a worker and its counterparts
+OWN = (BUFFER, RANDOM)  # prefixes of the names of tensors that differ between a worker and its counterparts
 
 
 class StateFacts(TypedDict, total=False):
@@ -64,36 +64,22 @@ class CommittedState:
     @property
     def whole(self) -> bool:
         """Whether the state is complete. If False, it is the part that a counterpart lacks."""
-        return "params" in self.tensors
+        return PARAMS in self.tensors
 
     @property
-    def moments(self) -> Moments:
-        """The optimizer's state: a dict from the name of each parameter."""
-        return moments_of(self.tensors, self.facts.get("numbers", {}))
+    def state(self) -> TrainingState:
+        """The worker's state, if it is whole."""
+        return TrainingState.of(self.tensors, self.facts.get("numbers", {}))
 
     @property
     def buffers(self) -> dict[str, Tensor]:
         """A dict of the model's buffers, with their names as keys."""
-        return {k.removeprefix("buffer/"): v for k, v in self.tensors.items() if k.startswith("buffer/")}
+        return below(BUFFER, self.tensors)
 
     @property
     def rng(self) -> Tensor | None:
         """The state of the random generator, or None if this state does not include it."""
-        return self.tensors.get("rng")
-
-
-def tensors_of(
-    params: Tensor, moments: Moments, buffers: Mapping[str, Tensor], rng: Tensor, points: list[Point]
-) -> tuple[dict[str, Tensor], StateFacts]:
-    """Return the arguments `tensors` and `facts` of `StateSlots.commit`. No tensor is copied.
-
-    `moments` is a dict from the name of each parameter. `points` are those that the driver may not have received.
-    """
-    named, numbers = by_name(moments)
-    tensors = {"params": params} | named
-    tensors |= {f"buffer/{name}": value for name, value in buffers.items()}
-    tensors["rng"] = rng
-    return tensors, {"numbers": numbers, "points": points}
+        return self.tensors.get(RANDOM)
 
 
 class StateSlots:

@@ -24,9 +24,10 @@ from rayps.core.job.records import Point
 from rayps.core.strategy.costs import amount
 from rayps.recovery.backup_assignment import BackupAssignment, HeldRounds
 from rayps.recovery.peer_replication import BackupConnection, PeerReplication, fetch_missing_part, fetch_state
-from rayps.recovery.state_slots import CommittedState, StateFacts, tensors_of
+from rayps.recovery.state_slots import CommittedState, StateFacts
 from rayps.tensors.optim import Moments
 from rayps.tensors.snapshot import Snapshot
+from rayps.tensors.training_state import TrainingState
 from rayps.workload.model_part import ModelPart
 
 log = logging.getLogger(__name__)
@@ -118,7 +119,8 @@ class Committer:
             self._frozen = {name for name, p in worker.part.module.named_parameters() if not p.requires_grad}
         params, moments = worker.committed_state()
         buffers = {name: value for name, value in worker.part.beside.items() if name not in self._frozen}
-        return tensors_of(params, moments, buffers, torch.get_rng_state(), self._points())
+        tensors, numbers = TrainingState(params, moments, buffers, rng=torch.get_rng_state()).named()
+        return tensors, {"numbers": numbers, "points": self._points()}
 
     @property
     def cost(self) -> CommitCost | None:
@@ -145,15 +147,10 @@ def with_state(snapshot: Snapshot, rank: int, state: CommittedState, rest: Commi
     If `state` is that of a counterpart, `rest` is the part of the worker's own state that the counterpart lacks.
     """
     rng = rest.rng if rest is not None else state.rng
-    return replace(
-        snapshot,
-        params=state.tensors["params"],
-        source=None,
-        moments=state.moments,
-        buffers=snapshot.buffers | state.buffers | ({} if rest is None else rest.buffers),
-        rng={} if rng is None else {rank: rng},
-        positions=[state.round] * len(snapshot.positions),
-    )
+    found = replace(snapshot.after(state.round, state.state), rng={} if rng is None else {rank: rng})
+    if rest is not None:
+        found.buffers |= rest.buffers
+    return found
 
 
 MOST_UNCONFIRMED = 200  # the largest number of points, not known to have reached the driver, stored with a state

@@ -35,8 +35,8 @@ from rayps.tensors.checkpoints import checkpoint, checkpoint_parts
 from rayps.tensors.checkpoints.checkpoint import SavedState
 from rayps.tensors.checkpoints.checkpoint_parts import PartFacts
 from rayps.tensors.flat import Layout
-from rayps.tensors.local_state import LocalState, below
 from rayps.tensors.optim import Moments, ParamState, by_name, moments_of
+from rayps.tensors.training_state import TrainingState, below
 from rayps.tensors.weight_average import Average
 
 
@@ -96,7 +96,7 @@ class Snapshot:
     columns: int = 1  # number of workers of one replica
     origin: tuple[int, int] = (0, 0)  # the phase's first round and first epoch
     strategy: str = ""  # the strategy of `own` and `shared`
-    own: dict[int, LocalState] = field(default_factory=dict)  # each worker's state, if workers train separately
+    own: dict[int, TrainingState] = field(default_factory=dict)  # each worker's state, if workers train separately
     shared: dict[str, Tensor] = field(default_factory=dict)  # the strategy's state that is equal on all workers
     # for each phase that ended early by its stop rule: the planned and the actual round of its end
     ended: list[tuple[int, int]] = field(default_factory=list)
@@ -206,6 +206,17 @@ class Snapshot:
         named = {e.name: self.params[e.lo : e.hi].view(e.shape).clone() for e in self.layout.entries}
         return named | {name: value.clone() for name, value in self.buffers.items()}
 
+    def after(self, round: int, state: TrainingState) -> Snapshot:
+        """Return this snapshot, continued by a worker's state after `round`."""
+        return replace(
+            self,
+            params=state.params,
+            moments=state.moments,
+            buffers=self.buffers | state.buffers,
+            positions=[round] * len(self.positions),
+            source=None,
+        )
+
     def averaged(self, average: Average | None) -> Snapshot:
         """Return the snapshot with the workload's average of parameters and buffers, if there is one by now."""
         step = self.clock - loss_scale.skipped_by_all(self.shared)  # workers count the steps of their averages alone
@@ -276,7 +287,7 @@ class Snapshot:
             origin=tuple(state.meta.get("origin", (0, 0))),
             strategy=apart.get("strategy", ""),
             own={
-                int(rank): LocalState.of(below(f"own/{rank}/", state.tensors), numbers)
+                int(rank): TrainingState.of(below(f"own/{rank}/", state.tensors), numbers)
                 for rank, numbers in apart.get("numbers", {}).items()
             },
             shared=below("shared/", state.tensors),

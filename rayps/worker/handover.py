@@ -17,8 +17,8 @@ from torch import Tensor
 from rayps.comm.ring import Ring
 from rayps.core.job.continuation import Continuation
 from rayps.tensors.checkpoints.checkpoint import Meta, SavedState
-from rayps.tensors.optim import Moments
 from rayps.tensors.snapshot import Snapshot
+from rayps.tensors.training_state import TrainingState
 
 
 class _Head(TypedDict):
@@ -35,27 +35,16 @@ _SMALL = 1 << 20  # tensors below so many bytes are sent together
 class HeldState:
     """A worker's state after its newest complete round, as copies on the CPU.
 
-    `buffers` have the frozen parameters that were changed, and no other ones.
+    Its buffers have the frozen parameters that were changed, and no other ones; its memory is equal on all workers.
     """
 
     round: int
-    params: Tensor
-    moments: Moments
-    buffers: dict[str, Tensor]
-    shared: dict[str, Tensor]
+    state: TrainingState
 
     def on(self, base: Snapshot) -> Snapshot:
         """Return this state, with the frozen parameters of `base`."""
-        found = replace(
-            base,
-            params=self.params,
-            moments=self.moments,
-            buffers=base.buffers | self.buffers,
-            shared=self.shared,
-            positions=[self.round] * len(base.positions),
-            source=None,
-        )
-        found.thaw(self.buffers)
+        found = replace(base.after(self.round, self.state), shared=self.state.memory)
+        found.thaw(self.state.buffers)
         return found
 
 

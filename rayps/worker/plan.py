@@ -24,8 +24,8 @@ from rayps.recovery.worker_backup import CommitCost
 from rayps.tensors import optim
 from rayps.tensors.division import Division
 from rayps.tensors.learning_rate import Ticks
-from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import WrittenFacts
+from rayps.tensors.training_state import TrainingState
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class WorkerPart:
     moments: optim.Moments
     buffers: dict[str, Tensor]
     rng: Tensor | None  # torch's random state; None in a private job, which saves none
-    own: LocalState | None = None  # the worker's own state if workers train separately; else None
+    own: TrainingState | None = None  # the worker's own state if workers train separately; else None
     shared: dict[str, Tensor] = field(default_factory=dict)  # values that are equal on all workers
     met: bool = False  # whether the strategy's stop rule was met in this round, which ends the phase
     cursor: JsonObject | None = None  # from where the worker continues in data without a length: see `Cursor`

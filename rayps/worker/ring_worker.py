@@ -16,7 +16,7 @@ from rayps.core.strategy.topology import compression_in
 from rayps.data.base import Batch
 from rayps.tensors.device import Device
 from rayps.tensors.flat import Gradient
-from rayps.tensors.local_state import below
+from rayps.tensors.training_state import below
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import Memory, VectorMemory, Worker, traffic_of
 from rayps.worker.exchange.step_flags import COUNT, OVERFLOW, StepFlags, with_flags

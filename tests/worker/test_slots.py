@@ -18,8 +18,9 @@ from rayps.core.grid import Grid
 from rayps.core.job.continuation import Source
 from rayps.recovery.backup_assignment import BackupAssignment, HeldRounds, backup_holders, plan_rebuild
 from rayps.recovery.peer_replication import BackupConnection, PeerReplication, fetch_missing_part, fetch_state
-from rayps.recovery.state_slots import StateSlots, pack, parse, read_state, tensors_of
+from rayps.recovery.state_slots import StateSlots, pack, parse, read_state
 from rayps.recovery.worker_backup import WorkerBackup
+from rayps.tensors.training_state import TrainingState
 
 SECRET = b"s" * 32
 CONTEXT = multiprocessing.get_context("spawn")
@@ -35,7 +36,8 @@ def state(rounds, size=5, extra=0):
     }
     moments |= {f"more-{i}": {"m": torch.full((7,), float(rounds))} for i in range(extra)}
     buffers = {"bn.count": torch.tensor(rounds), "empty": torch.empty(0, 3)}
-    return tensors_of(params, moments, buffers, torch.get_rng_state(), [{"kind": "round", "loss": 0.1 * rounds}])
+    tensors, numbers = TrainingState(params, moments, buffers, rng=torch.get_rng_state()).named()
+    return tensors, {"numbers": numbers, "points": [{"kind": "round", "loss": 0.1 * rounds}]}
 
 
 def same(found, rounds, **how):
@@ -95,8 +97,8 @@ def test_a_packed_state_is_the_state_or_what_a_counterpart_lacks():
     assert not part.whole and whole.whole
     assert part.buffers["bn.count"] == 3
     assert part.facts == {"points": [{"kind": "round", "loss": 0.1 * 3}]}
-    assert whole.moments["b"]["nothing"] is None
-    assert torch.equal(whole.moments["a.weight"]["step"], torch.tensor(3.0))
+    assert whole.state.moments["b"]["nothing"] is None
+    assert torch.equal(whole.state.moments["a.weight"]["step"], torch.tensor(3.0))
     slots.close()
 
 

@@ -34,8 +34,8 @@ from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.recovery.backup_assignment import HeldRounds
 from rayps.recovery.worker_backup import WorkerBackup
 from rayps.tensors.flat import Layout
-from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import Snapshot
+from rayps.tensors.training_state import TrainingState
 from rayps.worker.loops.loop import Companions
 from rayps.worker.plan import WorkerFacts, WorkerPart, WorkerPlan
 from rayps.worker.run import GenerationRun
@@ -140,7 +140,7 @@ class WorkerActor:
         model = blank(self._load())
         return Layout.of((name, p) for name, p in model.named_parameters() if p.requires_grad)
 
-    def begin(self, plan: WorkerPlan, snapshot: Snapshot, own: LocalState | None = None) -> bool:
+    def begin(self, plan: WorkerPlan, snapshot: Snapshot, own: TrainingState | None = None) -> bool:
         """End the running plan, start `plan`, and return True at once.
 
         `own`: the state of this worker that differs from other workers' states; None if there is none. If `snapshot`

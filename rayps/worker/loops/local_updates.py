@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from rayps.tensors import weight_average
-from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import Snapshot
+from rayps.tensors.training_state import TrainingState
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import VectorMemory, Worker
 from rayps.worker.exchange.step_flags import StepFlags
@@ -96,12 +96,12 @@ class LocalUpdates(Loop):
         w.means.settle()
         memory = {name: _tensor(value) for name, value in w.memory.items() if isinstance(value, (Tensor, int, float))}
         memory |= w.means.feedback() | w.scaling.state()
-        own = LocalState(w.flat.vector.cpu().clone(), w.local.moments(), self.buffers(), memory)
+        own = TrainingState(w.flat.vector.cpu().clone(), w.local.moments(), self.buffers(), memory)
         agreed = self.consensus() if together else None
         common = (own.params if agreed is None else agreed) if together else None
         return self._part(common, own.moments, own)
 
-    def _load(self, state: Snapshot | LocalState) -> None:
+    def _load(self, state: Snapshot | TrainingState) -> None:
         """Restore this worker's own part of a snapshot, or the consensus if the snapshot has no such part."""
         own = state.own.get(self.w.rank) if isinstance(state, Snapshot) else state
         super()._load(state if own is None else own)

@@ -19,9 +19,9 @@ from rayps.core.metrics import Totals
 from rayps.core.rows.rank_seed import rank_seed, seed_after
 from rayps.tensors import optim, weight_average
 from rayps.tensors.learning_rate import rates_in
-from rayps.tensors.local_state import LocalState
 from rayps.tensors.random_state import seed_torch
 from rayps.tensors.snapshot import Snapshot
+from rayps.tensors.training_state import TrainingState
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import Worker, evaluated
 from rayps.worker.exchange.step_flags import StepFlags
@@ -195,7 +195,7 @@ class Loop:
         round, buffers, shared = self._kept
         moments = {} if w.local is None else w.local.moments()
         shared = {name: value.cpu() for name, value in shared.items()} | self._kept_scaling
-        return HeldState(round, self.w.flat.vector.detach().cpu().clone(), moments, buffers, shared)
+        return HeldState(round, TrainingState(self.w.flat.vector.detach().cpu().clone(), moments, buffers, shared))
 
     # ---- what is evaluated
 
@@ -370,7 +370,7 @@ class Loop:
         return self.w
 
     def _part(
-        self, params: Tensor | None, moments: optim.Moments | None = None, own: LocalState | None = None
+        self, params: Tensor | None, moments: optim.Moments | None = None, own: TrainingState | None = None
     ) -> WorkerPart:
         """Return this worker's part of a checkpoint.
 
@@ -390,7 +390,7 @@ class Loop:
         held = None if params is None else params.cpu().clone()
         return WorkerPart(w.position, held, moments, self.buffers(), self._random_state(), own, shared, w.done, cursor)
 
-    def _load(self, state: Snapshot | LocalState) -> None:
+    def _load(self, state: Snapshot | TrainingState) -> None:
         """Copy parameters, moments and buffers into the worker."""
         self.w.params = state.params
         self.load_buffers(state.buffers)

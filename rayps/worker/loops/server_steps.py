@@ -21,8 +21,8 @@ from rayps.tensors import optim
 from rayps.tensors.device import Device
 from rayps.tensors.flat import Gradient, square_of
 from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of
-from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import Snapshot
+from rayps.tensors.training_state import TrainingState
 from rayps.tensors.weight_watch import change_lost
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import VectorMemory, Worker
@@ -283,6 +283,6 @@ class ServerSteps(Loop):
         """Return the worker's part without parameters and moments, which the servers have. See `Loop`."""
         return self._part(None, {})
 
-    def _load(self, state: Snapshot | LocalState) -> None:
+    def _load(self, state: Snapshot | TrainingState) -> None:
         self.w.params = state.params
         self.load_buffers(state.buffers)

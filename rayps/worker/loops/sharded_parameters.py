@@ -33,10 +33,10 @@ from rayps.tensors.checkpoints.checkpoint_parts import contents, read_pieces, ve
 from rayps.tensors.clip import NormClip
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks
-from rayps.tensors.local_state import LocalState
 from rayps.tensors.optim import PER_PARAMETER, Group
 from rayps.tensors.snapshot import Snapshot
 from rayps.tensors.state_pieces import moments_in
+from rayps.tensors.training_state import TrainingState
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import Meter, RoundLog, Worker, evaluation_facts, gradient_error, traffic_of
 from rayps.worker.exchange.step_flags import COUNT, StepFlags
@@ -368,7 +368,7 @@ class ShardedParameters(Loop):
     def _frozen(self) -> dict[str, Tensor]:
         return {}
 
-    def _load(self, state: Snapshot | LocalState) -> None:
+    def _load(self, state: Snapshot | TrainingState) -> None:
         """Set this worker's shards and their moments: from a whole state, from a checkpoint, or drawn."""
         model = self.w.model
         source = state.source if isinstance(state, Snapshot) else None

@@ -36,9 +36,9 @@ from rayps.tensors.clip import NormClip
 from rayps.tensors.finite import first_not_finite, is_finite
 from rayps.tensors.flat import FlatModel, Gradient, Layout, quick_square, square_of
 from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of
-from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import Snapshot
 from rayps.tensors.state_pieces import entries_of, fill, moments_in, pieces_of, wanted
+from rayps.tensors.training_state import TrainingState
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import Memory, VectorMemory, Worker
 from rayps.worker.exchange.buckets import Buckets, cut, spans
@@ -341,7 +341,7 @@ class ShardedState(SyncGradients):
         if self._writer is not None:
             self._writer.close()
 
-    def _load(self, state: Snapshot | LocalState) -> None:
+    def _load(self, state: Snapshot | TrainingState) -> None:
         """Set the elements that this worker owns and their moments, and get the other elements from their owners.
 
         The state is whole, or that of the owned elements, or it is in a checkpoint, or drawn already.

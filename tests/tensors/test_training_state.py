@@ -33,8 +33,8 @@ from rayps.strategies.local_sgd import LocalSGD
 from rayps.strategies.parallel_sgd import ParallelSGD
 from rayps.tensors.checkpoints import checkpoint
 from rayps.tensors.flat import Layout
-from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import Snapshot
+from rayps.tensors.training_state import TrainingState
 from rayps.worker.plan import WorkerPart
 
 EXACT = 1e-12
@@ -126,7 +126,7 @@ def test_an_older_checkpoint_still_loads():
 def test_states_of_workers_on_disk(tmp_path):
     layout = Layout.of([("a.w", torch.zeros(2)), ("a.b", torch.zeros(1))])
     own = {
-        rank: LocalState(
+        rank: TrainingState(
             torch.rand(3),
             {"a.w": {"m": torch.rand(2), "step": 3}, "a.b": {"m": torch.rand(1)}},
             {"n/x": torch.rand(4)},
@@ -294,7 +294,7 @@ def test_who_was_not_asked_together_gives_the_mean():
     """A checkpoint on leaving is of any round, at which not all may come."""
     layout = Layout.of([("w", torch.zeros(2))])
     parts = {
-        rank: WorkerPart(3, None, {}, {}, torch.zeros(1), LocalState(torch.tensor([float(rank), 1.0])))
+        rank: WorkerPart(3, None, {}, {}, torch.zeros(1), TrainingState(torch.tensor([float(rank), 1.0])))
         for rank in (0, 1, 2)
     }
     found = assemble(Snapshot(layout, torch.zeros(2)), parts, [])
@@ -340,7 +340,7 @@ def test_a_strategys_state_does_not_go_to_another():
         torch.zeros(2),
         positions=[1, 1],
         strategy="a",
-        own={0: LocalState(torch.zeros(2)), 1: LocalState(torch.zeros(2))},
+        own={0: TrainingState(torch.zeros(2)), 1: TrainingState(torch.zeros(2))},
         shared={"z": torch.zeros(2)},
     )
     for strategy, workers, own, shared in (("a", 2, True, True), ("a", 3, False, True), ("b", 2, False, False)):
