@@ -19,16 +19,17 @@ from torch import Tensor
 from rayps.comm.compress import CANDIDATES, MARGIN, ErrorFeedback, choice, codec
 from rayps.comm.link.socket_link import EMPTY
 from rayps.ps.client.session import SegmentReplies, Session
+from rayps.ps.protocol.mailbox import Landing
 from rayps.ps.protocol.messages import GroupMessage, read_numbers
 from rayps.ps.protocol.pieces import coded_piece, range_piece, rows_piece, rows_push
-from rayps.ps.protocol.rows import IdLists, ShardRows
+from rayps.ps.protocol.rows import IdLists, PieceBytes, ShardRows
 from rayps.ps.protocol.space import Space
 from rayps.tensors.flat import Gradient, Layout
 from rayps.tensors.packing import flat_bytes
 
 LOOK_SECONDS = 0.01  # seconds between two checks of another worker's progress
 
-Extras = Callable[[], Mapping[int, Any]]
+Extras = Callable[[], Mapping[int, PieceBytes]]
 
 
 class GroupServer:
@@ -69,7 +70,7 @@ class GroupServer:
         self._lists = IdLists(space.layout, space.cuts)
         self._deferred: _DeferredPush | None = None  # the push that is not sent yet
         # the last whole pull, for reuse: the tensor, and by segment the pieces and the parts of the tensor
-        self._last_whole_pull: tuple[Tensor, dict[int, Any], dict[int, Any]] | None = None
+        self._last_whole_pull: tuple[Tensor, dict[int, PieceBytes], dict[int, PieceBytes]] | None = None
         marks = session.join()
         self.step = min(marks.values()) if step < 0 else step
 
@@ -90,7 +91,7 @@ class GroupServer:
         """
         return self._fetch(GroupMessage.PULL, lo, self.size if hi is None else hi, out, consistent)
 
-    def pull_to(self, places: dict[int, Any]) -> None:
+    def pull_to(self, places: dict[int, PieceBytes | Landing]) -> None:
         """Pull the whole vector as `pull` does. `places` has a buffer, or a `Landing`, for each dense segment."""
         self.settle()
         self.bytes_moved += self.size * self._vector.item
@@ -148,7 +149,7 @@ class GroupServer:
         self.settle()
         return True
 
-    def _send_push(self, pieces: dict[int, Any], weight: float, rounds: int = 1) -> None:
+    def _send_push(self, pieces: dict[int, PieceBytes], weight: float, rounds: int = 1) -> None:
         """Send a push now, or with the next request. A segment that `pieces` lacks is sent an empty piece."""
         pieces = self._vector.to_all(pieces)
         if self.extras is not None:
@@ -237,7 +238,7 @@ class GroupServer:
         if not listed.pulls:
             made = {i: rows_piece(rows, self._vector.bytes_of(i)) for i, rows in listed.parts}
             listed.pulls.update({i: self._copied(each) for i, each in made.items()})
-        places = {i: flat_bytes(found[slice(*listed.cuts[i])]) for i, _ in listed.parts}
+        places: dict[int, PieceBytes] = {i: flat_bytes(found[slice(*listed.cuts[i])]) for i, _ in listed.parts}
         self._last = self._pulled(listed.pulls, places, consistent, dict(listed.parts))
         self.bytes_moved += found.numel() * self._vector.item
         return listed.ids.spread(found, None if out is None else out.view(-1, width))
@@ -259,7 +260,7 @@ class GroupServer:
             )
         self.settle()
         summed = listed.ids.summed(rows.detach().reshape(-1, width).to("cpu", self.dtype))
-        pieces = {
+        pieces: dict[int, PieceBytes] = {
             i: rows_push(part, self._vector.bytes_of(i), summed, listed.cuts[i][0], self.session.allocate)
             for i, part in listed.parts
         }
@@ -358,8 +359,8 @@ class GroupServer:
 
     def _pulled(
         self,
-        pieces: dict[int, Any],
-        places: dict[int, Any],
+        pieces: dict[int, PieceBytes],
+        places: Mapping[int, PieceBytes | Landing],
         consistent: bool | None,
         rows: dict[int, ShardRows] | None = None,
     ) -> SegmentReplies:
@@ -382,24 +383,24 @@ class VectorSegments:
         self.size, self.dtype, self.cuts, self.item = layout.size, layout.dtype, space.cuts, layout.dtype.itemsize
         # whether segments apply pushes independently, so that a pull of several may return different states
         self.independent = not space.servers.in_step and len(space.cuts) > 1
-        self._nothing: dict[int, Any] = dict.fromkeys(range(space.segments), EMPTY)
+        self._nothing: dict[int, PieceBytes] = dict.fromkeys(range(space.segments), EMPTY)
 
     def bytes_of(self, index: int) -> int:
         """Return the size of a segment's elements in bytes."""
         a, b = self.cuts[index]
         return (b - a) * self.item
 
-    def to_all(self, pieces: dict[int, Any]) -> dict[int, Any]:
+    def to_all(self, pieces: dict[int, PieceBytes]) -> dict[int, PieceBytes]:
         """Return `pieces`, with an empty piece for each segment that it lacks, including segments of tables."""
         return self._nothing | pieces
 
-    def pulled(self, out: Any, lo: int, hi: int) -> tuple[dict[int, Any], dict[int, Any]]:
+    def pulled(self, out: Any, lo: int, hi: int) -> tuple[dict[int, PieceBytes], dict[int, PieceBytes]]:
         """Return the pieces of a pull of the elements lo to hi, and the parts of the bytes `out` for their values.
 
         Both are dicts from segment.
         """
-        pieces: dict[int, Any] = {}
-        places: dict[int, Any] = {}
+        pieces: dict[int, PieceBytes] = {}
+        places: dict[int, PieceBytes] = {}
         for index, (a, b) in enumerate(self.cuts):
             start, stop = max(a, lo), min(b, hi)
             if start < stop:
@@ -408,10 +409,10 @@ class VectorSegments:
                 places[index] = out[(start - lo) * self.item : (stop - lo) * self.item]
         return pieces, places
 
-    def pushed(self, vector: Tensor, lo: int) -> dict[int, Any]:
+    def pushed(self, vector: Tensor, lo: int) -> dict[int, PieceBytes]:
         """Return the pieces of a push of a vector that begins at element `lo`."""
         laid, count, item = flat_bytes(vector.to("cpu", self.dtype)), vector.numel(), self.item
-        found: dict[int, Any] = {}
+        found: dict[int, PieceBytes] = {}
         for index, (a, b) in enumerate(self.cuts):
             start, stop = max(a, lo), min(b, lo + count)
             if start < stop:
@@ -420,7 +421,7 @@ class VectorSegments:
                 found[index] = part if whole else range_piece(start - a, stop - start, (b - a) * item, part.data)
         return found
 
-    def encoded(self, memory: ErrorFeedback, vector: Tensor, weight: float, lo: int) -> dict[int, Any]:
+    def encoded(self, memory: ErrorFeedback, vector: Tensor, weight: float, lo: int) -> dict[int, PieceBytes]:
         """Return the compressed pieces of a push of a vector that begins at element `lo`."""
         cuts = [(i, a, max(a, lo), min(b, lo + vector.numel())) for i, (a, b) in enumerate(self.cuts)]
         return {
@@ -452,7 +453,7 @@ class _DeferredPush(NamedTuple):
 
     step: int
     weight: float
-    pieces: dict[int, Any]
+    pieces: dict[int, PieceBytes]
 
 
 PROBE_ELEMENTS = 1 << 20  # largest number of elements that `compress` reads and encodes to measure times

@@ -25,7 +25,7 @@ from rayps.comm.link.wakeup import Wakeup
 from rayps.core.failpoint import passing
 from rayps.ps.protocol.mailbox import AVAILABLE, WAITS, Landing, WorkerMailbox, WorkerMemory, array_of, open_mailbox
 from rayps.ps.protocol.messages import JOIN_PAYLOAD, GroupMessage, error_of, read_numbers, unpack
-from rayps.ps.protocol.rows import ShardRows
+from rayps.ps.protocol.rows import PieceBytes, ShardRows
 from rayps.ps.protocol.segment_map import SpaceMap, StaticMap, StaticSubscription
 from rayps.ps.protocol.space import Space
 
@@ -322,9 +322,9 @@ class SegmentRequest:
     kind: GroupMessage
     step: int
     weight: float
-    pieces: dict[int, Any]  # segment -> buffer; after a push was sent by message, a view of one of `buffers`
-    outputs: dict[int, Any] | None = None  # segment -> writable buffer for its values
-    answers: dict[int, Any] = field(default_factory=dict)
+    pieces: dict[int, PieceBytes]  # segment -> buffer; after a push was sent by message, a view of one of `buffers`
+    outputs: dict[int, PieceBytes | Landing] | None = None  # segment -> writable buffer for its values
+    answers: dict[int, PieceBytes] = field(default_factory=dict)
     unsent: dict[int, None] = field(default_factory=dict)  # an ordered set
     open: int = 0
     lead: int = 0
@@ -351,7 +351,7 @@ class SegmentRequest:
         else:
             self.answers.update(dict.fromkeys(segments, EMPTY))
 
-    def copy_values(self, server: str, payload: Any) -> None:
+    def copy_values(self, server: str, payload: PieceBytes) -> None:
         """Copy the values of an answer to the buffers in `outputs`. Raises LinkError if the sizes differ."""
         for index, _, data in unpack(payload):
             place = None if self.outputs is None else self.outputs.get(index)
@@ -380,7 +380,8 @@ class InFlight:
     request: SegmentRequest
     segments: list[int]
     by_mailbox: bool = False
-    outs: dict[int, Any] = field(default_factory=dict)  # segment -> memory in which the server writes its rows first
+    # segment -> memory in which the server writes its rows first
+    outs: dict[int, PieceBytes] = field(default_factory=dict)
 
     def mark_unsent(self) -> None:
         """Mark this part of the request as unsent."""
@@ -399,7 +400,7 @@ class ServerConnection:
         self._scratch = np.empty(0, np.uint8)
         self._seen = 0  # bytes that the link had received when `next` last found no complete message
 
-    def send(self, message: Message, payload: Any) -> None:
+    def send(self, message: Message, payload: PieceBytes | None) -> None:
         """Send what the socket accepts now. The rest is sent while the session waits for answers.
 
         Raises LinkError if the connection is lost.

@@ -22,7 +22,6 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from rayps_client.errors import PeerTimeout
@@ -33,7 +32,7 @@ from rayps.ps.client.client import GroupServer
 from rayps.ps.client.segment_feed import SegmentFeed
 from rayps.ps.client.session import GRACE_SECONDS, SegmentReplies
 from rayps.ps.protocol.mailbox import Landing
-from rayps.ps.protocol.rows import Bytes
+from rayps.ps.protocol.rows import Bytes, PieceBytes
 from rayps.tensors.device import Device, DeviceEvent
 from rayps.tensors.flat import Gradient
 from rayps.tensors.packing import flat_bytes
@@ -73,7 +72,7 @@ class DeviceServer:
         """
         self.settle()
         server, item = self._server, self.vector.element_size()
-        places: dict[int, Any] | None = None
+        places: dict[int, PieceBytes | Landing] | None = None
         if self._early and self._more():
             places = self._pulls.places()
         server.step += rounds
@@ -112,7 +111,7 @@ class DeviceServer:
         if self._push is None:
             return
         extras, space = self._server.extras, self._server.session.space
-        others: dict[int, Any] = dict.fromkeys(range(len(self.cuts), space.segments), EMPTY)
+        others: dict[int, PieceBytes] = dict.fromkeys(range(len(self.cuts), space.segments), EMPTY)
         if extras is not None and not refused:
             others |= extras()
         self._push.feed.end(others, refused=refused)
@@ -233,7 +232,7 @@ class PulledVector:
         self._copied: dict[int, DeviceEvent] = {}  # by segment: done once the device has read `_host`
         self._pins: dict[int, tuple[int, Tensor | None]] = {}  # by segment: the server's memory; None: it is not pinned
 
-    def places(self) -> dict[int, Any]:
+    def places(self) -> dict[int, PieceBytes | Landing]:
         """Return the place of each segment's pulled values. The host waits until earlier values have been read."""
         self._done.wait()
         return {segment: _SegmentLanding(self, segment, self._bytes(segment)) for segment in range(len(self._cuts))}
@@ -310,9 +309,9 @@ class PushMemory:
         self._server, self._device = server, device
         self._shared: Tensor | None = None  # the session's memory of the gradient, which `host` is a part of
         self._own: Tensor | None = None
-        self._known: tuple[Tensor, dict[int, Any]] | None = None
+        self._known: tuple[Tensor, dict[int, PieceBytes]] | None = None
 
-    def pieces(self, cuts: tuple[tuple[int, int], ...]) -> dict[int, Any]:
+    def pieces(self, cuts: tuple[tuple[int, int], ...]) -> dict[int, PieceBytes]:
         """Choose the memory `host` of a push; return the piece of each segment in it. All pushes before are complete.
 
         The session has new memory after a request was given up, because a server may still read the old one.

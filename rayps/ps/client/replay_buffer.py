@@ -18,7 +18,7 @@ import numpy as np
 
 from rayps.comm.link.socket_link import Payload, as_bytes
 from rayps.ps.protocol.mailbox import rounded
-from rayps.ps.protocol.rows import Bytes
+from rayps.ps.protocol.rows import Bytes, PieceBytes
 
 LEAST_BLOCK = 1 << 14  # bytes; a smaller copy is in ordinary memory
 COPY_CHUNK = 1 << 21  # bytes that are allocated at once
@@ -34,7 +34,7 @@ class StepPush:
 
     step: int
     weight: float
-    pieces: dict[int, memoryview]
+    pieces: dict[int, PieceBytes]
 
 
 class CopyMemory:
@@ -87,7 +87,7 @@ class ReplayBuffer:
         self.bytes = 0
         self.dropped = 0  # pushes that were evicted before they were durable
         self.since = 0  # all evicted pushes are below this step
-        self._by_segment: dict[int, deque[tuple[int, float, memoryview]]] = {}
+        self._by_segment: dict[int, deque[tuple[int, float, PieceBytes]]] = {}
         self._before: dict[int, int] = {}  # segment -> the first step that retained pushes cover
         self._copies = CopyMemory()
         self._next: dict[int, int] = {}  # segment -> the step after the last acknowledged one
@@ -115,7 +115,7 @@ class ReplayBuffer:
         self.retain(step, push.weight, pieces, min(first, step))
         return True
 
-    def retain(self, step: int, weight: float, pieces: Mapping[int, memoryview], first: int | None = None) -> None:
+    def retain(self, step: int, weight: float, pieces: Mapping[int, PieceBytes], first: int | None = None) -> None:
         """Retain a push. Pieces of the same step are one push. Evicts the oldest pushes beyond the limit.
 
         `first`: the first of the steps that the push covers, if it covers several; `step` is the last of these steps.

@@ -25,6 +25,7 @@ from rayps.ps.client.connections import (
 )
 from rayps.ps.protocol.mailbox import ROWS, Landing, LandingCopy, WorkerMailbox, WorkerMemory, array_of, head_of
 from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, pack_head
+from rayps.ps.protocol.rows import PieceBytes
 
 _BY_MAILBOX = frozenset({GroupMessage.PUSH, GroupMessage.PULL, GroupMessage.PUSH_PULL, GroupMessage.READ})
 
@@ -100,7 +101,7 @@ class RequestSender:
             return False  # a request in a mailbox would overtake the pushes that are repeated by message
         if not mailbox.ready or not mailbox.answered or mailbox.tag in connection.flights or connection.link.queued:
             return False
-        rows, outs = [], dict[int, Any]()
+        rows, outs = [], dict[int, PieceBytes]()
         for index in segments:
             row = self._row(memory, request, index, outs)
             if row is None:
@@ -118,7 +119,7 @@ class RequestSender:
         return True
 
     def _row(
-        self, memory: WorkerMemory, request: SegmentRequest, index: int, outs: dict[int, Any]
+        self, memory: WorkerMemory, request: SegmentRequest, index: int, outs: dict[int, PieceBytes]
     ) -> tuple[int, ...] | None:
         """Return a segment's row in the head of a mailbox, or None if the request must be sent by message.
 
@@ -157,14 +158,14 @@ class RequestSender:
             del flight.request.unsent[index]
         return tag
 
-    def read(self, mailbox: WorkerMailbox, flight: InFlight) -> dict[int, Any]:
+    def read(self, mailbox: WorkerMailbox, flight: InFlight) -> dict[int, PieceBytes | Landing]:
         """Copy the values of an answer from shared memory to the request's `outputs`.
 
         Copies to a device are started and added to `copies`. Return a dict from segment to output buffer, for the
         segments whose values changed during every attempt. Their values must be requested by message.
         """
         request, dense = flight.request, len(self._connections.space.cuts)
-        changed: dict[int, Any] = {}
+        changed: dict[int, PieceBytes | Landing] = {}
         for index in flight.segments:
             place = None if request.outputs is None else request.outputs.get(index)
             if index >= dense:

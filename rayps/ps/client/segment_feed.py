@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
 from rayps.comm.link.wakeup import Wakeup
 from rayps.ps.client.connections import SegmentRequest
+from rayps.ps.protocol.mailbox import Landing
 from rayps.ps.protocol.messages import GroupMessage
+from rayps.ps.protocol.rows import PieceBytes
 from rayps.tensors.device import DeviceEvent
 
 
@@ -34,8 +35,8 @@ class SegmentFeed:
         self,
         step: int,
         weight: float,
-        pieces: Mapping[int, Any],
-        places: Mapping[int, Any] | None,
+        pieces: Mapping[int, PieceBytes],
+        places: Mapping[int, PieceBytes | Landing] | None,
         *,
         largest: Tensor | None = None,
         mixed_versions: bool = False,
@@ -53,7 +54,7 @@ class SegmentFeed:
         self._copies: dict[int, DeviceEvent] = {}
         self._refused = False
         self._ended = False
-        self._others: Mapping[int, Any] = {}
+        self._others: Mapping[int, PieceBytes] = {}
 
     def copied(self, segment: int, done: DeviceEvent) -> None:
         """Record that a segment's values are in its piece once `done` is done."""
@@ -61,7 +62,7 @@ class SegmentFeed:
             self._copies[segment] = done
         self.wakeup.wake()
 
-    def end(self, others: Mapping[int, Any] | None = None, *, refused: bool = False) -> None:
+    def end(self, others: Mapping[int, PieceBytes] | None = None, *, refused: bool = False) -> None:
         """Record that no more segments follow. `others` are the pieces of the segments of tables.
 
         With `refused`, the segments that have not left do not leave, because the gradient has failed.
@@ -89,7 +90,7 @@ class SegmentFeed:
 
         If `idle`, no request is in flight: wait for the copy of the next segment if it has begun.
         """
-        found: dict[int, Any] = {}
+        found: dict[int, PieceBytes] = {}
         while (done := self.copy) is not None:
             if idle and not found:
                 done.wait()
@@ -116,7 +117,7 @@ class SegmentFeed:
         with self._lock:
             self._refused = True
 
-    def _request(self, pieces: dict[int, Any]) -> SegmentRequest:
+    def _request(self, pieces: dict[int, PieceBytes]) -> SegmentRequest:
         if self._places is None:
             return SegmentRequest(GroupMessage.PUSH, self.step, self.weight, pieces)
         places = {index: self._places[index] for index in pieces}

@@ -35,9 +35,9 @@ from rayps.ps.client.connections import (
 from rayps.ps.client.replay_buffer import ReplayBuffer, StepPush
 from rayps.ps.client.requests import RequestSender
 from rayps.ps.client.whole_exchange import SharedGradient, WholeExchangePart
-from rayps.ps.protocol.mailbox import WorkerMailbox
+from rayps.ps.protocol.mailbox import Landing, WorkerMailbox
 from rayps.ps.protocol.messages import GroupMessage, error_of, numbers, read_numbers
-from rayps.ps.protocol.rows import ShardRows
+from rayps.ps.protocol.rows import PieceBytes, ShardRows
 from rayps.ps.protocol.segment_map import SpaceMap, StaticMap
 from rayps.ps.protocol.space import Space
 from rayps.tensors.device import DeviceEvent
@@ -63,7 +63,7 @@ class SegmentReplies(NamedTuple):
     segment. `durable`: the step of this rank below which all pushes are durable.
     """
 
-    pieces: dict[int, Any]
+    pieces: dict[int, PieceBytes]
     lead: int
     version: int
     durable: int
@@ -71,7 +71,7 @@ class SegmentReplies(NamedTuple):
 
 def replies_of(requests: Sequence[SegmentRequest]) -> SegmentReplies:
     """Return the answers to several requests of one exchange."""
-    found: dict[int, Any] = {}
+    found: dict[int, PieceBytes] = {}
     for request in requests:
         found |= request.answers
     return SegmentReplies(
@@ -214,11 +214,11 @@ class Session:
     def exchange(
         self,
         kind: GroupMessage,
-        pieces: Mapping[int, Any],
+        pieces: Mapping[int, PieceBytes],
         *,
         step: int = 0,
         weight: float = 0.0,
-        outputs: Mapping[int, Any] | None = None,
+        outputs: Mapping[int, PieceBytes | Landing] | None = None,
         rows: Mapping[int, ShardRows] | None = None,
         mixed_versions: bool = False,
     ) -> SegmentReplies:
@@ -252,10 +252,10 @@ class Session:
 
     def read_together(
         self,
-        pieces: Mapping[int, Any],
+        pieces: Mapping[int, PieceBytes],
         *,
         step: int,
-        outputs: Mapping[int, Any],
+        outputs: Mapping[int, PieceBytes | Landing],
         rows: Mapping[int, ShardRows] | None = None,
     ) -> SegmentReplies:
         """Pull as `exchange` does, from all dense segments in one state: each push is in all of them or in none.
@@ -322,8 +322,8 @@ class Session:
         self,
         step: int,
         weight: float,
-        pieces: Mapping[int, Any],
-        outputs: Mapping[int, Any],
+        pieces: Mapping[int, PieceBytes],
+        outputs: Mapping[int, PieceBytes | Landing],
         *,
         mixed_versions: bool = False,
     ) -> SegmentReplies | None:
@@ -336,7 +336,13 @@ class Session:
             return self._push_pull_unlocked(step, weight, pieces, outputs, mixed_versions=mixed_versions)
 
     def _push_pull_unlocked(
-        self, step: int, weight: float, pieces: Mapping[int, Any], outputs: Mapping[int, Any], *, mixed_versions: bool
+        self,
+        step: int,
+        weight: float,
+        pieces: Mapping[int, PieceBytes],
+        outputs: Mapping[int, PieceBytes | Landing],
+        *,
+        mixed_versions: bool,
     ) -> SegmentReplies | None:
         plan = None if self._requests or self._unsure_segments else self.shared.exchange_of(pieces)
         if plan is None:
@@ -623,7 +629,7 @@ class Session:
                 self._read_again(each.request, {each.segment: each.copy.place})
         return found
 
-    def _read_again(self, asked: SegmentRequest, changed: dict[int, Any]) -> None:
+    def _read_again(self, asked: SegmentRequest, changed: dict[int, PieceBytes | Landing]) -> None:
         """Request values by message that changed while they were read in a server's memory."""
         pieces = {index: asked.pieces[index] if index in asked.asked_rows else EMPTY for index in changed}
         self._requests.append(SegmentRequest(GroupMessage.READ, 0, 0.0, pieces, changed, by_message=True))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from rayps_client.errors import LinkError
 
@@ -18,12 +17,13 @@ from rayps.ps.protocol.mailbox import (
     STEPS,
     WAITS,
     GradientBuffer,
+    Landing,
     WorkerMailbox,
     WorkerMemory,
     copy_whole,
     head_of,
 )
-from rayps.ps.protocol.rows import Bytes
+from rayps.ps.protocol.rows import Bytes, PieceBytes
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.protocol.space import Space
 from rayps.tensors.packing import flat_bytes
@@ -39,7 +39,7 @@ class WholeExchangePart:
     def __init__(self, connection: ServerConnection, mailbox: WorkerMailbox, segments: list[int], head: bytes) -> None:
         self.connection, self.mailbox, self.segments, self.head = connection, mailbox, segments, head
         self.words = mailbox.words
-        self._outputs: Mapping[int, Any] | None = None
+        self._outputs: Mapping[int, PieceBytes | Landing] | None = None
         self._offers = -1  # number of memories that the server had offered when `_reads` was made
         self._reads: list[tuple[memoryview, Bytes, Bytes]] = []  # a segment's words, its values, and the output buffer
 
@@ -49,7 +49,9 @@ class WholeExchangePart:
         found: bool = self.words[ANSWERED] == self.mailbox.tag
         return found
 
-    def copy_values(self, outputs: Mapping[int, Any], mixed_versions: bool) -> tuple[int, int, int] | None:
+    def copy_values(
+        self, outputs: Mapping[int, PieceBytes | Landing], mixed_versions: bool
+    ) -> tuple[int, int, int] | None:
         """Copy the values of an answer to `outputs`; return the answer's version, lead and durable step.
 
         Returns None if the answer comes by message, or a segment changed during every attempt to read it. Raises
@@ -164,7 +166,7 @@ class SharedGradient:
     def __init__(self, connections: ServerConnections) -> None:
         self._connections = connections
         self._plan: WholeExchange | None = None
-        self._whole: tuple[GradientBuffer, dict[int, Any]] | None = None
+        self._whole: tuple[GradientBuffer, dict[int, PieceBytes]] | None = None
 
     def buffer(self) -> GradientBuffer | None:
         """Return the memory of the gradient, or None if no connected server is on this host."""
@@ -179,7 +181,7 @@ class SharedGradient:
         )
         return memory.gradient(layout.size, layout.dtype) if shares else None
 
-    def pieces(self, gradients: GradientBuffer) -> dict[int, Any]:
+    def pieces(self, gradients: GradientBuffer) -> dict[int, PieceBytes]:
         """Return a push of the whole gradient as a dict from segment to piece."""
         if self._whole is None or self._whole[0] is not gradients:
             shared, item = flat_bytes(gradients.whole), gradients.whole.element_size()
@@ -189,7 +191,7 @@ class SharedGradient:
             )
         return self._whole[1]
 
-    def exchange_of(self, pieces: Mapping[int, Any]) -> WholeExchange | None:
+    def exchange_of(self, pieces: Mapping[int, PieceBytes]) -> WholeExchange | None:
         """Return the exchange that pushes `pieces`, the result of the method `pieces`.
 
         Returns None if `pieces` is something else, requests are in flight, or not all servers share memory.

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
 from rayps_client.errors import ConfigError
+from rayps_client.values import Buffer
 from torch import Tensor, nn
 
 from rayps.core.job.user_code import user_code
@@ -23,6 +24,7 @@ from rayps.tensors.flat import Layout
 from rayps.tensors.optim import SlicedOptimizer
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+PieceBytes: TypeAlias = Buffer | Bytes  # the bytes of a piece, wherever they are
 
 KEPT_LISTS = 4  # number of lists of ids that a worker retains, and that a shard retains for each worker
 SEGMENTS = 32  # segments of a large vector, by default

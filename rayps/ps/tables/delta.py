@@ -21,7 +21,7 @@ from rayps_client.values import Buffer
 
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.row_store import USED
-from rayps.ps.tables.wire_format import Ids, Rows
+from rayps.ps.tables.wire_format import Bytes, Ids, Rows
 
 if TYPE_CHECKING:
     from rayps.ps.tables.table_segment import TableSegment
@@ -111,7 +111,7 @@ def _all(value: bool, count: int) -> pa.Array:
     return pa.array(np.full(count, value))
 
 
-def read_delta(data: Buffer) -> Delta:
+def read_delta(data: Buffer | Bytes) -> Delta:
     """Decode a delta. Raises DataError if `data` is truncated or not a delta."""
     try:
         with pa.ipc.open_stream(data) as reader:

@@ -10,11 +10,11 @@ from typing import Protocol
 
 import numpy as np
 from rayps_client.errors import ConfigError
-from rayps_client.values import Buffer
 
 from rayps.comm.link.socket_link import EMPTY, as_bytes
 from rayps.ps.client.session import SegmentReplies
 from rayps.ps.protocol.messages import GroupMessage
+from rayps.ps.protocol.rows import PieceBytes
 from rayps.ps.protocol.space import Space
 from rayps.ps.tables.table_segment import TableSegment
 from rayps.ps.tables.wire_format import Bytes
@@ -28,11 +28,11 @@ class TableSession(Protocol):
     def exchange(
         self,
         kind: GroupMessage,
-        pieces: Mapping[int, Buffer],
+        pieces: Mapping[int, PieceBytes],
         *,
         step: int = 0,
         weight: float = 0.0,
-        outputs: Mapping[int, Buffer] | None = None,
+        outputs: Mapping[int, PieceBytes] | None = None,
     ) -> SegmentReplies:
         """Send the pieces to their segments and wait for the answers. Raises LinkError if a server fails.
 
@@ -69,11 +69,11 @@ class InProcess:
     def exchange(
         self,
         kind: GroupMessage,
-        pieces: Mapping[int, Buffer],
+        pieces: Mapping[int, PieceBytes],
         *,
         step: int = 0,
         weight: float = 0.0,
-        outputs: Mapping[int, Buffer] | None = None,
+        outputs: Mapping[int, PieceBytes] | None = None,
     ) -> SegmentReplies:
         """Serve one push, pull or read on the segments of this process.
 
@@ -82,7 +82,7 @@ class InProcess:
         a push is invalid, no piece was applied.
         """
         views = {index: memoryview(as_bytes(piece)) for index, piece in pieces.items()}
-        answers: dict[int, Buffer] = dict.fromkeys(views, EMPTY)
+        answers: dict[int, PieceBytes] = dict.fromkeys(views, EMPTY)
         if kind is GroupMessage.PUSH:
             for index, view in views.items():
                 self.segments[index].check(0, step, weight, view)

@@ -261,7 +261,7 @@ def encode_rows(rows: Rows, half: bool = False) -> Bytes:
     return rows.reshape(-1).view(np.uint8)
 
 
-def decode_rows(data: Buffer, n: int, table: SparseTable, half: bool = False) -> Tensor:
+def decode_rows(data: Buffer | Bytes, n: int, table: SparseTable, half: bool = False) -> Tensor:
     """Decode the answer to a pull as a tensor [n, dim] of the table's dtype. It is a view of `data`, unless `half`.
 
     Raises:
