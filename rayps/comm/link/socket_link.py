@@ -61,7 +61,7 @@ def as_bytes(buffer: Payload) -> memoryview:
 
 def new_payload(size: int) -> memoryview:
     """Allocate memory for a payload of `size` bytes; its content is undefined."""
-    return memoryview(np.empty(size, dtype=np.uint8)) if size else EMPTY  # type: ignore[arg-type]
+    return np.empty(size, dtype=np.uint8).data if size else EMPTY
 
 
 class Link(ABC):

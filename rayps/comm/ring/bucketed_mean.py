@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -366,7 +367,7 @@ class SentBuckets(_Whole):
         self._ready.add(i)
         while (at := len(self._under_way) - 1) < len(self._order) and self._order[at] in self._ready:
             part = self._vector[self._cuts[self._order[at]]]
-            self._under_way.append(self._ring.collectives.background.start(lambda part=part: self._mean(part)))  # type: ignore[misc]
+            self._under_way.append(self._ring.collectives.background.start(partial(self._mean, part)))
 
     def finish(self, marks: Tensor) -> Tensor:
         """Wait for the background sums; return the vector, which now contains the mean."""

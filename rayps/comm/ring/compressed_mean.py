@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,7 +149,7 @@ def _measured(ring: Ring, packed: Tensor) -> dict[str, float]:
     ways: dict[str, Callable[[], Tensor]] = {"off": lambda: ring.mean(gradient)}
     for name in CANDIDATES:
         trial = CompressedRing(ring, codec(name))
-        ways[name] = lambda trial=trial: trial.mean(gradient)  # type: ignore[misc]
+        ways[name] = partial(trial.mean, gradient)
     times = torch.tensor([_seconds(ring, packed, way) for way in ways.values()], dtype=torch.float64)
     ring.max(times)
     packed.zero_()

@@ -67,7 +67,7 @@ class SharedMemoryFold:
         self._slots = [[each[:PIECE_BYTES], each[PIECE_BYTES:]] for each in slots]
         self._out = [shared[:PIECE_BYTES], shared[PIECE_BYTES : 2 * PIECE_BYTES]]
         rows, numbers = np.split(shared[2 * PIECE_BYTES :], [2 * len(group) * _ROW.size])
-        self._rows = [memoryview(half) for half in np.split(rows, 2)]  # type: ignore[arg-type]
+        self._rows = [half.data for half in np.split(rows, 2)]
         self._weights = np.split(numbers.view(np.float64)[: 2 * len(group)], 2)
         words = numbers.view(np.int64)[2 * len(group) :]
         self._barrier = Barrier(mesh, group, words, *self._exchange_wakeups())

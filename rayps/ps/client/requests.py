@@ -174,7 +174,7 @@ class RequestSender:
             else:
                 if place is None:
                     place = np.empty(self._bytes_of(index), np.uint8)
-                    request.answers[index] = memoryview(place)  # type: ignore[arg-type]
+                    request.answers[index] = place.data
                 rows, mixed = request.asked_rows.get(index), request.mixed_versions
                 copy = mailbox.start(index, place, mixed_versions=mixed) if isinstance(place, Landing) else None
                 if copy is not None:
@@ -198,7 +198,7 @@ class BufferPool:
     def allocate(self, size: int) -> Any:
         """Return memory of `size` bytes, not zeroed."""
         free = self._free.get(size)
-        return free.pop() if free else memoryview(np.empty(size, np.uint8))  # type: ignore[arg-type]
+        return free.pop() if free else np.empty(size, np.uint8).data
 
     def release(self, buffers: list[Any]) -> None:
         """Return buffers to the pool. No other object may use them any more."""

@@ -22,6 +22,7 @@ import select
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from rayps_client.errors import LinkError, RaypsError
@@ -134,8 +135,11 @@ class ManagerSession:
         elif message.kind == GroupMessage.BRANCH:
             assigned_space, parent = self._assignments.spaces.get(message.a), self._assignments.spaces.get(message.b)
             for index, generation in json.loads(bytes(message.payload))["segments"]:
-                done = assigned_space is not None and parent is not None
-                if not (done and self._assignments.branch(assigned_space, parent, index, generation)):  # type: ignore[arg-type]
+                if (
+                    assigned_space is None
+                    or parent is None
+                    or not self._assignments.branch(assigned_space, parent, index, generation)
+                ):
                     self.add_report(SegmentReport(message.a, Event.ASKED, index, generation))
         elif message.kind == GroupMessage.FORGET:
             self._assignments.drop_space(message.a)
@@ -389,7 +393,7 @@ class Outbound:
                     log.info("%s cannot connect to its manager yet: %s", self._name, error)
                     self._closing.wait(AGAIN_SECONDS)
                 else:
-                    self._later(lambda link=link: self._register(link))  # type: ignore[misc]
+                    self._later(partial(self._register, link))
                     return
 
         threading.Thread(target=search, name=f"{self._name}-manager", daemon=True).start()
