@@ -19,8 +19,6 @@ from rayps.core.job.user_module import by_value
 from rayps.core.strategy.nested_options import wire_of
 from rayps.core.strategy.strategy import RingView, ServerHalf, ShardView, Vector, WorkerView
 from rayps.core.strategy.strategy_families import (
-    MEMBER_GRADIENTS,
-    MEMBER_PUSHES,
     SERVER_STEPS,
     SHARDED_PARAMETERS,
     SHARDED_STATE,
@@ -44,8 +42,6 @@ _EACH_STEP = (  # the loops that exchange gradients in each step
     SHARED_VECTOR,
     SHARDED_STATE,
     SHARDED_PARAMETERS,
-    MEMBER_GRADIENTS,
-    MEMBER_PUSHES,
 )
 
 

@@ -259,7 +259,8 @@ def check_for_loop(phases: Sequence[Phase]) -> StrategyView:
             "runs the training loop itself, or leave out privacy",
             field="privacy",
         )
-    if topology.replica is not None or chosen.loop not in (SYNC_GRADIENTS, SERVER_STEPS, LOCAL_UPDATES):
+    in_loops = chosen.loop in (SYNC_GRADIENTS, SERVER_STEPS, LOCAL_UPDATES)
+    if topology.replica is not None or backup_in(chosen) or not in_loops:
         what = chosen.name
         if topology.replica is not None:
             what += " with a replica of several workers"

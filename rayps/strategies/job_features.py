@@ -6,7 +6,7 @@ from rayps_client.values import Json
 
 from rayps.core.strategy.replica import Pipeline
 from rayps.core.strategy.strategy import Phase
-from rayps.core.strategy.strategy_families import MEMBER_GRADIENTS, MEMBER_PUSHES, SHARED_VECTOR, Reshuffled
+from rayps.core.strategy.strategy_families import SERVER_STEPS, SHARED_VECTOR, SYNC_GRADIENTS, Reshuffled
 from rayps.core.strategy.topology import features_of, replica_of
 from rayps.federated.strategy_interface import FederatedView
 from rayps.privacy.options import privacy_in
@@ -22,7 +22,7 @@ def features_of_phase(phase: Phase) -> dict[str, Json]:
         "privacy of any kind": privacy_in(strategy) is not None,
         "clients": isinstance(strategy, FederatedView),
         "rows of workers": strategy.rows != Reshuffled(),
-        "a loop of its own": strategy.loop if strategy.loop not in (MEMBER_GRADIENTS, MEMBER_PUSHES) else None,
+        "a loop of its own": strategy.loop if strategy.loop not in (SYNC_GRADIENTS, SERVER_STEPS) else None,
         "one shared vector": strategy.loop == SHARED_VECTOR,
         "no consensus before the end": isinstance(strategy, ADMM),
         "parts of a model": several,

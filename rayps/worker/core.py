@@ -35,6 +35,7 @@ from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of
 from rayps.tensors.user_loss import checked_loss
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.exchange.step_scaling import StepScaling
+from rayps.worker.members import make_members
 from rayps.worker.plan import WorkerPlan
 from rayps.worker.privacy import Privacy, make_privacy
 from rayps.worker.rows.evaluation_batches import EvaluationFacts, bounded
@@ -125,6 +126,7 @@ class Worker:
         self.local: WorkerOptimizer | None = self._optimizer() if steps else None
         self.meter = Meter(list(peers.rings.values()))
         self.privacy: Privacy | None = make_privacy(self)  # makes the sums of a step's rows private; None without it
+        self.members = make_members(self, peers)  # decides whose gradients count; None: those of all workers
 
     # ---- position
 

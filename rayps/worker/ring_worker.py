@@ -20,6 +20,7 @@ from rayps.tensors.training_state import below
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import Memory, VectorMemory, Worker, traffic_of
 from rayps.worker.exchange.step_flags import COUNT, OVERFLOW, StepFlags, with_flags
+from rayps.worker.members import other_exchange
 from rayps.worker.plan import WorkerPlan
 from rayps.worker.privacy import Privacy
 from rayps.workload.base import Workload
@@ -139,11 +140,12 @@ class RingWorker(Worker):
             self.flags.receive(self.means.exact_ring.max(with_flags([], self.flags)))
 
     def grad(self, batch: Batch) -> Gradient:
-        """Return the gradient as `Worker.grad` does.
+        """Return the gradient as `Worker.grad` does. Raises ConfigError if it may not count.
 
         The next `step` skips the parameters to which backward gave no gradient. A step with a gradient of zeros would
         move these parameters by momentum and, in shared memory, overwrite other workers' writes.
         """
+        self._refuse_other_exchange()
         gradient, used = self._gradient(batch)
         self._skip(_unmarked(used))
         return self._settled(gradient)
@@ -151,28 +153,52 @@ class RingWorker(Worker):
     def mean_grad(self, batch: Batch) -> Tensor:
         """Return `ring.mean(grad(batch))`, read-only. The next `step` skips the parameters that no rank used.
 
-        Under privacy it is the noised sum of the clipped gradients of rows, divided by the logical batch. Raises the
-        errors of `grad` or of `Privacy.part`, and LinkError if a connection fails.
+        Under privacy it is the noised sum of the clipped gradients of rows, divided by the logical batch. With members,
+        only their gradients count. Raises the errors of `grad` or of `Privacy.part`, and LinkError if a connection
+        fails.
         """
+        if self.members is None:
+            return self._average_gradients(batch)
+        mean = self.members.exchange(batch, self._send)
+        assert mean is not None, "workers on a ring have the mean"
+        return mean
+
+    def _send(self, batch: Batch | None) -> Tensor:
+        """Return the mean gradient of all workers. None: this worker takes part without a gradient."""
+        return self._average_gradients(Batch(None, None, 0) if batch is None else batch)
+
+    def _average_gradients(self, batch: Batch) -> Tensor:
+        """Return the mean gradient of all workers: see `mean_grad`."""
         if self.privacy is not None:
             return self._private_mean(batch, self.privacy)
-        gradient, used = self._gradient(batch)
-        if self.scaling.overflow:
-            self.flags.state(OVERFLOW)
+        gradient, own = self.compute_marked(batch)
         if self.scaling.scale is not None:  # before the mean, because a compressed mean of a skipped step has no sense
-            marks = self.ring.max(with_flags(used, self.flags))
-            self.flags.receive(marks[-COUNT:])
-            self._decide(self.flags.stated(OVERFLOW), all_ranks=True)
+            self.receive_marks(self.ring.max(own))
             if self.scaling.skips:
                 return gradient.vector.zero_()
             mean: Tensor = self.ring.mean(gradient)
         else:
             mean = self.ring.mean(gradient)
-            marks = self.ring.max(with_flags(used, self.flags))
-            self.flags.receive(marks[-COUNT:])
-        self._skip(_unmarked(marks[:-COUNT].tolist()))
+            self.receive_marks(self.ring.max(own))
         self.clip.mean = mean
         return mean
+
+    def compute_marked(self, batch: Batch) -> tuple[Gradient, Tensor]:
+        """Return this worker's gradient as `Worker.grad` does, and its marks, whose maximum all workers must receive.
+
+        The marks (uint8) are: for each parameter whether backward has computed a gradient, then the flags of the step.
+        """
+        gradient, used = self._gradient(batch)
+        if self.scaling.overflow:
+            self.flags.state(OVERFLOW)
+        return gradient, with_flags(used, self.flags)
+
+    def receive_marks(self, marks: Tensor) -> None:
+        """Receive the maximum of the marks over workers. It decides what the next `step` skips."""
+        self.flags.receive(marks[-COUNT:])
+        if self.scaling.scale is not None:
+            self._decide(self.flags.stated(OVERFLOW), all_ranks=True)
+        self._skip(_unmarked(marks[:-COUNT].tolist()))
 
     def _private_mean(self, batch: Batch, privacy: Privacy) -> Tensor:
         total = privacy.part(batch)
@@ -183,11 +209,13 @@ class RingWorker(Worker):
 
     def mean(self, vector: Tensor, samples: float = 1.0, *, exact: bool = False) -> Tensor:
         """Return the mean of a vector over workers: see `WorkerView.mean`. Raises LinkError if a connection fails."""
+        self._refuse_other_exchange()
         self.flags.due = True
         return self.means.mean(vector, samples, exact=exact)
 
     def mean_later(self, vector: Tensor, samples: float = 1.0, *, slot: int = 0) -> Tensor:
         """Start a mean in the background: see `WorkerView.mean_later`."""
+        self._refuse_other_exchange()
         return self.means.mean_later(vector, samples, slot)
 
     def arrived(self, parcel: Tensor) -> Tensor:
@@ -205,6 +233,7 @@ class RingWorker(Worker):
         the mean of floating-point buffers. Means are computed in float32, or in float64 if one of the tensors is
         float64. Raises LinkError if a connection fails.
         """
+        self._refuse_other_exchange()
         local = self.local
         assert local is not None, "on a ring each worker has an optimizer"
         self.flags.due = True
@@ -226,6 +255,11 @@ class RingWorker(Worker):
         with torch.no_grad():
             for each, part in zip(held, torch.split_with_sizes(mean, [each.numel() for each in held]), strict=True):
                 each.copy_(part.view(each.shape).round() if each.dim() == 0 else part.view(each.shape))
+
+    def _refuse_other_exchange(self) -> None:
+        """Raise ConfigError if `mean_grad` decides whose gradients count: a late worker takes part in nothing else."""
+        if self.members is not None:
+            raise other_exchange("mean_grad")
 
     def _skip(self, unused: Collection[int], mean: Tensor | None = None) -> None:
         """Set the indices of the parameters that the next step skips.

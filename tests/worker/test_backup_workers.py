@@ -7,7 +7,8 @@ import pickle
 import random
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,11 +19,11 @@ from torch import nn
 import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.comm.ring.agree_members import MemberAgreement
-from rayps.core.rows.dropped_steps import LateWorkers
 from rayps.core.rows.phase_rounds import Boundary
 from rayps.core.rows.portions import Portions
 from rayps.core.rows.step_rows import RowBlock
 from rayps.core.strategy.topology import Peers
+from rayps.ps.client.round_arrivals import RoundArrivals
 from rayps.runtime.driver.recover import RecoveryExecutor
 from rayps.runtime.size.late_workers import LateReplacements
 from rayps.strategies.catalogue import check_for_loop, parse
@@ -30,9 +31,8 @@ from rayps.worker.abandon import AbandonHooks, StepAbandoned
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import Meter, RoundLog
 from rayps.worker.exchange.dropped import DropReports
-from rayps.worker.loops.member_pushes import MemberServerWorker
+from rayps.worker.first_at_servers import FirstAtServers
 from rayps.worker.plan import EvaluationPlan, PeerAddresses, SnapshotPlan, WorkerPlan
-from rayps.worker.rows.held_portions import portions_of
 from rayps.worker.rows.make_stream import jumping_reader, make_stream
 
 EXACT = 1e-12
@@ -385,12 +385,14 @@ class SingleRows(rayps.Workload):
         return model(batch.x).mean()
 
 
-def test_a_dropped_gradient_leaves_no_trace_in_the_random_numbers():
+def test_a_dropped_gradient_leaves_no_trace_in_the_random_numbers(monkeypatch):
     """In a worker of its own process. Of three rounds it is a member of the last."""
 
-    class Alone(MemberServerWorker):
+    class Alone:
+        rank, size, part, workload = 1, 3, SimpleNamespace(module=nn.Linear(1, 1)), SimpleNamespace(compile=True)
+
         def __init__(self):
-            plan = WorkerPlan(
+            self.plan = WorkerPlan(
                 1,
                 1,
                 3,
@@ -403,28 +405,35 @@ def test_a_dropped_gradient_leaves_no_trace_in_the_random_numbers():
                 EvaluationPlan(0),
                 1.0,
             )
-            self.batches = make_stream(SingleRows(), plan)
-            self.portions = portions_of(self.batches)
-            self._known, self.log, self.meter, self.pushed = deque(), RoundLog(), Meter(), []
-            self.drops, self.server, self._arrivals = DropReports(self.log, 3, LateWorkers(), reports=False), self, self
-            self._hooks, self.step = AbandonHooks(nn.Linear(1, 1), lambda: False, compiled=True), 0
+            self.batches = make_stream(SingleRows(), self.plan)
+            self.log, self.meter, self.server, self.pushed, self.missed = RoundLog(), Meter(), self, [], 0
+
+        @property
+        def position(self):
+            return self.batches.position
 
         def grad(self, batch):
             return torch.rand(3).tolist()
 
-        def arrive(self, round, needed):
-            return [(0, 2) if round < 2 else (0, 1)]
-
         def push(self, gradient):
             self.pushed.append(gradient)
 
+        def send(self, batch):
+            assert batch is None
+            self.missed += 1
+
+    def arrive(self, round, needed):
+        return [(0, 2) if round < 2 else (0, 1)]
+
+    monkeypatch.setattr(RoundArrivals, "arrive", arrive)
     w = Alone()
+    first_arrivals = FirstAtServers(w, SimpleNamespace(session=w))
     torch.manual_seed(1)
     first = torch.rand(3)
     torch.manual_seed(1)
     for _ in range(3):
-        w.push_grad(w.batches.take(9))
-    assert w.pushed == [first.tolist()] and w.step == 2
+        first_arrivals.exchange(w.batches.take(9), w.send)
+    assert w.pushed == [first.tolist()] and w.missed == 2
     assert torch.rand(1) != first[0]
 
 
@@ -506,6 +515,23 @@ class Pushes(ParameterServer):
         w.server.push(w.grad(w.batch()))
 
 
+class Other(rayps.Strategy):
+    """Calls another collective beside `mean_grad`."""
+
+    topology = Peers(backup=1)
+
+    def __init__(self, call):
+        self.call = call
+
+    def round(self, w):
+        w.step(w.mean_grad(w.batch()))
+        self.call(w)
+
+
+def average_momentum(w):
+    w.sync_optimizer_and_buffers(1.0, momentum="average", buffers="keep")
+
+
 class Idle(rayps.Strategy):
     topology = Peers(backup=1)
 
@@ -520,6 +546,10 @@ MISFITS = [
     (Small(), Pushes(backup=1), r"calls push_grad\(batch\) once"),
     (Small(), Idle(), r"calls mean_grad\(batch\) once, and no other exchange"),
     (Small(), Means(), r"calls mean_grad\(batch\) once"),
+    (Small(), Other(lambda w: w.mean(w.params)), r"calls mean_grad\(batch\) once, and no other exchange"),
+    (Small(), Other(lambda w: w.mean_later(w.params)), r"calls mean_grad\(batch\) once, and no other exchange"),
+    (Small(), Other(lambda w: w.ring.sum(w.params)), r"calls mean_grad\(batch\) once, and no other exchange"),
+    (Small(), Other(average_momentum), r"calls mean_grad\(batch\) once, and no other exchange"),
 ]
 
 

@@ -141,7 +141,7 @@ TABLE: tuple[ExcludedPair, ...] = (
             "shard": "a row's norm needs its gradient by all parameters",
             "bucket_mb": "nothing may be sent before the noise is added",
             "replicas": "the accounting is only for servers that return to a snapshot together",
-            "backup": "a late worker's rows would be missing from the sum",
+            "backup": "which worker is late depends on the rows drawn, and these would be missing from the sum",
         },
     ),
     # a job and its model
@@ -315,7 +315,7 @@ TABLE: tuple[ExcludedPair, ...] = (
             "a loop of its own": (
                 _BACKUP + "the loop {a loop of its own}, ",
                 "which waits for all workers",
-                ": leave out `loop`, or derive yours from that of member_gradients, or leave out backup",
+                ": leave out `loop`, or leave out backup",
             ),
         },
     ),

@@ -200,16 +200,11 @@ SHARED_VECTOR = "shared_vector"
 SHARDED_STATE = "sharded_state"
 SHARDED_PARAMETERS = "sharded_parameters"
 FEDERATED_ROUNDS = "federated_rounds"
-MEMBER_GRADIENTS = "member_gradients"  # sync_gradients with backup workers
-MEMBER_PUSHES = "member_pushes"  # server_steps with backup workers
 
 
 def loop_of(topology: Topology) -> str:
     """Return the name of the loop that runs a topology by default."""
     if isinstance(topology, Peers):
         sharded = SHARDED_PARAMETERS if topology.shard == "parameters" else SHARDED_STATE
-        whole = MEMBER_GRADIENTS if topology.backup else SYNC_GRADIENTS
-        return whole if topology.shard is None else sharded
-    if isinstance(topology, Servers):
-        return MEMBER_PUSHES if topology.backup else SERVER_STEPS
-    return SHARED_VECTOR
+        return SYNC_GRADIENTS if topology.shard is None else sharded
+    return SERVER_STEPS if isinstance(topology, Servers) else SHARED_VECTOR

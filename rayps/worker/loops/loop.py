@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -67,6 +68,8 @@ class Loop:
     def begin(self, stopped: Callable[[], bool]) -> None:
         """Prepare the first round. `stopped()` returns whether the plan was ended from outside."""
         w = self.w
+        if w.members is not None:
+            w.members.begin()
         w.plan.strategy.begin(self._view())
         if w.privacy is not None:
             w.privacy.begin(stopped)
@@ -85,12 +88,18 @@ class Loop:
             self._flags().begin()
 
     def run_round(self) -> None:
-        """Run one round: set the learning rates by the schedule, then call the strategy's `round`."""
+        """Run one round: set the learning rates by the schedule, then call the strategy's `round`.
+
+        Raises ConfigError if the worker has members, and the strategy's round has not asked them.
+        """
         if self.w.privacy is not None:
             self.w.privacy.seed_step(self.w.position)
         if self.w.local is not None:
             self.w.local.at(self.steps_before_round())
-        self.w.plan.strategy.round(self._view())
+        if self.w.members is None:
+            self.w.plan.strategy.round(self._view())
+        else:
+            self.w.members.run_round(partial(self.w.plan.strategy.round, self._view()))
 
     def steps_before_round(self) -> int:
         """Return the number by which the schedule knows the next round."""
@@ -110,6 +119,8 @@ class Loop:
         Under privacy, end the phase if the budget allows no further step.
         """
         w = self.w
+        if w.members is not None:
+            w.members.end_round()
         if w.privacy is not None:
             self._end_by_budget(w.privacy)
         if not (w.batches.agrees and self.agree() and w.batches.is_over(self._flags())):
@@ -144,6 +155,8 @@ class Loop:
     def close(self) -> None:
         """Release the loop's resources. This is also called after an error."""
         self.w.batches.close()
+        if self.w.members is not None:
+            self.w.members.close()
         if self.w.privacy is not None:
             self.w.privacy.close()
         if self.w.tables is not None:
@@ -298,6 +311,8 @@ class Loop:
         self._load(snapshot)
         self._loaded = {name: p._version for name, p in self._frozen().items()}
         w.shared = {name: value.clone().to(w.device) for name, value in shared.items()}
+        if w.members is not None:
+            w.members.restore(snapshot, w.shared)
         average = w.workload.average
         if average is not None and weight_average.STEPS in w.shared:  # servers have stepped after the last pull
             steps = snapshot.clock - w.scaling.skipped_by_all
@@ -380,6 +395,8 @@ class Loop:
         w = self.w
         if w.tables is not None:
             w.tables.settle()
+        if w.members is not None:
+            w.members.save(w.shared)
         found = w.batches.cursor()
         cursor = None if found is None else found.to_json()
         if w.rank and not w.plan.leased:

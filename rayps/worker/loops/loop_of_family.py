@@ -24,8 +24,10 @@ FAMILIES = {
     strategy_families.SHARDED_STATE: "rayps.worker.loops.sharded_state:ShardedState",
     strategy_families.SHARDED_PARAMETERS: "rayps.worker.loops.sharded_parameters:ShardedParameters",
     strategy_families.FEDERATED_ROUNDS: "rayps.worker.loops.federated_rounds:FederatedRounds",
-    strategy_families.MEMBER_GRADIENTS: "rayps.worker.loops.member_gradients:MemberGradients",
-    strategy_families.MEMBER_PUSHES: "rayps.worker.loops.member_pushes:MemberPushes",
+}
+MEMBERS = {  # decides whose gradients of a step count, with backup workers: by the exchange of the family
+    strategy_families.SYNC_GRADIENTS: "rayps.worker.first_on_ring:FirstOnRing",
+    strategy_families.SERVER_STEPS: "rayps.worker.first_at_servers:FirstAtServers",
 }
 ROW_PRIVACY = "rayps.worker.noised_sums:NoisedSums"  # makes the sums of a worker private
 ROW_DRAWS = "rayps.worker.rows.private_rows:draws_of"  # draws the rows of private sums

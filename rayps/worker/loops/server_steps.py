@@ -58,7 +58,8 @@ class ServerWorker(Worker):
         self._early: EarlyPush | None = None
         if place is not None:
             self.server = DeviceServer(server, place, self.flat.vector, self._pulls_again)
-            if plan.division is None and self.clip.most is None and self.scaling.scale is None:
+            whole = self.clip.most is not None or self.scaling.scale is not None or self.members is not None
+            if plan.division is None and not whole:
                 self._early = EarlyPush(self.flat, self.server)
         view = self.server
         self.agreement = PushAgreement(lambda: view.version) if servers.adaptive else None
@@ -95,9 +96,20 @@ class ServerWorker(Worker):
         """Push the gradient of the loss on `batch`: see `WorkerView.push_grad`.
 
         On a device it is sent by segment while backward continues, unless it is compressed, clipped, or in fp16: these
-        need the whole gradient first. Under privacy it is this worker's part of the noised sum. Raises the errors of
-        `grad` or of `Privacy.part`, and LinkError if a connection fails.
+        need the whole gradient first. Under privacy it is this worker's part of the noised sum. With members, only
+        their gradients are pushed. Raises the errors of `grad` or of `Privacy.part`, and LinkError if a connection
+        fails.
         """
+        if self.members is None:
+            self._send(batch)
+        else:
+            self.members.exchange(batch, self._send)
+
+    def _send(self, batch: Batch | None) -> None:
+        """Push this worker's gradient. None: go through a round that closes without it."""
+        if batch is None:
+            self.server.step += 1
+            return
         if self.privacy is not None:
             self._push_part(batch, self.privacy)
             return
@@ -196,7 +208,10 @@ class ServerSteps(Loop):
         self._skipped_before = 0  # rounds before the current one in which no step was taken
         self._rates: ServerRates | None = None if self.w.optimizer is not None else ServerRates(self.w)
         self._buffers_before: dict[str, Tensor] = {}  # copies of before the current round, if weights are averaged
-        self.w.position = self.w.server.step  # a replacement worker continues after its predecessor's last push
+        if self.w.members is None:
+            self.w.position = self.w.server.step  # a replacement worker continues after its predecessor's last push
+        else:
+            self.w.server.step = plan.start  # also if the others have closed rounds before this worker joined
 
     def await_batch(self, stopped: Callable[[], bool]) -> bool:
         """Wait for a lease, if rows are leased. Before it, all pushes of this worker are applied. See `Loop`."""
@@ -266,10 +281,13 @@ class ServerSteps(Loop):
     def evaluation_params(self) -> Tensor:
         """Return the servers' parameters. If workers run in step, first wait until the round's pushes are applied.
 
-        Raises LinkError if a connection fails.
+        With members, return those after this round, which are the same for all workers. Raises LinkError if a
+        connection fails.
         """
         server = self.w.server
         vector: Tensor = server.pull() if runs_in_step(self.w.plan.strategy) else server.read()
+        if self.w.members is not None:
+            self.w.members.meet()
         return vector
 
     def evaluate(self, vector: Tensor | None = None) -> Totals:

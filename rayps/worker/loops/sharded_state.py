@@ -184,7 +184,7 @@ class ShardedWorker(SyncWorker):
         assert isinstance(self.local, SlicedSteps), "the worker has built it"
         return self.local
 
-    def mean_grad(self, batch: Batch) -> Tensor:
+    def _average_gradients(self, batch: Batch) -> Tensor:
         """Return the mean gradient over the samples of all workers, where this worker owns the elements.
 
         The result has all elements, of which those that other workers own are undefined, or the owned elements only,
@@ -193,7 +193,7 @@ class ShardedWorker(SyncWorker):
         """
         scattered = self._scattered
         if scattered is None or self.privacy is not None:
-            return super().mean_grad(batch)
+            return super()._average_gradients(batch)
         began, talked = time.perf_counter(), scattered.seconds
         scattered.begin_step()
         own = len(micro_batches(batch)) if batch.size else 0

@@ -16,7 +16,7 @@ from torch import Tensor
 from rayps.comm.ring import Ring
 from rayps.core.job.user_code import user_code
 from rayps.core.metrics import Totals
-from rayps.core.strategy.topology import Peers
+from rayps.core.strategy.topology import Peers, backup_in
 from rayps.data.base import Batch
 from rayps.tensors.flat import Gradient
 from rayps.tensors.weight_watch import check_alike, evaluation_changed
@@ -55,7 +55,8 @@ class SyncWorker(RingWorker):
     ) -> None:
         """Build the worker, the buckets of its gradients, and the connection to sparse tables. See `Worker`."""
         assert peers.ring is not None, "gradients are averaged over a ring"
-        vectors = vectors or VectorMemory(gradient_memory(peers.ring, device))
+        if vectors is None and not backup_in(plan.strategy):
+            vectors = VectorMemory(gradient_memory(peers.ring, device))
         super().__init__(workload, plan, peers, device, vectors=vectors)
         self.ring = self.means.sent
         self._batchnorm: BatchNormSync | None = None
@@ -65,7 +66,8 @@ class SyncWorker(RingWorker):
                 self.part.check_weight.is_checked = True
         self._counted: Batch | None = None  # the last batch with rows, if BatchNorm layers are synchronized
         self._buckets: Buckets | None = None
-        if isinstance(self.ring, Ring) and plan.division is None and self.privacy is None:
+        begins_early = plan.division is None and self.privacy is None and self.members is None
+        if isinstance(self.ring, Ring) and begins_early:
             self._buckets = self._make_buckets(self.ring)
             if self._buckets is not None and plan.rank == 0 and plan.size > 1:
                 self.log.choices.append(self._buckets.choice)
@@ -73,8 +75,8 @@ class SyncWorker(RingWorker):
             bind_tables(self, peers.session)
 
     def of_first_rank(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return rank 0's tensors: see `Worker.of_first_rank`."""
-        return of_first_rank(self.means.exact_ring, tensors)
+        """Return rank 0's tensors: see `Worker.of_first_rank`. With members, a late worker has its own."""
+        return of_first_rank(self.means.exact_ring, tensors) if self.members is None else tensors
 
     def _make_buckets(self, ring: Ring) -> Buckets | None:
         return Buckets(self.flat, ring, self._bucket_mb, self.flags)
@@ -94,6 +96,7 @@ class SyncWorker(RingWorker):
         workers must call this together: if the gradient of one has overflowed, the gradient of each is zero, with 0
         samples, and the next `step` does nothing. Also raises LinkError if a connection fails.
         """
+        self._refuse_other_exchange()
         self._skip(())
         self._take_part(batch)
         gradient = self._gradient(batch)[0]
@@ -105,16 +108,12 @@ class SyncWorker(RingWorker):
                 gradient.samples, gradient.skipped = 0, True
         return gradient
 
-    def mean_grad(self, batch: Batch) -> Tensor:
-        """Return `ring.mean(grad(batch))`, read-only. It is computed in buckets that are sent while backward continues.
-
-        The next `step` skips the parameters that no rank used. Raises the errors of `grad`, and LinkError if a
-        connection fails.
-        """
+    def _average_gradients(self, batch: Batch) -> Tensor:
+        """Return the mean gradient of all workers, computed in buckets that are sent while backward continues."""
         buckets = self._buckets
         self._take_part(batch)
         if buckets is None:
-            return super().mean_grad(batch)
+            return super()._average_gradients(batch)
         began, talked = time.perf_counter(), buckets.seconds
         self.flat.drop_grad()
         adds = len(batch.parts) > 1
@@ -151,12 +150,12 @@ class SyncWorker(RingWorker):
         super().step(grad)
 
     def _record_parameters(self) -> None:
-        if self.size > 1:
+        if self.size > 1 and self.members is None:
             self.flat.watch.record()
 
     def _state_changes(self) -> None:
         """State in the next flags whether the user's code has changed parameters since they were recorded."""
-        if self.size > 1 and self.flat.watch.touched():
+        if self.size > 1 and self.members is None and self.flat.watch.touched():
             self.flags.state(CHANGED)
 
     def _must_be_alike(self) -> None:
