@@ -29,7 +29,8 @@ rooms: $(VENV)/ready  ## the tree without each room that it can do without: impo
 simulate: $(VENV)/ready  ## 5,000 seeds of the deterministic simulation; ARGS="--seeds 100000" for more, "--seed 17 --trace" for one
 	$(BIN)/python scripts/simulate.py $(ARGS)
 
-soak: $(VENV)/ready  ## four jobs at a time under random faults, with the curves of what is used: SOAK=8h
+soak: $(VENV)/ready  ## the whole grids of which `make test` runs a cover; then four jobs at a time under random faults: SOAK=8h
+	$(PYTEST) -m soak
 	$(BIN)/python -m rayps.cli chaos --soak $(SOAK) --out build/soak $(ARGS)
 
 kills: $(VENV)/ready  ## many random kills of the service and of Ray's processes, with figures; about an hour on two cores

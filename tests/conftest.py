@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import covers
 import folders
 import hypothesis
 import lanes
@@ -103,7 +104,11 @@ def last(item):
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist's own hook reads the groups that this one writes
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    covers.mark_for_soak(items)
+    if left := covers.left_for_soak(items, config.option.markexpr):
+        items[:] = [item for item in items if item.get_closest_marker("soak") is None]
+        config.hook.pytest_deselected(items=left)
     if os.environ.get("PYTEST_XDIST_WORKER"):
         lanes.group(items)
     else:

@@ -5,22 +5,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from required_module import required
 from service_site import Site
 
-schemathesis = required("schemathesis")
-checks = required("schemathesis.specs.openapi.checks")
 WITHOUT_END = "/api/v1/stream"
 
 
-@schemathesis.serializer("application/x-tar")
+@pytest.fixture
+def schemathesis():  # type: ignore[no-untyped-def]
+    """The package, which takes seconds to load: not while each process of the tests collects them."""
+    found = required("schemathesis")
+    found.serializer("application/x-tar")(_tar)
+    return found
+
+
 def _tar(ctx, value) -> bytes:  # type: ignore[no-untyped-def]
     """An archive is bytes, and is sent as it is."""
     return value if isinstance(value, bytes) else str(value).encode()
 
 
-def test_every_answer_is_as_the_schema_says(tmp_path: Path) -> None:
+def test_every_answer_is_as_the_schema_says(tmp_path: Path, schemathesis) -> None:  # type: ignore[no-untyped-def]
     site = Site(tmp_path)
     try:
         site.add(name="one")
@@ -35,12 +41,14 @@ def test_every_answer_is_as_the_schema_says(tmp_path: Path) -> None:
         } <= tried
         for operation in operations:
             if operation.path != WITHOUT_END:
-                _try(site, operation)
+                _try(site, operation, schemathesis)
     finally:
         site.close()
 
 
-def _try(site: Site, operation) -> None:  # type: ignore[no-untyped-def]
+def _try(site: Site, operation, schemathesis) -> None:  # type: ignore[no-untyped-def]
+    checks = required("schemathesis.specs.openapi.checks")
+
     @settings(max_examples=20, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy())
     def once(case) -> None:  # type: ignore[no-untyped-def]

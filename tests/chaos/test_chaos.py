@@ -29,6 +29,20 @@ class Harm:
             os.kill(self.pid, self.number)
 
 
+class OneAfterTheOther:
+    """Two harms: the second one once all workers are running again after the first."""
+
+    def __init__(self, first, second):
+        self.first, self.second, self.pid = first, second, None
+
+    def __call__(self, progress):
+        self.first(progress)
+        workers = [worker["pid"] for worker in progress.get("workers", ())]
+        if self.first.pid and self.first.pid not in workers and len(workers) == WORKERS and all(workers):
+            self.second(progress)
+            self.pid = self.second.pid
+
+
 def train(cluster, strategy, harm, **options):
     result = rayps.train(WORK, strategy=strategy, workers=WORKERS, epochs=3, cluster=cluster, progress=harm, **options)
     assert harm.pid is not None
@@ -52,11 +66,11 @@ def test_a_shard_is_killed_in_step(ray_cluster):
     assert [event["lost"] for event in told(result, "restarted")] == [["shard-1"]]
 
 
-@pytest.mark.parametrize("members", ["workers", "shards"])
-def test_somebody_is_killed_out_of_step(ray_cluster, members):
-    result = train(ray_cluster, ParameterServer(shards=2, staleness=None), Harm(members, 1, signal.SIGKILL))
+def test_a_worker_and_then_a_shard_are_killed_out_of_step(ray_cluster):
+    first, second = Harm("workers", 1, signal.SIGKILL), Harm("shards", 1, signal.SIGKILL, at_round=9)
+    result = train(ray_cluster, ParameterServer(shards=2, staleness=None), OneAfterTheOther(first, second))
     assert "restarted" not in kinds(result)
-    assert [event["lost"] for event in told(result, "replaced")] == [[f"{members[:-1]}-1"]]
+    assert [event["lost"] for event in told(result, "replaced")] == [["worker-1"], ["shard-1"]]
     assert not told(result, "lost")  # whatever was pushed is in the model: see also test_exactly_once
 
 

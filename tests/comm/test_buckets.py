@@ -1,5 +1,6 @@
 """Gradients that leave in buckets while backward continues, against their law: one mean after backward."""
 
+import covers
 import pytest
 import torch
 from rayps_client.errors import ConfigError, PeerLost
@@ -108,6 +109,7 @@ def plans(ring):
     yield 2, {}
 
 
+@covers.pairs
 @pytest.mark.parametrize("held", [1, 7, 1 << 14])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bucket_mb", SIZES)

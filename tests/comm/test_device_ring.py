@@ -8,6 +8,7 @@ import itertools
 import math
 import time
 
+import covers
 import pytest
 import torch
 from device_ranks import Ranks, later
@@ -92,6 +93,7 @@ def sums(rank, dtype):
     return found
 
 
+@covers.by(lambda ranks, device, dtype: (ranks[1], device, dtype), lambda ranks, device, dtype: (ranks, device))
 @pytest.mark.parametrize("dtype", FLOATS + INTS, ids=str)
 def test_sum_is_the_naive_sum_and_equal_on_all_ranks(ranks, dtype):
     found = ranks(sums, dtype)

@@ -2,6 +2,7 @@
 
 import time
 
+import covers
 import pytest
 import torch
 from small_work import Small, distance, plain, train
@@ -53,6 +54,7 @@ def rings(request):
         ring.close()
 
 
+@covers.pairs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("n", [1, 3, 5, 1000, 9001])
 @pytest.mark.parametrize("name", NAMES)

@@ -27,7 +27,7 @@ TABLE = {
         "a worker is killed at any moment",
         (
             "chaos::a_worker_is_killed_in_all_reduce",
-            "chaos::somebody_is_killed_out_of_step",
+            "chaos::a_worker_and_then_a_shard_are_killed_out_of_step",
             "exactly_once::a_death_at_a_named_place",
             "ps_chaos::a_worker_that_dies_at_a_named_place",
             "replica_deaths_any_moment::a_death_at_any_moment",
@@ -67,7 +67,6 @@ TABLE = {
         "Ray's head (gcs) is killed",
         (
             "service::a_ray_that_loses_a_process_costs_neither_the_service_nor_a_job",
-            "service::a_ray_that_is_killed_is_started_again_with_its_jobs",
             "ray_process::what_hangs_is_given_up",
             "ray_process::the_service_outlives_a_hurt_ray_and_says_so",
         ),
@@ -88,7 +87,7 @@ TABLE = {
             "service_kills::killed_while_it_starts_a_job_again",
             "service_kills::killed_while_it_stops_a_job",
             "service_kills::killed_while_it_kills_a_driver",
-            "service::a_service_that_is_killed_leaves_no_hole",
+            "service::a_service_that_is_killed_and_then_its_database_is_lost_leaves_no_hole",
             "service::a_service_that_is_killed_while_a_driver_starts_leaves_no_job_starting",
             "scheduler::no_status_is_for_ever",
         ),

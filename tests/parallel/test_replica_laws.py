@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import covers
 import pytest
 import torch
 from small_work import OPTIMIZERS, Small, distance, plain, train, vector
@@ -50,6 +51,11 @@ STRATEGIES = [
 ]
 
 
+@covers.by(
+    lambda strategy, replicas: ident(strategy),
+    lambda strategy, replicas: (type(strategy), replicas),
+    lambda strategy, replicas: (strategy.replica.name, replicas),
+)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=ident)
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_any_composition_equals_one_process_on_the_union_batch(strategy, replicas):

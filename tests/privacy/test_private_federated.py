@@ -1,17 +1,14 @@
 """Client-level differential privacy of federated jobs: beside the paper's algorithm, and what is refused."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from federated_work import Fed, Normed, drawn, trained
-from folders import PYTHONPATH
-from rayps_client.errors import ConfigError
+from process_cluster import start_process
+from rayps_client.errors import CheckpointError, ConfigError
 from small_work import distance, train, vector
 
 from rayps import FedAdam, FedAvg, FedAvgM, FedPer, FedProx, Scaffold, dp
@@ -135,17 +132,9 @@ def test_a_job_that_resumes_keeps_what_it_has_spent(tmp_path):
     assert ended.privacy == result.privacy  # no round was left, and the claim is the same
 
 
-PRIVATE_RUN = """
-import sys
-sys.path[:0] = sys.argv[2].split(":")
-from federated_work import Fed
-from small_work import train
-from rayps import FedAvg, dp
-strategy = FedAvg(fraction=0.4, privacy=dp(noise_multiplier=1.1, clip=0.1))
-options = dict(checkpoint=sys.argv[1], checkpoint_every=1, resume=len(sys.argv) > 3)
-found = train(Fed(), strategy, workers=1, epochs=4, **options)
-print("claimed", found.privacy["releases"], found.privacy["epsilon"])
-"""
+def four_private_rounds(folder, *, resume=False):
+    strategy = FedAvg(fraction=0.4, privacy=dp(noise_multiplier=1.1, clip=0.1))
+    return train(Fed(), strategy, workers=1, epochs=4, checkpoint=folder, checkpoint_every=1, resume=resume)
 
 
 @pytest.mark.chaos
@@ -156,21 +145,20 @@ print("claimed", found.privacy["releases"], found.privacy["epsilon"])
 )
 def test_a_kill_in_a_round_never_lowers_epsilon(tmp_path, place):
     """Four rounds need four releases; each one that was recorded before the kill is claimed in addition."""
-    command = [sys.executable, "-c", PRIVATE_RUN, str(tmp_path / "run"), PYTHONPATH]
-    environ = {**os.environ, "RAYPS_FAILPOINT": f"{place}=3"}
-    killed = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
-    assert killed.returncode == -9, killed.stderr
+    killed = start_process(four_private_rounds, tmp_path / "run", failpoints=f"{place}=3")
+    killed.join(120)
+    assert killed.exitcode == -9
     before = ReleaseLedger(tmp_path / "run" / "privacy").spent()
     recorded = sum(each.releases for each in before.values())
     assert recorded == (2 if place.endswith("nothing recorded") else 3)
-    again = subprocess.run([*command, "resume"], capture_output=True, text=True, timeout=120)
-    if "no complete checkpoint" in again.stderr:  # the kill came before the first one was written
-        again = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert again.returncode == 0, again.stderr
-    _, releases, epsilon = again.stdout.split()[-3:]
+    try:
+        again = four_private_rounds(tmp_path / "run", resume=True)
+    except CheckpointError as error:  # the kill came before the first one was written
+        assert "no complete checkpoint" in str(error)
+        again = four_private_rounds(tmp_path / "run")
     newest = max(int(path.name.partition("-")[2]) for path in (tmp_path / "run").glob("step-*"))
-    assert newest == 4 and int(releases) >= max(4, recorded + 1)
-    assert float(epsilon) >= accountant.epsilon(before, 1e-5)
+    assert newest == 4 and again.privacy["releases"] >= max(4, recorded + 1)
+    assert again.privacy["epsilon"] >= accountant.epsilon(before, 1e-5)
 
 
 def test_no_record_says_who_took_part(tmp_path):

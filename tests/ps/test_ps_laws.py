@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import covers
 import pytest
 import torch
 from torch.optim import SGD, Adagrad, Adam
@@ -256,6 +257,7 @@ def test_rows_and_ranges_are_what_they_are_on_fixed_servers_whoever_dies(cluster
 # ---- pushes in fewer bytes
 
 
+@covers.values
 @pytest.mark.parametrize("compression", ["fp16", "int8", "top_k:0.1"])
 @pytest.mark.parametrize(("workers", "staleness"), [(3, 0), (1, None)])
 def test_encoded_pushes_and_what_they_left_out_survive_the_death_of_a_server(cluster, workers, staleness, compression):

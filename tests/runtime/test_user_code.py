@@ -3,13 +3,14 @@
 from collections import defaultdict
 from types import MethodType
 
+import covers
 import pytest
 import torch
 from rayps_client.errors import ConfigError, WorkloadError
 from small_work import vector
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from user_code_table import Deed, cells, judge
+from user_code_table import Deed, cells, judge, kind_of
 
 import rayps
 from rayps.cluster.local import LocalCluster
@@ -757,6 +758,7 @@ DEEDS += [Frozen, MetricAsWeight, ChangedInEvaluate, ExchangedInEvaluate]
 CELLS, NAMES = cells(DEEDS)
 
 
+@covers.by(lambda deed, strategy, form: (deed, form, kind_of(strategy)), lambda deed, strategy, form: (strategy, form))
 @pytest.mark.parametrize(("deed", "strategy", "form"), CELLS, ids=NAMES)
 def test_cell(deed, strategy, form):
     judge(deed, strategy, form)
@@ -804,6 +806,9 @@ RAY_CELLS += [
 
 
 @pytest.mark.ray
+@covers.by(
+    lambda deed, strategy, form: (strategy, form), lambda deed, strategy, form: "shard=parameters" in strategy and deed
+)
 @pytest.mark.parametrize(
     ("deed", "strategy", "form"), RAY_CELLS, ids=[f"{d.__name__}-{form}-{text}" for d, text, form in RAY_CELLS]
 )

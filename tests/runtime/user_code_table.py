@@ -211,6 +211,13 @@ def judge(deed, text, form, cluster=None):
     return "right"
 
 
+def kind_of(text):
+    """Who holds the parameters and steps them: strategies of a kind have one loop, in step or not."""
+    strategy = parse(text)[0].strategy
+    replica = replica_of(strategy)
+    return type(strategy.topology), strategy.loop, runs_in_step(strategy), replica and replica.name
+
+
 def cells(deeds, strategies=STRATEGIES):
     """Return the cells (deed, strategy, form) of the table, with a name for each."""
     found = [(deed, text, form) for deed in deeds for form in deed.forms for text in strategies]

@@ -7,6 +7,7 @@ row's own slots, one on each server, and the optimizer is SGD with a rate of 1, 
 import random
 import time
 
+import covers
 import pytest
 import torch
 from process_cluster import ProcessCluster
@@ -76,6 +77,7 @@ def died(result):
 
 
 @pytest.mark.chaos
+@covers.by(lambda kind, place, staleness: (place, staleness == 0), lambda kind, place, staleness: (kind, staleness))
 @pytest.mark.parametrize("staleness", [0, 1, None])
 @pytest.mark.parametrize(("kind", "place"), [(kind, place) for kind, places in PLACES.items() for place in places])
 def test_a_death_at_a_named_place(kind, place, staleness):

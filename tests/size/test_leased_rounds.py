@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import covers
 import pytest
 from leased_work import HOOKS, LOG, Counted, Job, rounds_of
 from rayps_client.errors import ConfigError
@@ -146,6 +147,11 @@ def loses_all(job, tag):
         killed(job, rank)
 
 
+@covers.by(
+    lambda name, form, scenario: (name, str(form)),
+    lambda name, form, scenario: (name, scenario),
+    lambda name, form, scenario: (form.get("staleness", 0) is None, scenario),
+)
 @pytest.mark.parametrize(
     "scenario", [grows, gives_leases_back, loses_a_server, loses_all], ids=lambda each: each.__name__
 )

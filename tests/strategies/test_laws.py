@@ -1,5 +1,6 @@
 """The laws: whatever the strategy, the result is that of one plain torch loop on the union of the batches."""
 
+import covers
 import pytest
 import torch
 from small_work import OPTIMIZERS, Small, distance, plain, rows, train
@@ -119,6 +120,11 @@ def test_asynchronous_first_then_in_step():
 CHECKPOINTED = [AllReduce(), ParameterServer(), ParameterServer(shards=3)]
 
 
+@covers.by(
+    lambda strategy, optimizer, at: (type(strategy), optimizer),
+    lambda strategy, optimizer, at: (optimizer, at),
+    lambda strategy, optimizer, at: strategy,
+)
 @pytest.mark.parametrize("strategy", CHECKPOINTED, ids=name_of)
 @pytest.mark.parametrize(
     ("optimizer", "at"), [("momentum", 6), ("adam", 12), ("adamw_groups", 4), ("momentum", 9), ("adam", 9)]

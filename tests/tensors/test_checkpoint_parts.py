@@ -13,13 +13,16 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import CancelledError
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from process_cluster import CONTEXT, start_process
 from rayps_client.errors import CheckpointError, PlaceError, TrainingError
 from safetensors.torch import load_file
 from torch import nn
@@ -423,21 +426,27 @@ def test_a_write_in_the_background_reports_its_error_and_can_be_cancelled(tmp_pa
 
 # ---------------------------------------------------------------------------------------------- killed
 
-CHILD = """
-import sys, torch
-from rayps.core import failpoint
-from rayps.tensors.checkpoints.checkpoint_parts import PartFacts, part_name, seal, write_part
-place, fail, elements = sys.argv[1], sys.argv[2], int(sys.argv[3])
-failpoint.arm(fail)
-print("ready", flush=True)
-parts = []
-for i in range(2):
-    n = elements
-    flat = torch.full((n,), 2.0)
-    parts.append(write_part(place, 2, "child", part_name(i, 2), {"model/w": flat}, offsets={"model/w": i * n}))
-seal(place, 2, "child", parts, meta={"parameters": []}, whole={"model/w": [2 * elements]}, keep=1)
-print("sealed", flush=True)
-"""
+
+def write_two_parts(place: str, elements: int, ready: Event | None = None) -> None:
+    """Write a checkpoint of two parts with so many elements each; a process that a test kills does so."""
+    if ready is not None:
+        ready.set()
+    parts = []
+    for i in range(2):
+        flat = torch.full((elements,), 2.0)
+        parts.append(
+            write_part(place, 2, "child", part_name(i, 2), {"model/w": flat}, offsets={"model/w": i * elements})
+        )
+    seal(place, 2, "child", parts, meta={"parameters": []}, whole={"model/w": [2 * elements]}, keep=1)
+
+
+def exit_code(function: Callable[..., None], *args: object, fail: str = "") -> int | None:
+    """Run a function in a process of its own, which dies at the place `fail`; return its exit code."""
+    process = start_process(function, *args, failpoints=fail)
+    process.join(120)
+    return process.exitcode
+
+
 PLACES = {  # where it is killed: whether the checkpoint is there then
     "part not begun=2": False,
     "a block written=1": False,
@@ -450,21 +459,11 @@ PLACES = {  # where it is killed: whether the checkpoint is there then
 }
 
 
-def child(place: str, fail: str, elements: int, **env: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", CHILD, place, fail, str(elements)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
 @pytest.mark.parametrize("place", PLACES)
 def test_a_writer_killed_anywhere_leaves_a_whole_checkpoint_or_none(tmp_path: Path, place: str) -> None:
     older = checkpoint.save(tmp_path, 1, SavedState({"model/w": torch.ones(3)}, {"parameters": []}))
     before = {path.name: path.read_bytes() for path in older.iterdir()}
-    process = child(str(tmp_path), f"checkpoint: {place}", BLOCK // 4 + 5)
-    assert process.wait(120) == -signal.SIGKILL
+    assert exit_code(write_two_parts, str(tmp_path), BLOCK // 4 + 5, fail=f"checkpoint: {place}") == -signal.SIGKILL
     newest, invalid = checkpoint.scan(tmp_path)
     assert not invalid
     assert {path.name: path.read_bytes() for path in older.iterdir()} == before
@@ -474,18 +473,19 @@ def test_a_writer_killed_anywhere_leaves_a_whole_checkpoint_or_none(tmp_path: Pa
     else:
         assert newest == older
     # the next attempt succeeds, and removes what the dead one has left
-    assert child(str(tmp_path), "", 4).wait(120) == 0
+    assert exit_code(write_two_parts, str(tmp_path), 4) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002"]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_writer_killed_at_a_random_time_of_a_large_write(tmp_path: Path, seed: int) -> None:
     older = checkpoint.save(tmp_path, 1, SavedState({"model/w": torch.ones(3)}, {"parameters": []}))
-    process = child(str(tmp_path), "", 8 * BLOCK // 4)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    ready = CONTEXT.Event()
+    process = start_process(write_two_parts, str(tmp_path), 8 * BLOCK // 4, ready)
+    assert ready.wait(120)
     time.sleep(random.Random(seed).uniform(0, 0.5))
     process.kill()
-    process.wait(120)
+    process.join(120)
     newest, invalid = checkpoint.scan(tmp_path)
     assert not invalid and newest is not None
     if newest != older:

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import fsspec
 import pytest
 import s3fs
 import torch
-from folders import PYTHONPATH
+from process_cluster import start_process
 from rayps_client.errors import CheckpointError, PlaceError
 from s3_site import S3Site, empty_bucket, s3_site, wait_for
 
@@ -244,15 +245,6 @@ def test_a_stalled_connection_meets_the_deadline(site: S3Site) -> None:
     check(parts(place, 2))
 
 
-CHILD = """
-import sys
-from rayps.core import failpoint
-sys.path[:0] = sys.argv[1].split(":")
-failpoint.arm(sys.argv[2])
-import test_checkpoint_place as t
-print("ready", flush=True)
-t.parts("s3://bucket/run", 2, keep=1)
-"""
 KILLED = {  # where it is killed: (whether the checkpoint is there then, the number of its unfinished uploads)
     "part not begun=1": (False, 0),
     "a block written=1": (False, 0),
@@ -264,23 +256,20 @@ KILLED = {  # where it is killed: (whether the checkpoint is there then, the num
 }
 
 
-def child(fail: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", CHILD, PYTHONPATH, fail],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def child(fail: str) -> BaseProcess:
+    return start_process(parts, "s3://bucket/run", 2, 1, failpoints=fail)
+
+
+def exit_code(process: BaseProcess) -> int | None:
+    process.join(120)
+    return process.exitcode
 
 
 @pytest.mark.parametrize("where", KILLED)
 def test_a_writer_killed_anywhere_leaves_a_whole_checkpoint_or_none(where: str, site: S3Site) -> None:
     older = parts("s3://bucket/run")
     place = CheckpointPlace.of("s3://bucket/run")
-    assert (
-        child(f"checkpoint: {where}=1".replace("=1=1", "=1").replace("=3=1", "=3").replace("=2=1", "=2")).wait(120)
-        == -signal.SIGKILL
-    )
+    assert exit_code(child(f"checkpoint: {where}")) == -signal.SIGKILL
     there, cut = KILLED[where]
     newest, invalid = checkpoint.scan("s3://bucket/run")
     assert not invalid and newest == ("s3://bucket/run/step-00000002" if there else older)
@@ -292,8 +281,7 @@ def test_a_writer_killed_anywhere_leaves_a_whole_checkpoint_or_none(where: str, 
 
 def test_the_upload_of_a_killed_process_is_listed_and_aborted_when_it_is_old(site: S3Site) -> None:
     place = CheckpointPlace.of("s3://bucket/run")
-    process = child("checkpoint: a block written=3")
-    assert process.wait(120) == -signal.SIGKILL
+    assert exit_code(child("checkpoint: a block written=3")) == -signal.SIGKILL
     parts("s3://bucket/other")  # uploads of another prefix are not this job's
     (upload,) = unfinished(place)
     assert upload.url.startswith("s3://bucket/run/step-00000002/part-00001-of-00002-") and objects() == []
@@ -311,7 +299,7 @@ def test_a_writer_killed_while_its_connection_stalls_in_a_part(site: S3Site) -> 
     process = child("")
     assert site.proxy.reached.wait(120)
     process.kill()
-    process.wait(60)
+    process.join(60)
     site.proxy.pass_on()
     assert checkpoint.scan("s3://bucket/run") == (older, {})
     place = CheckpointPlace.of("s3://bucket/run")

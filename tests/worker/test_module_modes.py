@@ -1,5 +1,6 @@
 """Each module of a model trains in the mode that `model()` gave it, under every strategy, after evaluations too."""
 
+import covers
 import pytest
 import torch
 from newborn_site import FORMS, GIVEN
@@ -61,6 +62,7 @@ def moved(buffers):
 EXPECTED = {"front": (False, True), "root": (True, True), "": (True, True)}
 
 
+@covers.by(lambda strategy, modes: (strategy, modes == "front"), lambda strategy, modes: modes)
 @pytest.mark.parametrize("modes", EXPECTED)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_statistics_are_those_of_the_modes_that_model_gave(strategy, modes):

@@ -3,6 +3,7 @@
 import functools
 import random
 
+import covers
 import numpy as np
 import pytest
 import torch
@@ -74,7 +75,8 @@ class Classes(rayps.Workload):
 
 
 MOVES = ["accuracy", "accuracy as a number"]
-STAYS = ["rows", "class weights", "torch mask", "numpy mask", "python mask", "own generator"]
+MASKS = ["torch mask", "numpy mask", "python mask", "own generator"]
+STAYS = ["rows", "class weights", *MASKS]
 
 
 @pytest.mark.parametrize("kind", [*MOVES, "number of right rows"])
@@ -140,6 +142,7 @@ def test_workers_with_shards_of_the_parameters_refuse_a_metric(kind):
     assert [each.error for each in ended if WORDS in each.text][:1] == ["WorkloadError"], ended
 
 
+@covers.by(lambda kind, strategy: kind, lambda kind, strategy: (strategy, kind in MASKS))
 @pytest.mark.parametrize("kind", STAYS)
 @pytest.mark.parametrize("strategy", ["all_reduce", "parameter_server", "fedavg", "pipeline:stages=2,micro_batches=2"])
 def test_a_weight_that_the_batch_determines_stays(kind, strategy):

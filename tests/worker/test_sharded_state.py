@@ -7,9 +7,11 @@ sum of the workers' sums, and with `accumulate` each micro-batch is summed over 
 import gc
 import os
 import random
+import shutil
 import subprocess
 import sys
 
+import covers
 import pytest
 import torch
 from process_cluster import ProcessCluster
@@ -136,11 +138,16 @@ def strategy(shard, **options):
     return AllReduce(shard=shard, **options)
 
 
-def same(work, shard, workers, *, most=EXACT, options=None, **run):
-    """The job under all_reduce and with a shard: equal parameters, buffers, losses and metrics."""
+def same(work, shards, workers, *, most=EXACT, options=None, **run):
+    """The job under all_reduce and with a shard, or several: equal parameters, buffers, losses and metrics."""
     run = {"epochs": 2} | run
     law = train(work(), AllReduce(**(options or {})), workers=workers, **run)
-    found = train(work(), strategy(shard, **(options or {})), workers=workers, **run)
+    for shard in [shards] if isinstance(shards, str) else shards:
+        found = train(work(), strategy(shard, **(options or {})), workers=workers, **run)
+        equals(found, law, most)
+
+
+def equals(found, law, most):
     assert distance(found.model(), law.model()) <= most
     for (name, a), (_, b) in zip(found.model().named_buffers(), law.model().named_buffers(), strict=True):
         assert torch.equal(a, b), name
@@ -149,12 +156,12 @@ def same(work, shard, workers, *, most=EXACT, options=None, **run):
         assert found.history.column(column).to_pylist() == law.history.column(column).to_pylist()
     for a, b in zip(found.history.column("loss").to_pylist(), law.history.column("loss").to_pylist(), strict=True):
         assert a == pytest.approx(b, abs=1e-6)
-    return found
 
 
 # ------------------------------------------------------------------------- sharded equals unsharded
 
 
+@covers.pairs
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "adam", "adamw_groups"])
 @pytest.mark.parametrize("shard", SHARDS)
@@ -182,10 +189,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("shard", SHARDS)
-def test_every_field_of_a_workload_has_the_bits_of_whole_workers(shard, case):
+def test_every_field_of_a_workload_has_the_bits_of_whole_workers(case):
     work, more = CASES[case]
-    same(work, shard, 3, **more)
+    same(work, SHARDS, 3, **more)
 
 
 @pytest.mark.parametrize("shard", SHARDS)
@@ -235,15 +241,16 @@ def test_strategies_in_sequence_pass_the_state_on():
 LAYOUTS = ["all_reduce", "all_reduce:shard=optimizer", "all_reduce:shard=gradients"]
 
 
-@pytest.mark.parametrize("second", LAYOUTS)
-@pytest.mark.parametrize("first", LAYOUTS)
-def test_any_layout_resumes_any_other(tmp_path, first, second):
+def test_any_layout_resumes_any_other(tmp_path):
     whole = train(Norms(), "all_reduce", workers=2, epochs=4)
-    train(Norms(), first, workers=2, epochs=2, checkpoint=tmp_path)
-    found = train(Norms(), second, workers=2, epochs=4, checkpoint=tmp_path, resume=True)
-    assert distance(found.model(), whole.model()) == 0
-    state = checkpoint.load(found.checkpoint)
-    assert torch.equal(Snapshot.from_state(state).params, vector(found.model()))
+    for first in LAYOUTS:
+        train(Norms(), first, workers=2, epochs=2, checkpoint=tmp_path / first)
+        for second in LAYOUTS:
+            folder = shutil.copytree(tmp_path / first, tmp_path / f"{first} {second}")
+            found = train(Norms(), second, workers=2, epochs=4, checkpoint=folder, resume=True)
+            assert distance(found.model(), whole.model()) == 0, (first, second)
+            state = checkpoint.load(found.checkpoint)
+            assert torch.equal(Snapshot.from_state(state).params, vector(found.model())), (first, second)
 
 
 @pytest.mark.parametrize("shard", SHARDS)
@@ -403,6 +410,11 @@ def run(shard, arm=None, **options):
 
 
 @pytest.mark.chaos
+@covers.by(
+    lambda shard, victim, moment, backup: (shard, moment),
+    lambda shard, victim, moment, backup: (shard, backup),
+    lambda shard, victim, moment, backup: (moment, backup),
+)
 @pytest.mark.parametrize("backup", [False, True], ids=["restart", "copy"])
 @pytest.mark.parametrize(("victim", "moment"), MOMENTS)
 @pytest.mark.parametrize("shard", SHARDS)
@@ -693,10 +705,10 @@ def _shaped(state, layout, name):
 @pytest.mark.parametrize("shard", SHARDS)
 def test_ray_workers_have_the_bits_of_whole_workers(ray_cluster, tmp_path, shard):
     options = {"workers": 2, "epochs": 2, "cluster": ray_cluster, "progress": False, "timeout": 300.0}
-    law = rayps.train(Norms(), strategy="all_reduce", **options)
+    law = train(Norms(), "all_reduce", workers=2, epochs=2)
     found = rayps.train(Norms(), strategy=strategy(shard, slice_backup=True), checkpoint=tmp_path, **options)
     assert distance(found.model(), law.model()) == 0
     assert found.metrics == pytest.approx(law.metrics, abs=1e-7)
     again = rayps.train(Norms(), strategy=strategy(shard), checkpoint=tmp_path, resume=True, **options | {"epochs": 3})
-    three = rayps.train(Norms(), strategy="all_reduce", **options | {"epochs": 3})
+    three = train(Norms(), "all_reduce", workers=2, epochs=3)
     assert distance(again.model(), three.model()) == 0

@@ -10,17 +10,19 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import forkserver
 
+import psutil
 import pytest
 import torch
 from folders import FOLDERS, TESTS
-from process_cluster import ProcessCluster
+from process_cluster import ProcessCluster, start_process
 from rayps_client.errors import RaypsError
 from small_work import Small, distance, kinds, train
 from torch import nn
 
 import rayps
-from rayps.core.failpoint import VARIABLE
+from rayps.cluster.local import until
 from rayps.tensors.checkpoints import checkpoint
 from rayps.tensors.checkpoints.checkpoint_place import LocalFolder, name_of
 
@@ -173,28 +175,42 @@ DRIVER = {  # places of the second checkpoint, and the number of checkpoints tha
 }
 
 
-def driver(code, folder, place=""):
+def driven(folder, place=""):
+    """Start a driver that trains in a folder: its process, and the processes that were there before."""
+    forkserver.ensure_running()
+    before = set(psutil.Process().children(recursive=True))
+    return start_process(run, folder, failpoints=place), before
+
+
+def ended(process, before):
+    """The exit code, after the processes of its cluster have ended too."""
+    try:
+        process.join(300)
+        assert until(lambda: not running(before), 60)
+    finally:
+        process.kill()
+    return process.exitcode
+
+
+def running(before):
+    """The processes that were started after these, and have not ended."""
+    found = set(psutil.Process().children(recursive=True)) - before
+    return [each for each in found if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+def driver(code, folder):
     """Start a process that runs `code` with this module's names and `folder`."""
     head = "from pathlib import Path; from test_sharded_state_kills import *"
     text = f"{head}; folder = Path({str(folder)!r}); {code}"
     path = os.pathsep.join([*FOLDERS, str(TESTS.parent), *sys.path])
-    environment = os.environ | {"PYTHONPATH": path, VARIABLE: place}
+    environment = os.environ | {"PYTHONPATH": path}
     return subprocess.Popen([sys.executable, "-c", text], env=environment, stdout=subprocess.PIPE, text=True)
-
-
-def ended(process):
-    """The exit code, after the processes of its cluster have ended too: they hold its standard output."""
-    try:
-        process.communicate(timeout=300)
-    finally:
-        process.kill()
-    return process.returncode
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("place", DRIVER)
 def test_a_driver_killed_between_the_parts_and_the_manifest_leaves_the_checkpoints_before(tmp_path, place):
-    assert ended(driver("run(folder)", tmp_path / "run", place)) == -signal.SIGKILL
+    assert ended(*driven(tmp_path / "run", place)) == -signal.SIGKILL
     assert len(complete(tmp_path / "run")) == DRIVER[place]
     continues(tmp_path / "run", tmp_path / "law")
 
@@ -202,10 +218,10 @@ def test_a_driver_killed_between_the_parts_and_the_manifest_leaves_the_checkpoin
 @pytest.mark.chaos
 @pytest.mark.parametrize("delay", [0.005, 0.1])
 def test_a_driver_killed_some_time_after_a_part_was_begun_leaves_whole_checkpoints(tmp_path, delay):
-    process = driver("run(folder)", tmp_path / "run")
+    process, before = driven(tmp_path / "run")
     kill = Kill(tmp_path / "run", delay, lambda: [process.pid])
     try:
-        ended(process)
+        ended(process, before)
     finally:
         kill.join()
     continues(tmp_path / "run", tmp_path / "law")

@@ -5,6 +5,7 @@ import re
 import threading
 from collections import defaultdict
 
+import covers
 import pytest
 import torch
 from rayps_client.errors import ConfigError, TrainingError, WorkloadError
@@ -32,6 +33,7 @@ IN_STEP = [
 ]
 
 
+@covers.pairs
 @pytest.mark.parametrize("pairs", [True, False], ids=["tokens", "rows"])
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
@@ -56,6 +58,7 @@ class Silent(Tokens):
         return errors.sum() / 0 if count == 0 else errors.sum(), count
 
 
+@covers.pairs
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("kind", [Tokens, Silent])

@@ -262,7 +262,7 @@ def test_the_default_backend():
     for given in (True, False):
         work = Deep(given, n=8, batch=4)
         work.model = lambda: _without_dropout(Stack(depth=2).double())
-        work.compile = True
+        work.compile = given  # the law is neither compiled nor computed again
         found.append(train(work, workers=1, timeout=300).model().state_dict())
     for name, value in found[0].items():
         assert torch.allclose(value, found[1][name], atol=1e-12), name
