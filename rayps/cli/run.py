@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -34,6 +35,7 @@ def run(
     max_failures: Annotated[
         int | None, typer.Option(help="How many deaths of workers the run survives (3 with --checkpoint, else 0).")
     ] = None,
+    profile: Annotated[Path | None, typer.Option(metavar="DIR", help=BY_NAME["profile"].text)] = None,
     address: Address = None,
     timeout: Annotated[
         float,
@@ -58,6 +60,7 @@ def run(
             seed=seed,
             max_failures=max_failures,
             resources={"cpu": cpus_per_worker, **({"gpu": gpus_per_worker} if gpus_per_worker else {})},
+            profile=profile,
             address=address,
             timeout=timeout,
         )

@@ -321,7 +321,7 @@ def train(
         branch=branch,
         quota=quota,
         start_from=str(start_from) if isinstance(start_from, Path) else start_from,
-        profile=_wants_traces(profile),
+        profile=wants_traces(profile),
         params=dict(params or {}),
         evaluate_every=evaluate_every,
         keep_checkpoints=keep_checkpoints,
@@ -366,7 +366,7 @@ def train(
             phases=phases,
             capture=own,
             tries=own,
-            profile=_traces(profile, journal),
+            profile=folder_for_traces(profile, journal),
             callbacks=callbacks,
         )
     )
@@ -433,7 +433,7 @@ def _refuse_both(start_from: str | Path | JsonObject | None, dry_run: bool) -> N
         raise ConfigError("dry_run and resume were both given: a dry run starts at round 0", field="dry_run")
 
 
-def _wants_traces(profile: object) -> bool:
+def wants_traces(profile: object) -> bool:
     """Return whether a folder for traces was given. Raises ConfigError if `profile` is something else."""
     if profile is not None and not isinstance(profile, (str, Path)):
         raise ConfigError(
@@ -443,7 +443,7 @@ def _wants_traces(profile: object) -> bool:
     return profile is not None
 
 
-def _traces(profile: str | Path | None, journal: Journal) -> Path | None:
+def folder_for_traces(profile: str | Path | None, journal: Journal) -> Path | None:
     """Create and return the folder for traces. Raises ConfigError if it has traces of an earlier run."""
     if profile is None:
         return None

@@ -33,7 +33,6 @@ NOT_IN_LOOPS = {
     "steps": _DECIDES.format("steps"),
     "checkpoint_every": "the loop decides when it calls rayps.save: give an argument of the function in params",
     "evaluate_every": "the loop decides when it evaluates: give an argument of the function in params",
-    "profile": "use torch.profiler in the loop",
     "start_from": "load the parameters in the loop: model.load_state_dict(rayps.load_state(path)) before rayps.wrap",
     "elastic": "the loop's workers are a fixed number: give workers as one number",
     "server_group": "rayps.wrap starts servers of its own; to use a running group, open rayps.ServerGroup(parameters, "

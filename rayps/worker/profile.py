@@ -1,8 +1,9 @@
 """A trace of a few rounds of one worker, by torch.profiler.
 
 The trace is in Chrome's format: open it in https://ui.perfetto.dev or chrome://tracing. It has the rounds of the
-strategy with all that they contain: data, loss, backward, transfer and the optimizer's step. The worker delivers the
-trace with its answers to the driver's polls, so that no folder needs to be shared.
+strategy with all that they contain: data, loss, backward, transfer and the optimizer's step. Of a user's own loop it
+has the loop's steps. The worker delivers the trace with its answers to the driver's polls, so that no folder needs to
+be shared.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, schedule
 
 _profiling = threading.Lock()  # torch has one profiler in a process; workers that are threads share it
 
@@ -39,8 +40,11 @@ class TracedRounds(NamedTuple):
 class RoundTrace:
     """Traces some rounds of this worker, and passes the trace to `deliver` as compressed JSON, once."""
 
-    def __init__(self, rounds: int, deliver: Callable[[bytes], None]) -> None:
-        """Prepare the trace for a run of `rounds` more rounds; `started` is False if this process has another one."""
+    def __init__(self, rounds: int, deliver: Callable[[bytes], None], *, all_threads: bool = False) -> None:
+        """Prepare the trace for a run of `rounds` more rounds; `started` is False if this process has another one.
+
+        `all_threads`: what other threads do belongs to the rounds, too.
+        """
         self._deliver = deliver
         self.started = _profiling.acquire(blocking=False)
         self._open = self.started
@@ -54,6 +58,7 @@ class RoundTrace:
                 activities=activities,
                 schedule=schedule(wait=plan.wait, warmup=plan.warmup, active=plan.active, repeat=1),
                 on_trace_ready=self._ready,
+                experimental_config=_ExperimentalConfig(profile_all_threads=all_threads),
             )
             self._profile.start()
 

@@ -603,12 +603,9 @@ def test_arguments_of_a_function_and_parameters_of_a_workload_are_set_by_their_n
 ) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setitem(vars(rayps), "run", lambda target, **options: given.update(options) or [1])
-    assert run(capsys, "run", "a.py:f", "--set", "lr=0.3", "--set", "epochs=2", "--seed", "7") == (
-        0,
-        "worker-0: 1\n",
-        "",
-    )
-    assert given["params"] == {"lr": 0.3, "epochs": 2} and given["seed"] == 7
+    arguments = ["--set", "lr=0.3", "--set", "epochs=2", "--seed", "7", "--profile", "traces"]
+    assert run(capsys, "run", "a.py:f", *arguments) == (0, "worker-0: 1\n", "")
+    assert given["params"] == {"lr": 0.3, "epochs": 2} and given["seed"] == 7 and given["profile"] == Path("traces")
     file = tmp_path / "job.yaml"
     file.write_text(JOB)
     assert read(file, ["lr=0.3", "workers=4"]) == {"workload": "a:B", "workers": 4, "params": {"lr": 0.3}}

@@ -57,7 +57,7 @@ def test_a_loop_is_a_job_and_goes_on_after_kill_9(ray_service: Serve, whole: Job
     (tmp_path / "loop.py").write_text(LOOP)
     client = ray_service.client()
     command = [sys.executable, "-m", "rayps.cli", "submit", "--run", "loop.py:train_fn", "--workers", "2"]
-    given = ["--set", "params.kill_at=5", "--set", "name=killed"]
+    given = ["--set", "params.kill_at=5", "--set", "name=killed", "--set", "profile=true"]
     environment = os.environ | {
         "RAYPS_URL": ray_service.url,
         "RAYPS_STATE_DIR": str(ray_service.state),
@@ -79,6 +79,10 @@ def test_a_loop_is_a_job_and_goes_on_after_kill_9(ray_service: Serve, whole: Job
     assert found["killed"] == pytest.approx(found["whole"], abs=0)
     events = [event["kind"] for event in killed.events()]
     assert events.count("restarted") == 1
+    assert {"profile/rank-0.json", "profile/rank-1.json"} <= set(killed.files()) and events.count("profiled") == 2
+    for line in killed.data["progress"]["workers"]:
+        assert line["round"] == 12 and line["status"] == "finished" and line["host"]
+        assert line["compute"] > 0 and {"wait", "move", "data"} <= set(line)
     again = client.submit(
         run="loop.py:train_fn", working_dir=tmp_path, workers=2, resume=whole.id, params={"steps": 14}
     )

@@ -224,6 +224,7 @@ class DriverActor:
     ) -> Driver:
         """Return the driver of the job's workload, or of its function. `tries`: workers are processes."""
         spec = self._spec
+        profile = _traces(self._folder) if spec.profile else None
         if spec.run is not None:
             return Driver(
                 LoopJob(
@@ -234,6 +235,7 @@ class DriverActor:
                     resume=resume,
                     failures=self._failures,
                     sends=False,
+                    profile=profile,
                     code=code,
                 )
             )
@@ -248,7 +250,7 @@ class DriverActor:
                 name=self._folder.name,
                 again=self._attempt > 1,
                 tries=tries,
-                profile=_traces(self._folder) if spec.profile else None,
+                profile=profile,
                 code=code,
             )
         )

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from rayps_client.errors import RaypsError
+
+from rayps.cluster.local import Bundle
 from rayps.core.grid import Grid
 from rayps.core.rows.phase_rounds import OPEN, Boundary, Calendar, PhaseSpan
 from rayps.core.strategy.strategy import Phase, StrategyView
 from rayps.core.strategy.strategy_families import has_remote_clients, learns_by_client
+from rayps.core.strategy.topology import runs_in_step, shard_bundles
+from rayps.federated.remote_replies import untrained
 from rayps.ps.protocol.space import SparseTable
 from rayps.runtime.private.private_client_run import PrivateClientRun
 from rayps.runtime.private.private_run import PrivateRun
@@ -22,7 +27,7 @@ from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import ScheduleRecord, Ticks
 from rayps.tensors.named_tensors import StartPoint
 from rayps.tensors.snapshot import Snapshot
-from rayps.worker.plan import EvaluationPlan, Orders, SnapshotPlan
+from rayps.worker.plan import EvaluationPlan, Orders, PrivatePlan, SnapshotPlan
 from rayps.workload.base import Workload
 
 OPEN_CHECKPOINT_EVERY = 100  # default rounds between two snapshots if the rounds of an epoch are not known
@@ -49,6 +54,20 @@ class RunPlan:
         """Return the phase with this number, and its current rounds, which change if earlier phases end early."""
         return PhaseRun(self.phases[number], self.calendar.spans[number], self.divisions[number])
 
+    def bundles_of_servers(self, workers: int) -> list[Bundle]:
+        """Return the resources to reserve for each of the job's own servers; empty if no server needs a GPU."""
+        return shard_bundles([phase.strategy for phase in self.phases], workers)
+
+    def error_of_void_rounds(self) -> RaypsError | None:
+        """Return the error of a run of real clients whose secure rounds were all void; None if there is none."""
+        return untrained(self.mailbox)
+
+    def limit_privacy(self, orders: Orders, number: int, at: int) -> Orders:
+        """Return the orders of a generation of phase `number` after round `at`, with what the ledger and budget say."""
+        if self.ledger is not None:
+            orders = replace(orders, private=PrivatePlan(str(self.ledger.path)))
+        return orders if self.private is None else self.private.limited(orders, number, at)
+
     def strategy_of(self, snapshot: Snapshot) -> StrategyView:
         """Return the strategy of the phase in which a state was taken: the last that begins at the state's origin."""
         began = [number for number, span in enumerate(self.calendar.spans) if span.begin <= snapshot.origin[0]]
@@ -74,6 +93,11 @@ class PhaseRun:
     def end(self) -> int:
         """The round after which the phase ends."""
         return self.span.end
+
+    @property
+    def runs_in_step(self) -> bool:
+        """Whether all workers end each round together."""
+        return runs_in_step(self.phase.strategy)
 
     @property
     def _known_end(self) -> int | None:

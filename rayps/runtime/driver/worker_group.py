@@ -357,6 +357,11 @@ class WorkerGroup:
         """Where the workers of this generation write their parts of checkpoints; None if the driver writes."""
         return self._current_orders().snapshots.parts
 
+    def facts_of(self, generation: int) -> list[tuple[str, WorkerFacts]]:
+        """Return the name and the facts of each worker that has answered in this generation."""
+        found = [(each.name, each.facts) for each in self.workers if isinstance(each.facts, WorkerFacts)]
+        return [(name, facts) for name, facts in found if facts.generation == generation]
+
     @property
     def is_finished(self) -> bool:
         """Whether all workers have ended their plan of this generation."""

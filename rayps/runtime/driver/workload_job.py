@@ -5,13 +5,10 @@ The driver decides (`rayps.runtime.driver.driver`); each method here carries out
 
 from __future__ import annotations
 
-import logging
-import sys
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from rayps_client import parameters
@@ -21,57 +18,46 @@ from rayps.cluster.code_folder import JobCode
 from rayps.cluster.local import Cluster
 from rayps.core.job.job_status import Status
 from rayps.core.job.records import Point, ProgressRecord
-from rayps.core.job.returned_rounds import counted
-from rayps.core.job.user_code import awaited
-from rayps.core.job.user_module import pack
-from rayps.core.job.warm_start import StartFrom
-from rayps.core.metrics import evaluation_point
 from rayps.core.strategy.strategy import Phase
 from rayps.core.strategy.strategy_families import Recovery, RestartAll, has_remote_clients, learns_by_client
-from rayps.core.strategy.topology import is_private, runs_in_step, shard_bundles
 from rayps.core.urls import Location
-from rayps.federated.remote_replies import create_mailbox, untrained
-from rayps.runtime.checks.preflight import PreflightFindings, Trial, TrialFacts, TrialRequest, preflight
-from rayps.runtime.driver import decide_recovery as states
+from rayps.runtime.checks.preflight import PreflightFindings, Trial
 from rayps.runtime.driver.bound_mover import BoundMover
 from rayps.runtime.driver.decide_recovery import (
+    BeginGeneration,
     Continue,
+    Decision,
     EndEarly,
     Fail,
     Findings,
     Finish,
+    Recover,
     RecoveryFacts,
     Regroup,
     Replace,
+    Restart,
+    RunEnded,
     RunFacts,
+    death_of,
     recovery_now,
 )
 from rayps.runtime.driver.driven_job import DrivenJob, JobRun
-from rayps.runtime.driver.job_servers import space_of
 from rayps.runtime.driver.last_checkpoint import LastCheckpoint, repeated_rounds
+from rayps.runtime.driver.make_group import make_group
 from rayps.runtime.driver.phases import PhaseRun, RunPlan
+from rayps.runtime.driver.prepare_run import prepare_run, trial_of
 from rayps.runtime.driver.recover import RecoveryExecutor
 from rayps.runtime.driver.worker_group import WorkerGroup, WorkerProcess
-from rayps.runtime.private.private_client_run import PrivateClientRun
-from rayps.runtime.private.private_run import PrivateRun, private_run
 from rayps.runtime.records.journal import Journal
-from rayps.runtime.records.ledger_folder import LedgerFolder, ledger_folder
 from rayps.runtime.records.status import Outcome, RunRecord
-from rayps.runtime.records.trace_folder import TraceFolder
 from rayps.runtime.results.callbacks import CallbackRunner, RunHandle, runner_of
 from rayps.runtime.results.snapshots import Checkpointer
 from rayps.runtime.size.gather_workers import GatheredWorkers
 from rayps.runtime.size.job_size import Allowance
-from rayps.runtime.size.plan_changes import plan_changes
 from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec
-from rayps.tensors.learning_rate import ScheduleRecord, recipe_of
-from rayps.tensors.snapshot import Snapshot
-from rayps.worker.plan import PrivatePlan, WorkerFacts
 from rayps.workload.base import Workload
 from rayps.workload.callback import Callback
-
-log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 STOPPING_SECONDS = 0.005  # seconds between two polls while workers stop to change their number
@@ -128,7 +114,7 @@ class WorkloadJob(DrivenJob):
         record = RunRecord(journal, spec.workers, self._round_and_facts, self._callbacks.deliver)
         self.run = JobRun(spec, journal, record, failures)
         self._recoveries = RecoveryExecutor(journal, self.run.failures)
-        record.traces = None if profile is None else TraceFolder(profile, journal)
+        record.trace_into(profile)
         self._bound = BoundMover(journal)
         self._known: RunPlan | None = None  # set by the preflight
         self._allowance = Allowance(spec.most_workers)
@@ -150,85 +136,18 @@ class WorkloadJob(DrivenJob):
         Raises:
             DataError, WorkloadError, ConfigError: the user's code or an option is wrong; the text says how to fix it.
         """
-        remote = any(has_remote_clients(phase.strategy) for phase in self._phases)
-        mailbox = create_mailbox(self.run.journal.folder) if remote else None
-        given = self.run.spec.start_from if self._checkpoints.resume is None else None
-        begin = None if given is None else StartFrom.parse(given)
-        find = partial(preflight, self.workload, self._phases, self.run.spec, begin)
-        found = awaited(find, self.run.spec.timeout, where="driver", stopped=self.run.stopping.is_set)
-        if found is None:
+        params = None if self._again else self._params
+        prepared = prepare_run(self.workload, self._phases, self.run, self._checkpoints, self._allowance, params)
+        if prepared is None:
             return False
-        ledger = self._ledger()
-        private, private_clients = self._private_run(found, ledger), self._private_client_run(found, ledger)
-        for warning in found.warnings:
-            self.run.journal.event("warning", warning)
-        if not self._again and (own := parameters.differing(self.workload, Workload)):
-            text = ", ".join(f"{name} = {parameters.shown(value)}" for name, value in own.items())
-            self.run.journal.event("parameters", text, params=self._params)
-        calendar, changes = plan_changes(self.run.spec, self._phases, found, self.run.journal, self._allowance)
+        found, self._known = prepared
+        calendar = self._known.calendar
         if (note := self._callbacks.check_folder(self.run.spec, calendar)) is not None:
             self.run.journal.event("warning", note)
-        schedule = ScheduleRecord(recipe_of(self.workload))
-        self._known = RunPlan(
-            self._phases,
-            calendar,
-            found.divisions,
-            found.tables,
-            schedule,
-            changes,
-            mailbox,
-            found.start,
-            ledger,
-            private,
-            private_clients,
-        )
         self.run.record.set_calendar(calendar)
         if self._tries:
             self._try_a_batch(found)
         return True
-
-    def _ledger(self) -> LedgerFolder | None:
-        """Return the folder of the ledger of private releases; None without privacy."""
-        checkpoints = self._checkpoints
-        found = ledger_folder(
-            self._phases,
-            self.run.journal.folder,
-            checkpoints.folder,
-            checkpoints.resume,
-            self.run.journal.shared_ledger,
-        )
-        if found is not None and found.unknown is not None:
-            self.run.journal.event("warning", found.unknown)
-        if found is not None and found.carried:
-            self.run.journal.event("ledger", f"{found.carried} releases of an earlier run are charged to this run, too")
-        return found
-
-    def _private_run(self, found: PreflightFindings, ledger: LedgerFolder | None) -> PrivateRun | None:
-        """Return what a run with private rows spends; None if its rows are not private.
-
-        Raises ConfigError if the budget allows no step of a run that starts anew.
-        """
-        if not found.private or ledger is None:
-            return None
-        started_from = found.start is not None or ledger.unknown is not None
-        with ledger.released_on_error():
-            run = private_run(found.private, self._phases, ledger, self.run.journal, started_from=started_from)
-            if self._checkpoints.resume is None:
-                run.must_allow_a_step()
-        return run
-
-    def _private_client_run(self, found: PreflightFindings, ledger: LedgerFolder | None) -> PrivateClientRun | None:
-        """Return what a run with private clients spends; None if its clients are not private.
-
-        Raises ConfigError if the budget allows no round of a run that starts anew.
-        """
-        if not found.private_clients or ledger is None:
-            return None
-        run = PrivateClientRun(found.private_clients, ledger, self.run.journal)
-        if self._checkpoints.resume is None:
-            with ledger.released_on_error():
-                run.must_allow_a_round()
-        return run
 
     def close(self) -> None:
         """End the child process that the preflight may have started, and let other runs use a shared ledger."""
@@ -252,57 +171,40 @@ class WorkloadJob(DrivenJob):
         """Start the servers of the job's group, if it has one, and all workers, and find the first state."""
         self.trial.check()
         try:
-            first = self._start_group(cluster)
+            self._start_group(cluster)
         except RaypsError as error:
-            died = states.death_of(error)
+            died = death_of(error)
             if died is None:
                 raise
             started, self._started = self._started, None
             if started is not None:
                 started.close()
             return self._facts_of_start((died,), {died[0]: str(error.data.get("output", ""))})
-        plan = self._plan
+        plan, first = self._plan, self._checkpoints.round
         plan.changes.begin(self._group, {"cpu": 1.0} | self.run.spec.resources)
         if self._checkpoints.resume is not None:
             # an earlier driver may have died after it saved this checkpoint and before it evaluated the state
             known = self.run.journal.evaluated
-            self.run.record.evaluated = self._callbacks.known(first.round) if known is None else known
-        self._callbacks.start(first.round, plan.calendar.epoch_of(first.round))
+            self.run.record.evaluated = self._callbacks.known(first) if known is None else known
+        self._callbacks.start(first, plan.calendar.epoch_of(first))
         earlier = self.run.journal.earlier_points()
-        self._callbacks.deliver_earlier(counted(earlier), first.round)
+        self._callbacks.deliver_earlier(earlier, first)
         self.run.record.times.continues(earlier)
-        if self._callbacks.may_end(first.round):  # an earlier driver has died between the stop and the end
+        if self._callbacks.may_end(first):  # an earlier driver has died between the stop and the end
             self._end_early()
         return None
 
-    def _start_group(self, cluster: Cluster) -> Snapshot:
-        """Start the servers of the job's group, if it has one, and all workers; return the first state."""
+    def _start_group(self, cluster: Cluster) -> None:
+        """Start the servers of the job's group, if it has one, and all workers, and find the first state."""
         plan, spec = self._plan, self.run.spec
-        strategies = [phase.strategy for phase in self._phases]
-        slots = plan.changes.slots
-        space = space_of(
-            cluster, spec, strategies, self._name, lambda: recipe_of(self.workload), plan.tables, ranks=slots
-        )
-        if space is not None and self._again and not space.own:
-            space.take_over()
-        group = self._started = WorkerGroup(
-            cluster,
-            pack(self.workload),
-            spec.workers,
-            {"cpu": 1.0} | spec.resources,
-            self._process.code,
-            capture=self._process.capture,
-            space=space,
-            apart=plan.changes.apart,
-            slots=slots,
-        )
-        placed = group.start(
-            spec.timeout, plan.widest(spec.workers), self.trial.check, servers=shard_bundles(strategies, spec.workers)
-        )
+        again = self._again
+        group = self._started = make_group(cluster, self.workload, spec, plan, self._process, self._name, again=again)
+        servers = plan.bundles_of_servers(spec.workers)
+        placed = group.start(spec.timeout, plan.widest(spec.workers), self.trial.check, servers=servers)
         if placed:
             self.run.journal.event("placed", placed)
         self.trial.end(self.run.journal)
-        return self._checkpoints.first(group, self.workload, plan, again=self._again)
+        self._checkpoints.first(group, self.workload, plan, again=again)
 
     def _facts_of_start(self, dead: tuple[tuple[str, str], ...], outputs: dict[str, str]) -> RunFacts:
         self._recoveries.record_failures(errors=False, dead=True)
@@ -351,11 +253,11 @@ class WorkloadJob(DrivenJob):
         if plan.private is not None:
             plan.private.report_start(number, phase.span, snapshot.round)
         self.run.journal.cost_report = phase.cost_report(self.workload, workers, snapshot.layout)
-        if runs_in_step(phase.phase.strategy):  # workers in step start from one position
+        if phase.runs_in_step:  # workers in step start from one position
             snapshot.align()
         return Findings(phases=count)
 
-    def begin_generation(self, state: states.BeginGeneration) -> Findings | RunFacts:
+    def begin_generation(self, state: BeginGeneration) -> Findings | RunFacts:
         """Start a generation on every member, when the job has the workers that it needs."""
         changes, group = self._plan.changes, self._group
         gathered = self._gather(state)
@@ -374,12 +276,8 @@ class WorkloadJob(DrivenJob):
         known = self.run.record.evaluated
         orders = phase.orders(self.run.spec, self.run.generation, known, self._plan.mailbox, each=each)
         orders = replace(orders, evaluation=replace(orders.evaluation, batches=self._evaluation_batches))
-        if self._plan.ledger is not None:
-            orders = replace(orders, private=PrivatePlan(str(self._plan.ledger.path)))
-        if self._plan.private is not None:
-            orders = self._plan.private.limited(orders, state.phase, self._checkpoints.round)
-        if (traces := self.run.record.traces) is not None:
-            orders = replace(orders, profile=traces.ranks_to_trace(group.size))
+        orders = self._plan.limit_privacy(orders, state.phase, self._checkpoints.round)
+        orders = replace(orders, profile=self.run.record.ranks_to_trace(group.size))
         parts = self._checkpoints.parts_plan(strategy, group.hosts)
         recovers, reached = self.run.record.times.begin_generation(group.slots or group.size)
         orders = replace(orders, snapshots=replace(orders.snapshots, parts=parts), recovers=recovers, reached=reached)
@@ -397,7 +295,7 @@ class WorkloadJob(DrivenJob):
             self.run.move.report_arrival(self._checkpoints.round)
         return Findings()
 
-    def _gather(self, state: states.BeginGeneration) -> GatheredWorkers:
+    def _gather(self, state: BeginGeneration) -> GatheredWorkers:
         """Let the workers of the next generation be those that there are; wait a moment if the job lacks some."""
         group, at = self._group, self._checkpoints.round
         stops = self.run.stopping.is_set() or self._callbacks.is_stopping
@@ -417,7 +315,7 @@ class WorkloadJob(DrivenJob):
         allowed = self.run.failures.failures < self.run.spec.max_failures
         self._recoveries.late.look(self._group, points, self._checkpoints.round, allowed=allowed)
 
-    def follow(self, phase: int, decision: states.Decision, facts: RunFacts) -> Findings:
+    def follow(self, phase: int, decision: Decision, facts: RunFacts) -> Findings:
         """Collect a state unless members are lost; then wait, end the generation, or end the run early."""
         if not isinstance(decision, (Fail, Replace, EndEarly)) and not (
             isinstance(decision, Regroup) and decision.lost
@@ -468,7 +366,7 @@ class WorkloadJob(DrivenJob):
         if self._callbacks.is_stopping:
             self._end_early(agreed=True)
 
-    def recover(self, state: states.Recover) -> Findings:
+    def recover(self, state: Recover) -> Findings:
         """End the generation. The next one continues from rebuilt states if there are some, else from the snapshot."""
         decision, generation = state.decision, self.run.generation + 1
         self.run.record.end_generation()
@@ -495,7 +393,7 @@ class WorkloadJob(DrivenJob):
         self.run.record.change_workers(group.size)
         if continues is None and decision.lost:
             self._recoveries.report_restart(
-                states.Restart(decision.lost, decision.reason),
+                Restart(decision.lost, decision.reason),
                 f"continue from round {at}, because no living worker has the state of a later round in memory",
                 at,
                 self.run.generation + 1,
@@ -517,10 +415,7 @@ class WorkloadJob(DrivenJob):
         totals = self._group.evaluate(snapshot, timeout=max(EVALUATE_SECONDS, self.run.spec.timeout))
         if totals is None:
             return replace(self.find_facts(phase), recovery=RestartAll())
-        point = evaluation_point(snapshot.round, totals)
-        self.run.record.add_points([point])
-        self.run.journal.add_costs()
-        self.run.record.metrics = point["metrics"]
+        self.run.record.add_last_evaluation(snapshot.round, totals)
         return None
 
     def can_save_last(self, phase: int) -> bool:
@@ -573,8 +468,7 @@ class WorkloadJob(DrivenJob):
     def find_facts(self, phase: int) -> RunFacts:
         """Return the facts of the last poll."""
         group, recoveries = self._group, self._recoveries
-        workers = [(w.name, w.facts) for w in group.workers if isinstance(w.facts, WorkerFacts)]
-        current = [(name, f) for name, f in workers if f.generation == self.run.generation]
+        current = group.facts_of(self.run.generation)
         errors = tuple((name, f.error) for name, f in current if f.status == "failed" and f.error is not None)
         dead = group.dead
         if errors or dead:  # the servers go on without their manager as long as nobody else is lost
@@ -636,24 +530,10 @@ class WorkloadJob(DrivenJob):
 
     def _try_a_batch(self, found: PreflightFindings) -> None:
         """Try one batch in a child process while workers start."""
-        strategies, packed = [phase.strategy for phase in self._phases], pack(self.workload)
-        model, data = found.sizes
-        facts = TrialFacts(
-            all(map(has_remote_clients, strategies)),
-            any(division is not None for division in found.divisions),
-            self.run.spec.resources.get("gpu", 0.0),
-            model,
-            len(packed),
-            data,
-        )
-        first = strategies[0]
-        size, path = first.grid(self.run.spec.workers).data, tuple(sys.path)
-        by_client, private = learns_by_client(first), any(map(is_private, strategies))
-        where = self.run.spec.working_dir, path, tuple(sys.argv)
         # strategies that learn by client may add metrics of the clients
-        watches = [] if by_client else self._callbacks.watches()
+        watches = [] if learns_by_client(self._phases[0].strategy) else self._callbacks.watches()
         watched = any(watch.metric != "loss" for watch in watches)
-        request = TrialRequest(packed, size, self.run.spec.seed, by_client, private, watched, *where)
+        facts, request = trial_of(self.workload, self._phases, self.run.spec, found, watched=watched)
         self.trial.begin(facts, request, watches)
 
     # ---- the end
@@ -671,13 +551,13 @@ class WorkloadJob(DrivenJob):
             self._started.close()
             self._checkpoints.discard_unfinished()
 
-    def conclude(self, state: states.RunEnded) -> Outcome:
+    def conclude(self, state: RunEnded) -> Outcome:
         """Return the outcome, and call the callbacks' `on_end`."""
         outcome = Outcome(state.status, state.reason, snapshot=self._checkpoints.newest)
         outcome.clients, self._checkpoints.clients = self._checkpoints.clients, None
         if self._known is not None and outcome.snapshot is not None:
             outcome.strategy = self._known.strategy_of(outcome.snapshot)
-        if state.status is Status.SUCCEEDED and (error := untrained(self._plan.mailbox)) is not None:
+        if state.status is Status.SUCCEEDED and (error := self._plan.error_of_void_rounds()) is not None:
             outcome.status, outcome.message, outcome.error = Status.FAILED, str(error), error
         elif state.status is Status.SUCCEEDED:
             outcome.metrics, outcome.tables = self.run.record.metrics, self._checkpoints.tables

@@ -25,6 +25,7 @@ from rayps.core.time.member_times import MemberTimes
 from rayps.runtime.own_loop.activity import Activity, activity_of
 from rayps.runtime.own_loop.named import arguments
 from rayps.runtime.own_loop.state import SavedPart
+from rayps.runtime.own_loop.step_measure import StepRates
 from rayps.runtime.own_loop.world import LoopPlace, World, current
 
 TIMES_SECONDS = 1.0  # seconds between two reports of the account of time
@@ -44,7 +45,9 @@ class LoopOutput:
     parts: list[SavedPart] = field(default_factory=list)
     activity: Activity | None = None  # what its function is doing; None if it does not run
     times: MemberTimes | None = None  # of its process since the start, if a report is due
+    rates: StepRates | None = None  # of its newest steps, if a report is due
     inputs: str | None = None  # a digest of the first inputs of its model: see `rayps.runtime.own_loop.same_rows`
+    trace: bytes | None = None  # a trace of some steps, once: see `rayps.worker.profile`
 
 
 class _Discard:
@@ -94,7 +97,7 @@ class LoopActor:
         self._closing = threading.Lock()
         self._times_due = 0.0  # the time of the next report of the account
         if recovers:
-            self._world.account.enter("recovery")
+            self._world.measure.account.enter("recovery")
         self._world.produced = self._produced
         if capture:
             self._logs.capture()
@@ -117,7 +120,7 @@ class LoopActor:
         try:
             self._code = enter_code(self._job_code)
             function = unpack(self._packed, shared=True)
-            here.account.enter("compute")
+            here.measure.account.enter("compute")
             with user_code(getattr(function, "__name__", "train_fn")):
                 result = function(**arguments(function, here.place.params))
             if not self._sends:
@@ -130,15 +133,28 @@ class LoopActor:
             raise WorkloadError(message, **error.data | {"rank": here.rank}) from error
         finally:
             try:
-                self._close(failed)
+                try:
+                    self._end_trace(failed)
+                finally:
+                    self._close(failed)
             finally:
                 if self._code is not None:
                     self._code.close()
                 self._logs.release()
-                here.account.enter("idle")
+                here.measure.account.enter("idle")
                 self._over = True  # nothing more follows
                 self._logs.release()
         return result
+
+    def _end_trace(self, failed: bool) -> None:
+        """End the trace, and warn if a loop that was to be traced has none."""
+        here = self._world
+        if here.place.traced and here.measure.end_trace() and not failed:
+            here.warn(
+                f"worker-{here.rank} has no trace: its loop has taken too few steps, of which the first three are left "
+                "out: give their number, rayps.wrap(model, optimizer, steps=...), or take at least four; in a loop "
+                "that wraps no optimizer, each call of rayps.log is a step"
+            )
 
     def output(self, seconds: float) -> LoopOutput:
         """Return the output since the last call. If there is none, wait for a line or a step, at most `seconds`."""
@@ -148,16 +164,17 @@ class LoopActor:
         if steps != self._stepped[0]:
             self._stepped = steps, time.monotonic()
         activity = None if over else activity_of(self._thread, time.monotonic() - self._stepped[1])
-        times = None
+        times = rates = None
         if over or time.monotonic() >= self._times_due:
             self._times_due, times = time.monotonic() + TIMES_SECONDS, self.times()
-        return LoopOutput(
-            self._logs.drain(), steps, self._returned, over, *self._world.take(), activity, times, self._world.inputs
-        )
+            rates = self._world.measure.rates(self._world.last_logged)
+        lines, produced, inputs = self._logs.drain(), self._world.take(), self._world.inputs
+        trace = self._world.measure.take_trace()
+        return LoopOutput(lines, steps, self._returned, over, *produced, activity, times, rates, inputs, trace)
 
     def times(self) -> MemberTimes:
         """Return where the time of this process went since its start."""
-        return replace(MemberTimes.of(self._world.account.seconds()), rounds=self._world.steps)
+        return replace(MemberTimes.of(self._world.measure.account.seconds()), rounds=self._world.steps)
 
     def close(self) -> None:
         """End the connections of wrapped optimizers, so that no peer waits for this worker. A kill calls this."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rayps.data.base import Batch, Data, Place
 from rayps.data.loader import Loader
-from rayps.runtime.own_loop.world import World, world
+from rayps.runtime.own_loop.world import World, current, world
 
 
 def batches(data: Data, *, epoch: int = 0, start: int = 0, seed: int | None = None) -> Iterator[Batch]:
@@ -34,7 +34,9 @@ def batches(data: Data, *, epoch: int = 0, start: int = 0, seed: int | None = No
 
 def _read(here: World, data: Data, place: Place, start: int) -> Iterator[Batch]:
     loader = None if data.ahead is None else _loader(here, data)
-    for batch, _ in data.part(place, start) if loader is None else loader.read(place, start):
+    items = data.part(place, start) if loader is None else loader.read(place, start)
+    # in a thread of the user's that reads ahead, a wait does not hold up the loop
+    for batch, _ in here.measure.timed(items) if current.get(None) is here else items:
         if loader is not None:
             with here.lock:
                 here.events += loader.take_events()

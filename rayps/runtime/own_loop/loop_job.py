@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from rayps_client.errors import ActorDied, LinkError, PeerTimeout
@@ -42,6 +43,7 @@ from rayps.runtime.own_loop.log_points import LogPoints, numbers_of
 from rayps.runtime.own_loop.named import all_params, arguments
 from rayps.runtime.own_loop.same_rows import SAME_ROWS
 from rayps.runtime.own_loop.state import PartsBySave, SavedPart, checkpoint_of, parts_of
+from rayps.runtime.own_loop.step_measure import StepRates
 from rayps.runtime.own_loop.watch import LoopWatch, death_error, uneven_steps_error, with_activities
 from rayps.runtime.own_loop.world import LoopPlace
 from rayps.runtime.records.journal import Journal
@@ -67,10 +69,12 @@ class _Started:
 
 @dataclass(slots=True)
 class _LoopFacts:
-    """What the record of the time reads of a worker."""
+    """What the record of the run reads of a worker."""
 
     position: int = 0  # optimizer steps that the worker has taken
     times: MemberTimes | None = None  # a report that is not in the record yet
+    trace: bytes | None = None  # a trace that is not written yet
+    rates: StepRates | None = None  # of its newest steps
 
 
 class _Group:
@@ -88,13 +92,15 @@ class _Group:
         self.over = False  # whether its workers were ended
         self.error_at: float | None = None  # when the first error was seen
         self._timeouts: dict[int, PeerTimeout] = {}  # by rank, with what the others were doing when it was seen
+        self._failed = set[int]()  # the ranks whose function has raised an error
 
     def take(self) -> list[tuple[int, LoopOutput]]:
         """Return what the workers have produced since the last call, each with the rank, and note where they are."""
         found = self.watch.take()
         for rank, output in found:
             before = self.members[rank].facts or _LoopFacts()
-            self.members[rank].facts = _LoopFacts(output.steps, output.times or before.times)
+            times, trace = output.times or before.times, output.trace or before.trace
+            self.members[rank].facts = _LoopFacts(output.steps, times, trace, output.rates or before.rates)
         for member, reply in zip(self.members, self._places, strict=True):
             member.place = member.place or _place(reply)
         return found
@@ -122,6 +128,7 @@ class _Group:
                 errors.append((f"worker-{rank}", found))
             except Exception as error:  # what a user's function raises in a thread of this process
                 errors.append((f"worker-{rank}", error))
+        self._failed = {_rank(worker) for worker, _ in errors}
         if errors and self.error_at is None:
             self.error_at = time.monotonic()
         return returned, errors, dead
@@ -135,17 +142,16 @@ class _Group:
         """Return the workers' lines of the progress."""
         found: list[WorkerLine] = []
         for rank, member in enumerate(self.members):
-            at, output = member.place, self.watch.latest.get(rank)
+            at, output, rates = member.place, self.watch.latest.get(rank), (member.facts or _LoopFacts()).rates
             status = "starting" if output is None else "finished" if output.returned else "running"
-            found.append(
-                {
-                    "rank": rank,
-                    "host": at.host if at else None,
-                    "pid": at.pid if at else None,
-                    "status": status,
-                    "round": output.steps if output else 0,
-                }
-            )
+            line: WorkerLine = {
+                "rank": rank,
+                "host": at.host if at else None,
+                "pid": at.pid if at else None,
+                "status": "dead" if member.dead else "failed" if rank in self._failed else status,
+                "round": output.steps if output else 0,
+            }
+            found.append(line if rates is None else rates.added_to(line))
         return found
 
 
@@ -165,16 +171,18 @@ class LoopJob(DrivenJob):
         capture: bool = True,
         failures: int = 0,
         sends: bool = True,
+        profile: Path | None = None,
         code: JobCode | None = None,
     ) -> None:
         """Prepare a job of `function`.
 
         `checkpoints` is the folder for saved states, and `resume` the checkpoint to start from. `capture`: whether the
         workers' output becomes log lines. `failures`: the failures under earlier drivers of the job. `sends`: whether
-        the results of the function are wanted. `code`: what the workers import the user's modules from, unless it is
-        the folder `spec.working_dir`.
+        the results of the function are wanted. `profile` is the folder for traces of a few steps; None if there are
+        none. `code`: what the workers import the user's modules from, unless it is the folder `spec.working_dir`.
         """
         record = RunRecord(journal, spec.workers, self._round_and_facts)
+        record.trace_into(profile)
         self.run = JobRun(spec, journal, record, failures)
         self.results: list[Any] = []
         self._function, self._folder, self._resume = function, checkpoints, resume
@@ -249,12 +257,21 @@ class LoopJob(DrivenJob):
         record.set_status(Status.STARTING if self.run.generation == 1 else Status.RECOVERING, "starting workers")
         recovers, _ = record.times.begin_generation(spec.workers)
         wanted = self._resources
-        name = f"run-{time.time_ns()}"
+        name, traced = f"run-{time.time_ns()}", record.ranks_to_trace(spec.workers)
         start = spec.timeout + (install_seconds() if self._code.requirements else 0.0)
         members: list[GroupMember] = []
         for rank in range(spec.workers):
             place = LoopPlace(
-                rank, spec.workers, name, spec.timeout, start, dict(spec.params), spec.strategy, self.saves, spec.seed
+                rank,
+                spec.workers,
+                name,
+                spec.timeout,
+                start,
+                dict(spec.params),
+                spec.strategy,
+                self.saves,
+                spec.seed,
+                rank in traced,
             )
             began = time.monotonic()
             handle = started.cluster.spawn(
@@ -300,6 +317,7 @@ class LoopJob(DrivenJob):
         for rank, output in group.take():
             self._receive(rank, output)
         self.run.record.times.add(group.members)
+        self.run.record.collect_traces(group.members)
         if group.has_progressed:
             self.run.failures.progressed()
 

@@ -32,7 +32,8 @@ def mean(value: SupportsFloat, *, samples: float = 1.0) -> float:
     if weight is None or not 0 <= weight < math.inf:
         raise ConfigError(f"rayps.mean was given samples={samples!r}: give a number of at least 0", field="samples")
     pair = torch.tensor([number * weight if weight else 0.0, weight], dtype=torch.float64)
-    total, count = _ring(here).sum(pair).tolist()
+    with here.measure.account.span("waiting"):
+        total, count = _ring(here).sum(pair).tolist()
     return total / count if count else math.nan
 
 

@@ -111,6 +111,11 @@ class LoopLinks:
     mean: MeanGradient | None = None  # None if no round takes the mean gradient, or there is one worker
     buffers: EqualBuffers | None = None  # None if each worker keeps its own buffers
 
+    def totals(self) -> tuple[float, float]:
+        """Return the seconds in which this worker has waited for others and for servers, and those of its transfers."""
+        waited = 0.0 if self.server is None else self.server.seconds_waiting
+        return waited + self.ring.seconds_waiting, self.ring.seconds_moving
+
 
 @dataclass(slots=True)
 class RoundState:
@@ -142,7 +147,7 @@ class RoundThread:
         self._error: BaseException | None = None
         self._ending = False
         self._held = 0.0  # seconds for which steps have held up the loop
-        self._totals = links.ring.seconds_waiting, links.ring.seconds_moving  # when `take_held` was called last
+        self._totals = links.totals()  # when `take_held` was called last
         self._touched = False  # whether the loop has written parameters in place, which the workers have not compared
         self._thread = threading.Thread(target=self._run, name="rayps-round", daemon=True)
         if links.mean is not None:
@@ -244,11 +249,11 @@ class RoundThread:
 
         What the rings have waited and moved in the background while the loop went on is left out.
         """
-        mean, ring = self.links.mean, self.links.ring
+        mean = self.links.mean
         held, self._held = self._held, 0.0
         if mean is not None:
             held, mean.held = held + mean.held, 0.0
-        totals = ring.seconds_waiting, ring.seconds_moving
+        totals = self.links.totals()
         waiting, moving = (now - before for now, before in zip(totals, self._totals, strict=True))
         self._totals = totals
         waiting = min(waiting, held)

@@ -20,7 +20,15 @@ from rayps.runtime.own_loop.loop_job import LoopJob
 from rayps.runtime.own_loop.named import load
 from rayps.runtime.records.display import Display
 from rayps.runtime.records.journal import Journal
-from rayps.runtime.training import folder_to_resume, must_take_checkpoints, open_ray, stops, way_to_resume
+from rayps.runtime.training import (
+    folder_for_traces,
+    folder_to_resume,
+    must_take_checkpoints,
+    open_ray,
+    stops,
+    wants_traces,
+    way_to_resume,
+)
 from rayps.strategies.catalogue import StrategySpec, parse_for_loop, wire
 from rayps.strategies.job import LOOP_TIMEOUT, JobSpec
 
@@ -40,6 +48,7 @@ def run(
     max_failures: int | None = None,
     seed: int = 0,
     resources: dict[str, float] | None = None,
+    profile: str | Path | None = None,
     address: str | None = None,
     timeout: float = LOOP_TIMEOUT,
     progress: bool | Callable[[ProgressRecord], None] = True,
@@ -58,6 +67,9 @@ def run(
     newest state in the folder; it may also be the path of a checkpoint.
 
     `seed` sets torch's random numbers, which differ between ranks: runs with the same seed draw the same numbers.
+
+    `profile` is a new folder for traces of a few steps, one file for each worker, which https://ui.perfetto.dev opens.
+    A step is one of a wrapped optimizer; in a loop that wraps none, a call of `rayps.log`.
 
     Lines that workers print are shown on stderr at once, each after the worker's name. `address` is the Ray cluster to
     join, as for `rayps.train`. `timeout`: the seconds for which a worker waits for another one in a step, such as for
@@ -91,6 +103,7 @@ def run(
         timeout=timeout,
         params=dict(params or {}),
         seed=seed,
+        profile=wants_traces(profile),
     ).check()
     resumed, passed = folder_to_resume(resume, folder)
     if folder is not None:
@@ -105,7 +118,8 @@ def run(
         journal.time_folder, journal.time_anew = Path(folder), True
     for warning in passed:
         journal.event("warning", warning)
-    job = LoopJob(function, spec, journal, checkpoints=folder, resume=resumed)
+    traces = folder_for_traces(profile, journal)
+    job = LoopJob(function, spec, journal, checkpoints=folder, resume=resumed, profile=traces)
     driver = Driver(job)
     driver.preflight()
     opened = cluster if cluster is not None else open_ray(address, spec, journal)

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from rayps.comm.ring import Ring
 from rayps.core.job.records import Event, Point
-from rayps.core.time.time_account import TimeAccount
 from rayps.data.loader import Loader
 from rayps.runtime.own_loop.state import SavedPart, encoded
+from rayps.runtime.own_loop.step_measure import StepMeasure
 from rayps.strategies.catalogue import StrategySpec
 
 # names of a point's fields that `log` does not set
@@ -62,6 +62,7 @@ class LoopPlace:
     strategy: StrategySpec = "all_reduce"  # the strategy of `rayps.wrap`, unless the call names one
     saves: bool = False  # whether the run has a folder for saved states
     seed: int = 0
+    traced: bool = False  # whether the worker traces some of its steps
 
 
 @dataclass(slots=True)
@@ -87,7 +88,7 @@ class World:
     logged_before: int = -1  # the same, of the state from which the function continues
     logged_at: float = field(default_factory=time.monotonic)
     inputs: str | None = None  # a digest of the first inputs of the first wrapped model; None if not known
-    account: TimeAccount = field(default_factory=TimeAccount)  # of this process's time
+    measure: StepMeasure = field(default_factory=StepMeasure)  # of the time of this process, and of the steps
 
     @property
     def rank(self) -> int:
@@ -108,6 +109,16 @@ class World:
         """Return this rank's and rank 0's saved state of the wrap with this number, or None if there is none."""
         found = [] if self.restored is None else [part.content("wraps") for part in self.restored]
         return [wraps[number] for wraps in found] if found and number < len(found[0]) else None
+
+    def begin_trace(self, steps: int | None = None) -> None:
+        """Trace some of the next steps, if the driver wants it. `steps`: how many there are; None: not known."""
+        if self.place.traced and not self.measure.begin_trace(steps):
+            self.warn(f"worker-{self.rank} has no trace: another worker of its process is traced")
+
+    def warn(self, message: str) -> None:
+        """Add a warning to the run's journal."""
+        with self.lock:
+            self.events.append({"kind": "warning", "message": message})
 
     def take(self) -> tuple[list[Point], list[Event], list[SavedPart]]:
         """Remove and return what was produced since the last call."""
@@ -189,6 +200,10 @@ def log(*, step: int | None = None, samples: float | None = None, **numbers: Sup
         here.points.append(
             {"kind": "round", "rank": here.rank, "round": at, "samples": weight, "seconds": seconds, "numbers": found}
         )
+    here.measure.add_logged(weight, seconds)
+    if not here.wrapped:  # a loop without a wrapped optimizer counts its steps by its logged points
+        here.begin_trace()
+        here.measure.end_step()
     here.produced()
 
 
@@ -217,7 +232,7 @@ def save(state: Any = None, *, every_rank: bool = False) -> None:
         rayps.run(train_fn, workers=2, max_failures=3)
     """
     here = world()
-    with here.account.span("checkpoint"):
+    with here.measure.account.span("checkpoint"):
         _save(here, state, every_rank=every_rank)
     here.produced()
 

@@ -145,6 +145,7 @@ def wrap(
     _extend(optimizer, rounds, here)
     if number == 0 and here.size > 1 and here.restored is None:
         watch_inputs(model, partial(setattr, here, "inputs"))
+    here.begin_trace(None if steps is None else steps - rounds.state.position)
     rounds.start(LoopView(rounds, here, optimizer, LoopPlan(ENDLESS if steps is None else steps, seed=here.place.seed)))
     return model, optimizer
 
@@ -160,8 +161,7 @@ def _extend(optimizer: Optimizer, rounds: RoundThread, here: World) -> None:
         loss = rounds.step(closure, _weight(self.samples), take_scaled(optimizer))
         self._opt_called = True
         here.steps += 1
-        here.account.divide(rounds.take_held())
-        here.account.enter("compute")  # what the next step takes from begins here
+        here.measure.end_step(rounds.take_held())
         here.produced()
         return loss
 
@@ -411,9 +411,7 @@ class _Wrapping:
     def _warn_of_change(self, when: str) -> None:
         name = None if self._rounds is None or self._servers is None else self._rounds.changed()
         if name is not None:
-            message = change_kept_here(self._strategy, name, f"worker-{self._here.rank}, {when}")
-            with self._here.lock:
-                self._here.events.append({"kind": "warning", "message": message})
+            self._here.warn(change_kept_here(self._strategy, name, f"worker-{self._here.rank}, {when}"))
 
     def _end_period(self, rounds: RoundThread) -> None:
         """Give all workers equal parameters if the loop ended between two averages or pushes; warn if it did."""
@@ -422,9 +420,7 @@ class _Wrapping:
         even = most == -least or rounds.links.server is not None
         if not (most or strategy.needs_end) or (even and not rounds.end_period()) or self._here.rank:
             return
-        message = incomplete_period(strategy, most, rounds.state.position, self._steps, even=even)
-        with self._here.lock:
-            self._here.events.append({"kind": "warning", "message": message})
+        self._here.warn(incomplete_period(strategy, most, rounds.state.position, self._steps, even=even))
 
 
 def _servers(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rayps.cluster.members import GroupMember
 from rayps.core.grid import Grid
 from rayps.core.job.job_status import Status
 from rayps.core.job.records import Event, OutcomeRecord, Point, ProgressRecord, ShardLine, WorkerLine
-from rayps.core.metrics import PushRounds, Rounds, Throughput
+from rayps.core.metrics import PushRounds, Rounds, Throughput, Totals, evaluation_point
 from rayps.core.rows.phase_rounds import Calendar
 from rayps.core.strategy.strategy import StrategyView
 from rayps.core.time.data_wait import DataWait
@@ -82,7 +83,7 @@ class RunRecord:
         self.evaluated = 0  # the last round whose evaluation is in the journal
         self._message = ""
         self._journal, self._round_and_facts, self._workers = journal, round_and_facts, workers
-        self.traces: TraceFolder | None = None  # set if workers trace some of their rounds
+        self._traces: TraceFolder | None = None  # set if workers trace some of their rounds
         self.times = TimeRecord(journal.time_folder, anew=journal.time_anew)
         journal.on_any_event = self.times.add_event
         self._rounds = Rounds(workers, 0, "")
@@ -147,12 +148,24 @@ class RunRecord:
         if group.space is not None:
             self.times.add_servers(group.space.times())
         self._journal.lines(group.lines())
-        if self.traces is not None:
-            self.traces.collect(group)
+        self.collect_traces(group.workers)
         self._report.update_members(group, self._rounds.strategy)
         for name, count in self._report.newly_lost(group):
             message = f"{name} lost {count} pushes that were evicted from the workers' replay buffers: raise replay_mb"
             self._journal.event("lost", message, pushes=count)
+
+    def trace_into(self, folder: Path | None) -> None:
+        """Set the folder for the workers' traces; None: there are none."""
+        self._traces = None if folder is None else TraceFolder(folder, self._journal)
+
+    def ranks_to_trace(self, workers: int) -> frozenset[int]:
+        """Return the ranks that trace some rounds in the next generation."""
+        return frozenset() if self._traces is None else self._traces.ranks_to_trace(workers)
+
+    def collect_traces(self, workers: Iterable[GroupMember]) -> None:
+        """Write the traces in the facts of the workers' last polls."""
+        if self._traces is not None:
+            self._traces.collect(workers)
 
     def add_server_events(self, group: WorkerGroup, *, over: bool = False) -> None:
         """Write the events of the job's server group. `over`: the run has ended, and no event may be delayed."""
@@ -182,6 +195,13 @@ class RunRecord:
         finally:
             self._report.add_group_points(merged)
             self._journal.add_points(merged)
+
+    def add_last_evaluation(self, round: int, totals: Totals) -> None:
+        """Write the evaluation at the end of a phase, after round `round`, and keep its metrics."""
+        point = evaluation_point(round, totals)
+        self.add_points([point])
+        self._journal.add_costs()
+        self.metrics = point["metrics"]
 
     def reached(self, done: int) -> int:
         """Return the round that all workers have reached; `done` is the round of the newest snapshot."""

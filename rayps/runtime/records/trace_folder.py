@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import gzip
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol, runtime_checkable
 
 from rayps_client.errors import ConfigError
 
+from rayps.cluster.members import GroupMember
 from rayps.runtime.records.journal import Journal
-from rayps.worker.plan import WorkerFacts
 
-if TYPE_CHECKING:
-    from rayps.runtime.driver.worker_group import WorkerGroup
+
+@runtime_checkable
+class TracedFacts(Protocol):
+    """The facts of a worker that may deliver a trace."""
+
+    trace: bytes | None  # compressed; removed when it is written
 
 
 class TraceFolder:
@@ -40,11 +45,10 @@ class TraceFolder:
         """Return the ranks whose trace is not there yet."""
         return frozenset(rank for rank in range(workers) if not self._path(rank).exists())
 
-    def collect(self, group: WorkerGroup) -> None:
+    def collect(self, workers: Iterable[GroupMember]) -> None:
         """Write the traces in the workers' newest facts, and report each as an event."""
-        for rank, worker in ((each.rank, each) for each in group.workers):
-            facts = worker.facts
-            if not isinstance(facts, WorkerFacts) or facts.trace is None:
+        for rank, facts in ((each.rank, each.facts) for each in workers):
+            if not isinstance(facts, TracedFacts) or facts.trace is None:
                 continue
             trace, facts.trace = facts.trace, None
             path = self._path(rank)

@@ -16,7 +16,7 @@ from rayps_client.errors import ConfigError, RaypsError, WorkloadError
 from rayps_client.values import JsonObject
 
 from rayps.core.job.records import Event, OutcomeRecord, Point
-from rayps.core.job.returned_rounds import Returns, SeenRounds
+from rayps.core.job.returned_rounds import Returns, SeenRounds, counted
 from rayps.core.job.user_code import awaited, user_code
 from rayps.core.metrics import until
 from rayps.core.rows.phase_rounds import Calendar
@@ -207,7 +207,7 @@ class CallbackRunner:
 
         The run does not repeat these, and the restored callbacks may not have seen the last of them.
         """
-        self.deliver([point for point in points if point["kind"] == "evaluation" or point["round"] < before])
+        self.deliver([point for point in counted(points) if point["kind"] == "evaluation" or point["round"] < before])
 
     def end_at(self, end: int) -> None:
         """After a stop, end the run after round `end`. Report what was held back and is not later."""
