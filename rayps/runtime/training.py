@@ -327,17 +327,14 @@ def train(
         keep_checkpoints=keep_checkpoints,
         elastic=size["elastic"],
     ).check()
-    arguments: dict[str, Json] = {"dry_run": True} if dry_run else {}
-    if server_group is not None and cluster is None and address is None:
-        arguments |= {"server_group": server_group, "no address": True}
-    for phase in phases if arguments else ():
+    arguments = _arguments(dry_run, start_from, server_group if cluster is None and address is None else None)
+    for phase in phases:
         refuse(features_of_phase(phase) | arguments)
     workload = _workload(workload, spec.params)
     folder = location_of(checkpoint) if checkpoint is not None else None
     resumed, passed = folder_to_resume(resume, folder)
     if resumed is not None:
-        both: dict[str, Json] = {} if start_from is None else {"start_from": str(start_from)}
-        refuse(both | arguments | {"resume": True})
+        refuse(arguments | {"resume": True})
     if folder is not None and not dry_run:
         must_take_checkpoints(folder, resumed)
     display = Display() if progress is True else None
@@ -409,6 +406,14 @@ def _result(outcome: Outcome, journal: Journal, workload: Workload, time: JobTim
         _clients(outcome, workload, spec),
         claim_of_run(journal.events, journal.points),
     )
+
+
+def _arguments(dry_run: bool, start_from: object, group: str | None) -> dict[str, Json]:
+    """Return the arguments that are given, as `rayps.core.refusals` names them. `group`: one without an address."""
+    found: dict[str, Json] = {"dry_run": True} if dry_run else {}
+    if start_from is not None:
+        found["start_from"] = str(start_from)
+    return found if group is None else found | {"server_group": group, "no address": True}
 
 
 def _wants_traces(profile: object) -> bool:
