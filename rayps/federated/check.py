@@ -8,6 +8,7 @@ from typing import NamedTuple
 from rayps_client.errors import ConfigError
 
 from rayps.core.job.user_code import user_code
+from rayps.core.refusals.table import refuse
 from rayps.data.base import Data
 from rayps.data.clients import Clients
 from rayps.federated.client import is_plain
@@ -162,11 +163,7 @@ def _check_plain_sgd(name: str, workload: Workload) -> None:
             field="strategy",
         )
     if workload.clip_norm is not None:
-        raise ConfigError(
-            f"{name} assumes steps of plain SGD, but the workload has clip_norm={workload.clip_norm:g}: leave "
-            "clip_norm out",
-            field="strategy",
-        )
+        refuse({"clip_norm": workload.clip_norm, "steps of plain SGD": True, "strategy": name})
 
 
 def _check_private(name: str, side: ClientSide, workload: Workload) -> None:
@@ -181,10 +178,7 @@ def _check_private(name: str, side: ClientSide, workload: Workload) -> None:
             if side.sums
             else f"has a model of each client ({side.model})"
         )
-        raise ConfigError(
-            f"{name} has private layers and also {what}, which would contain them: leave one of the two out",
-            field="private",
-        )
+        refuse({"private": True, "vectors of the whole model": what, "strategy": name})
     with apart():
         PrivateLayers.of_model(side.private, model_of(workload))
 

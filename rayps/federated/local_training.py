@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rayps_client.errors import ConfigError
 from rayps_client.trainers.local_work import LocalWork
 
+from rayps.core.refusals.table import refuse
 from rayps.core.strategy import options
 
 
@@ -19,10 +19,7 @@ class LocalTraining(LocalWork):
 
     def __post_init__(self) -> None:
         if self.local_epochs is not None and self.local_steps is not None:
-            raise ConfigError(
-                f"local_epochs is {self.local_epochs!r} and local_steps is {self.local_steps!r}: give one of them",
-                field="local_steps",
-            )
+            refuse({"local_epochs": self.local_epochs, "local_steps": self.local_steps})
         for field in ("local_epochs", "local_steps"):
             options.whole(self, field, none=True)
         options.whole(self, "batch_size", 0, none=True, hint="; 0 takes all rows of a client at once")

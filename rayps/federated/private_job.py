@@ -86,7 +86,7 @@ class PrivateJob:
         if self.kind == FIXED:
             return Mechanism(FIXED, noise_multiplier, units=self.clients, drawn=self.drawn)
         if self.kind == DISTRIBUTED:
-            assert self.secure is not None, "`check_private` has checked it"
+            assert self.secure is not None, "noise of clients without `secure` is refused"
             asked, norm = self.drawn, levels_of(self.secure.bits)
             least = max(LEAST, shares_needed(asked, self.secure.threshold))
             people = asked, least, self.spec.honest_fraction

@@ -22,6 +22,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 from rayps_client.errors import ConfigError
 from rayps_client.values import Json, Keywords, is_number
 
+from rayps.core.refusals.table import refuse
 from rayps.core.strategy import options
 from rayps.core.strategy.text import form, quoted
 
@@ -110,64 +111,13 @@ class PrivacySpec:
         options.number(self, "divisor", above=0, none=True)
         options.whole(self, "restart", none=True)
         options.whole(self, "physical_batch", none=True)
-        self._check_together()
-
-    def _check_together(self) -> None:
-        if self.noise_multiplier is None and self.epsilon is not None and self.rounds is None:
-            raise ConfigError(
-                f"privacy has epsilon={self.epsilon:g} and no rounds: give rounds, for which the noise is found "
-                f"(dp(epsilon={self.epsilon:g},rounds=100)), or noise_multiplier",
-                field="privacy",
-            )
+        refuse(features_of_privacy(self))
         if self.noise_multiplier is None and (self.epsilon is None or self.rounds is None):
             raise ConfigError(
                 "privacy has no noise: give noise_multiplier (1.1, for example), or epsilon and rounds, from which the "
                 "noise is found: dp(epsilon=8,rounds=100)",
                 field="privacy",
             )
-        if self.noise_multiplier is not None and self.rounds is not None:
-            raise ConfigError(
-                f"privacy has noise_multiplier={self.noise_multiplier:g} and rounds={self.rounds}: rounds is only for "
-                "finding the noise; leave one of them out",
-                field="privacy",
-            )
-        if self.mechanism == TREE and (self.adaptive or self.sampling not in (None, ALL)):
-            given = "clip=adaptive" if self.adaptive else f"sampling={self.sampling}"
-            raise ConfigError(
-                f"privacy has mechanism=tree and {given}: tree noise needs a constant clip, and its proof uses no "
-                "sampling; leave it out",
-                field="privacy",
-            )
-        if self.adaptive and self.sampling == FIXED:
-            raise ConfigError(
-                "privacy has clip=adaptive and sampling=fixed: adaptive clipping is charged for poisson sampling or "
-                "none; give sampling=poisson",
-                field="privacy",
-            )
-        if self.honest is not None and not self.by_clients:
-            raise ConfigError(
-                f"privacy has honest={self.honest:g}, the fraction of clients that add their share of the noise, but "
-                "the server adds it: give noise_by=clients, or leave honest out",
-                field="privacy",
-            )
-        if self.by_clients:
-            self._check_noise_of_clients()
-
-    def _check_noise_of_clients(self) -> None:
-        for wrong, given, why in (
-            (
-                self.mechanism == TREE,
-                "mechanism=tree",
-                "the noise of a tree is drawn by one party, which keeps its key",
-            ),
-            (self.adaptive, "clip=adaptive", "a client's numbers are written in steps of a constant clip"),
-            (self.noise == SEEDED, "noise=seeded", "clients draw their noise in secret only"),
-            (self.sampling not in (None, ALL), f"sampling={self.sampling}", "clients are no random sample"),
-        ):
-            if wrong:
-                raise ConfigError(
-                    f"privacy has noise_by=clients and {given}: {why}; leave one of them out", field="privacy"
-                )
 
     @property
     def by_clients(self) -> bool:
@@ -188,6 +138,32 @@ class PrivacySpec:
     def proves(self) -> bool:
         """Whether noise and cohorts are secret, so that the claim holds."""
         return self.noise == SECRET
+
+
+def features_of_privacy(spec: PrivacySpec) -> dict[str, Json]:
+    """Return the features of a job that its options of privacy declare, as `rayps.core.refusals` names them."""
+    drawn = spec.sampling if spec.sampling in (POISSON, FIXED) else None
+    found: dict[str, Json] = {
+        "epsilon": spec.epsilon,
+        "a budget without noise": (spec.epsilon is not None and spec.noise_multiplier is None) or None,
+        "noise_multiplier": spec.noise_multiplier,
+        "rounds": spec.rounds,
+        "no rounds": spec.rounds is None or None,
+        "tree noise": spec.mechanism if spec.mechanism == TREE else None,
+        "an adaptive clip": spec.clip if spec.adaptive else None,
+        "a sample of clients": drawn,
+        "sampling of clients": spec.sampling if spec.sampling in (FIXED, ALL) else None,
+        "samples of a fixed size": spec.sampling == FIXED or None,
+        "honest": spec.honest,
+        "noise of clients": spec.noise_by if spec.by_clients else None,
+        "noise of the server": not spec.by_clients or None,
+        "seeded noise": spec.noise == SEEDED or None,
+        "bit_noise": spec.bit_noise,
+        "divisor": spec.divisor,
+        "restart": spec.restart,
+        "physical_batch": spec.physical_batch,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def dp(**given: Json) -> PrivacySpec:

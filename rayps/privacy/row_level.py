@@ -15,12 +15,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rayps_client.errors import ConfigError
-
+from rayps.core.refusals.table import refuse
 from rayps.privacy.mechanism import Mechanism
-from rayps.privacy.options import GAUSSIAN, POISSON, PrivacySpec
-
-_CLIENT_ONLY = ("bit_noise", "divisor", "restart")
+from rayps.privacy.options import PrivacySpec, features_of_privacy
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +51,4 @@ def check_row_level(spec: PrivacySpec | None) -> None:
     """Refuse options that only clients have. Raises ConfigError."""
     if spec is None:
         return
-    given = {
-        "clip": spec.clip if spec.adaptive else None,
-        "mechanism": spec.mechanism if spec.mechanism != GAUSSIAN else None,
-        "noise_by": spec.noise_by if spec.by_clients else None,
-        "sampling": spec.sampling if spec.sampling not in (None, POISSON) else None,
-        **{name: getattr(spec, name) for name in _CLIENT_ONLY},
-    }
-    for name, value in given.items():
-        if value is not None:
-            raise ConfigError(
-                f"privacy has {name}={value}, which is for clients, and the unit here is a row: leave it out (rows are "
-                "drawn independently, with constant clip and independent noise), or use a federated strategy",
-                field="privacy",
-            )
+    refuse(features_of_privacy(spec) | {"privacy of rows": True})

@@ -26,8 +26,8 @@ from rayps.cluster.reservation import torch_threads
 from rayps.core import metrics
 from rayps.core.job.job_status import Status
 from rayps.core.job.records import Event, ProgressRecord
+from rayps.core.refusals.table import refuse
 from rayps.core.spelling import suggests_names
-from rayps.core.strategy.refusals import refuse
 from rayps.core.strategy.strategy import Phase
 from rayps.core.time.goodput import JobTime
 from rayps.core.time.time_report import report_of
@@ -327,15 +327,14 @@ def train(
         keep_checkpoints=keep_checkpoints,
         elastic=size["elastic"],
     ).check()
-    if server_group is not None and cluster is None:
-        _must_have_address(server_group, address)
-    if dry_run:
-        _refuse_undry(phases)
+    arguments = _arguments(dry_run, start_from, server_group if cluster is None and address is None else None)
+    for phase in phases:
+        refuse(features_of_phase(phase) | arguments)
     workload = _workload(workload, spec.params)
     folder = location_of(checkpoint) if checkpoint is not None else None
     resumed, passed = folder_to_resume(resume, folder)
     if resumed is not None:
-        _refuse_both(start_from, dry_run)
+        refuse(arguments | {"resume": True})
     if folder is not None and not dry_run:
         must_take_checkpoints(folder, resumed)
     display = Display() if progress is True else None
@@ -409,28 +408,12 @@ def _result(outcome: Outcome, journal: Journal, workload: Workload, time: JobTim
     )
 
 
-def _refuse_undry(phases: Sequence[Phase]) -> None:
-    """Raise ConfigError if a phase cannot be tried without a run."""
-    for phase in phases:
-        refuse(features_of_phase(phase) | {"dry_run": True})
-
-
-def _must_have_address(server_group: str, address: str | None) -> None:
-    if address is None:
-        raise ConfigError(
-            f"server_group is {server_group!r}: give also address, the cluster on which the group runs", field="address"
-        )
-
-
-def _refuse_both(start_from: str | Path | JsonObject | None, dry_run: bool) -> None:
-    """Raise ConfigError if a run that resumes has an option that starts at round 0."""
+def _arguments(dry_run: bool, start_from: object, group: str | None) -> dict[str, Json]:
+    """Return the arguments that are given, as `rayps.core.refusals` names them. `group`: one without an address."""
+    found: dict[str, Json] = {"dry_run": True} if dry_run else {}
     if start_from is not None:
-        raise ConfigError(
-            "start_from and resume were both given: a checkpoint to resume has all parameters; give one of them",
-            field="start_from",
-        )
-    if dry_run:
-        raise ConfigError("dry_run and resume were both given: a dry run starts at round 0", field="dry_run")
+        found["start_from"] = str(start_from)
+    return found if group is None else found | {"server_group": group, "no address": True}
 
 
 def wants_traces(profile: object) -> bool:
@@ -607,9 +590,8 @@ def folder_to_resume(resume: bool | str | Path, folder: Location | None) -> tupl
     if resume is not True:
         return checkpoints.usable_at(location_of(resume))
     if folder is None:
-        raise ConfigError(
-            "resume=True needs checkpoint=FOLDER: the folder in which the earlier run saved its checkpoints"
-        )
+        refuse({"resume of the newest checkpoint": True, "no folder for checkpoints": True})
+    assert folder is not None, "the table of refusals has this pair"
     newest, passed = checkpoints.usable(folder)
     if newest is None:
         why = f" ({passed[0]})" if passed else ""

@@ -90,7 +90,7 @@ class AllReduce(Strategy):
                 f"bucket_mb is {mb!r}: give megabytes such as 4, or 0 (one bucket after backward), or none (automatic)",
                 field="bucket_mb",
             )
-        check_replica(self.replica, compression=self.compression, bucket_mb=mb)
+        check_replica(self.replica)
         _ = self.topology  # checks how the options can be combined
         check_row_level(self.privacy_spec)
 

@@ -19,6 +19,7 @@ from rayps_client.errors import ConfigError, WorkloadError
 from rayps_client.values import Json, JsonObject, Keywords, is_json
 
 from rayps.core.job.user_module import Finder, broken
+from rayps.core.refusals.table import refuse
 from rayps.core.rows.phase_rounds import phase_ends
 from rayps.core.spelling import near
 from rayps.core.strategy.elastic import misplaced
@@ -27,7 +28,7 @@ from rayps.core.strategy.replica import Pipeline, Replica, TensorParallel
 from rayps.core.strategy.strategy import Phase, ShardView, StrategyView, WorkerView
 from rayps.core.strategy.strategy_families import LOCAL_UPDATES, SERVER_STEPS, SYNC_GRADIENTS, has_remote_clients
 from rayps.core.strategy.text import form, scalar
-from rayps.core.strategy.topology import Servers, backup_in, is_private, refuse_adaptive, shard_of
+from rayps.core.strategy.topology import features_of, is_private
 from rayps.federated.population.attack_spec import attack_with
 from rayps.federated.rules.robust_rules import rule_with
 from rayps.federated.strategy_interface import FederatedView, Federation
@@ -225,7 +226,6 @@ def _items(given: StrategySpec) -> list[StrategySpec]:
     return list(given)
 
 
-_IN_LOOPS = "all_reduce, parameter_server, downpour, local_sgd and diloco"
 _WITH_DATA = ("admm", "parallel_sgd")
 
 
@@ -244,48 +244,17 @@ def check_for_loop(phases: Sequence[Phase]) -> StrategyView:
     Raises:
         ConfigError: there are several phases, or the strategy works only in a loop of rayps.
     """
-    if len(phases) > 1:
-        raise ConfigError(
-            f"wrap takes one strategy, and {len(phases)} were given: to change the strategy, call wrap again in your "
-            "loop",
-            field="strategy",
-        )
-    chosen = phases[0].strategy
-    topology = chosen.topology
-    if privacy_in(chosen) is not None or is_private(chosen):
-        raise ConfigError(
-            f"wrap cannot run {chosen.name} with privacy, because privacy clips the gradient of each row or the update "
-            "of each client, and a loop of your own computes the gradient of a whole batch: use rayps.train, which "
-            "runs the training loop itself, or leave out privacy",
-            field="privacy",
-        )
-    in_loops = chosen.loop in (SYNC_GRADIENTS, SERVER_STEPS, LOCAL_UPDATES)
-    if topology.replica is not None or backup_in(chosen) or not in_loops:
-        what = chosen.name
-        if topology.replica is not None:
-            what += " with a replica of several workers"
-        elif shard_of(chosen) is not None:
-            what += " with shard, because a loop of your own steps whole parameters"
-        elif backup_in(chosen):
-            what += " with backup, because a loop of your own cannot give the rows of a late worker to its next step"
-        raise ConfigError(
-            f"wrap cannot run {what}: use rayps.train, which runs the training loop itself, or one of {_IN_LOOPS}",
-            field="strategy",
-        )
-    if isinstance(topology, Servers):
-        refuse_adaptive(topology, "a loop of your own")
-    if isinstance(topology, Servers) and topology.gpus:
-        raise ConfigError(
-            f"shard_resources gives each shard {topology.gpus:g} GPU, and the servers of a loop of your own are on the "
-            "CPU: leave out shard_resources, or use rayps.train",
-            field="shard_resources",
-        )
-    if chosen.name in _WITH_DATA:
-        raise ConfigError(
-            f"wrap cannot run {chosen.name}, which needs the data or the end of the run, and a loop of your own has "
-            f"both: use rayps.train, or one of {_IN_LOOPS}",
-            field="strategy",
-        )
+    given: dict[str, Json] = {"several phases": len(phases)} if len(phases) > 1 else {}
+    phase = phases[0]
+    chosen = phase.strategy
+    private = privacy_in(chosen) is not None or is_private(chosen)
+    found: dict[str, Json] = {
+        "privacy of any kind": private,
+        "rounds of rayps alone": chosen.loop not in (SYNC_GRADIENTS, SERVER_STEPS, LOCAL_UPDATES),
+        "data or the end of the run": chosen.name in _WITH_DATA,
+    }
+    given |= {name: value for name, value in found.items() if value}
+    refuse(features_of(chosen.topology) | given | {"strategy": chosen.name, "a loop of your own": True})
     return chosen
 
 

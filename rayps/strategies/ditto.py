@@ -14,8 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from rayps_client.errors import ConfigError
-
+from rayps.core.refusals.table import refuse
 from rayps.core.strategy import options
 from rayps.strategies.fedavg import FedAvg
 
@@ -40,11 +39,7 @@ class Ditto(FedAvg):
         super().__post_init__()
         options.number(self, "lam", least=0)
         if self.finetune is not None:
-            raise ConfigError(
-                f"finetune is {self.finetune!r}, but each client of ditto already trains a personal model: leave out "
-                "finetune",
-                field="finetune",
-            )
+            refuse({"finetune": self.finetune, "ditto": True})
 
     def beside(self, c: ClientTurn) -> None:
         """Train the client's personal model v_k, after its reply w_k."""

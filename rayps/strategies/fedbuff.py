@@ -19,15 +19,14 @@ With `clients=remote`, time is real (`rayps.federated.buffered_replies`): update
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from rayps_client.errors import ConfigError
-
+from rayps.core.refusals.table import refuse
 from rayps.core.strategy import options
 from rayps.federated.strategy_interface import Buffered
 from rayps.strategies.federated import Federated
+from rayps.strategies.federated_features import features_of_federation
 
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedServer
@@ -56,15 +55,7 @@ class FedBuff(Federated):
             options.whole(self, field, least, none=free)
         options.number(self, "server_lr", above=0)
         options.number(self, "decay", least=0)
-        for option in dataclasses.fields(self.aggregation):
-            value = getattr(self.aggregation, option.name)
-            if option.name != "clip" and value != option.default:
-                raise ConfigError(
-                    f"{option.name} is {value!r}, which fedbuff does not support: fedbuff always waits for "
-                    f"{self.buffer} updates and adds them, weighted by their age; leave out {option.name}, or use "
-                    "fedavg",
-                    field=option.name,
-                )
+        refuse(features_of_federation(self.name, self.federation, self.weight) | {"fedbuff": self.buffer})
 
     @property
     def buffered(self) -> Buffered:

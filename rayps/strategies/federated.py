@@ -35,7 +35,7 @@ sees one sum of them, of metrics limited to [-metric_bound, metric_bound].
 (`rayps.federated.remote.secure_options`).
 
 `upload`, `download`: in how few bytes parameters travel between the job and real clients
-(`rayps.federated.remote.coding_options`).
+(`rayps.federated.remote.client_options`).
 
 `report`: with "clients", each round reports how single clients' updates differ (`rayps.federated.rules.client_scores`),
 for `Result.client_report` and `rayps report JOB --clients`.
@@ -55,6 +55,7 @@ from rayps_client.errors import ConfigError
 from rayps_client.values import Json
 
 from rayps.core.grid import Grid
+from rayps.core.refusals.table import refuse
 from rayps.core.strategy import options, traffic
 from rayps.core.strategy.nested_options import NESTED, FlatOptions
 from rayps.core.strategy.strategy import WorkerView
@@ -65,14 +66,13 @@ from rayps.federated.local_training import LocalTraining
 from rayps.federated.population.cohort_size import cohort_size
 from rayps.federated.population.options import PopulationSpec, check_fraction
 from rayps.federated.remote.client_options import RealClients
-from rayps.federated.remote.coding_options import check_codings
 from rayps.federated.remote.join_options import joining_of
 from rayps.federated.remote.secure_options import LEAST, SecureOptions, secure_of
 from rayps.federated.rules.aggregation_options import Aggregation
 from rayps.federated.strategy_interface import Buffered, ClientSide, Federation
 from rayps.privacy.options import PrivacySpec, privacy_of
 from rayps.strategies.base import Strategy
-from rayps.strategies.private_options import check_private
+from rayps.strategies.federated_features import features_of_federation
 
 if TYPE_CHECKING:
     from rayps.federated.client import ClientTurn
@@ -116,65 +116,17 @@ class Federated(FlatOptions, Strategy):
                 "its own)",
                 field="buffers",
             )
-        if joining_of(self.real.clients) is not None:
-            self._check_for_real_clients()
-        self._check_client_evaluation()
         object.__setattr__(self, "privacy", privacy_of(self.privacy))
+        refuse(features_of_federation(self.name, self.federation, self.weight))
         secure = secure_of(self.real.secure)
         if secure is not None:
             self._check_for_secure_sums(secure)
-        if self.privacy_spec is not None:
-            check_private(self.name, self.federation, self.privacy_spec)
-        check_codings(self.real, None if self.buffered is None else self.name)
-
-    def _check_client_evaluation(self) -> None:
-        real = self.real
-        if real.metric_bound != 1.0 and (not real.client_evaluation or (real.secure is None and self.privacy is None)):
-            raise ConfigError(
-                f"metric_bound is {real.metric_bound:g}, but it limits the metrics of clients under masks or with "
-                "noise only: give client_evaluation=true and secure=secagg(...) or privacy=dp(...), or leave it out",
-                field="metric_bound",
-            )
-        ways = [
-            (real.clients is None, "the clients are simulated: evaluation_data() has their rows; leave it out"),
-            (self.buffered is not None, f"{self.name} has no rounds between which all clients could evaluate"),
-        ]
-        for wrong, why in ways:
-            if real.client_evaluation and wrong:
-                raise ConfigError(f"client_evaluation is true, but {why}", field="client_evaluation")
-
-    def _check_for_real_clients(self) -> None:
-        self.population.check_unset()
-        for name, value, unset in (
-            ("enough", self.aggregation.enough, None),
-            ("over_selection", self.aggregation.over_selection, 0.0),
-        ):
-            if value != unset:
-                raise ConfigError(
-                    f"{name} is {value!r}, but clients is remote: {name} is only for simulated clients; leave it out",
-                    field=name,
-                )
 
     def _check_for_secure_sums(self, secure: SecureOptions) -> None:
-        """Check that the server needs nothing but the weighted sum of the updates."""
+        """Check that the numbers of secure sums suit those of the other options."""
         real = self.real
-        if self.buffered is not None:
-            raise ConfigError(
-                f"secure is {quoted(real.secure)}, "
-                f"but {self.name} is asynchronous: masks cancel only between clients that "
-                "start together, and updates of different ages have different weights: use fedavg, fedprox or fedadam",
-                field="secure",
-            )
         private, weight = self.privacy_spec, self.weight(7, 0)
-        ways = [
-            (real.clients is None, "the clients are simulated here, where each update is seen: give clients=remote"),
-            (self.aggregation.rule != "mean", "a robust rule compares the updates one by one: leave rule out"),
-            (self.aggregation.clip is not None, "it clips updates itself: give clip in secagg(clip=...) only"),
-            (bool(self.sums), f"{self.name} also sums vectors without a bound: use fedavg, fedprox or fedadam"),
-            (weight not in (1, 7), f"{self.name} weights replies by other numbers than their samples: use fedavg"),
-            (weight == 1 and secure.max_weight != 1, "all clients have equal weight: give secagg(max_weight=1)"),
-            (self.report is not None, "a report looks at single updates: leave report out"),
-        ]
+        ways = [(weight == 1 and secure.max_weight != 1, "all clients have equal weight: give secagg(max_weight=1)")]
         if private is not None:
             ways += [
                 (private.clip != secure.clip, f"privacy has clip={private.clip}: give both the same number"),

@@ -60,7 +60,7 @@ class Hybrid(Strategy):
         options.whole(self, "servers")
         options.flag(self, "prefetch")
         _ = self.ring  # both strategies check their own options
-        refuse_adaptive(self.tables.topology, "hybrid, whose workers are in step,")
+        refuse_adaptive(self.tables.topology, "hybrid")
 
     def _copy_options(self, name: str, part: Strategy | None, kind: type[Strategy], fields: tuple[str, ...]) -> None:
         if part is None:

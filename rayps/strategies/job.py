@@ -17,29 +17,18 @@ from rayps.core.job.job_environment import NAMES, JobEnvironment
 from rayps.core.job.job_fields import FIELDS, MOST_PARAMS
 from rayps.core.job.statement import check_statement
 from rayps.core.job.warm_start import StartFrom
+from rayps.core.refusals.of_jobs import NOT_IN_LOOPS
+from rayps.core.refusals.table import refuse
 from rayps.core.strategy.elastic import ElasticWorkers, misplaced, range_of, workers_of_text
 from rayps.core.strategy.elastic_support import check_phases
-from rayps.core.strategy.refusals import refuse
 from rayps.core.strategy.strategy import Phase
 from rayps.core.strategy.topology import shard_bundles
 from rayps.strategies.catalogue import StrategySpec, check_for_loop, parse
 from rayps.strategies.job_features import features_of_phase
 
 MOST_PARAMS_BYTES = 100_000  # of all values as JSON
-_DECIDES = "the loop decides about it: make it an argument of the function and give params.{} instead"
-# the fields that a job with a loop of its own does not have, and what to do instead
-NOT_IN_LOOPS = {
-    "epochs": _DECIDES.format("epochs"),
-    "steps": _DECIDES.format("steps"),
-    "checkpoint_every": "the loop decides when it calls rayps.save: give an argument of the function in params",
-    "evaluate_every": "the loop decides when it evaluates: give an argument of the function in params",
-    "start_from": "load the parameters in the loop: model.load_state_dict(rayps.load_state(path)) before rayps.wrap",
-    "elastic": "the loop's workers are a fixed number: give workers as one number",
-    "server_group": "rayps.wrap starts servers of its own; to use a running group, open rayps.ServerGroup(parameters, "
-    "group=NAME, workers=...) in the function, and pull and push there",
-}
-
-
+# the fields that exclude others
+_OF_PAIRS = ("workload", "run", *NOT_IN_LOOPS, "resume", "branch", "quota")
 LOOP_TIMEOUT = 600.0  # seconds, of a loop of the user's own unless it is given: rank 0 may validate alone in a step
 
 
@@ -103,10 +92,7 @@ class JobSpec:
             value = getattr(self, field_name)
             if value is not None:
                 _positive(field_name, value)
-        if self.epochs is not None and self.steps is not None:
-            raise ConfigError(
-                f"epochs is {self.epochs} and steps is {self.steps}: give only one of them", field="epochs"
-            )
+        refuse(self._features())
         if self.run is not None:
             self._check_loop(self.run)
         elif not isinstance(self.workload, str) or ":" not in self.workload:
@@ -131,23 +117,16 @@ class JobSpec:
         self._check_layout(phases)
         return self
 
+    def _features(self) -> dict[str, Json]:
+        """Return the fields that are given, as `rayps.core.refusals` names them."""
+        found = {name: value for name in _OF_PAIRS if (value := getattr(self, name)) not in (None, False, "")}
+        return found if "server_group" in found else found | {"no server_group": True}
+
     def _check_loop(self, target: str) -> None:
-        """Check the fields of a job that runs a function; its loop decides about the others."""
-        if self.workload:
-            raise ConfigError(
-                f"workload is {self.workload!r} and run is {target!r}: give one of the two: run is for a function with "
-                "a loop of its own",
-                field="run",
-            )
+        """Check the name of the function that a job runs."""
         reason = misnamed_function(target) if isinstance(target, str) else f"run is {target!r}: give 'file.py:train_fn'"
         if reason is not None:
             raise ConfigError(reason, field="run")
-        for name, way in NOT_IN_LOOPS.items():
-            value = getattr(self, name)
-            if value is not None and value is not False:
-                raise ConfigError(
-                    f"{name} is {value!r}, and {target} has a loop of its own: leave {name} out; {way}", field=name
-                )
 
     def _check_layout(self, given: Sequence[Phase] | None) -> None:
         try:
@@ -162,7 +141,8 @@ class JobSpec:
         own: dict[str, Json] = {"profile": True} if self.profile else {}
         own |= {} if self.server_group is None else {"server_group": self.server_group}
         for number, phase in enumerate(phases, 1):
-            refuse(features_of_phase(phase) | own)
+            first = {"branch": self.branch} if number == 1 and self.branch is not None else {}
+            refuse(features_of_phase(phase) | own | first)
             try:
                 phase.strategy.grid(self.workers)
             except ConfigError as error:
@@ -172,28 +152,14 @@ class JobSpec:
     def _check_start(self) -> None:
         if not isinstance(self.profile, bool):
             raise ConfigError(f"profile is {self.profile!r}: give true or false", field="profile")
-        if self.start_from is None:
-            return
-        StartFrom.parse(self.start_from)
-        for name in ("resume", "branch"):
-            if getattr(self, name) is not None:
-                raise ConfigError(
-                    f"start_from and {name} were both given: a job starts either with the parameters of a file, or "
-                    f"with the state that {name} names; give one of them",
-                    field="start_from",
-                )
+        if self.start_from is not None:
+            StartFrom.parse(self.start_from)
 
     def _check_group(self) -> None:
         for name in ("server_group", "branch"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value.strip()):
                 raise ConfigError(f"{name} is {value!r}: give a name, or none", field=name)
-        for name in ("branch", "quota"):
-            if getattr(self, name) is not None and self.server_group is None:
-                raise ConfigError(
-                    f"{name} was given without server_group: it is only for jobs on a server group; give both",
-                    field=name,
-                )
         quota = {} if self.quota is None else self.quota
         if not isinstance(quota, dict) or any(
             key not in ("bytes", "operations") or not _number(amount) or not 0 < amount < math.inf

@@ -1,4 +1,4 @@
-"""The features of a job that the strategy of a phase declares, as `rayps.core.strategy.refusals` names them."""
+"""The features of a job that the strategy of a phase declares, as `rayps.core.refusals` names them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from rayps_client.values import Json
 
 from rayps.core.strategy.replica import Pipeline
 from rayps.core.strategy.strategy import Phase
-from rayps.core.strategy.strategy_families import SERVER_STEPS, SHARED_VECTOR, SYNC_GRADIENTS, Reshuffled
+from rayps.core.strategy.strategy_families import (
+    SERVER_STEPS,
+    SHARED_VECTOR,
+    SYNC_GRADIENTS,
+    Reshuffled,
+    has_remote_clients,
+)
 from rayps.core.strategy.topology import features_of, replica_of
 from rayps.federated.strategy_interface import FederatedView
 from rayps.privacy.options import privacy_in
@@ -21,6 +27,7 @@ def features_of_phase(phase: Phase) -> dict[str, Json]:
     found: dict[str, Json] = {
         "privacy of any kind": privacy_in(strategy) is not None,
         "clients": isinstance(strategy, FederatedView),
+        "real clients": has_remote_clients(strategy),
         "rows of workers": strategy.rows != Reshuffled(),
         "a loop of its own": strategy.loop if strategy.loop not in (SYNC_GRADIENTS, SERVER_STEPS) else None,
         "one shared vector": strategy.loop == SHARED_VECTOR,

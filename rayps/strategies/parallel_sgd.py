@@ -26,9 +26,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rayps_client.errors import ConfigError
-
 from rayps.core.grid import Grid
+from rayps.core.refusals.table import refuse
 from rayps.core.strategy import options, traffic
 from rayps.core.strategy.strategy import Vector, WorkerView
 from rayps.core.strategy.strategy_families import LOCAL_UPDATES, Fixed, Reshuffled, Rows
@@ -61,11 +60,7 @@ class ParallelSGD(Strategy):
         options.choice(self, "merge", ("mean", "best"))
         options.flag(self, "shuffle")
         if self.merge == "best" and self.compression is not None:
-            raise ConfigError(
-                f"compression is {self.compression!r} and merge is best, which sends the best worker's parameters "
-                "uncompressed: leave out compression, or give merge=mean",
-                field="compression",
-            )
+            refuse({"compression": self.compression, "merge by the best worker": True})
 
     @property
     def rows(self) -> Rows:

@@ -16,13 +16,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from rayps_client.errors import ConfigError
+from rayps_client.values import Json
 
+from rayps.core.refusals.table import refuse
 from rayps.core.strategy import options
 from rayps.core.strategy.strategy import WorkerView
 from rayps.federated.strategy_interface import ClientSide
-from rayps.privacy.options import TREE
 from rayps.strategies.federated import Federated
+from rayps.strategies.federated_features import features_of_federation
 
 if TYPE_CHECKING:
     from rayps.federated.client import ClientTurn
@@ -57,48 +58,23 @@ class Statistics(Federated):
         super().__post_init__()
         options.choice(self, "by", (CLIENTS, ROWS))
         options.whole(self, "rows_per_client", none=True)
-        for name, value, unset, why in (
-            ("rule", self.aggregation.rule, "mean", "a statistic is a ratio of sums"),
-            ("clip", self.aggregation.clip, None, "the bounds of the queries bound each client already"),
-            ("finetune", self.finetune, None, "no model is trained"),
-            ("buffers", self.buffers, "mean", "there are none"),
-        ):
-            if value != unset:
-                raise ConfigError(f"{name} is {value!r} under statistics: leave it out, because {why}", field=name)
-        if self.rows_per_client is not None and self.by != ROWS:
-            raise ConfigError(
-                f"rows_per_client is {self.rows_per_client}, but by={self.by} counts each client once: give by=rows, "
-                "or leave rows_per_client out",
-                field="rows_per_client",
-            )
-        if self.privacy_spec is not None:
-            self._check_privacy()
+        found: dict[str, Json] = {
+            "statistics": True,
+            "buffers": None if self.buffers == "mean" else self.buffers,
+            "rows_per_client": self.rows_per_client,
+            "no rows_per_client": self.rows_per_client is None or None,
+            "answers of clients": self.by == CLIENTS or None,
+        }
+        if (spec := self.privacy_spec) is not None:
+            found["a clip of privacy"] = None if spec.clip == 1.0 else spec.clip
+            found["private answers of rows"] = self.by == ROWS or None
+        given = features_of_federation(self.name, self.federation, self.weight)
+        refuse(given | {name: value for name, value in found.items() if value is not None})
 
     @property
     def client_side(self) -> ClientSide:
         """A client sends answers of queries."""
         return replace(super().client_side, answers=True)
-
-    def _check_privacy(self) -> None:
-        spec = self.privacy_spec
-        assert spec is not None, "the job is private"
-        if spec.clip != 1.0:
-            raise ConfigError(
-                f"privacy has clip={spec.clip}, but a client's vector is scaled to a norm of 1: leave clip out",
-                field="privacy",
-            )
-        if spec.mechanism == TREE:
-            raise ConfigError(
-                "privacy has mechanism=tree, which is for many rounds, and a statistic is one release: leave mechanism "
-                "out",
-                field="privacy",
-            )
-        if self.by == ROWS and self.rows_per_client is None:
-            raise ConfigError(
-                "by is rows and the job is private: give rows_per_client, the most rows that a client counts for, "
-                "because one client's contribution must be bounded",
-                field="rows_per_client",
-            )
 
     def share(self, n: int) -> float:
         """Return a_k, the weight of a client with `n` rows."""

@@ -14,7 +14,7 @@ from torch import nn
 import rayps
 from rayps import ParameterServer
 from rayps.cluster.local import LocalCluster
-from rayps.worker.loops.check_sharded_parameters import check_model
+from rayps.worker.loops.divisible_parameters import check_divisible
 from rayps.workload.checkpoint_activations import checkpoint_activations
 
 
@@ -49,7 +49,7 @@ def test_sparse_tables_need_a_local_folder():
 
 def test_sharded_parameters_are_refused():
     with pytest.raises((ConfigError, WorkloadError), match="leave out shard='parameters'"):
-        check_model(nn.Sequential(rayps.Embedding(4, "users")))
+        check_divisible(nn.Sequential(rayps.Embedding(4, "users")))
 
 
 def test_activations_of_tables_are_not_computed_again():

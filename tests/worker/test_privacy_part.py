@@ -8,7 +8,7 @@ import torch
 from small_work import Small, distance, rows, train
 
 import rayps
-from rayps.core.strategy.refusals import TABLE
+from rayps.core.refusals.table import TABLE, rows_by_feature
 from rayps.data.single_rows import row_of
 from rayps.privacy.noise import KeyedNoise
 
@@ -83,8 +83,8 @@ def test_a_privacy_of_ones_own_runs_under_each_exchange(monkeypatch, exchange, w
     monkeypatch.setattr(Doubled, "calls", [], raising=False)
     if "shard" in options:  # DP-SGD refuses it; the parts do not
         rest = tuple(row for row in TABLE if {row.one, row.other} != {"privacy", "shard"})
-        monkeypatch.setattr("rayps.core.strategy.refusals.TABLE", rest)
-        monkeypatch.setattr("rayps.runtime.checks.check_private_rows.SYNC_GRADIENTS", "sharded_state")
+        monkeypatch.setattr("rayps.core.refusals.table.ROWS", rows_by_feature(rest))
+        monkeypatch.setattr("rayps.runtime.checks.row_privacy.SYNC_GRADIENTS", "sharded_state")
     work = Public(n=ROWS, batch=BATCH // workers, optimizer="adam")
     privacy = rayps.dp(noise_multiplier=3.0, clip=0.4, delta=1e-3, noise="seeded")
     result = train(work, WAYS[name](privacy=privacy, **options), workers=workers, steps=STEPS + 2, seed=3)

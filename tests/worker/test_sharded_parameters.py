@@ -12,7 +12,10 @@ from torch import nn
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.worker.loops.check_sharded_parameters import check_fields, check_model
+from rayps.runtime.checks.preflight import preflight
+from rayps.strategies.catalogue import parse
+from rayps.strategies.job import JobSpec
+from rayps.worker.loops.divisible_parameters import check_divisible
 from rayps.worker.loops.sharded_model import rows_of, units_of
 from rayps.workload.deferred_init import deferred
 
@@ -219,16 +222,19 @@ def test_units_share_no_parameter_with_other_modules():
     ("field", "value", "way"),
     [
         ("compile", "eager", "set compile to False"),
-        ("sync_batchnorm", True, "set sync_batchnorm to False"),
-        ("average", rayps.EMA(0.9), "leave out the average"),
+        ("sync_batchnorm", True, "sync_batchnorm=False"),
+        ("average", rayps.EMA(0.9), "leave average out"),
         ("precision", "fp16", "set precision to 'bf16'"),
     ],
 )
 def test_refused_fields_name_the_way_out(field, value, way):
+    def checked(**fields):
+        preflight(Words(**fields), parse("all_reduce:shard=parameters"), JobSpec(workers=2))
+
     with pytest.raises(ConfigError, match=way) as raised:
-        check_fields(Words(**{field: value}))
-    assert raised.value.data["field"] == field and "shard='gradients'" in raised.value.message
-    check_fields(Words(precision="bf16", clip_norm=1.0, accumulate=3, checkpoint_activations=True))
+        checked(**{field: value})
+    assert raised.value.data["field"] == field
+    checked(precision="bf16", clip_norm=1.0, accumulate=3, checkpoint_activations=True)
 
 
 def test_refused_models_name_the_way_out():
@@ -240,8 +246,8 @@ def test_refused_models_name_the_way_out():
         (nn.Sequential(nn.SyncBatchNorm(3)), "use BatchNorm layers"),
     ):
         with pytest.raises((ConfigError, WorkloadError), match=text):
-            check_model(model)
-    check_model(Net())
+            check_divisible(model)
+    check_divisible(Net())
 
 
 # ---- jobs

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from rayps_client.errors import ConfigError
 
+from rayps.core.refusals.table import refuse
+
 MOST_STATEMENT_BYTES = 20_000
 
 
@@ -20,11 +22,7 @@ def check_statement(text: str | None, has_real_clients: bool) -> None:
             field="statement",
         )
     if not has_real_clients:
-        raise ConfigError(
-            "statement was given, but the job has no real clients to accept it: leave it out, or give a federated "
-            "strategy with clients=remote",
-            field="statement",
-        )
+        refuse({"statement": text, "no real clients": True})
 
 
 def read_statement(path: Path) -> str:

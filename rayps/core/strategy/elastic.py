@@ -13,6 +13,7 @@ from typing import Self
 from rayps_client.errors import ConfigError
 from rayps_client.values import Json, JsonObject
 
+from rayps.core.refusals.table import refuse
 from rayps.core.spelling import near
 
 LR_RULES = ("keep", "linear", "sqrt")
@@ -60,12 +61,7 @@ class ElasticWorkers:
             raise ConfigError(
                 f"lr_scaling is {self.lr_scaling!r}: give one of {', '.join(LR_RULES)}", field="lr_scaling"
             )
-        if self.lr_scaling != "keep" and self.global_batch is not None:
-            raise ConfigError(
-                f"lr_scaling is {self.lr_scaling!r} and global_batch is {self.global_batch}: the rows of a round do "
-                "not change with the workers; leave out one of the two",
-                field="lr_scaling",
-            )
+        refuse(self.features())
         for name, value, below in (("cooldown", self.cooldown, math.inf), ("gain", self.gain, 1.0)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
                 raise ConfigError(f"{name} is {value!r}: give a finite number of at least 0", field=name)
@@ -73,12 +69,6 @@ class ElasticWorkers:
                 raise ConfigError(f"{name} is {value!r}: give at most {below:g}", field=name)
         if not isinstance(self.balance, bool):
             raise ConfigError(f"balance is {self.balance!r}: give True or False", field="balance")
-        if self.balance and self.replay is not None:
-            raise ConfigError(
-                "balance is True with replay: the shares of rows follow measured speeds, which no log repeats; leave "
-                "out one of the two",
-                field="balance",
-            )
         last = -1
         for at, count in self.replay or ():
             if not _whole(at) or at <= last or not _whole(count) or count < 1:
@@ -95,6 +85,16 @@ class ElasticWorkers:
                 )
             last = at
         return self
+
+    def features(self) -> dict[str, Json]:
+        """Return the options that are given, as `rayps.core.refusals` names them."""
+        found: dict[str, Json] = {
+            "global_batch": self.global_batch,
+            "lr_scaling": None if self.lr_scaling == "keep" else self.lr_scaling,
+            "balance": self.balance or None,
+            "replay": self.replay,
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
     def lr_factor(self, rows: int, reference: int) -> float:
         """Return the factor of the learning rate for rounds of `rows` rows; `reference` rows have the factor 1."""

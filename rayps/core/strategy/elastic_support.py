@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rayps_client.errors import ConfigError
+from rayps_client.values import Json
 
+from rayps.core.refusals.of_elastic_workers import BY_LEASES, IN_STEP
+from rayps.core.refusals.table import refuse
 from rayps.core.strategy.elastic import ElasticWorkers
 from rayps.core.strategy.strategy import Phase, StrategyView
 from rayps.core.strategy.strategy_families import (
@@ -25,16 +27,7 @@ from rayps.core.strategy.strategy_families import (
     has_remote_clients,
     learns_by_client,
 )
-from rayps.core.strategy.topology import (
-    Adaptive,
-    Peers,
-    Servers,
-    backup_in,
-    is_private,
-    replica_of,
-    runs_in_step,
-    servers_of,
-)
+from rayps.core.strategy.topology import Peers, features_of, runs_in_step, servers_of
 
 _IN_STEP = (SYNC_GRADIENTS, SERVER_STEPS, LOCAL_UPDATES, SHARDED_STATE, SHARDED_PARAMETERS, FEDERATED_ROUNDS)
 
@@ -46,57 +39,22 @@ def hands_over(strategy: StrategyView) -> bool:
     return isinstance(strategy.topology, Peers) and strategy.loop == SYNC_GRADIENTS
 
 
-def check_elastic(name: str, strategy: StrategyView, elastic: ElasticWorkers, *, tables: bool) -> None:
-    """Refuse a strategy whose workers cannot change while it runs. `tables`: whether the model has sparse tables.
-
-    Raises:
-        ConfigError: the workers must be a fixed number. The text says why, and what can be used instead.
-    """
-    why, servers, by_client = None, servers_of(strategy), learns_by_client(strategy)
-    if replica_of(strategy) is not None:
-        why = "a replica is several workers"
-    elif backup_in(strategy):
-        why = "a worker that is late has rows and means of its own, with backup"
-    elif is_private(strategy):
-        why = "each worker draws rows of its own for privacy"
-    elif tables:
-        why = "the model has sparse tables"
-    elif by_client and has_remote_clients(strategy):
-        why = "the clients are processes outside of the cluster, and the workers only combine their replies"
-    elif not by_client and not isinstance(strategy.rows, Reshuffled):
-        why = "each worker keeps its rows"
-    elif servers is not None and servers.replicas is not None:
-        why = "the parameters are on a group of servers"
-    elif servers is not None and not servers.in_step:
-        why = "workers are not in step"
-    elif not isinstance(strategy.topology, (Peers, Servers)):
-        why = "all workers share one vector in memory"
-    elif strategy.loop not in _IN_STEP:
-        why = "the loop is not one of rayps"
-    if why is not None:
-        raise ConfigError(
-            f"workers is a range or elastic, and under {name} {why}: give a fixed number of workers, or use "
-            "all_reduce, parameter_server, local_sgd or diloco without what stands in the way",
-            field="workers",
-        )
-    if servers is not None and elastic.lr_scaling != "keep":
-        raise ConfigError(
-            f"lr_scaling is {elastic.lr_scaling!r}, and under {name} servers step: give global_batch instead, or use "
-            "all_reduce",
-            field="lr_scaling",
-        )
-    if elastic.balance and strategy.loop not in _BALANCED:
-        raise ConfigError(
-            f"balance is True, and under {name} the workers do not average the gradients of one batch in each round: "
-            "leave it out, or use all_reduce or parameter_server with staleness=0",
-            field="balance",
-        )
-    if by_client and (elastic.global_batch is not None or elastic.lr_scaling != "keep"):
-        raise ConfigError(
-            f"global_batch and lr_scaling are for rows that workers share, and under {name} rows belong to clients: "
-            "leave them out",
-            field="global_batch",
-        )
+def _features(phase: Phase, elastic: ElasticWorkers, *, tables: bool) -> dict[str, Json]:
+    """Return the features of a phase of an elastic job, as `rayps.core.refusals` names them."""
+    strategy = phase.strategy
+    topology, by_client = strategy.topology, learns_by_client(strategy)
+    servers = servers_of(strategy)
+    found: dict[str, Json] = {
+        "sparse tables": tables,
+        "real clients": by_client and has_remote_clients(strategy),
+        "rows of clients": by_client,
+        "rows that workers keep": not by_client and not isinstance(strategy.rows, Reshuffled),
+        "a loop that is not of rayps": strategy.loop not in _IN_STEP,
+        "no mean of one batch": strategy.loop not in _BALANCED,
+        "parameters that workers change": servers is not None and (servers.own_copies or servers.update.spans),
+    }
+    given = features_of(topology) | elastic.features() | {"strategy": phase.name}
+    return given | {name: value for name, value in found.items() if value}
 
 
 def check_phases(
@@ -110,63 +68,23 @@ def check_phases(
         ConfigError: the text says why, and what can be used instead.
     """
     if takes_leases(phases):
-        check_leased(phases, elastic, tables=tables, by_epoch=by_epoch)
+        shared: dict[str, Json] = {BY_LEASES: True}
+        shared |= {"a schedule by epoch": True} if by_epoch else {}
+        shared |= {"several phases": len(phases)} if len(phases) > 1 else {}
+        refuse(_features(phases[0], elastic, tables=tables) | shared)
         return
     for phase in phases:
-        check_elastic(phase.name, phase.strategy, elastic, tables=tables)
+        in_step: dict[str, Json] = {IN_STEP: True}
+        in_step |= {"steps by servers": True} if servers_of(phase.strategy) is not None else {}
+        refuse(_features(phase, elastic, tables=tables) | in_step)
     if len({learns_by_client(phase.strategy) for phase in phases}) > 1:
-        raise ConfigError(
-            "workers is a range, and some phases learn by client: give a fixed number of workers", field="workers"
-        )
+        refuse({IN_STEP: True, "phases by client and by row": True})
 
 
 def takes_leases(phases: Sequence[Phase]) -> bool:
     """Return whether the workers of an elastic job get their rows by leases: those of the first phase are not in step.
 
-    Otherwise `check_elastic` says whether the workers can change.
+    Otherwise the workers change in step, if they can.
     """
     first = phases[0].strategy
     return servers_of(first) is not None and not runs_in_step(first)
-
-
-def check_leased(phases: Sequence[Phase], elastic: ElasticWorkers, *, tables: bool, by_epoch: bool) -> None:
-    """Refuse a job whose workers are not in step and cannot change while it runs.
-
-    `tables`: whether the model has sparse tables. `by_epoch`: whether the learning rate has a schedule by epoch.
-
-    Raises:
-        ConfigError: the text says why, and what can be used instead.
-    """
-    name, servers = phases[0].name, servers_of(phases[0].strategy)
-    assert servers is not None, "takes_leases() said that servers have the parameters"
-    why: str | None = None
-    if len(phases) > 1:
-        why = "the job has several phases"
-    elif replica_of(phases[0].strategy) is not None:
-        why = "a replica is several workers"
-    elif servers.own_copies or servers.update.spans:
-        why = "each worker has a copy of the parameters that it has changed itself"
-    elif tables:
-        why = "the model has sparse tables"
-    elif isinstance(servers.consistency, Adaptive):
-        why = "the staleness bound moves"
-    fixed = elastic.global_batch is not None or elastic.lr_scaling != "keep" or elastic.replay is not None
-    if fixed or elastic.balance:
-        raise ConfigError(
-            f"under {name} workers are not in step: each takes batch_size rows at a time, servers scale a push by 1/N "
-            "with the N workers that take part, and no run is repeated exactly: "
-            "leave out global_batch, lr_scaling, replay and balance, or use all_reduce",
-            field="elastic",
-        )
-    if why is not None:
-        raise ConfigError(
-            f"workers is a range, and under {name} {why}: use parameter_server in one phase, or give a fixed number of "
-            "workers",
-            field="workers",
-        )
-    if by_epoch:
-        raise ConfigError(
-            "schedule_every is 'epoch', and the number of workers may change, so that the rounds of an epoch are not "
-            "known: give a schedule by step",
-            field="schedule_every",
-        )

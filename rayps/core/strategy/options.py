@@ -9,6 +9,7 @@ from __future__ import annotations
 from rayps_client.errors import ConfigError
 from rayps_client.values import Json
 
+from rayps.core.refusals.table import refuse
 from rayps.core.rows.dropped_steps import LATE_LIMIT, LateWorkers
 from rayps.core.strategy.text import quoted
 
@@ -69,13 +70,9 @@ def late_workers(owner: object) -> LateWorkers:
     limit, replaces = getattr(owner, "late_limit"), getattr(owner, "replace_late")  # noqa: B009
     if replaces is not None:
         flag(owner, "replace_late")
-    if not getattr(owner, "backup") and (limit is not None or replaces is not None):  # noqa: B009
-        given = "late_limit" if limit is not None else "replace_late"
-        raise ConfigError(
-            f"{given} is {getattr(owner, given)!r} without backup workers, where no worker is late: give backup "
-            f"too, or leave out {given}",
-            field=given,
-        )
+    given = {name: value for name, value in (("late_limit", limit), ("replace_late", replaces)) if value is not None}
+    if given and not getattr(owner, "backup"):  # noqa: B009
+        refuse(given | {"no backup": True})
     return LateWorkers(LATE_LIMIT if limit is None else limit, bool(replaces))
 
 

@@ -124,26 +124,13 @@ def pipeline_of(replica: Replica | None) -> Pipeline | None:
     return replica if isinstance(replica, Pipeline) and replica.stages > 1 else None
 
 
-def check_replica(replica: object, **others: object) -> None:
-    """Check the option `replica`; the options in `others` must be None if `replica` is given.
-
-    Raises:
-        ConfigError: `replica` is neither None nor a Replica, or it is given together with another option.
-    """
-    if replica is None:
-        return
-    if not isinstance(replica, Replica):
+def check_replica(replica: object) -> None:
+    """Check the option `replica`. Raises ConfigError if it is neither None nor a Replica."""
+    if replica is not None and not isinstance(replica, Replica):
         raise ConfigError(
             f"replica is {replica!r}: give Pipeline(...), TensorParallel(...), or none (a replica is one worker)",
             field="replica",
         )
-    for name, given in others.items():
-        if given is not None:
-            raise ConfigError(
-                f"{name} is {given!r}, and a replica is a {replica.name} of several workers: the two cannot "
-                f"be combined; leave out {name}, or replica",
-                field=name,
-            )
 
 
 def _check_boundaries(given: object, count: int) -> None:

@@ -70,14 +70,8 @@ def plain_servers(
         )
     if compression is not None:
         compression_of(compression)
-    check_replica(replica, compression=compression)
+    check_replica(replica)
     gpus = _gpus_of(shard_resources)
-    if gpus and replicas is not None:
-        raise ConfigError(
-            f"shard_resources is {shard_resources!r} and replicas is {replicas!r}: servers of a group are on the CPU; "
-            "leave out shard_resources, or replicas (fixed servers)",
-            field="shard_resources",
-        )
     consistency, update = consistency_of(staleness), update_of(staleness)
     return Servers(
         shards,

@@ -19,10 +19,10 @@ from rayps_client.errors import ConfigError
 from rayps_client.values import Json
 
 from rayps.core.grid import Grid
+from rayps.core.refusals.table import refuse
 from rayps.core.rows.dropped_steps import LateWorkers
 from rayps.core.strategy import traffic
 from rayps.core.strategy.adaptive_staleness import FIRST
-from rayps.core.strategy.refusals import refuse
 from rayps.core.strategy.replica import Replica
 from rayps.core.strategy.traffic import Sizes, TrafficCost
 
@@ -148,7 +148,7 @@ class JobFacts:
     group: str | None = None  # the server group that the job names
 
     def features(self) -> dict[str, Json]:
-        """Return those that are given, as `rayps.core.strategy.refusals` names them."""
+        """Return those that are given, as `rayps.core.refusals` names them."""
         tables = ", ".join(map(repr, self.tables)) or None
         found = {
             "branch": self.branch,
@@ -372,39 +372,58 @@ Topology = Peers | Servers | SharedVector
 
 
 def features_of(topology: Topology) -> dict[str, Json]:
-    """Return the features of a job that its topology declares, as `rayps.core.strategy.refusals` names them."""
+    """Return the features of a job that its topology declares, as `rayps.core.refusals` names them."""
     if isinstance(topology, SharedVector):
         return {"one shared vector": True, "no servers for tables": True, "no servers": True}
-    found: dict[str, Json] = {
-        "replica": None if topology.replica is None else topology.replica.name,
-        "compression": topology.compression,
-        "backup": topology.backup or None,
-        "privacy": topology.private or None,
-    }
-    if isinstance(topology, Peers):
-        found |= {
-            "shard": topology.shard,
-            "no shard": topology.shard is None or None,
-            "slices of gradients": topology.shard in ("gradients", "parameters") or None,
-            "slices of parameters": topology.shard == "parameters" or None,
-            "slice_backup": topology.slice_backup or None,
-            "bucket_mb": topology.bucket_mb,
-            "buckets": topology.bucket_mb or None,
-            "servers for tables": topology.tables is not None or None,
-            "no servers for tables": topology.tables is None or None,
-            "no servers": True,
-        }
+    found: dict[str, Json] = {}
+    if topology.replica is not None:
+        found["replica"] = topology.replica.name
+    if topology.compression is not None:
+        found["compression"] = topology.compression
+    if topology.backup:
+        found["backup"] = topology.backup
+    if topology.private:
+        found["privacy"] = True
+    return found | (_features_of_peers(topology) if isinstance(topology, Peers) else _features_of_servers(topology))
+
+
+def _features_of_peers(peers: Peers) -> dict[str, Json]:
+    tables = "no servers for tables" if peers.tables is None else "servers for tables"
+    found: dict[str, Json] = {"no servers": True, tables: True}
+    if peers.shard is None:
+        found["no shard"] = True
     else:
-        moves = "auto" if topology.adaptive else topology.staleness
-        found |= {
-            "staleness": None if topology.in_step else "none" if moves is None else moves,
-            "replicas": topology.replicas,
-            "backup at servers": topology.backup or None,
-            "copies of servers' parameters": topology.own_copies or None,
-            "shard_resources": topology.gpus or None,
-            "no servers for tables": not topology.tables or None,
-        }
-    return {name: value for name, value in found.items() if value is not None}
+        found["shard"] = peers.shard
+        if peers.shard != "optimizer":
+            found["slices of gradients"] = True
+        if peers.shard == "parameters":
+            found["slices of parameters"] = True
+    if peers.slice_backup:
+        found["slice_backup"] = True
+    if peers.bucket_mb is not None:
+        found["bucket_mb"] = peers.bucket_mb
+    if peers.bucket_mb:
+        found["buckets"] = peers.bucket_mb
+    return found
+
+
+def _features_of_servers(servers: Servers) -> dict[str, Json]:
+    found: dict[str, Json] = {}
+    if not servers.in_step:
+        found["staleness"] = AUTO if servers.adaptive else "none" if servers.staleness is None else servers.staleness
+    if servers.adaptive:
+        found["staleness that moves"] = True
+    if servers.replicas is not None:
+        found["replicas"] = servers.replicas
+    if servers.backup:
+        found["backup at servers"] = servers.backup
+    if servers.own_copies:
+        found["copies of servers' parameters"] = True
+    if servers.gpus:
+        found["shard_resources"] = servers.gpus
+    if not servers.tables:
+        found["no servers for tables"] = True
+    return found
 
 
 def shard_of(strategy: ServerHalf) -> str | None:
@@ -506,10 +525,6 @@ def is_adaptive(strategy: ServerHalf) -> bool:
 
 
 def refuse_adaptive(servers: Servers, where: str) -> None:
-    """Raise ConfigError if the bound must move while training. `where` is what cannot move it."""
+    """Raise ConfigError if the bound must move while training. `where` is the feature that cannot move it."""
     if servers.adaptive:
-        raise ConfigError(
-            f"staleness is 'auto', and {where} cannot move the bound: give 0 (synchronous), a whole number of rounds, "
-            "or none (asynchronous); rayps.train with parameter_server takes 'auto'",
-            field="staleness",
-        )
+        refuse({where: True, "staleness that moves": True})

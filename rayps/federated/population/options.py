@@ -20,7 +20,7 @@ With `jitter`, the seconds are multiplied by exp(jitter z), with a normal z for 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from rayps_client.errors import ConfigError
 from rayps_client.values import Json, JsonObject, is_number
@@ -149,20 +149,6 @@ class PopulationSpec:
     def attackers(self) -> AttackSpec | None:
         """The attack, parsed from its text or wire form; None if there are no attackers."""
         return attack_of(self.attack)
-
-    def check_unset(self) -> None:
-        """Check the options of a job with real clients.
-
-        Raises ConfigError if an option for simulated clients (any option except `deadline`) was given.
-        """
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name != "deadline" and value != field.default:
-                raise ConfigError(
-                    f"{field.name} is {value!r}, but clients is remote: {field.name} is only for simulated clients; "
-                    "leave it out",
-                    field=field.name,
-                )
 
 
 def check_fraction(fraction: Json) -> None:

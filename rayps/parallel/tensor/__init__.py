@@ -18,8 +18,8 @@ the pair. Sequence parallelism (reduce-scatter and all-gather instead of sums) i
 """
 
 from rayps.parallel.tensor.apply_plan import pieces, split
-from rayps.parallel.tensor.check_gradients import agree
 from rayps.parallel.tensor.communicator import TensorCommunicator
+from rayps.parallel.tensor.equal_gradients import agree
 from rayps.parallel.tensor.plan import plan
 from rayps.parallel.tensor.volume import Volume, volume
 from rayps.tensors.layer_split import LayerSplit, Plan

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TypedDict
 
-from rayps_client.errors import ConfigError, RaypsError, TrainingError
+from rayps_client.errors import RaypsError, TrainingError
 
 from rayps.cluster.local import Cluster
 from rayps.core.job.job_status import Status
@@ -24,7 +24,6 @@ from rayps.core.job.warm_start import StartFrom
 from rayps.core.rows.phase_rounds import Calendar, PhaseSpan
 from rayps.core.strategy.costs import amount
 from rayps.core.strategy.strategy import Phase
-from rayps.core.strategy.strategy_families import has_remote_clients
 from rayps.core.urls import Location
 from rayps.runtime.checks.preflight import preflight
 from rayps.runtime.driver.driver import Driver
@@ -83,10 +82,6 @@ def rehearse(
         UserError: the user's code or an option is wrong, or an evaluation lacks the metric that a callback watches.
         TrainingError, ClusterError, NoResources: as in `rayps.train`.
     """
-    if any(has_remote_clients(phase.strategy) for phase in phases):
-        raise ConfigError(
-            "real clients have the data: a dry run trains without them; leave out dry_run", field="dry_run"
-        )
     begin = None if spec.start_from is None else StartFrom.parse(spec.start_from)
     check = partial(preflight, workload, phases, spec, begin)
     found = awaited(check, spec.timeout, where="driver", stopped=lambda: False)

@@ -33,10 +33,10 @@ from rayps.core.grid import Grid
 from rayps.core.job.user_code import user_code
 from rayps.core.job.user_module import unpack
 from rayps.core.job.warm_start import StartFrom
+from rayps.core.refusals.table import refuse
 from rayps.core.rows.phase_rounds import OPEN, Calendar
 from rayps.core.strategy.elastic import ElasticWorkers
 from rayps.core.strategy.elastic_support import check_phases, takes_leases
-from rayps.core.strategy.refusals import refuse
 from rayps.core.strategy.replica import Pipeline
 from rayps.core.strategy.strategy import Phase, StrategyView
 from rayps.core.strategy.strategy_families import SHARED_VECTOR, ends_together, has_remote_clients, learns_by_client
@@ -53,8 +53,8 @@ from rayps.privacy.row_level import RowPrivacy
 from rayps.ps.client.table_face import find_tables
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.server.dense_segment import optimizer_factory
-from rayps.runtime.checks.check_last_batches import check_last_batches
-from rayps.runtime.checks.check_private_rows import private_phases
+from rayps.runtime.checks.last_batches import check_last_batches
+from rayps.runtime.checks.row_privacy import private_phases
 from rayps.runtime.driver.model_memory import limited
 from rayps.runtime.records.journal import Journal
 from rayps.runtime.results.early_stopping import MetricWatch
@@ -69,8 +69,7 @@ from rayps.tensors.named_parameters import NamedParameters
 from rayps.tensors.named_tensors import ModelNames, StartPoint, start_point, usable_start
 from rayps.tensors.optim import made
 from rayps.tensors.user_loss import checked_loss
-from rayps.worker.loops.check_sharded_parameters import check_fields as check_sharded_fields
-from rayps.worker.loops.check_sharded_parameters import check_model as check_sharded_model
+from rayps.worker.loops.divisible_parameters import check_divisible
 from rayps.worker.loops.loop_of_family import loop_class
 from rayps.worker.rows.evaluation_batches import FEWEST
 from rayps.workload.adapters import check_adapters
@@ -133,14 +132,14 @@ def preflight(
         if tables:
             find_tables().try_out(workload, model)
     given = _features(workload, model, data) | ({"profile": True} if spec.profile else {})
+    given |= JobFacts(tables=tuple(table.name for table in tables)).features()
     for at, phase in enumerate(phases):
         refuse(features_of_phase(phase) | given)
         _check_topology(phase, spec, tables, workload.clip_norm, first=not at)
     _refuse_idle_group(phases, spec, tables)
     _check_batchnorm(workload, phases, model, replicas=max(grid.data for grid in grids))
     if any(shard_of(phase.strategy) == "parameters" for phase in phases):
-        check_sharded_fields(workload)
-        check_sharded_model(model)
+        check_divisible(model)
     layout = Layout.of((name, p) for name, p in model.named_parameters() if p.requires_grad)
     begin, warnings = (None, []) if begin is None else usable_start(begin, spec.working_dir)
     start = None if begin is None else start_point(begin, ModelNames.of(model), spec.working_dir)
@@ -171,11 +170,7 @@ def preflight(
     warnings += _warn_of_one_worker(phases, spec.workers)
     if max(steps) >= OPEN and blocks is None:
         if _counts_epochs(workload):
-            raise ConfigError(
-                "schedule_every is 'epoch', and the data has no length, so that the rounds of an epoch are not known: "
-                "give a schedule by step",
-                field="schedule_every",
-            )
+            refuse({"a schedule by epoch": True, "data without a length": True})
         if spec.steps is not None and workload.evaluation_batches is None and evaluates_training_data(workload):
             warnings.append(EVALUATED_WHILE_READ)
         for phase in phases:
@@ -261,20 +256,14 @@ def check_open_data(name: str, strategy: StrategyView, *, by_rounds: bool, table
         ConfigError: the strategy needs the rounds of the run before they start, or cannot restart from a snapshot.
     """
     together = ends_together(strategy.topology)
-    if tables and together:
-        raise ConfigError(
-            f"the data has no length, and {name} with sparse tables cannot return to a position in it after a death: "
-            "use parameter_server with steps=, or data with a length",
-            field="strategy",
-        )
-    if by_rounds or (together and not strategy.needs_end):
-        return
-    why = "divides the rounds of a run" if strategy.needs_end else "lets each worker reach the end of its data alone"
-    raise ConfigError(
-        f"the data has no length, and {name} {why}: give steps= (batches of each worker) instead of epochs, "
-        "or use all_reduce or local_sgd",
-        field="steps",
-    )
+    found: dict[str, Json] = {
+        "tables beside a ring": tables and together,
+        "epochs of data without a length": not by_rounds,
+        "a division of the run": strategy.needs_end,
+        "workers that end alone": not together,
+    }
+    given = {name: value for name, value in found.items() if value}
+    refuse(given | {"data without a length": True, "strategy": name})
 
 
 def _division(workload: Workload, strategy: StrategyView, grid: Grid, model: nn.Module, data: Data) -> Division | None:
@@ -304,7 +293,7 @@ def _division(workload: Workload, strategy: StrategyView, grid: Grid, model: nn.
 
 
 def _features(workload: Workload, model: nn.Module, data: Data) -> dict[str, Json]:
-    """Return the features of a workload, its model and its data, as `rayps.core.strategy.refusals` names them."""
+    """Return the features of a workload, its model and its data, as `rayps.core.refusals` names them."""
     found: dict[str, Json] = {
         "average": None if workload.average is None else str(workload.average),
         "compile": None if options_of(workload.compile) is None else workload.compile,
@@ -330,11 +319,7 @@ def _check_topology(
 def _refuse_idle_group(phases: list[Phase], spec: JobSpec, tables: tuple[SparseTable, ...]) -> None:
     """Raise ConfigError if the job names a server group, and nothing of it is on servers."""
     if spec.server_group is not None and not tables and not any(servers_of(phase.strategy) for phase in phases):
-        raise ConfigError(
-            f"server_group is {spec.server_group!r}, and {phases[0].name} without sparse tables needs no "
-            "servers: leave out server_group, or use parameter_server",
-            field="server_group",
-        )
+        refuse({"server_group": spec.server_group, "nothing on servers": True, "strategy": phases[0].name})
 
 
 def _check_batchnorm(workload: Workload, phases: list[Phase], model: nn.Module, replicas: int) -> None:
@@ -361,12 +346,7 @@ def _check_batchnorm(workload: Workload, phases: list[Phase], model: nn.Module, 
     for phase in phases if given else ():
         able = loop_class(phase.strategy).view.synchronizes_batchnorm
         if not able or replica_of(phase.strategy) is not None:
-            raise ConfigError(
-                f"sync_batchnorm needs workers that average each gradient over a ring, each with the whole model, and "
-                f"{phase.name} has none: use all_reduce or hybrid, or sync_batchnorm=False (each worker's statistics "
-                "are then those of its own batches)",
-                field="sync_batchnorm",
-            )
+            refuse({"sync_batchnorm": True, "no ring of whole models": True, "strategy": phase.name})
 
 
 def _warn_of_one_worker(phases: list[Phase], workers: int) -> list[str]:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rayps_client.errors import ConfigError
 
+from rayps.core.refusals.table import refuse
 from rayps.core.strategy.strategy import Phase
 from rayps.core.urls import Location, is_url
 from rayps.privacy.ledger import FOLDER, LEDGER, ReleaseLedger
@@ -112,11 +113,7 @@ def ledger_folder(
     private = [privacy_in(phase.strategy) is not None for phase in phases]
     if not any(private):
         if shared is not None:
-            raise ConfigError(
-                f"ledger is {str(shared)!r}, and the run has no privacy, so it has no releases to record: give "
-                "privacy=dp(...), or leave ledger out",
-                field="ledger",
-            )
+            refuse({"ledger": str(shared), "no privacy": True})
         return None
     if not all(private):
         open_phase = phases[private.index(False)]
@@ -128,12 +125,7 @@ def ledger_folder(
     if shared is not None:
         return LedgerFolder(shared, resume, shared=True)
     if job is None and checkpoints is not None and is_url(checkpoints):
-        raise ConfigError(
-            f"checkpoint is {str(checkpoints)!r}, and the ledger of private releases cannot be appended to there: give "
-            "a local folder for the ledger (ledger=DIR, --ledger DIR) or for both (checkpoint=DIR, --checkpoint DIR), "
-            "or start the job by the service, which has a folder",
-            field="checkpoint",
-        )
+        refuse({"privacy of any kind": True, "checkpoints behind a URL": str(checkpoints)})
     return LedgerFolder(job if job is not None else None if checkpoints is None else Path(checkpoints), resume)
 
 

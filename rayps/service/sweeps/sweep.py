@@ -17,8 +17,8 @@ from rayps_client.errors import ConfigError
 from rayps_client.values import Json, JsonObject
 
 from rayps.core.job.job_fields import FIELDS
+from rayps.core.refusals.of_jobs import NOT_IN_LOOPS
 from rayps.core.strategy.text import written
-from rayps.strategies.job import NOT_IN_LOOPS
 
 MOST_JOBS = 200  # jobs of one sweep
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,62}[A-Za-z0-9])?$"

@@ -32,7 +32,7 @@ from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of
 from rayps.tensors.named_parameters import NamedParameters
 from rayps.tensors.optim import EDITS, PER_PARAMETER, Moments
 from rayps.tensors.state_pieces import StatePieces
-from rayps.worker.loops.check_sharded_parameters import check_fields, check_model
+from rayps.worker.loops.divisible_parameters import check_divisible
 from rayps.workload.base import Workload
 from rayps.workload.checkpoint_activations import checkpoint_activations
 from rayps.workload.deferred_init import DeferredModel, deferred
@@ -81,11 +81,10 @@ class ShardedModel:
             WorkloadError: the user's code failed, or `model()` cannot be recorded or divided.
             ConfigError: the model or a field of the workload is refused.
         """
-        check_fields(workload)
         self._initial: DeferredModel | None = deferred(workload, seed)
         self.module, self.mesh = self._initial.module, mesh
         self.rank, self.size = mesh.get_local_rank(), mesh.size()
-        check_model(self.module)
+        check_divisible(self.module)
         checkpoint_activations(self.module, workload.checkpoint_activations)
         for unit in [*units_of(self.module).values(), self.module]:
             fully_shard(unit, mesh=mesh, reshard_after_forward=True)

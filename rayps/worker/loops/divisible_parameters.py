@@ -1,39 +1,17 @@
-"""What `shard="parameters"` refuses: fields of a workload, and models, without importing torch's FSDP."""
+"""Which models have parameters that workers can divide (`shard="parameters"`), without importing torch's FSDP."""
 
 from __future__ import annotations
 
 from rayps_client.errors import ConfigError, WorkloadError
 from torch import nn
 
-from rayps.workload.base import Workload
-from rayps.workload.compile_model import options_of
+from rayps.core.refusals.table import refuse
 from rayps.workload.model import has_tables
 
 _OTHER = "shard='gradients' or shard='optimizer'"
 
 
-def check_fields(workload: Workload) -> None:
-    """Refuse fields of a workload that a model with divided parameters does not have here.
-
-    Raises:
-        ConfigError: the text names the field, and what to use instead.
-    """
-    refused: dict[str, tuple[bool, str]] = {
-        "compile": (options_of(workload.compile) is not None, "set compile to False"),
-        "sync_batchnorm": (workload.sync_batchnorm, "set sync_batchnorm to False"),
-        "average": (workload.average is not None, "leave out the average"),
-        "precision": (workload.precision == "fp16", "set precision to 'bf16', which skips no step"),
-    }
-    for field, (given, way) in refused.items():
-        if given:
-            raise ConfigError(
-                f"{field} is {getattr(workload, field)!r}, which shard='parameters' does not have: {way}, or use "
-                f"{_OTHER}",
-                field=field,
-            )
-
-
-def check_model(model: nn.Module) -> None:
+def check_divisible(model: nn.Module) -> None:
     """Refuse a model whose parameters cannot be divided.
 
     Raises:
@@ -41,10 +19,7 @@ def check_model(model: nn.Module) -> None:
         WorkloadError: a parameter has no dimension, or a layer has sparse gradients.
     """
     if has_tables(model):
-        raise ConfigError(
-            "the model has sparse tables, whose rows are on servers already: leave out shard='parameters'",
-            field="shard",
-        )
+        refuse({"slices of parameters": True, "sparse tables": True})
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise ConfigError(

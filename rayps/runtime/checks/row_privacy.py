@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from rayps_client.errors import ConfigError
+from rayps_client.values import Json
 from torch import nn
 
 from rayps.core.grid import Grid
+from rayps.core.refusals.table import refuse
 from rayps.core.strategy.strategy import StrategyView
 from rayps.core.strategy.strategy_families import SERVER_STEPS, SYNC_GRADIENTS, Reshuffled, learns_by_client
 from rayps.core.strategy.topology import is_private
@@ -48,36 +50,23 @@ def private_rows(
             "from all_reduce or parameter_server without a topology of its own, or leave out privacy",
             field="privacy",
         )
-    _check_data(workload, data)
+    found: dict[str, Json] = {
+        "rows without numbers": None if data.has_length and data.has_row_numbers else type(data).__name__,
+        "loaded_by": data.ahead is not None,
+        "an evaluation of training data": evaluates_training_data(workload),
+        "rows or a loop of its own": strategy.rows != Reshuffled()
+        or strategy.loop not in (SYNC_GRADIENTS, SERVER_STEPS),
+    }
+    given = {name: value for name, value in found.items() if value}
+    refuse(given | {"privacy": True, "strategy": strategy.name})
     _check_layers(model)
     if strategy.loop == SERVER_STEPS and grid.data > 1:
         _check_pushes(model)
-    if strategy.rows != Reshuffled() or strategy.loop not in (SYNC_GRADIENTS, SERVER_STEPS):
-        raise ConfigError(
-            f"{strategy.name} has privacy, and rows or a loop of its own: leave out `rows` and `loop`, or privacy",
-            field="privacy",
-        )
     rows = data.rows()
     batch = min(rows, data.batch_size * grid.data)
     mechanism = solve_noise(spec, lambda noise: Mechanism(POISSON, noise, batch / rows))
     must_allow_one(spec, mechanism)
     return RowPrivacy(spec, mechanism, rows, batch)
-
-
-def _check_data(workload: Workload, data: Data) -> None:
-    kind = type(data).__name__
-    why = None
-    if not data.has_length or not data.has_row_numbers:
-        why = f"rows of {kind}, which cannot be drawn by number: use rayps.data.tensors, dataset or table"
-    elif data.ahead is not None:
-        why = "loaded_by, because which rows a worker reads next is drawn in each step: leave it out"
-    elif evaluates_training_data(workload):
-        why = (
-            "an evaluation on the training data, whose metrics have no noise: define evaluation_data() with rows that "
-            "are public"
-        )
-    if why is not None:
-        raise ConfigError(f"privacy cannot be combined with {why}, or leave out privacy", field="privacy")
 
 
 def _check_layers(model: nn.Module) -> None:

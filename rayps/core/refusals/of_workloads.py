@@ -1,149 +1,39 @@
-"""What does not go together: each pair of features once, with the reason. Pure.
-
-Those that refuse collect the features of a job that they know, and ask this table: a topology those of its options, a
-job's specification those of the job too, the check before a run those of the workload, its model and its data. A pair
-that is missing here is allowed. `docs/limits.md` shows the table, and a test compares the two.
-"""
+"""What a workload, its model or its data excludes: known when the workload is built, in the check before a run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from rayps.core.refusals.excluded_pair import ExcludedPair, exclude
+from rayps.core.refusals.of_topologies import BACKUP, PRIVACY
 
-from rayps_client.errors import ConfigError
-from rayps_client.values import Json
-
-# the features of a job that are given, each with its value, and `strategy`, the strategy's name
-Features = Mapping[str, Json]
-
-
-@dataclass(frozen=True, slots=True)
-class ExcludedPair:
-    """Two features of a job that exclude each other. `says`, `why` and `way` in a row are the text of the error.
-
-    The names of features in braces stand for their values.
-    """
-
-    one: str
-    other: str
-    says: str
-    why: str
-    way: str
-    field: str  # which option the error names
-
-    def error(self, given: Features) -> ConfigError:
-        """Return the error for a job with these features."""
-        return ConfigError((self.says + self.why + self.way).format_map(given), field=self.field)
-
-
-def _exclude(one: str, rows: dict[str, tuple[str, str, str]], field: str = "") -> Iterator[ExcludedPair]:
-    """Yield the pairs of one feature with others; of each others' name: what the error says, why, and the way out."""
-    for other, (says, why, way) in rows.items():
-        yield ExcludedPair(one, other, says, why, way, field or one)
-
-
-def _leave_out(one: str, what: str, rows: dict[str, str]) -> Iterator[ExcludedPair]:
-    """Yield pairs of which one may be left out: `one` is called `what`. From the other's name to the reason."""
-    for other, why in rows.items():
-        says = f"{what} cannot be combined with {other} {{{other}}}: "
-        yield ExcludedPair(one, other, says, why, f"; leave out {other}, or {one}", one)
-
-
+# features of a workload, its data and its model: nobody knows them before the workload is built
+OF_A_WORKLOAD = frozenset(
+    {
+        "a schedule by epoch",
+        "accumulate",
+        "an evaluation of training data",
+        "average",
+        "checkpoint_activations",
+        "clip_norm",
+        "compile",
+        "data without a length",
+        "epochs of data without a length",
+        "fp16",
+        "loaded_by",
+        "nothing on servers",
+        "precision",
+        "rows or a loop of its own",
+        "rows without numbers",
+        "sparse tables",
+        "sync_batchnorm",
+        "tables beside a ring",
+        "vectors of the whole model",
+    }
+)
 _NO_COPY = "; leave average out, or use all_reduce, local_sgd, parameter_server or a federated strategy"
-_BACKUP = "backup workers cannot be combined with "
-_PRIVACY = "privacy cannot be combined with "
 _NO_AVERAGE = "average is {average}, and {strategy} cannot average: "
 _ROWS_ALONE = "the gradients of single rows are computed together"
 
-TABLE: tuple[ExcludedPair, ...] = (
-    *_exclude(
-        "slice_backup",
-        {
-            "no shard": (
-                "slice_backup is True without shard: ",
-                "every worker holds the whole state",
-                "; give also shard='optimizer' or shard='gradients', or leave out slice_backup",
-            )
-        },
-    ),
-    *_exclude(
-        "shard",
-        {
-            "replica": (
-                "shard is {shard!r} and replica is {replica}: ",
-                "the workers of a replica hold parts of the model already",
-                "; leave out one of them",
-            ),
-            "servers for tables": (
-                "shard is {shard!r} with sparse tables, ",
-                "whose rows are on servers already",
-                ": leave out shard",
-            ),
-        },
-    ),
-    ExcludedPair(
-        "slices of gradients",
-        "compression",
-        "shard is {shard!r} and compression is {compression!r}, which ",
-        "needs the whole gradient on each worker",
-        ": use shard='optimizer', or leave out compression",
-        "shard",
-    ),
-    ExcludedPair(
-        "slice_backup",
-        "slices of parameters",
-        "slice_backup is True and shard is 'parameters', for which ",
-        "no worker holds copies",
-        ": leave out slice_backup (a failure then restarts all workers from the newest checkpoint), or use "
-        "shard='gradients'",
-        "slice_backup",
-    ),
-    ExcludedPair(
-        "backup",
-        "staleness",
-        _BACKUP + "staleness {staleness}: ",
-        "no worker waits for all others",
-        "; give staleness=0, or leave out backup",
-        "backup",
-    ),
-    *_leave_out(
-        "backup",
-        "backup workers",
-        {
-            "replica": "the workers of a replica wait for each other",
-            "compression": "a late worker has no error to feed back",
-            "shard": "each worker is needed for its slice of the state",
-            "replicas": "the members of a round are known to fixed servers only",
-        },
-    ),
-    *_exclude(
-        "backup",
-        {
-            "buckets": (
-                _BACKUP + "bucket_mb {buckets}: ",
-                "nothing is sent before the members of a step are known",
-                "; leave out bucket_mb, or backup",
-            ),
-            "servers for tables": (
-                _BACKUP + "sparse tables: ",
-                "a late worker's rows are on servers",
-                "; use all_reduce without tables",
-            ),
-        },
-    ),
-    *_leave_out(
-        "privacy",
-        "privacy",
-        {
-            "staleness": "each push would need noise of its own",
-            "replica": "no worker has a row's whole gradient, and its norm",
-            "compression": "what compression leaves out of a sum would be added to later sums",
-            "shard": "a row's norm needs its gradient by all parameters",
-            "bucket_mb": "nothing may be sent before the noise is added",
-            "replicas": "the accounting is only for servers that return to a snapshot together",
-            "backup": "which worker is late depends on the rows drawn, and these would be missing from the sum",
-        },
-    ),
+OF_WORKLOADS: tuple[ExcludedPair, ...] = (
     # a job and its model
     ExcludedPair(
         "sparse tables",
@@ -153,21 +43,29 @@ TABLE: tuple[ExcludedPair, ...] = (
         ": use the strategy hybrid, or parameter_server",
         "strategy",
     ),
-    *_exclude(
+    ExcludedPair(
+        "server_group",
+        "nothing on servers",
+        "server_group is {server_group!r}, and {strategy} without sparse tables ",
+        "needs no servers",
+        ": leave out server_group, or use parameter_server",
+        "server_group",
+    ),
+    *exclude(
         "privacy",
         {
             "sparse tables": (
-                _PRIVACY + "sparse tables: ",
+                PRIVACY + "sparse tables: ",
                 "which rows of a table a batch looks up is visible",
                 "; use dense embeddings, or leave out privacy",
             ),
             "clip_norm": (
-                _PRIVACY + "clip_norm: ",
+                PRIVACY + "clip_norm: ",
                 "privacy clips the gradient of each row",
                 "; set clip_norm to None, or leave out privacy",
             ),
             "server_group": (
-                _PRIVACY + "server_group: ",
+                PRIVACY + "server_group: ",
                 "its servers serve other jobs, and would get sums without noise",
                 "; leave server_group out, or leave out privacy",
             ),
@@ -198,24 +96,41 @@ TABLE: tuple[ExcludedPair, ...] = (
         "None",
         "clip_norm",
     ),
-    *_exclude(
+    ExcludedPair(
+        "clip_norm",
+        "steps of plain SGD",
+        "{strategy} assumes steps of plain SGD, but ",
+        "the workload has clip_norm={clip_norm:g}",
+        ": leave clip_norm out",
+        "strategy",
+    ),
+    ExcludedPair(
+        "privacy of any kind",
+        "checkpoints behind a URL",
+        "checkpoint is {checkpoints behind a URL!r}, and the ledger of private releases ",
+        "cannot be appended to there",
+        ": give a local folder for the ledger (ledger=DIR, --ledger DIR) or for both (checkpoint=DIR, --checkpoint "
+        "DIR), or start the job by the service, which has a folder",
+        "checkpoint",
+    ),
+    *exclude(
         "backup at servers",
         {
-            "sparse tables": (_BACKUP + "sparse tables: ", "a late worker's rows are on servers", "; leave out backup"),
+            "sparse tables": (BACKUP + "sparse tables: ", "a late worker's rows are on servers", "; leave out backup"),
             "server_group": (
-                _BACKUP + "server group {server_group!r}: ",
+                BACKUP + "server group {server_group!r}: ",
                 "the members of a round are known to fixed servers only",
                 "; leave out the group, or backup",
             ),
             "branch": (
-                _BACKUP + "branch {branch!r}: ",
+                BACKUP + "branch {branch!r}: ",
                 "the members of a round are known to fixed servers only",
                 "; leave out the group, or backup",
             ),
         },
         "backup",
     ),
-    *_exclude(
+    *exclude(
         "shard_resources",
         {
             "server_group": (
@@ -268,9 +183,39 @@ TABLE: tuple[ExcludedPair, ...] = (
         ": compile the dense layers in model(), by layer.compile(), and set compile to False",
         "compile",
     ),
-    *_exclude(
+    ExcludedPair(
+        "slices of parameters",
+        "sparse tables",
+        "the model has sparse tables, ",
+        "whose rows are on servers already",
+        ": leave out shard='parameters'",
+        "shard",
+    ),
+    ExcludedPair(
+        "compile",
+        "slices of parameters",
+        "compile is {compile!r}, and shard is 'parameters', ",
+        "which is not compiled here",
+        ": set compile to False, or use shard='gradients' or shard='optimizer'",
+        "compile",
+    ),
+    ExcludedPair(
+        "fp16",
+        "slices of parameters",
+        "precision is 'fp16', and shard is 'parameters', for which ",
+        "steps that fp16 skips are not implemented",
+        ": set precision to 'bf16', which skips no step, or use shard='gradients' or shard='optimizer'",
+        "precision",
+    ),
+    *exclude(
         "sync_batchnorm",
         {
+            "no ring of whole models": (
+                "sync_batchnorm needs workers that average each gradient over a ring, each with the whole model, and ",
+                "{strategy} has none",
+                ": use all_reduce or hybrid, or sync_batchnorm=False (each worker's statistics are then those of its "
+                "own batches)",
+            ),
             "privacy of any kind": (
                 "sync_batchnorm is True, and {strategy} has privacy, which takes no BatchNorm layer, because ",
                 "its statistics mix rows",
@@ -289,37 +234,37 @@ TABLE: tuple[ExcludedPair, ...] = (
             ),
         },
     ),
-    *_exclude(
+    *exclude(
         "backup",
         {
             "data without a length": (
-                _BACKUP + "data without a length, ",
+                BACKUP + "data without a length, ",
                 "whose batches no worker can read again",
                 ": give data with a length, or leave out backup",
             ),
             "loaded_by": (
-                _BACKUP + "loaded_by, because ",
+                BACKUP + "loaded_by, because ",
                 "which batch a worker reads next is known only after each step",
                 ": leave out loaded_by, or leave out backup",
             ),
             "sync_batchnorm": (
-                _BACKUP + "sync_batchnorm, ",
+                BACKUP + "sync_batchnorm, ",
                 "for which each layer waits for all workers",
                 ": set sync_batchnorm to False, or leave out backup",
             ),
             "rows of workers": (
-                _BACKUP,
+                BACKUP,
                 "rows that belong to workers",
                 ": use a strategy whose rows are Reshuffled(), or leave out backup",
             ),
             "a loop of its own": (
-                _BACKUP + "the loop {a loop of its own}, ",
+                BACKUP + "the loop {a loop of its own}, ",
                 "which waits for all workers",
                 ": leave out `loop`, or leave out backup",
             ),
         },
     ),
-    *_exclude(
+    *exclude(
         "fp16",
         {
             "sparse tables": (
@@ -367,7 +312,7 @@ TABLE: tuple[ExcludedPair, ...] = (
         ": multiply batch_size and the pipeline's micro_batches by {accumulate}, and leave accumulate out",
         "accumulate",
     ),
-    *_exclude(
+    *exclude(
         "checkpoint_activations",
         {
             "sync_batchnorm": (
@@ -391,7 +336,7 @@ TABLE: tuple[ExcludedPair, ...] = (
     ),
     *(
         ExcludedPair(
-            "privacy", name, _PRIVACY + f"{name}={{{name}!r}} of the workload, because ", _ROWS_ALONE, f": {way}", name
+            "privacy", name, PRIVACY + f"{name}={{{name}!r}} of the workload, because ", _ROWS_ALONE, f": {way}", name
         )
         for name, way in {
             "accumulate": "multiply batch_size by it, and give physical_batch, the rows that are in memory at once",
@@ -399,15 +344,59 @@ TABLE: tuple[ExcludedPair, ...] = (
             "checkpoint_activations": "give a smaller physical_batch for memory",
         }.items()
     ),
+    *exclude(
+        "privacy",
+        {
+            "rows without numbers": (
+                PRIVACY + "rows of {rows without numbers}, which ",
+                "cannot be drawn by number",
+                ": use rayps.data.tensors, dataset or table, or leave out privacy",
+            ),
+            "loaded_by": (
+                PRIVACY + "loaded_by, because ",
+                "which rows a worker reads next is drawn in each step",
+                ": leave it out, or leave out privacy",
+            ),
+            "an evaluation of training data": (
+                PRIVACY + "an evaluation on the training data, ",
+                "whose metrics have no noise",
+                ": define evaluation_data() with rows that are public, or leave out privacy",
+            ),
+            "rows or a loop of its own": (
+                "{strategy} has privacy, and rows or a loop of its own, for which ",
+                "nothing says which rows a step draws",
+                ": leave out `rows` and `loop`, or privacy",
+            ),
+        },
+    ),
+    ExcludedPair(
+        "a schedule by epoch",
+        "data without a length",
+        "schedule_every is 'epoch', and the data has no length, so that ",
+        "the rounds of an epoch are not known",
+        ": give a schedule by step",
+        "schedule_every",
+    ),
+    ExcludedPair(
+        "data without a length",
+        "tables beside a ring",
+        "the data has no length, and {strategy} with sparse tables ",
+        "cannot return to a position in it after a death",
+        ": use parameter_server with steps=, or data with a length",
+        "strategy",
+    ),
+    *(
+        ExcludedPair(
+            "epochs of data without a length",
+            other,
+            "the data has no length, and {strategy} ",
+            why,
+            ": give steps= (batches of each worker) instead of epochs, or use all_reduce or local_sgd",
+            "steps",
+        )
+        for other, why in {
+            "a division of the run": "divides the rounds of a run",
+            "workers that end alone": "lets each worker reach the end of its data alone",
+        }.items()
+    ),
 )
-
-
-def refuse(given: Features) -> None:
-    """Refuse a job that has both features of a pair of the table.
-
-    Raises:
-        ConfigError: the text says why they exclude each other, and what to do instead.
-    """
-    for row in TABLE:
-        if row.one in given and row.other in given:
-            raise row.error(given)

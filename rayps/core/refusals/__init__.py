@@ -1,0 +1,1 @@
+"""What does not go together, each pair of features once: see `rayps.core.refusals.table`."""
