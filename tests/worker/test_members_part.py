@@ -7,7 +7,7 @@ import torch
 from small_work import Small, distance, train
 
 import rayps
-from rayps.core.refusals.table import TABLE
+from rayps.core.refusals.table import TABLE, rows_by_feature
 from rayps.core.rows.portions import Portions
 from rayps.core.strategy.strategy_families import SERVER_STEPS, SHARDED_STATE, SYNC_GRADIENTS
 from rayps.worker.loops.loop_of_family import MEMBERS
@@ -102,7 +102,7 @@ def run(monkeypatch, exchange, *, workers=5, seed=3):
     if "shard" in options:  # backup workers refuse it; the parts do not
         pairs = ({"backup", "shard"}, {"backup", "a loop of its own"})
         rest = tuple(row for row in TABLE if {row.one, row.other} not in pairs)
-        monkeypatch.setattr("rayps.core.refusals.table.TABLE", rest)
+        monkeypatch.setattr("rayps.core.refusals.table.ROWS", rows_by_feature(rest))
     work = Small(n=ROWS, batch=BATCH, optimizer="adam")
     result = train(work, kind(backup=BACKUP, **options), workers=workers, epochs=EPOCHS, seed=seed)
     model, steps = naive(work, workers, seed)
