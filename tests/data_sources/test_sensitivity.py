@@ -30,7 +30,7 @@ from rayps.data.base import Batch, Data
 from rayps.data.memory import TensorData
 from rayps.data.single_rows import stacks_of
 from rayps.federated.combine_replies import Aggregate
-from rayps.runtime.checks.preflight import TrialRequest, try_batch
+from rayps.runtime.checks.tried_batch import TrialRequest, try_batch
 from rayps.runtime.driver.driver import Driver
 from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records.journal import Journal

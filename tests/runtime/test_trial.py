@@ -19,7 +19,8 @@ from torch.nn import functional
 import rayps
 from rayps.cluster.local import LocalCluster, until
 from rayps.core.job.job_status import Status
-from rayps.runtime.checks.preflight import MOST_BYTES, TrialFacts, bytes_of, reason_not_to_try
+from rayps.runtime.checks.preflight import bytes_of
+from rayps.runtime.checks.trial import MOST_BYTES, TrialFacts, reason_not_to_try
 from rayps.runtime.driver.driver import Driver
 from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records.journal import Journal
@@ -334,7 +335,8 @@ def test_it_ends_with_its_driver(tmp_path):
     code = f"""
 import os, sys, time
 sys.path[:] = {sys.path!r}
-from rayps.runtime.checks.preflight import Trial, TrialFacts, TrialRequest
+from rayps.runtime.checks.trial import Trial, TrialFacts
+from rayps.runtime.checks.tried_batch import TrialRequest
 from rayps.core.job.user_module import pack
 from test_trial import OnlyThere
 trial = Trial()

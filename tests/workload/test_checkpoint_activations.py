@@ -14,7 +14,7 @@ import rayps
 from rayps import AllReduce, FedAvg, LocalSGD, ParameterServer
 from rayps.cli import main as cli
 from rayps.core.job.user_module import pack
-from rayps.runtime.checks.preflight import TrialRequest, try_batch
+from rayps.runtime.checks.tried_batch import TrialRequest, try_batch
 from rayps.runtime.results.cost_report import expected
 from rayps.workload.checkpoint_activations import checkpoint_activations
 from rayps.workload.model_blocks import chosen_blocks, named_briefly, repeated_blocks

@@ -1,37 +1,20 @@
-"""Check a workload before any worker trains.
+"""Check a workload's data, model, optimizer and strategy before any worker trains, in the driver's process.
 
-`preflight` checks data, model, optimizer and strategy in the driver's process. `Trial` trains and evaluates one small
-batch in a child process while the workers start, so that a mistake in shapes, labels or dtypes is reported early. The
-child has its own random numbers, and its results are dropped. Therefore the job's results are the same with and without
-a child. A failure of the child alone (it exits, hangs, lacks memory or a file) does not end the job.
+While the workers start, a batch is tried in a child process: `rayps.runtime.checks.trial`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import pickle
-import signal
-import subprocess
-import sys
-import threading
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
-import torch
-from rayps_client.errors import ConfigError, RaypsError, WorkloadError
+from rayps_client.errors import ConfigError
 from rayps_client.trainers.local_work import counted, no_whole_batch
-from rayps_client.trainers.module_modes import evaluating
 from rayps_client.values import Json
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rayps.core.grid import Grid
 from rayps.core.job.user_code import user_code
-from rayps.core.job.user_module import unpack
 from rayps.core.job.warm_start import StartFrom
 from rayps.core.refusals.table import refuse
 from rayps.core.rows.phase_rounds import OPEN, Calendar
@@ -41,10 +24,9 @@ from rayps.core.strategy.replica import Pipeline
 from rayps.core.strategy.strategy import Phase, StrategyView
 from rayps.core.strategy.strategy_families import SHARED_VECTOR, ends_together, has_remote_clients, learns_by_client
 from rayps.core.strategy.topology import JobFacts, backup_in, replica_of, servers_of, shard_of
-from rayps.data.base import Batch, Data, Nested, map_tensors
-from rayps.data.batch_parts import cut_batch, sample_of
+from rayps.data.base import Data, Nested, map_tensors
+from rayps.data.batch_parts import sample_of
 from rayps.data.dealt_rows import must_have_row_numbers
-from rayps.data.single_rows import stacks_of
 from rayps.data.unsupported import is_ray_data, ray_data_way
 from rayps.federated.check import ClientPrivacy, federated
 from rayps.federated.strategy_interface import FederatedView
@@ -56,8 +38,6 @@ from rayps.ps.server.dense_segment import optimizer_factory
 from rayps.runtime.checks.last_batches import check_last_batches
 from rayps.runtime.checks.row_privacy import private_phases
 from rayps.runtime.driver.model_memory import limited
-from rayps.runtime.records.journal import Journal
-from rayps.runtime.results.early_stopping import MetricWatch
 from rayps.runtime.size.membership import Membership
 from rayps.strategies.job import JobSpec
 from rayps.strategies.job_features import features_of_phase
@@ -65,23 +45,19 @@ from rayps.tensors import optim
 from rayps.tensors.division import Division
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Recipe, rates_of, recipe_of
-from rayps.tensors.named_parameters import NamedParameters
 from rayps.tensors.named_tensors import ModelNames, StartPoint, start_point, usable_start
-from rayps.tensors.optim import made
-from rayps.tensors.user_loss import checked_loss
 from rayps.worker.loops.divisible_parameters import check_divisible
 from rayps.worker.loops.loop_of_family import loop_class
 from rayps.worker.rows.evaluation_batches import FEWEST
 from rayps.workload.adapters import check_adapters
 from rayps.workload.base import Workload, check_fields, evaluates_training_data, misspelt, plan_steps
 from rayps.workload.blank_model import blank
-from rayps.workload.checkpoint_activations import FIELD, checkpoint_activations, checkpointed_blocks
+from rayps.workload.checkpoint_activations import FIELD, checkpointed_blocks
 from rayps.workload.compile_model import options_of
 from rayps.workload.division_face import find_division
 from rayps.workload.max_norm import check_max_norm
 from rayps.workload.model import apart, has_tables, model_of
-from rayps.workload.model_part import WeightCheck, Whole
-from rayps.workload.single_row_loss import check_single_rows
+from rayps.workload.model_part import WeightCheck
 
 EVALUATED_WHILE_READ = (
     "the data has no length and is also evaluated: until a worker has read it to its end once, an evaluation reads as "
@@ -390,235 +366,6 @@ def _try_schedule(workload: Workload, phases: list[Phase], layout: Layout, table
         find_tables().try_schedule(table, recipe)
 
 
-FEW_ROWS = 8  # the number of rows with which a batch is tried first
-PRIVATE_SECONDS = 60.0  # for which workers wait until the loss of private rows was tried
-WATCHED_SECONDS = 10.0  # for which workers wait until it is known whether evaluations have a metric
-SINGLE_ROWS = 32  # the number of private rows whose losses are compared with that of their batch
-# causes of errors in the child process that need not occur in a worker
-_NOT_OF_THE_JOB = (OSError, ImportError, MemoryError, KeyboardInterrupt)
-_DEVICES = ("CUDA", "NVIDIA", "cuda")  # words in the messages of device errors
-
-
-@dataclass(frozen=True, slots=True)
-class TrialRequest:
-    """The input of the child process: the packed workload, and the values that select the first batch of worker 0."""
-
-    packed: bytes
-    workers: int
-    seed: int
-    federated: bool = False
-    private: bool = False  # whether the gradients of single rows are learned
-    watched: bool = False  # whether a callback watches a metric other than the loss
-    working_dir: str | None = None
-    path: tuple[str, ...] = ()
-    argv: tuple[str, ...] = ("",)
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The result of the child process: the `error` with which the job fails, or why the trial says nothing (`skipped`).
-
-    Both are None if the batch was tried without an error. `warning` is for the user; None if there is none. `metrics`
-    are the names that evaluations have; empty if the request asks for none, or two batches have other names.
-    """
-
-    error: RaypsError | None = None
-    skipped: str | None = None
-    warning: str | None = None
-    metrics: tuple[str, ...] = ()
-
-
-def main() -> None:
-    """Read a TrialRequest from stdin, write a Verdict to stdout, and exit."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # drop what the user's code prints, because the workers print it too
-    request: TrialRequest = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    with contextlib.suppress(OSError):  # if memory runs out, the kernel should end this process
-        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-    sys.path[:], sys.argv[:] = request.path, request.argv
-    torch.set_num_threads(1)
-    verdict = try_batch(request)
-    try:
-        text = pickle.dumps(verdict)
-    except Exception as error:  # an error's data may have objects of the user, which may raise any exception
-        text = pickle.dumps(Verdict(skipped=f"its result cannot be sent: {type(error).__name__}: {error}"))
-    answers.write(text)
-    answers.flush()
-    os._exit(0)  # do not wait for the user's threads
-
-
-def _exit_with_parent() -> None:
-    sys.stdin.buffer.read()
-    os._exit(1)
-
-
-def try_batch(request: TrialRequest) -> Verdict:
-    """Try the first batch that the request selects, and return the verdict. No exception is raised."""
-    try:
-        return _train_and_evaluate(unpack(request.packed, shared=True), request)
-    except RaypsError as error:
-        cause = error.__cause__
-        first_line = error.message.splitlines()[0]
-        if isinstance(cause, _NOT_OF_THE_JOB) or _of_ray(cause):
-            return Verdict(skipped=first_line)
-        if error.data.get("memory") or any(word in first_line for word in _DEVICES):
-            return Verdict(skipped=first_line)
-        return Verdict(error=error)
-    except BaseException as error:  # such an error says nothing about the job
-        return Verdict(skipped=f"{type(error).__name__}: {error}")
-
-
-def _of_ray(error: BaseException | None) -> bool:
-    """Return whether an error was raised inside Ray. The user's code may call Ray, which only workers have joined."""
-    file = getattr(sys.modules.get("ray"), "__file__", None)
-    if error is None or file is None:
-        return False
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(file).parent)
-
-
-def _train_and_evaluate(workload: Workload, request: TrialRequest) -> Verdict:
-    """Call the user's methods with one batch, in the order in which a worker calls them.
-
-    Raises WorkloadError or DataError if the user's code fails, or its loss does not suit private rows.
-    """
-    try:
-        with user_code("data"):
-            data = workload.data()
-        torch.manual_seed(request.seed)
-        held = Whole(workload, model_of(workload))
-        checkpoint_activations(held.module, workload.checkpoint_activations)
-        made(recipe_of(workload), NamedParameters(held.parameters, held.layout.names))
-        with user_code("evaluation_data"):
-            evaluation = workload.evaluation_data()
-    except RaypsError as error:  # not an error of the job, because the driver's process could call these methods
-        return Verdict(skipped=error.message.splitlines()[0])
-    batch = _first(data, request)
-    if batch is None:
-        return Verdict(skipped="worker-0 has no row")
-    held.check_weight.is_checked = True  # the whole batch says more than a few rows
-    _with_few(batch, lambda some: _train(held, some))
-    held.check_weight.of_pairs(batch)
-    with user_code("evaluation_data"):
-        evaluation_batch = next(
-            iter(evaluation.batches(rank=0, size=request.workers, seed=request.seed, epoch=0)), None
-        )
-    names: list[tuple[str, ...]] = []
-    if evaluation_batch is not None and evaluation_batch.size:
-        _with_few(evaluation_batch, lambda some: names.append(_evaluate(held, some)))
-        if request.watched:
-            names.append(_evaluate(held, evaluation_batch))
-    warning = _warn_of_rows(workload, held, data, request.seed) if request.private else None
-    return Verdict(warning=warning, metrics=names[0] if request.watched and len(set(names)) == 1 else ())
-
-
-def _warn_of_rows(workload: Workload, held: Whole, data: Data, seed: int) -> str | None:
-    """Return what `check_single_rows` says of some rows of the data. Raises the errors of this function."""
-    with user_code("data"):
-        stacks = stacks_of(data, data.order(seed, 0)[:SINGLE_ROWS], SINGLE_ROWS)
-    return check_single_rows(workload, held, stacks)
-
-
-def _first(data: Data, request: TrialRequest) -> Batch | None:
-    """Return the first batch of worker 0, or of the first client that has rows; None if there are no rows."""
-    with user_code("data"):
-        if request.federated:
-            clients = data.clients
-            first = next((k for k in range(clients.count) if len(clients.rows(k))), None)
-            return None if first is None else clients.batch(clients.rows(first)[: data.batch_size])
-        found = next(iter(data.batches(rank=0, size=request.workers, seed=request.seed, epoch=0)), None)
-    return found if found is not None and found.size else None
-
-
-def _with_few(batch: Batch, run: Callable[[Batch], None]) -> None:
-    """Call `run` with a few rows of the batch. If that fails, call it with the whole batch."""
-    few = batch
-    if batch.size > FEW_ROWS:
-        with contextlib.suppress(WorkloadError):  # the batch cannot be cut
-            few = cut_batch(batch, batch.size // FEW_ROWS)[0]
-    try:
-        run(few)
-    except RaypsError:
-        if few is batch:
-            raise
-        run(batch)
-
-
-def _train(held: Whole, batch: Batch) -> None:
-    with _batch_in_errors(batch):
-        held.backward(batch, 0, scalar)
-
-
-def _evaluate(held: Whole, batch: Batch) -> tuple[str, ...]:
-    """Evaluate a batch, and return the names of its metrics."""
-    with _batch_in_errors(batch), evaluating(held.module), torch.no_grad(), user_code("evaluate"):
-        return tuple(held.evaluate(batch))
-
-
-def scalar(loss: Nested) -> float:
-    """Return a training loss as a number. Raises WorkloadError if `checked_loss` refuses it."""
-    return float(checked_loss(loss).item())
-
-
-@contextlib.contextmanager
-def _batch_in_errors(batch: Batch) -> Iterator[None]:
-    """Add a description of the batch to errors that are raised inside the block."""
-    try:
-        yield
-    except WorkloadError as error:
-        described = WorkloadError(f"{error.message}\ngiven a batch with {words(batch)}", **error.data)
-        raise described from error.__cause__
-
-
-def words(batch: Batch) -> str:
-    """Describe a batch: `x float32[8, 5], y int64[8]`."""
-    return f"x {_words(batch.x)}, y {_words(batch.y)}"
-
-
-def _words(value: Nested) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_words(item)}" for key, item in list(value.items())[:8]) + "}"
-    if isinstance(value, (list, tuple)):
-        return "(" + ", ".join(_words(item) for item in value[:4]) + ")"
-    return type(value).__name__
-
-
-# the most bytes of parameters, of a packed workload, or of data in memory, because the child has a copy of each
-MOST_BYTES = 256 << 20
-# the collector is off while modules are loaded, as in `rayps_client.machine.loading`
-_MAIN = "import gc; gc.disable(); from rayps.runtime.checks.preflight import main; gc.enable(); main()"
-_NICENESS = 5  # of the child: it has a third of a worker's share of a core, since workers and Ray start meanwhile
-
-
-class TrialFacts(NamedTuple):
-    """The facts that decide whether a batch can be tried."""
-
-    remote: bool = False  # clients are real processes
-    divided: bool = False
-    gpus: float = 0.0  # GPUs of a worker
-    model: int = 0  # bytes of the model's parameters and buffers
-    packed: int = 0  # bytes of the packed workload
-    data: int = 0  # bytes of the data's tensors
-
-
-def reason_not_to_try(facts: TrialFacts) -> str | None:
-    """Return why no batch is tried before the workers start, or None if a batch is tried."""
-    if facts.remote:
-        return "real clients have the data, and the driver has none"
-    if facts.divided:
-        return "the model is divided among workers"
-    if facts.gpus:
-        return "the workers have GPUs, and the driver has none"
-    sizes = {"model": facts.model, "workload": facts.packed, "data in memory": facts.data}
-    for what, size in sizes.items():
-        if size > MOST_BYTES:
-            return f"the {what} takes {size / 2**20:.0f} MiB, and the limit for a trial is {MOST_BYTES >> 20} MiB"
-    return None
-
-
 def bytes_of(value: nn.Module | Data | Nested) -> int:
     """Return the number of bytes of all tensors in a module, a data set or nested values."""
     if isinstance(value, nn.Module):
@@ -631,121 +378,3 @@ def bytes_of(value: nn.Module | Data | Nested) -> int:
 
     map_tensors(dict(vars(value)) if isinstance(value, Data) else value, add)
     return sum(found)
-
-
-class Trial:
-    """The driver's handle of the child process that tries a batch. `begin` starts the process."""
-
-    def __init__(self) -> None:
-        self.verdict: Verdict | None = None  # None until it is known
-        self._patience = 0.0  # seconds for which `end` waits for the verdict
-        self._watches: Sequence[MetricWatch] = ()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._thread: threading.Thread | None = None
-
-    def begin(self, facts: TrialFacts, request: TrialRequest, watches: Sequence[MetricWatch] = ()) -> None:
-        """Start the process if a batch can be tried, and return at once. `watches`: what the callbacks watch."""
-        reason, self._watches = reason_not_to_try(facts), watches
-        self._patience = PRIVATE_SECONDS if request.private else WATCHED_SECONDS if request.watched else 0.0
-        if reason is not None:
-            self.verdict = Verdict(skipped=reason)
-            return
-        more = {
-            "PYTHONPATH": os.pathsep.join(request.path),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "RAY_ENABLE_AUTO_CONNECT": "0",
-        }  # the process has not joined Ray, and the user's code must not start one
-        cwd = request.working_dir if request.working_dir and Path(request.working_dir).is_dir() else None
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _MAIN],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=os.environ | more,
-                cwd=cwd,
-                start_new_session=True,
-            )
-        except OSError as error:
-            self.verdict = Verdict(skipped=f"no process could be started: {error}")
-            return
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
-        self._thread = threading.Thread(
-            target=self._exchange, args=(self._process, request), daemon=True, name="rayps-trial"
-        )
-        self._thread.start()
-
-    def check(self) -> None:
-        """Raise the WorkloadError or DataError that the process has found, if any so far.
-
-        Raises ConfigError if the name of a metric that a callback watches is misspelt.
-        """
-        if self.verdict is not None and self.verdict.error is not None:
-            raise self.verdict.error
-        self._missing()
-
-    def _missing(self) -> list[str]:
-        """Return a warning for each watched metric that the tried batch does not have."""
-        names = () if self.verdict is None else self.verdict.metrics
-        found = [watch.check_soon(names) for watch in self._watches if names]
-        return [each for each in found if each is not None]
-
-    def wait(self, seconds: float) -> None:
-        """Wait until there is a verdict, but at most `seconds`."""
-        if self._thread is not None:
-            self._thread.join(seconds)
-
-    def end(self, journal: Journal) -> None:
-        """End the child process, because the workers have started. If no batch was tried, write the reason as an event.
-
-        If rows are private, first wait for the verdict: a loss that does not suit them would learn only noise. Also
-        wait, for a shorter time, if a callback watches a metric: the first evaluation may be hours away.
-
-        Raises the WorkloadError or DataError that the process has found, and ConfigError as `check` does.
-        """
-        self.wait(self._patience)
-        self.check()
-        verdict, begun = self.verdict, self._process is not None
-        self.close()
-        if verdict is None and begun:
-            verdict = Verdict(skipped="the workers started first")
-        if verdict is not None and verdict.skipped is not None:
-            journal.event("choice", f"no batch was tried before the workers started: {verdict.skipped}")
-        if verdict is not None and verdict.warning is not None:
-            journal.event("warning", verdict.warning)
-        for warning in self._missing():
-            journal.event("warning", warning)
-
-    def close(self) -> None:
-        """End the process."""
-        process, self._process = self._process, None
-        if process is not None and self._thread is not None:
-            if process.returncode is None:  # also end the processes that the user's code started
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-            self._thread.join()
-            process.wait()
-
-    def _exchange(self, process: subprocess.Popen[bytes], request: TrialRequest) -> None:
-        given, taken = process.stdin, process.stdout
-        assert given is not None
-        assert taken is not None
-        self.verdict = _answer(process, given, taken, request)
-
-
-def _answer(process: subprocess.Popen[bytes], given: IO[bytes], taken: IO[bytes], request: TrialRequest) -> Verdict:
-    """Send the request to the child process, and return the verdict that it sends.
-
-    The child's stdin stays open until then, because the child ends itself when its stdin is closed.
-    """
-    with contextlib.suppress(OSError), given, taken:
-        try:
-            pickle.dump(request, given)
-            given.flush()
-            found: Verdict = pickle.load(taken)
-            return found
-        except (OSError, EOFError, pickle.UnpicklingError):
-            pass
-    return Verdict(skipped=f"the child process ended with exit code {process.wait()}")

@@ -16,7 +16,9 @@ from rayps.core.strategy.strategy import Phase
 from rayps.core.strategy.strategy_families import has_remote_clients, learns_by_client
 from rayps.core.strategy.topology import is_private
 from rayps.federated.remote_replies import create_mailbox
-from rayps.runtime.checks.preflight import PreflightFindings, TrialFacts, TrialRequest, preflight
+from rayps.runtime.checks.preflight import PreflightFindings, preflight
+from rayps.runtime.checks.trial import TrialFacts
+from rayps.runtime.checks.tried_batch import TrialRequest
 from rayps.runtime.driver.driven_job import JobRun
 from rayps.runtime.driver.phases import RunPlan
 from rayps.runtime.private.private_client_run import PrivateClientRun

@@ -21,7 +21,8 @@ from rayps.core.job.records import Point, ProgressRecord
 from rayps.core.strategy.strategy import Phase
 from rayps.core.strategy.strategy_families import Recovery, RestartAll, has_remote_clients, learns_by_client
 from rayps.core.urls import Location
-from rayps.runtime.checks.preflight import PreflightFindings, Trial
+from rayps.runtime.checks.preflight import PreflightFindings
+from rayps.runtime.checks.trial import Trial
 from rayps.runtime.driver.bound_mover import BoundMover
 from rayps.runtime.driver.decide_recovery import (
     BeginGeneration,
@@ -91,7 +92,7 @@ class WorkloadJob(DrivenJob):
         `checkpoints` is the folder for checkpoints, and `resume` the checkpoint to start from. `capture`: whether the
         workers' output becomes log lines. `failures`: the failures under earlier drivers of the job. `again`: whether
         an earlier driver of the job has died. `tries`: whether to try one batch in a child process while workers start
-        (see `rayps.runtime.checks.preflight`). `profile` is the folder for traces of a few rounds; None if there are
+        (see `rayps.runtime.checks.trial`). `profile` is the folder for traces of a few rounds; None if there are
         none. `callbacks` are called in addition to those of the workload; if they are None, no callback is called.
         `code`: what the workers import the user's modules from, unless it is the folder `spec.working_dir`.
         `evaluation_batches`: the most batches that each worker evaluates; None means all.
