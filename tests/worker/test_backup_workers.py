@@ -175,6 +175,30 @@ def test_workers_that_are_late_at_random_apply_each_row_once(script, log, seed):
     assert set(counts.values()) == {1} and len(counts) == 108
 
 
+class Touching(Small):
+    """Its model has a buffer, and its loss rounds the parameters in place, by less than 1e-6 of their values."""
+
+    def model(self):
+        model = super().model()
+        model.register_buffer("scale", torch.ones(1))
+        return model
+
+    def loss(self, model, batch):
+        with torch.no_grad():
+            for p in model.parameters() if model.training else ():
+                p.copy_(p.float())
+        return super().loss(model, batch)
+
+
+def test_no_other_collective_runs_beside_the_steps(log):
+    """Workers in step compare parameters that a loss has written, and evaluate the buffers of rank 0: not these."""
+    work = Touching(n=36, batch=3, optimizer="adam", jitter=0.002)
+    result = train(work, AllReduce(backup=1), workers=4, epochs=3, timeout=10.0, max_failures=0)
+    model, expected, counts = replayed(work, log, 3, 4)
+    assert distance(result.model(), model) < 1e-5 and losses(result) == pytest.approx(expected, abs=1e-5)
+    assert set(counts.values()) == {1}
+
+
 def test_rows_in_micro_batches_are_applied_once(log):
     work = Small(n=48, batch=2, optimizer="momentum", jitter=0.002)
     work.accumulate = 2

@@ -67,7 +67,7 @@ class DividedWorker(Worker):
         self.ring: Ring = peers.ring
         self.memory, self.shared = {}, {}
         self.done, self.reason = False, ""
-        self.tables, self.local, self.privacy = None, None, None
+        self.tables, self.local, self.privacy, self.members = None, None, None, None
         self.log = RoundLog()
         self.scaling = StepScaling(None)
         self.batches = make_stream(workload, plan)
