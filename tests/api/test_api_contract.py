@@ -49,7 +49,7 @@ def test_every_answer_is_as_the_schema_says(tmp_path: Path, schemathesis) -> Non
 def _try(site: Site, operation, schemathesis) -> None:  # type: ignore[no-untyped-def]
     checks = required("schemathesis.specs.openapi.checks")
 
-    @settings(max_examples=20, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=12, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy())
     def once(case) -> None:  # type: ignore[no-untyped-def]
         site.app.state.failures.clear()  # a check asks without a token, and expects 401 and not yet 429

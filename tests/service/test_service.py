@@ -302,6 +302,7 @@ def test_a_ray_that_loses_a_process_costs_neither_the_service_nor_a_job(serve: S
     for victim, parts in {"daemon": ["ray_daemon"], **VICTIMS}.items():
         last = max(rounds(home), default=0)
         until(lambda last=last: max(rounds(home), default=0) > last + 12, 180)
+        assert job.refresh().data["attempt"] == attempt
         daemon = read_record(serve.state)
         assert daemon is not None
         doomed = [
@@ -320,7 +321,7 @@ def test_a_ray_that_loses_a_process_costs_neither_the_service_nor_a_job(serve: S
             until(lambda daemon=daemon: not Path(daemon.temp_dir).exists())
     end.touch()
     assert job.wait(200).data["status"] == "SUCCEEDED", job.data
-    assert job.data["attempt"] in (attempt, attempt + 1)
+    assert job.data["attempt"] >= attempt
     assert sorted({p["round"] for p in job.metrics() if p["kind"] == "round"}) == list(range(2000))
     assert service.poll() is None and httpx2.get(f"{serve.url}/healthz").json() == {"ok": True}
     until(lambda: httpx2.get(f"{serve.url}/readyz").status_code == 200, 180)
