@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import rayps
-from rayps.cluster.local import LocalCluster
+from rayps.cluster.local import LocalCluster, until
 from rayps.core.job.job_status import Status
 from rayps.core.strategy.strategy_families import ReplaceOne, RestartAll
 from rayps.runtime.driver.driver import Driver
@@ -61,8 +61,7 @@ def counting(folder, strategy, deaths, *, save=1, moment="after", mean=False, ow
             die(here.rank, step, "after")
             time.sleep(0.01 + slow * (here.rank == 1))
         (folder / f"ended-{here.rank}").touch()
-        while here.rank == 0 and len(list(folder.glob("ended-*"))) < WORKERS:
-            time.sleep(0.01)
+        until(lambda: here.rank > 0 or len(list(folder.glob("ended-*"))) == WORKERS, 10.0)
         optimizer.zero_grad()
         optimizer.samples = 0  # a push that does not count: the pull after it has all others
         optimizer.step()
