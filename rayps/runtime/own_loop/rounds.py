@@ -124,6 +124,7 @@ class RoundState:
     position: int = 0  # batches taken so far
     memory: RoundMemory = field(default_factory=dict)
     shared: dict[str, Tensor] = field(default_factory=dict)
+    began: int = 0  # the number of steps after which the user's function continues
     behind: int = 0  # the next steps whose pushes the servers have already, from the process before this one
 
 

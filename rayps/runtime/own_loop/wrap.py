@@ -270,7 +270,7 @@ class _Wrapping:
             links.server = self._group.server(here.rank)
             _restore_feedback(links.server, saved)
             if self._free is not None:
-                self._begin_freely(self._free, links.server, flat, state, saved)
+                self._begin_freely(self._free, links.server, flat, state)
             if not servers.own_copies:
                 vars(optimizer)["state"] = StateOnServers(names_by_id(flat))
         if saved is not None:
@@ -280,15 +280,9 @@ class _Wrapping:
         self._rounds = RoundThread(self._strategy, flat, stepper, links, state)
         return self._rounds
 
-    def _begin_freely(
-        self, free: FreeWorker, server: GroupServer, flat: FlatModel, state: RoundState, saved: list[JsonObject] | None
-    ) -> None:
+    def _begin_freely(self, free: FreeWorker, server: GroupServer, flat: FlatModel, state: RoundState) -> None:
         """Begin as a worker that can be replaced, or continue after the pushes of the process that it replaces."""
-        position = state.position
-        if saved is not None and not self._here.restores_own:  # the function continues after the steps of rank 0
-            common: dict[str, Any] = saved[1]
-            position = common["position"]
-        behind = free.begin(server.step, position)
+        behind = free.begin(server.step, state.began)
         state.behind = max(0, behind)
         if self._servers is not None and self._servers.staleness is not None:
             for _ in range(-behind):  # steps that are left out count, so that the others do not wait for them
@@ -388,7 +382,10 @@ class _Wrapping:
             for name, value in mine["buffers"].items():
                 if name in buffers:
                     buffers[name].copy_(value)
-        return RoundState(mine["position"], dict(mine["memory"]), dict(common["shared"]))
+        began = (mine if self._here.restores_own else common)[
+            "position"
+        ]  # `restore` returns rank 0's steps, or own ones
+        return RoundState(mine["position"], dict(mine["memory"]), dict(common["shared"]), began)
 
     def disconnect(self, failed: bool) -> None:
         """End the connections. Before, all workers end an incomplete period together, unless the loop has failed.
