@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, schedule
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile, schedule
 
 _profiling = threading.Lock()  # torch has one profiler in a process; workers that are threads share it
 

@@ -15,7 +15,6 @@ from rayps_client.errors import ConfigError, WorkloadError
 import rayps
 from rayps.cluster.local import LocalCluster, until
 from rayps.core.job.job_status import Status
-from rayps.core.time.time_account import TimeAccount
 from rayps.runtime.driver.driver import Driver
 from rayps.runtime.own_loop.loop_job import LoopJob
 from rayps.runtime.own_loop.step_measure import NEWEST, StepMeasure, StepRates
@@ -127,12 +126,11 @@ class Clock:
 def measured(steps):
     """A measure of `steps`: (seconds, seconds held by part, samples or None) of each."""
     clock = Clock()
-    found = StepMeasure(TimeAccount("start", clock))
-    clock.now += 100.0  # of the start
+    found = StepMeasure(clock)
     found.account.enter("compute")
     for seconds, held, samples in steps:
         clock.now += seconds
-        found.add_logged(samples, seconds)
+        found.add_logged(samples)
         found.end_step(held)
     return found, clock
 

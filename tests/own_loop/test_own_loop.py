@@ -160,6 +160,25 @@ def point(rank, step, samples=1.0, **numbers):
     return {"kind": "round", "rank": rank, "round": step, "samples": samples, "seconds": 0.5, "numbers": numbers}
 
 
+@pytest.mark.parametrize(("ahead", "paired"), [(8, 4), (9, 12), (30, 33)])
+def test_a_rank_that_is_replaced_far_behind_completes_states_again(ahead, paired):
+    saves = PartsBySave(3)
+    for number in range(1, 4):
+        assert [saves.add(rank, SavedPart(number, 0)) is not None for rank in range(3)] == [False, False, True]
+    saves.continue_alone(1)
+    for number in range(4, 4 + ahead):
+        assert saves.add(0, SavedPart(number, 0)) is None and saves.add(2, SavedPart(number, 0)) is None
+    found = saves.add(1, SavedPart(4, 0))  # its first save after the state 3, from which it continues
+    assert {rank: part.number for rank, part in found.items()} == dict.fromkeys(range(3), saves.complete)
+    assert saves.complete == paired, "at most eight states wait for a rank"
+    for rank in (0, 2):
+        saves.add(rank, SavedPart(paired + 1, 0))
+    assert saves.add(1, SavedPart(5, 0)) is not None and saves.complete == paired + 1
+    for number in range(6, saves.counts[0] + 1):
+        saves.add(1, SavedPart(number, 0))
+    assert saves.uneven() is None, "the saves of a rank are counted as it called them"
+
+
 def test_logged_numbers_are_means_weighted_by_samples():
     points = LogPoints(2, "all_reduce")
     points.add([point(0, 0, 1, loss=1.0, only=5.0)], 0.0)

@@ -97,11 +97,20 @@ def test_a_loop_is_a_job_and_goes_on_after_kill_9(ray_service: Serve, whole: Job
     assert [(row["lr"], row["rounds"]) for row in rows] == [(0.1, 3), (0.3, 3)]
     assert sweep.best("total", mode="max").id in {job.id for job in sweep.jobs}
     slow = client.submit(
-        run="loop.py:train_fn", working_dir=tmp_path, workers=2, params={"steps": 10_000, "pause": 0.05}
+        run="loop.py:train_fn",
+        working_dir=tmp_path,
+        workers=2,
+        strategy="parameter_server:staleness=none",
+        params={"steps": 10_000, "pause": 0.05, "kill_at": 20},
     )
-    for topic, data in slow.follow():
-        if topic == "job" and ((data.get("progress") or {}).get("round") or 0) > 3:
+    for topic, data in slow.follow():  # worker-1 dies, and is replaced alone
+        lines = ((data.get("progress") or {}).get("workers") or []) if topic == "job" else []
+        if (
+            "replaced" in [event["kind"] for event in slow.events()]
+            and min(line["round"] for line in lines or [{"round": 0}]) > 21
+        ):
             break
+    assert "restarted" not in [event["kind"] for event in slow.events()]
     slow.stop()
     slow.wait(timeout=120)
     assert slow.data["status"] == "STOPPED"

@@ -48,6 +48,7 @@ class LoopOutput:
     rates: StepRates | None = None  # of its newest steps, if a report is due
     inputs: str | None = None  # a digest of the first inputs of its model: see `rayps.runtime.own_loop.same_rows`
     trace: bytes | None = None  # a trace of some steps, once: see `rayps.worker.profile`
+    is_free: bool = False  # whether another process can take the worker's place while the others continue
 
 
 class _Discard:
@@ -168,9 +169,12 @@ class LoopActor:
         if over or time.monotonic() >= self._times_due:
             self._times_due, times = time.monotonic() + TIMES_SECONDS, self.times()
             rates = self._world.measure.rates(self._world.last_logged)
-        lines, produced, inputs = self._logs.drain(), self._world.take(), self._world.inputs
-        trace = self._world.measure.take_trace()
-        return LoopOutput(lines, steps, self._returned, over, *produced, activity, times, rates, inputs, trace)
+        here = self._world
+        lines, produced, trace = self._logs.drain(), here.take(), here.measure.take_trace()
+        free = here.is_free and not self._returned  # at the end, worker-0 waits for the process that used its servers
+        return LoopOutput(
+            lines, steps, self._returned, over, *produced, activity, times, rates, here.inputs, trace, free
+        )
 
     def times(self) -> MemberTimes:
         """Return where the time of this process went since its start."""
@@ -178,6 +182,7 @@ class LoopActor:
 
     def close(self) -> None:
         """End the connections of wrapped optimizers, so that no peer waits for this worker. A kill calls this."""
+        self._world.ended.set()
         if not self._over:
             self._close(True)
 

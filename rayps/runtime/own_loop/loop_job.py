@@ -1,7 +1,8 @@
 """A loop of a user, as its driver runs it: start its workers, collect what they produce, save their states.
 
 The driver decides (`rayps.runtime.driver.driver`): a failure restarts all workers, from the newest saved state, at most
-`max_failures` times. A process that dies while it starts counts as any other.
+`max_failures` times; or a dead worker alone, if the others go on without it (`rayps.runtime.own_loop.loop_recovery`). A
+process that dies while it starts counts as any other.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rayps.core.job.job_status import Status
 from rayps.core.job.records import Event, Point, ProgressRecord, WorkerLine
 from rayps.core.job.user_module import pack
 from rayps.core.metrics import Throughput
+from rayps.core.strategy.strategy_families import Recovery
 from rayps.core.time.member_times import MemberTimes
 from rayps.core.urls import Location
 from rayps.runtime.driver.decide_recovery import (
@@ -33,6 +35,7 @@ from rayps.runtime.driver.decide_recovery import (
     Fail,
     Findings,
     Recover,
+    Replace,
     Restart,
     RunEnded,
     RunFacts,
@@ -40,6 +43,7 @@ from rayps.runtime.driver.decide_recovery import (
 from rayps.runtime.driver.driven_job import DrivenJob, JobRun
 from rayps.runtime.own_loop.actor import LoopOutput
 from rayps.runtime.own_loop.log_points import LogPoints, numbers_of
+from rayps.runtime.own_loop.loop_recovery import recovery_of_loop
 from rayps.runtime.own_loop.named import all_params, arguments
 from rayps.runtime.own_loop.same_rows import SAME_ROWS
 from rayps.runtime.own_loop.state import PartsBySave, SavedPart, checkpoint_of, parts_of
@@ -80,13 +84,10 @@ class _LoopFacts:
 class _Group:
     """The workers of one generation: their members, the replies of their functions, and what they produce."""
 
-    def __init__(self, members: list[GroupMember], states: list[SavedPart] | None) -> None:
-        self.members = members
+    def __init__(self, name: str, members: list[GroupMember], states: list[SavedPart] | None) -> None:
+        self.name, self.members = name, members
         self._places = [member.handle.call("place") for member in members]
-        given: list[tuple[SavedPart, ...]] = [()] * len(members)
-        if states is not None:
-            given = [(own, states[0]) for own in states]
-        self.replies = [member.handle.call("run", *parts) for member, parts in zip(members, given, strict=True)]
+        self.replies = [_called(member, states) for member in members]
         self.began = states[0].steps if states else 0  # optimizer steps at the start of the generation
         self.watch = LoopWatch([member.handle for member in members])
         self.over = False  # whether its workers were ended
@@ -104,6 +105,13 @@ class _Group:
         for member, reply in zip(self.members, self._places, strict=True):
             member.place = member.place or _place(reply)
         return found
+
+    def replace(self, member: GroupMember, states: list[SavedPart] | None) -> None:
+        """Let a new process take the place of a dead one, from the saved states of all ranks if there are some."""
+        rank = member.rank
+        self.members[rank], self._places[rank] = member, member.handle.call("place")
+        self.replies[rank] = _called(member, states)
+        self.watch.replace(rank, member.handle)
 
     def ended(self) -> list[int]:
         """Return the ranks whose function has ended, or whose process has died."""
@@ -243,8 +251,7 @@ class LoopJob(DrivenJob):
 
     def begin_generation(self, state: BeginGeneration) -> Findings | RunFacts:
         """Start all workers from the newest saved state."""
-        spec, started, record = self.run.spec, self._started, self.run.record
-        assert started is not None, "the resources are reserved first"
+        spec, record = self.run.spec, self.run.record
         if self.run.stopping.is_set():
             return Findings(stopped=True)
         self.run.generation += 1
@@ -256,45 +263,48 @@ class LoopJob(DrivenJob):
             self._gathering.complete = states[0].number
         record.set_status(Status.STARTING if self.run.generation == 1 else Status.RECOVERING, "starting workers")
         recovers, _ = record.times.begin_generation(spec.workers)
-        wanted = self._resources
-        name, traced = f"run-{time.time_ns()}", record.ranks_to_trace(spec.workers)
-        start = spec.timeout + (install_seconds() if self._code.requirements else 0.0)
-        members: list[GroupMember] = []
-        for rank in range(spec.workers):
-            place = LoopPlace(
-                rank,
-                spec.workers,
-                name,
-                spec.timeout,
-                start,
-                dict(spec.params),
-                spec.strategy,
-                self.saves,
-                spec.seed,
-                rank in traced,
-            )
-            began = time.monotonic()
-            handle = started.cluster.spawn(
-                "rayps.runtime.own_loop.actor:LoopActor",
-                started.packed,
-                place,
-                code=started.code,
-                capture=self._capture and not isinstance(started.cluster, LocalCluster),
-                sends=self._sends,
-                recovers=recovers,
-                threads=torch_threads(wanted["cpu"]),
-                cpus=wanted["cpu"],
-                gpus=wanted.get("gpu", 0.0),
-                gang=started.gang,
-                index=rank,
-                warm=self._code.may_be_warm,
-            )
-            members.append(GroupMember(f"worker-{rank}", handle, spawned=began))
-        self._group = _Group(members, states)
+        name = f"run-{time.time_ns()}"
+        members = [self._spawn(rank, name, recovers=recovers) for rank in range(spec.workers)]
+        self._group = _Group(name, members, states)
         record.set_status(Status.RUNNING, "")
         if self.run.generation == 1:
             self.run.move.report_arrival(0 if states is None else states[0].steps)
         return Findings()
+
+    def _spawn(self, rank: int, name: str, *, recovers: bool) -> GroupMember:
+        """Start the process of a worker of the generation `name`. `recovers`: it starts because of a failure."""
+        spec, started = self.run.spec, self._started
+        assert started is not None, "the resources are reserved first"
+        wanted, traced = self._resources, self.run.record.ranks_to_trace(spec.workers)
+        place = LoopPlace(
+            rank,
+            spec.workers,
+            name,
+            spec.timeout,
+            spec.timeout + (install_seconds() if self._code.requirements else 0.0),
+            dict(spec.params),
+            spec.strategy,
+            self.saves,
+            spec.seed,
+            rank in traced,
+        )
+        began = time.monotonic()
+        handle = started.cluster.spawn(
+            "rayps.runtime.own_loop.actor:LoopActor",
+            started.packed,
+            place,
+            code=started.code,
+            capture=self._capture and not isinstance(started.cluster, LocalCluster),
+            sends=self._sends,
+            recovers=recovers,
+            threads=torch_threads(wanted["cpu"]),
+            cpus=wanted["cpu"],
+            gpus=wanted.get("gpu", 0.0),
+            gang=started.gang,
+            index=rank,
+            warm=self._code.may_be_warm,
+        )
+        return GroupMember(f"worker-{rank}", handle, spawned=began)
 
     def _states(self) -> list[SavedPart] | None:
         """Return the ranks' parts of the newest saved state, or None if there is none."""
@@ -336,10 +346,16 @@ class LoopJob(DrivenJob):
             failures=run.failures.failures,
             max_failures=run.spec.max_failures,
             in_row=run.failures.in_row,
+            recovery=self._recovery(group, dead, errors),
             outputs={name: started.cluster.last_output(group.members[_rank(name)].handle) for name, _ in dead},
             stop=run.stopping.is_set(),
             positions={f"worker-{rank}": output.steps for rank, output in sorted(group.watch.latest.items())},
         )
+
+    def _recovery(self, group: _Group, dead: list[tuple[str, str]], errors: list[tuple[str, Exception]]) -> Recovery:
+        """Return how the run recovers from a death now."""
+        free = [rank for rank, output in group.watch.latest.items() if output.is_free]
+        return recovery_of_loop([_rank(name) for name, _ in dead], free, errors=bool(errors))
 
     def follow(self, phase: int, decision: Decision, facts: RunFacts) -> Findings:
         """Report the points of complete steps. If the generation ends, wait for the last output of its workers."""
@@ -347,6 +363,10 @@ class LoopJob(DrivenJob):
         if isinstance(decision, Continue):
             self._report(group.ended() if len(facts.finished) == workers else ())
             self.run.stopping.wait(POLL_SECONDS)
+            return Findings(decision=decision)
+        if isinstance(decision, Replace):
+            group.watch.finish([_rank(name) for name in decision.lost], self.poll)
+            self._report(())
             return Findings(decision=decision)
         group.watch.finish(group.ended(), self.poll)
         self._report(range(workers))
@@ -385,6 +405,18 @@ class LoopJob(DrivenJob):
         run.journal.event("restarted", message, lost=list(decision.lost), failures=run.failures.failures)
         run.stopping.wait(decision.pause)
         return Findings()
+
+    def replace_members(self, decision: Replace) -> None:
+        """Start new processes for the lost workers alone, from the newest saved state if there is one."""
+        group, states, started = self._workers, self._states(), self._started
+        assert started is not None, "the resources are reserved first"
+        for rank in map(_rank, decision.lost):
+            started.cluster.kill(group.members[rank].handle)
+            group.replace(self._spawn(rank, group.name, recovers=True), states)
+            self._gathering.continue_alone(rank)
+        where = "anew" if states is None else f"from saved state {states[0].number}"
+        message = f"{decision.reason}: {' and '.join(decision.lost)} starts again alone, {where}; the others continue"
+        self.run.journal.event("replaced", message, lost=list(decision.lost), round=states[0].steps if states else 0)
 
     def can_save_last(self, phase: int) -> bool:
         """Return whether the loop saves at all, so that it may save once more."""
@@ -546,6 +578,11 @@ def _name(spec: JobSpec) -> str:
     """Return the name of the strategy that `wrap` uses by default."""
     found = spec.strategy
     return str(found.get("name", "")) if isinstance(found, dict) else str(found).partition(":")[0]
+
+
+def _called(member: GroupMember, states: list[SavedPart] | None) -> ActorReply:
+    """Call the user's function in a worker. It continues from the saved states of all ranks, if there are some."""
+    return member.handle.call("run", *(() if states is None else (states[member.rank], states[0])))
 
 
 def _rank(worker: str) -> int:

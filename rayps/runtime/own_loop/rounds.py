@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rayps_client.errors import ConfigError
+from rayps_client.errors import ConfigError, PeerLost
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -124,6 +124,8 @@ class RoundState:
     position: int = 0  # batches taken so far
     memory: RoundMemory = field(default_factory=dict)
     shared: dict[str, Tensor] = field(default_factory=dict)
+    began: int = 0  # the number of steps after which the user's function continues
+    behind: int = 0  # the next steps whose pushes the servers have already, from the process before this one
 
 
 class RoundThread:
@@ -414,8 +416,9 @@ class RoundThread:
             self._strategy.begin(view)
             while True:
                 self._strategy.round(view)
-        except _Ended:
-            return
+        except _Ended:  # a loop whose process is ended from outside must not wait for this thread
+            self._error = PeerLost("this worker of the run was ended", peer="driver")
+            self._user_may_run.release()
         except BaseException as error:  # any exception is raised again in the user's thread
             self._error = error
             self._user_may_run.release()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from rayps_client.errors import CheckpointError, ConfigError
@@ -145,10 +145,21 @@ class PartsBySave:
         self._parts: dict[int, dict[int, SavedPart]] = {}
         self.counts = [0] * size  # the number of the last save of each rank
         self.complete = 0  # the number of the newest complete save
+        # what is added to the numbers of a rank's saves; None: to be found at the next save of a rank that was replaced
+        self._shifts: list[int | None] = [0] * size
+
+    def continue_alone(self, rank: int) -> None:
+        """Let a rank continue from a saved state while the others go on.
+
+        If it is so far behind that its saves would come too late for those of the others, its next save belongs to the
+        newest one that all others have sent.
+        """
+        self._shifts[rank] = None
 
     def add(self, rank: int, part: SavedPart) -> dict[int, SavedPart] | None:
         """Add a part. Return all parts of its save if the save is now complete and newer than every other one."""
         self.counts[rank] = part.number
+        part = replace(part, number=part.number + self._shift(rank))
         held = self._parts.setdefault(part.number, {})
         held[rank] = part
         if len(held) == self._size and part.number > self.complete:
@@ -158,6 +169,14 @@ class PartsBySave:
         for number in sorted(self._parts)[: -self._kept]:
             del self._parts[number]
         return None
+
+    def _shift(self, rank: int) -> int:
+        found = self._shifts[rank]
+        if found is None:
+            others = [count + (self._shifts[each] or 0) for each, count in enumerate(self.counts) if each != rank]
+            late = min(others, default=0) - self.counts[rank]
+            found = self._shifts[rank] = late if late >= self._kept else 0
+        return found
 
     def uneven(self) -> str | None:
         """Return why saves are incomplete at the end of a run, or None if they are not.

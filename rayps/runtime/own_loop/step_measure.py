@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -45,8 +46,9 @@ class StepRates:
 class StepMeasure:
     """Measures the steps of one worker's loop. The loop's thread writes, and any thread may read `rates`."""
 
-    def __init__(self, account: TimeAccount | None = None) -> None:
-        self.account = account or TimeAccount()  # of the time of this process
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.account = TimeAccount(clock=clock)  # of the time of this process
+        self._clock, self._logged_at = clock, clock()  # the time of the last logged point
         self._lock = threading.Lock()
         self._spent: deque[Seconds] = deque([{}], maxlen=NEWEST + 1)  # the account at the end of each newest step
         self._logged: deque[tuple[float, float]] = deque(maxlen=NEWEST)  # (samples, seconds) of the newest points
@@ -63,11 +65,14 @@ class StepMeasure:
         if self._trace is not None:
             self._trace.round_over()
 
-    def add_logged(self, samples: float | None, seconds: float) -> None:
-        """Take over a logged point of so many samples, `seconds` after the point before."""
+    def add_logged(self, samples: float | None) -> float:
+        """Take over a logged point of so many samples, and return the seconds since the point before."""
+        now = self._clock()
+        seconds, self._logged_at = now - self._logged_at, now
         if samples is not None:
             with self._lock:
                 self._logged.append((samples, seconds))
+        return seconds
 
     def rates(self, logged: int) -> StepRates:
         """Return the rates of the newest steps; of a loop without steps, the shares of its time so far."""

@@ -94,9 +94,13 @@ class LoopView:
         return self._rounds.mean_grad()
 
     def push_grad(self, batch: None) -> None:
-        """Push the gradient that the user's loop has computed."""
+        """Push the gradient that the user's loop has computed, unless the servers have it already."""
         assert self.server is not None, "the parameters are on servers"
-        self.server.push(self.grad(batch))
+        gradient, state = self.grad(batch), self._rounds.state
+        if state.behind:
+            state.behind -= 1
+            return
+        self.server.push(gradient)
 
     def clipped(self, vector: Tensor) -> Tensor:
         """Return the vector: a loop clips its gradients itself, by `clip_grad_norm_`."""

@@ -29,12 +29,19 @@ class LoopWatch:
         # the newest output of each rank; replaced as a whole, so that a reader in another thread sees one state
         self.latest: Mapping[int, LoopOutput] = {}
         self._lock = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._follow, args=(rank, handle), daemon=True, name=f"rayps-watch-{rank}")
-            for rank, handle in enumerate(handles)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [self._started(rank, handle) for rank, handle in enumerate(handles)]
+
+    def _started(self, rank: int, handle: ActorHandle) -> threading.Thread:
+        """Return a thread that follows a worker."""
+        thread = threading.Thread(target=self._follow, args=(rank, handle), daemon=True, name=f"rayps-watch-{rank}")
+        thread.start()
+        return thread
+
+    def replace(self, rank: int, handle: ActorHandle) -> None:
+        """Follow the new process of a worker, whose old process has died."""
+        with self._lock:
+            self.latest = {each: output for each, output in self.latest.items() if each != rank}
+        self._threads[rank] = self._started(rank, handle)
 
     def take(self) -> list[tuple[int, LoopOutput]]:
         """Return the outputs that have arrived since the last call, each with the rank of its worker."""

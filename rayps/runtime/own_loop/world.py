@@ -10,7 +10,6 @@ import itertools
 import math
 import numbers
 import threading
-import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -40,7 +39,11 @@ def _nothing() -> None:
 
 
 class WrapState(Protocol):
-    """A wrapped optimizer, as far as saves are concerned."""
+    """A wrapped optimizer, as far as saves and replacements are concerned."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether another process can take this worker's place while the others continue."""
 
     def state(self) -> JsonObject:
         """Return its state: tensors, numbers, dicts of them."""
@@ -86,7 +89,7 @@ class World:
     saved: int = 0  # the number of the last save
     logged: int = -1  # the step of the last logged point
     logged_before: int = -1  # the same, of the state from which the function continues
-    logged_at: float = field(default_factory=time.monotonic)
+    ended: threading.Event = field(default_factory=threading.Event)  # set when the process is to end at once
     inputs: str | None = None  # a digest of the first inputs of the first wrapped model; None if not known
     measure: StepMeasure = field(default_factory=StepMeasure)  # of the time of this process, and of the steps
 
@@ -101,9 +104,19 @@ class World:
         return self.place.size
 
     @property
+    def is_free(self) -> bool:
+        """Whether another process can take this worker's place: the workers meet on servers alone, and on no ring."""
+        return bool(self.wrapped) and self.ring is None and all(each.is_free for each in self.wrapped)
+
+    @property
     def last_logged(self) -> int:
         """The step of the last logged point of the run, also of one before the function was started again."""
         return self.logged_before if self.logged < 0 else self.logged
+
+    @property
+    def restores_own(self) -> bool:
+        """Whether `restore` returns a state of this rank, and not that of rank 0."""
+        return self.restored is None or bool(self.restored[0].content("own"))
 
     def wrap_states(self, number: int) -> list[JsonObject] | None:
         """Return this rank's and rank 0's saved state of the wrap with this number, or None if there is none."""
@@ -194,13 +207,11 @@ def log(*, step: int | None = None, samples: float | None = None, **numbers: Sup
     if samples is not None and (weight is None or not 0 <= weight < math.inf):
         raise ConfigError(f"rayps.log was given samples={samples!r}: give a number of at least 0", field="samples")
     found = {name: _number(name, value) for name, value in numbers.items()}
-    now = time.monotonic()
     with here.lock:
-        seconds, here.logged, here.logged_at = now - here.logged_at, at, now
+        seconds, here.logged = here.measure.add_logged(weight), at
         here.points.append(
             {"kind": "round", "rank": here.rank, "round": at, "samples": weight, "seconds": seconds, "numbers": found}
         )
-    here.measure.add_logged(weight, seconds)
     if not here.wrapped:  # a loop without a wrapped optimizer counts its steps by its logged points
         here.begin_trace()
         here.measure.end_step()
@@ -276,7 +287,7 @@ def restore() -> Any:
     own, first = here.restored
     here.logged_before = own.logged
     torch.set_rng_state(own.content("random"))
-    return (own if own.content("own") else first).content("state")
+    return (own if here.restores_own else first).content("state")
 
 
 def _number(name: str, value: Any) -> float:

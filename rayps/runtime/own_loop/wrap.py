@@ -8,8 +8,10 @@ import io
 import logging
 import math
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from hashlib import sha256
 from types import MethodType
 from typing import Any, Protocol
 
@@ -29,6 +31,7 @@ from rayps.core.strategy.topology import Peers, Servers, compression_in, servers
 from rayps.ps.client.client import GroupServer
 from rayps.ps.server_group import ServerGroup, present_state
 from rayps.runtime.own_loop.equal_buffers import EqualBuffers
+from rayps.runtime.own_loop.free_worker import FreeWorker, is_free
 from rayps.runtime.own_loop.grad_scaler import take_scaled
 from rayps.runtime.own_loop.last_period import change_kept_here, incomplete_period, never_stepped, open_steps
 from rayps.runtime.own_loop.mean_gradient import MeanGradient
@@ -43,6 +46,7 @@ from rayps.tensors import optim
 from rayps.tensors.flat import FlatModel, Gradient, outside_vector
 from rayps.tensors.learning_rate import Maker, Recipe, rates_of
 from rayps.tensors.optim import Group
+from rayps.tensors.packing import flat_bytes
 from rayps.tensors.weight_watch import check_alike
 from rayps.worker.ring_worker import BackgroundMeans
 from rayps.workload.max_norm import check_max_norm
@@ -147,6 +151,7 @@ def wrap(
         watch_inputs(model, partial(setattr, here, "inputs"))
     here.begin_trace(None if steps is None else steps - rounds.state.position)
     rounds.start(LoopView(rounds, here, optimizer, LoopPlan(ENDLESS if steps is None else steps, seed=here.place.seed)))
+    here.produced()  # the driver learns whether the others go on without this worker
     return model, optimizer
 
 
@@ -218,6 +223,7 @@ class _Wrapping:
         self._servers = servers_of(strategy)
         # whether workers have parameters of their own between two rounds
         self._apart = strategy.loop == LOCAL_UPDATES or (self._servers is not None and self._servers.own_copies)
+        self._free = FreeWorker(name, here) if is_free(strategy) else None
         self._group: ServerGroup | None = None
         self._rounds: RoundThread | None = None
         self._objects: SameObjects | None = None
@@ -227,10 +233,11 @@ class _Wrapping:
         here, optimizer, servers = self._here, self._optimizer, self._servers
         place = here.place
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
+        alone = self._free is not None and self._free.follows  # the others have begun
         ring = Ring.join(
-            self._name,
-            here.rank,
-            here.size,
+            f"{self._name}/{time.time_ns()}" if alone else self._name,
+            0 if alone else here.rank,
+            1 if alone else here.size,
             timeout=place.timeout,
             join_timeout=place.start,
             device=str(device) if device.type == "cuda" else "cpu",
@@ -262,6 +269,8 @@ class _Wrapping:
             )
             links.server = self._group.server(here.rank)
             _restore_feedback(links.server, saved)
+            if self._free is not None:
+                self._begin_freely(self._free, links.server, flat, state)
             if not servers.own_copies:
                 vars(optimizer)["state"] = StateOnServers(names_by_id(flat))
         if saved is not None:
@@ -270,6 +279,14 @@ class _Wrapping:
         stepper = OwnStepper(optimizer, rates, self._objects, self._strategy)
         self._rounds = RoundThread(self._strategy, flat, stepper, links, state)
         return self._rounds
+
+    def _begin_freely(self, free: FreeWorker, server: GroupServer, flat: FlatModel, state: RoundState) -> None:
+        """Begin as a worker that can be replaced, or continue after the pushes of the process that it replaces."""
+        behind = free.begin(server.step, state.began)
+        state.behind = max(0, behind)
+        if self._servers is not None and self._servers.staleness is not None:
+            for _ in range(-behind):  # steps that are left out count, so that the others do not wait for them
+                server.push(flat.vector[:0], 0.0)
 
     def _links(self, ring: Ring, flat: FlatModel) -> LoopLinks:
         sent: Ring | CompressedRing = ring
@@ -287,6 +304,11 @@ class _Wrapping:
         if self._broadcasts and ring.size > 1:
             links.buffers = EqualBuffers(self._model, ring)
         return links
+
+    @property
+    def is_free(self) -> bool:
+        """Whether another process can take this worker's place while the others continue."""
+        return self._free is not None
 
     @property
     def is_apart(self) -> bool:
@@ -360,7 +382,10 @@ class _Wrapping:
             for name, value in mine["buffers"].items():
                 if name in buffers:
                     buffers[name].copy_(value)
-        return RoundState(mine["position"], dict(mine["memory"]), dict(common["shared"]))
+        began = (mine if self._here.restores_own else common)[
+            "position"
+        ]  # `restore` returns rank 0's steps, or own ones
+        return RoundState(mine["position"], dict(mine["memory"]), dict(common["shared"]), began)
 
     def disconnect(self, failed: bool) -> None:
         """End the connections. Before, all workers end an incomplete period together, unless the loop has failed.
@@ -371,7 +396,7 @@ class _Wrapping:
         rounds = self._rounds
         assert rounds is not None
         links = rounds.links
-        if not failed:
+        if not failed and self._free is None:
             try:
                 self._check_end(rounds)
             except RaypsError:
@@ -388,12 +413,26 @@ class _Wrapping:
             links.mean.close()
         if links.server is not None:
             links.server.close()
-        if not failed:
-            links.ring.barrier()  # the shards must not end before all workers have disconnected
-        rounds.flat.drop_grad()  # gradients may be in the ring's memory
-        links.ring.close()
-        if self._group is not None:
-            self._group.close()
+        try:
+            if not failed:  # the shards must not end before all workers have disconnected
+                if self._free is None:
+                    links.ring.barrier()
+                else:
+                    self._leave(self._free, rounds)
+        finally:
+            rounds.flat.drop_grad()  # gradients may be in the ring's memory
+            links.ring.close()
+            if self._group is not None:
+                self._group.close()
+
+    def _leave(self, free: FreeWorker, rounds: RoundThread) -> None:
+        """End without a ring, and check what `_check_end` checks: see `disconnect`."""
+        self._warn_of_change("when the function had returned")
+        steps, vector = rounds.state.position, rounds.flat.vector
+        digest = "" if steps else sha256(flat_bytes(vector.cpu()).tobytes()).hexdigest()
+        name = free.leave(rounds.changed(), steps, digest)
+        if name is not None:
+            raise never_stepped(self._strategy, name)
 
     def _check_end(self, rounds: RoundThread) -> None:
         """Check what the loop has done with parameters after its last step: see `disconnect`. All workers call it."""
