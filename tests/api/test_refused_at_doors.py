@@ -491,3 +491,10 @@ class NoCluster(LocalCluster):
 
     def spawn(self, *given: Any, **more: Any) -> Any:
         pytest.fail("an actor was started before the check")
+
+
+def test_each_exception_and_each_form_is_of_a_row() -> None:
+    pairs = {frozenset((row.one, row.other)) for row in TABLE}
+    for exceptions in (NOT_WALKED, NOT_RUN, FORMS_OF_PAIRS, ARGUMENTS):
+        assert {pair for pair in exceptions if frozenset(pair) not in pairs} == set()
+    assert set(FORMS) | set(FORMS_OF_WORK) <= {name for row in TABLE for name in (row.one, row.other)}
