@@ -31,7 +31,7 @@ def is_free(strategy: StrategyView) -> bool:
     return isinstance(strategy.recovery, ReplaceOne) and isinstance(strategy.server_half, PlainServers) and not apart
 
 
-class PushCount(Protocol):
+class CountedPushes(Protocol):
     """The connection of a worker to the servers, as far as its pushes are counted."""
 
     @property
@@ -58,7 +58,7 @@ class FreeWorker:
         """Whether this process takes the place of another one, so that the others have begun without it."""
         return self._before is not None
 
-    def begin(self, server: PushCount, position: int, nothing: Tensor | None) -> int:
+    def begin(self, server: CountedPushes, position: int, nothing: Tensor | None) -> int:
         """Begin after `position` steps. Return how many of the next steps have pushes that the servers have already.
 
         If the function continues after steps that were never pushed, because the saved state is that of a faster
