@@ -8,8 +8,10 @@ state, and the pushes that the servers have from the dead process are left out, 
 from __future__ import annotations
 
 import json
+from typing import Protocol
 
 from rayps_client.errors import PeerTimeout
+from torch import Tensor
 
 from rayps.cluster.local import rendezvous, until
 from rayps.core.strategy.server_updates import PlainServers
@@ -29,6 +31,17 @@ def is_free(strategy: StrategyView) -> bool:
     return isinstance(strategy.recovery, ReplaceOne) and isinstance(strategy.server_half, PlainServers) and not apart
 
 
+class CountedPushes(Protocol):
+    """The connection of a worker to the servers, as far as its pushes are counted."""
+
+    @property
+    def step(self) -> int:
+        """The number of this rank's pushes."""
+
+    def push(self, value: Tensor, weight: float) -> None:
+        """Push a gradient."""
+
+
 class FreeWorker:
     """The place of this worker in one `wrap`, whose `name` is that of the wrap in this generation of the run."""
 
@@ -45,17 +58,22 @@ class FreeWorker:
         """Whether this process takes the place of another one, so that the others have begun without it."""
         return self._before is not None
 
-    def begin(self, pushed: int, position: int) -> int:
+    def begin(self, server: CountedPushes, position: int, nothing: Tensor | None) -> int:
         """Begin after `position` steps. Return how many of the next steps have pushes that the servers have already.
 
-        `pushed` is the number of this rank's pushes that the servers have. The result is negative if the function
-        continues after steps that the servers have no pushes of, because the saved state is that of a faster worker.
+        If the function continues after steps that were never pushed, because the saved state is that of a faster
+        worker, `nothing`, an empty gradient, is pushed for each of them, so that the others do not wait for them. It is
+        None if nobody ever waits.
         """
         if self._before is None:
-            rendezvous().put(self._key("began", self._here.rank), f"{pushed} {position}".encode())
+            rendezvous().put(self._key("began", self._here.rank), f"{server.step} {position}".encode())
             return 0
         began, first = map(int, self._before.split())
-        return pushed - began - (position - first)
+        behind = server.step - began - (position - first)
+        if nothing is not None:
+            for _ in range(-behind):
+                server.push(nothing, 0.0)
+        return max(0, behind)
 
     def leave(self, changed: str | None, steps: int, digest: str) -> str | None:
         """Note that this worker has disconnected from the servers. Worker-0, which holds them, waits for all workers.

@@ -270,7 +270,8 @@ class _Wrapping:
             links.server = self._group.server(here.rank)
             _restore_feedback(links.server, saved)
             if self._free is not None:
-                self._begin_freely(self._free, links.server, flat, state)
+                nothing = None if servers.staleness is None else flat.vector[:0]
+                state.behind = self._free.begin(links.server, state.began, nothing)
             if not servers.own_copies:
                 vars(optimizer)["state"] = StateOnServers(names_by_id(flat))
         if saved is not None:
@@ -279,14 +280,6 @@ class _Wrapping:
         stepper = OwnStepper(optimizer, rates, self._objects, self._strategy)
         self._rounds = RoundThread(self._strategy, flat, stepper, links, state)
         return self._rounds
-
-    def _begin_freely(self, free: FreeWorker, server: GroupServer, flat: FlatModel, state: RoundState) -> None:
-        """Begin as a worker that can be replaced, or continue after the pushes of the process that it replaces."""
-        behind = free.begin(server.step, state.began)
-        state.behind = max(0, behind)
-        if self._servers is not None and self._servers.staleness is not None:
-            for _ in range(-behind):  # steps that are left out count, so that the others do not wait for them
-                server.push(flat.vector[:0], 0.0)
 
     def _links(self, ring: Ring, flat: FlatModel) -> LoopLinks:
         sent: Ring | CompressedRing = ring
