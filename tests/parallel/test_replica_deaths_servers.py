@@ -3,6 +3,7 @@
 Servers are fixed (`replicas` None), or a group with copies of each segment (1) or without (0).
 """
 
+import covers
 import pytest
 import torch
 from small_work import SEEN, Small, Watched, distance, kinds, plain, train
@@ -22,6 +23,9 @@ def tag(request):
     return request.node.nodeid
 
 
+@covers.by(
+    lambda replica, staleness, replicas, at: (staleness, replicas), lambda replica, staleness, replicas, at: replica
+)
 @pytest.mark.parametrize("replica", [PIPE, WIDE], ids=str)
 @pytest.mark.parametrize(("staleness", "replicas", "at"), [(2, None, 3), (2, 1, 40), (None, None, 40), (None, 1, 3)])
 def test_out_of_step_a_replica_begins_anew_from_the_servers(tag, replica, staleness, at, replicas):
@@ -89,6 +93,7 @@ def test_nothing_is_pushed_twice_and_nothing_is_missing(tag, staleness, at, repl
         assert torch.allclose(parameter, torch.full((5,), -0.1 * 40, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
+@covers.pairs
 @pytest.mark.parametrize("replicas", [None, 1])
 @pytest.mark.parametrize("replica", [PIPE, WIDE], ids=str)
 @pytest.mark.parametrize(("at", "victim"), [(7, 1), (30, 2)])
@@ -119,6 +124,7 @@ def test_in_step_a_dead_server_still_means_the_snapshot(tag):
     assert distance(result.model(), plain(work, 2, epochs=2)[0]) < 1e-12
 
 
+@covers.values
 @pytest.mark.parametrize("replica", [PIPE, WIDE], ids=str)
 @pytest.mark.parametrize("replicas", [0, 1])
 def test_in_step_a_dead_server_of_a_group_changes_no_bit(tag, replica, replicas):
@@ -136,6 +142,7 @@ def test_in_step_a_dead_server_of_a_group_changes_no_bit(tag, replica, replicas)
     assert ("restored" in kinds(result)) == (replicas == 0)
 
 
+@covers.values
 @pytest.mark.parametrize("staleness", [2, None])
 @pytest.mark.parametrize("replicas", [0, 1])
 def test_out_of_step_each_push_is_applied_once_whichever_server_dies(tag, staleness, replicas):
