@@ -23,9 +23,6 @@ def tag(request):
     return request.node.nodeid
 
 
-@covers.by(
-    lambda replica, staleness, replicas, at: (staleness, replicas), lambda replica, staleness, replicas, at: replica
-)
 @pytest.mark.parametrize("replica", [PIPE, WIDE], ids=str)
 @pytest.mark.parametrize(("staleness", "replicas", "at"), [(2, None, 3), (2, 1, 40), (None, None, 40), (None, 1, 3)])
 def test_out_of_step_a_replica_begins_anew_from_the_servers(tag, replica, staleness, at, replicas):
@@ -93,7 +90,6 @@ def test_nothing_is_pushed_twice_and_nothing_is_missing(tag, staleness, at, repl
         assert torch.allclose(parameter, torch.full((5,), -0.1 * 40, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
-@covers.pairs
 @pytest.mark.parametrize("replicas", [None, 1])
 @pytest.mark.parametrize("replica", [PIPE, WIDE], ids=str)
 @pytest.mark.parametrize(("at", "victim"), [(7, 1), (30, 2)])

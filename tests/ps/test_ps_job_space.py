@@ -5,7 +5,6 @@ import json
 import threading
 import time
 
-import covers
 import pytest
 import torch
 from rayps_client.errors import ConfigError, NotFound, RaypsError, WorkloadError
@@ -315,7 +314,6 @@ class Tally(Small):
 
 
 @pytest.mark.chaos
-@covers.values
 @pytest.mark.parametrize("replicas", [0, 1])
 @pytest.mark.parametrize("staleness", [2, None])
 def test_out_of_step_each_push_is_applied_once_whoever_dies(cluster, tag, staleness, replicas):

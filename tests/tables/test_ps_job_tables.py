@@ -101,7 +101,6 @@ LOOSE = [
 
 
 @pytest.mark.chaos
-@covers.values
 @pytest.mark.parametrize("strategy", LOOSE, ids=str)
 @pytest.mark.parametrize("victim", [("ServerActor", "server-1"), ("WorkerActor", 1)], ids=["server", "worker"])
 def test_whoever_dies_each_push_is_in_its_row_once(cluster, strategy, victim):
