@@ -3,6 +3,7 @@
 Servers are fixed (`replicas` None), or a group with copies of each segment (1) or without (0).
 """
 
+import covers
 import pytest
 import torch
 from small_work import SEEN, Small, Watched, distance, kinds, plain, train
@@ -119,6 +120,7 @@ def test_in_step_a_dead_server_still_means_the_snapshot(tag):
     assert distance(result.model(), plain(work, 2, epochs=2)[0]) < 1e-12
 
 
+@covers.values
 @pytest.mark.parametrize("replica", [PIPE, WIDE], ids=str)
 @pytest.mark.parametrize("replicas", [0, 1])
 def test_in_step_a_dead_server_of_a_group_changes_no_bit(tag, replica, replicas):
@@ -136,6 +138,7 @@ def test_in_step_a_dead_server_of_a_group_changes_no_bit(tag, replica, replicas)
     assert ("restored" in kinds(result)) == (replicas == 0)
 
 
+@covers.values
 @pytest.mark.parametrize("staleness", [2, None])
 @pytest.mark.parametrize("replicas", [0, 1])
 def test_out_of_step_each_push_is_applied_once_whichever_server_dies(tag, staleness, replicas):

@@ -11,6 +11,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import covers
 import pytest
 import torch
 from process_cluster import ProcessCluster
@@ -158,6 +159,7 @@ def said(slots, own):
 
 
 @pytest.mark.chaos
+@covers.values
 @pytest.mark.parametrize("staleness", [0, 2, None])
 @pytest.mark.parametrize("workers", [2, 3])
 def test_servers_that_die_at_random_moments(staleness, workers):
@@ -221,6 +223,7 @@ HOST_PLACES = {
 
 
 @pytest.mark.chaos
+@covers.values
 @pytest.mark.parametrize("staleness", [0, None])
 @pytest.mark.parametrize("place", HOST_PLACES)
 def test_a_server_that_dies_at_a_named_place(place, staleness):
@@ -251,6 +254,7 @@ TALK_PLACES = [
 
 
 @pytest.mark.chaos
+@covers.values
 @pytest.mark.parametrize("staleness", [0, None])
 @pytest.mark.parametrize("place", TALK_PLACES)
 def test_a_worker_that_dies_at_a_named_place(place, staleness):

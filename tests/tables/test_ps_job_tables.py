@@ -4,6 +4,7 @@ import importlib
 import threading
 import time
 
+import covers
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -123,6 +124,7 @@ def test_in_step_with_tables_a_worker_is_replaced_while_the_others_wait(cluster,
     assert torch.equal(counted(result), torch.full((ROWS, 2), 2)), counted(result)
 
 
+@covers.values
 @pytest.mark.parametrize("folder", [True, False])
 @pytest.mark.parametrize("strategy", ["hybrid:servers=3", "parameter_server:shards=3,replicas=0,staleness=none"])
 def test_without_copies_rows_come_back_from_the_checkpoint_and_the_workers(cluster, tmp_path, strategy, folder):

@@ -5,7 +5,6 @@ import json
 import struct
 from dataclasses import replace
 
-import covers
 import pytest
 import torch
 from rayps_client.errors import WorkloadError
@@ -141,9 +140,6 @@ def died(work, strategy, victim, steps):
     return result
 
 
-@covers.by(
-    lambda strategy, victim, hook: (strategy, victim), lambda strategy, victim, hook: (strategy.topology.in_step, hook)
-)
 @pytest.mark.parametrize(
     ("strategy", "victim"),
     [
