@@ -1,6 +1,7 @@
 """A worker of a user's own loop dies: it is replaced alone where the workers meet on servers only, else all restart."""
 
 import itertools
+import threading
 import time
 
 import pytest
@@ -34,11 +35,13 @@ def counting(folder, strategy, deaths, *, save=1, moment="after", mean=False, ow
     """
 
     def die(rank, step, now):
-        mark = folder / f"died-{rank}-{step}"
+        mark, asks, may_die = (folder / f"{what}-{rank}-{step}" for what in ("died", "asks", "may-die"))
         if now == moment and (rank, step) in deaths and not mark.exists():
-            mark.touch()
             while save and step > 4 and not list(folder.glob("states/step-*")):
                 time.sleep(0.01)  # the driver has a state to continue from
+            asks.touch()
+            assert until(may_die.exists, 30.0)
+            mark.touch()
             raise Death("a worker's death")
 
     def train_fn():
@@ -72,12 +75,43 @@ def counting(folder, strategy, deaths, *, save=1, moment="after", mean=False, ow
     return train_fn
 
 
-def run(folder, train_fn, max_failures=3):
+def permit_deaths(folder, job, journal, over, free):
+    """Let one worker die after the other, each when the driver knows whether it can be replaced alone.
+
+    It knows this from the first report that says so (`free`), else from a report that began after the worker asked.
+    """
+    permitted = 0
+    while not over.is_set():
+        time.sleep(0.01)
+        waiting = [path for path in folder.glob("asks-*") if not path.with_name(f"may-die{path.name[4:]}").exists()]
+        recovered = [event for event in journal.events if event["kind"] in ("replaced", "restarted")]
+        if not waiting or job._group is None or len(recovered) < permitted:
+            continue
+        rank, seen = int(waiting[0].name.split("-")[1]), []
+
+        def known(rank=rank, seen=seen):
+            output = job._group.watch.latest.get(rank)
+            if output is not None and all(output is not each for each in seen):
+                seen.append(output)
+            return over.is_set() or len(seen) > 2 or (free and output is not None and output.is_free)
+
+        until(known, 30.0)
+        permitted += 1
+        waiting[0].with_name(f"may-die{waiting[0].name[4:]}").touch()
+
+
+def run(folder, train_fn, max_failures=3, free=True):
     """Run to the end; return the outcome, rank 0's parameters, the kinds of events, and the calls by rank."""
-    journal = Journal()
+    journal, over = Journal(), threading.Event()
     spec = JobSpec(run="test:loop", workers=WORKERS, timeout=20.0, max_failures=max_failures)
     job = LoopJob(train_fn, spec, journal, checkpoints=folder / "states")
-    outcome = Driver(job).run(LocalCluster())
+    deaths = threading.Thread(target=permit_deaths, args=(folder, job, journal, over, free))
+    deaths.start()
+    try:
+        outcome = Driver(job).run(LocalCluster())
+    finally:
+        over.set()
+        deaths.join()
     calls = [len(path.read_text()) for path in sorted(folder.glob("calls-*"))]
     return outcome, job.results, [event["kind"] for event in journal.events], calls
 
@@ -136,7 +170,7 @@ def test_replacements_count_as_failures(tmp_path):
     ],
 )
 def test_otherwise_all_start_again(tmp_path, strategy, rank, mean):
-    outcome, _, kinds, calls = run(tmp_path, counting(tmp_path, strategy, {(rank, 5)}, mean=mean))
+    outcome, _, kinds, calls = run(tmp_path, counting(tmp_path, strategy, {(rank, 5)}, mean=mean), free=False)
     assert outcome.status is Status.SUCCEEDED, outcome
     assert kinds.count("restarted") == 1 and "replaced" not in kinds and calls == [2, 2, 2]
 
